@@ -7,10 +7,10 @@ import typer
 from typer.core import TyperGroup
 
 from sparsekv.cli.common.commands import COMMANDS
-from sparsekv.cli.common.memory_limit import refuse_little_room, refuse_small_limit
+from sparsekv.cli.common.process import refuse_little_room, refuse_small_limit
 from sparsekv.cli.common.values import refuse_repeated, with_checked_values
-from sparsekv.cli.configuring.apply import apply_defaults
-from sparsekv.cli.ranks.option import GpusOption
+from sparsekv.cli.configuring.sources import apply_defaults
+from sparsekv.cli.distributed.launch import GpusOption
 from sparsekv.formats.errors import UsageError
 
 
@@ -47,7 +47,7 @@ class _LazyGroup(TyperGroup):
 def _refuse_unknown(name: str) -> None:
     """Raise UsageError for a name that is no command and no option."""
     if not name.startswith("-"):
-        from sparsekv.formats.suggestions import suggestion
+        from sparsekv.formats.errors import suggestion
 
         meant = " (help is --help)" if name == "help" else suggestion(name, COMMANDS)
         raise UsageError(f"no command '{name}'{meant}; there are: {', '.join(COMMANDS)}")

@@ -19,10 +19,10 @@ from sparsekv.cli.common.options import (
     SpecialTokensOption,
 )
 from sparsekv.formats.documents.document import UTF_8, read_document
+from sparsekv.formats.documents.document_hints import tune_hint
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.hints import tune_hint
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import AdditionRecord
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import AdditionRecord
 from sparsekv.indexing.append import (
     addition_record,
     clear_finished,

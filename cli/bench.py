@@ -8,31 +8,31 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from sparsekv.cli.benchmarking.end_to_end import time_models
-from sparsekv.cli.benchmarking.indexers import mixture_indexers
-from sparsekv.cli.benchmarking.output import print_rows
-from sparsekv.cli.common.collector import resume_collector
+from sparsekv.cli.benchmarking.output import mixture_indexers, print_rows, time_models
 from sparsekv.cli.common.console import note
-from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.index_option import open_artifact
-from sparsekv.cli.common.method_options import with_method_options
-from sparsekv.cli.common.options import DeviceOption, DtypeOption, JsonOption, QuietOption, names_of
-from sparsekv.cli.common.plot_option import refuse_unwritable_plot
-from sparsekv.cli.common.small_budgets import note_small_budgets
+from sparsekv.cli.common.method_options import note_small_budgets, with_method_options
+from sparsekv.cli.common.options import (
+    DeviceOption,
+    DtypeOption,
+    GroupedCommand,
+    JsonOption,
+    QuietOption,
+    names_of,
+    refuse_unwritable_plot,
+)
+from sparsekv.cli.common.process import resume_collector
+from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.kv_storage import AUTO, KV_DTYPES, kv_dtype_named
-from sparsekv.formats.models.device import choose_device
-from sparsekv.formats.schema import MethodRecord
-from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.formats.index.schema import AUTO, KV_DTYPES, MethodRecord, kv_dtype_named
+from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.runtime.benchmark.clock import clock_for
-from sparsekv.runtime.benchmark.configs import CONFIGS
+from sparsekv.runtime.benchmark.end_to_end import CONFIGS
 from sparsekv.runtime.benchmark.layer_timer import Timer, check_runs, configured, machine
 from sparsekv.runtime.benchmark.model_timer import EndToEnd
 from sparsekv.runtime.benchmark.sources import DEFAULT_METHODS, Mixtures, Source, StoredLayerSource, Wanted, check_dtype
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.configure import refuse_unused
-from sparsekv.runtime.selection.interface import Method
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Budget, Method
+from sparsekv.runtime.selection.registry import methods, refuse_unused
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

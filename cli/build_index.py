@@ -6,36 +6,34 @@ from typing import Annotated, Any
 
 import typer
 
-from sparsekv.cli.building.by_ranks import index_by_ranks
-from sparsekv.cli.building.onto_index import FIXED, add_methods, index_among
-from sparsekv.cli.building.ray_worker import index_by_ray
-from sparsekv.cli.building.recipe import BuildRecipe
-from sparsekv.cli.building.several import index_here, index_several
-from sparsekv.cli.building.targets import choose_targets
+from sparsekv.cli.building.recipe import FIXED, BuildRecipe, add_methods, choose_targets, index_among, index_by_ranks
+from sparsekv.cli.building.several import index_by_ray, index_here, index_several
 from sparsekv.cli.common.console import progress, say
-from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.method_options import with_method_options
 from sparsekv.cli.common.options import (
     ChunkSizeOption,
     DeviceOption,
     DtypeOption,
     EncodingOption,
+    GroupedCommand,
     KVDtypeOption,
     ModelOption,
     QuietOption,
+    RayOption,
     SpecialTokensOption,
+    WorkersOption,
+    check_ray,
     names_of,
 )
-from sparsekv.cli.common.ray_options import RayOption, WorkersOption, check_ray
 from sparsekv.cli.configuring.sources import on_command_line
-from sparsekv.cli.ranks.join import join_ranks, refuse_with_ranks
+from sparsekv.cli.distributed.join import join_ranks, refuse_with_ranks
 from sparsekv.formats.documents.document import UTF_8, check_encoding
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.kv_storage import AUTO, kv_dtype_named
-from sparsekv.indexing.indexers.registry import choose_indexers, indexers
+from sparsekv.formats.index.schema import AUTO, kv_dtype_named
+from sparsekv.indexing.indexers.interface import choose_indexers, indexers
 from sparsekv.indexing.plan import BuildConfig
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
-from sparsekv.runtime.selection.configure import configure, refuse_unused
+from sparsekv.runtime.selection.registry import configure, refuse_unused
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

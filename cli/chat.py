@@ -8,6 +8,7 @@ import typer
 
 from sparsekv.cli.answering.options import (
     BudgetOption,
+    Choices,
     MaxNewTokensOption,
     MethodOption,
     PlacementOption,
@@ -21,24 +22,22 @@ from sparsekv.cli.answering.options import (
     TopKOption,
     TopPOption,
 )
-from sparsekv.cli.chatting.choices import Choices
 from sparsekv.cli.common.console import note
-from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.index_option import open_artifact
-from sparsekv.cli.common.memory_limit import refuse_little_room
-from sparsekv.cli.common.method_options import with_method_options
+from sparsekv.cli.common.method_options import note_small_budgets, with_method_options
 from sparsekv.cli.common.options import (
     DeviceOption,
     DtypeOption,
+    GroupedCommand,
     IndexOption,
     ModelOption,
     QuietOption,
     SpecialTokensOption,
 )
-from sparsekv.cli.common.small_budgets import note_small_budgets
+from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.runtime.attention.config import Dense
 from sparsekv.runtime.decoding.choose_config import choose_config
-from sparsekv.runtime.decoding.early_reading import EarlyReading
+from sparsekv.runtime.decoding.prepare import EarlyReading
 from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -95,12 +94,11 @@ def chat(
     choices = Choices(artifact, None if budget is None else config.budget, parameters, residual)
     early, hold = EarlyReading.of(artifact, device, config), placement == "device"
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
-    from sparsekv.cli.chatting.loop import HOW, converse
-    from sparsekv.cli.chatting.piped import is_piped, piped_questions
-    from sparsekv.cli.chatting.session import Session, describe
+    from sparsekv.cli.chatting.loop import HOW, converse, is_piped, piped_questions
+    from sparsekv.cli.chatting.session import Chat, describe
     from sparsekv.cli.common.loading import load_for
     from sparsekv.runtime.decoding.generate import Sampling
-    from sparsekv.runtime.decoding.talk import Talk
+    from sparsekv.runtime.decoding.session import Conversation
 
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
     if isinstance(config.attention, Dense) and placement != "device":
@@ -109,14 +107,14 @@ def chat(
     first = [next(questions)] if piped else []
     started, loading = time.perf_counter(), list[float]()
     opened = load_for(artifact, model, device, dtype, quiet=quiet, hold=hold, loaded_in=loading.append, early=early)
-    talk = Talk(opened, config, raw=raw, special_tokens=special_tokens)
+    talk = Conversation(opened, config, raw=raw, special_tokens=special_tokens)
     took = time.perf_counter() - started - sum(loading)
     note_small_budgets([config.budget], quiet=quiet)
     if stats:
         if piped:  # at a terminal the first line says so
             note(f"answers by {describe(config)}", quiet=False)
         note(f"model loaded in {sum(loading):.2f} s, index opened in {took:.2f} s", quiet=False)
-    session = Session(talk, choices, sampling, stats=stats, quiet=quiet, dtype=dtype)
+    session = Chat(talk, choices, sampling, stats=stats, quiet=quiet, dtype=dtype)
     if piped:
         for question in chain(first, questions):
             session.ask(question)

@@ -5,9 +5,8 @@ from typing import Annotated, Literal
 import typer
 
 from sparsekv.cli.common.console import say
-from sparsekv.cli.completing.answer import program
+from sparsekv.cli.completing.candidates import SCRIPTS, program
 from sparsekv.cli.completing.learn import learn
-from sparsekv.cli.completing.scripts import SCRIPTS
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

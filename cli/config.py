@@ -9,8 +9,8 @@ from rich.table import Table
 
 from sparsekv.cli.common.console import note, say, show
 from sparsekv.cli.common.options import JsonOption
-from sparsekv.cli.configuring.defaults import variable
-from sparsekv.cli.configuring.settings import SetDefault, set_defaults
+from sparsekv.cli.configuring.project_file import variable
+from sparsekv.cli.configuring.sources import SetDefault, set_defaults
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

@@ -9,13 +9,13 @@ import typer
 from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.options import DeviceOption, QuietOption
-from sparsekv.cli.common.stored import stored_line
+from sparsekv.cli.common.stats import stored_line
+from sparsekv.formats.device import choose_device
+from sparsekv.formats.documents.document_hints import tune_hint
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.hints import tune_hint
-from sparsekv.formats.kv_storage import KVDtype
-from sparsekv.formats.models.device import choose_device
-from sparsekv.formats.ours import check_output
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.build_folder import check_output
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import KVDtype
 from sparsekv.indexing.convert import convert_index
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)

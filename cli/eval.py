@@ -6,45 +6,48 @@ from typing import Annotated, Any
 import typer
 
 from sparsekv.cli.common.console import note, progress
-from sparsekv.cli.common.help_panels import GroupedCommand
-from sparsekv.cli.common.method_options import with_method_options
+from sparsekv.cli.common.method_options import note_small_budgets, with_method_options
 from sparsekv.cli.common.options import (
     ChunkSizeOption,
     DeviceOption,
     DtypeOption,
     EncodingOption,
+    GroupedCommand,
     JsonOption,
     KVDtypeOption,
     ModelOption,
     QuietOption,
+    RayOption,
+    WorkersOption,
+    check_ray,
     names_of,
+    refuse_unwritable_plot,
 )
-from sparsekv.cli.common.plot_option import refuse_unwritable_plot
-from sparsekv.cli.common.ray_options import RayOption, WorkersOption, check_ray
-from sparsekv.cli.common.small_budgets import note_small_budgets
-from sparsekv.cli.evaluating.chosen import QUESTION_OPTIONS, asking_method, chosen_methods, needed_indexers
-from sparsekv.cli.evaluating.output import evaluation_record, note_few_contexts, print_rows
-from sparsekv.cli.evaluating.page import evaluation_page
-from sparsekv.cli.evaluating.ray_worker import answer_by_ray
-from sparsekv.cli.evaluating.recipe import EvalRecipe
-from sparsekv.cli.pages.html_option import HtmlOption, refuse_unwritable_html, write_html
+from sparsekv.cli.evaluating.output import evaluation_page, evaluation_record, note_few_contexts, print_rows
+from sparsekv.cli.evaluating.recipe import (
+    QUESTION_OPTIONS,
+    EvalRecipe,
+    answer_by_ray,
+    asking_method,
+    chosen_methods,
+    needed_indexers,
+)
+from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html, write_html
 from sparsekv.formats.documents.document import UTF_8
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.kv_storage import AUTO, kv_dtype_named
-from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.formats.index.schema import AUTO, kv_dtype_named
+from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.indexing.plan import BuildConfig
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 from sparsekv.runtime.attention.config import QUESTION_BUDGET, Own
 from sparsekv.runtime.decoding.choose_config import question_prefill as how_prefilled
-from sparsekv.runtime.evaluation.comparison import check_room
-from sparsekv.runtime.evaluation.engine import evaluate
+from sparsekv.runtime.evaluation.engine import check_room, evaluate
 from sparsekv.runtime.evaluation.inputs import Inputs, read_contexts, work_folder
 from sparsekv.runtime.evaluation.published import FORMATS
 from sparsekv.runtime.evaluation.table import cells, rows
 from sparsekv.runtime.evaluation.tasks import tasks
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.configure import configure, refuse_unused
-from sparsekv.runtime.selection.registry import DENSE, methods
+from sparsekv.runtime.selection.interface import Budget
+from sparsekv.runtime.selection.registry import DENSE, configure, methods, refuse_unused
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 DEFAULT_BUDGETS = ["0.05", "0.1"]

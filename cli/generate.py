@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from sparsekv.cli.answering.by_ranks import for_all_ranks, joined_answers, one_at_a_time, refuse_merged_heads
 from sparsekv.cli.answering.options import (
     AnswersJsonOption,
     BatchSizeOption,
@@ -27,33 +26,36 @@ from sparsekv.cli.answering.options import (
     TemperatureOption,
     TopKOption,
     TopPOption,
+    for_all_ranks,
+    joined_answers,
+    one_at_a_time,
+    parse_schedule,
+    refuse_merged_heads,
 )
 from sparsekv.cli.answering.resuming import AnswersFile, refuse_questions_file, refuse_redirected_to
-from sparsekv.cli.answering.schedule import parse_schedule
 from sparsekv.cli.common.console import note, progress, say
-from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.index_option import open_artifact
-from sparsekv.cli.common.memory_limit import refuse_little_room
-from sparsekv.cli.common.method_options import with_method_options
+from sparsekv.cli.common.method_options import note_small_budgets, with_method_options
 from sparsekv.cli.common.options import (
     DeviceOption,
     DtypeOption,
+    GroupedCommand,
     IndexOption,
     ModelOption,
     QuietOption,
     SpecialTokensOption,
+    share,
 )
-from sparsekv.cli.common.share import share
-from sparsekv.cli.common.small_budgets import note_small_budgets
+from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.common.stats import note_cut
 from sparsekv.cli.common.streams import outlive_reader
-from sparsekv.cli.ranks.join import join_ranks, refuse_with_ranks
+from sparsekv.cli.distributed.join import join_ranks, refuse_with_ranks
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.config import Dense, QuestionPrefill
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.decoding.choose_config import choose_config, refuse_beside_dense
 from sparsekv.runtime.decoding.compiled import check_mode
-from sparsekv.runtime.decoding.early_reading import EarlyReading
+from sparsekv.runtime.decoding.prepare import EarlyReading
 from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -170,15 +172,21 @@ def generate(
     hold = placement == "device"
     early = None if ranks is not None else EarlyReading.of(artifact, device, config)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
-    from sparsekv.cli.answering.answers import batch_answers, batch_of, choose_batch_size, parse_batch_size
-    from sparsekv.cli.answering.batch import encode_questions, note_plain_questions, questions_asked
-    from sparsekv.cli.answering.compiling import compile_for
+    from sparsekv.cli.answering.answers import (
+        batch_answers,
+        batch_of,
+        choose_batch_size,
+        compile_for,
+        encode_questions,
+        note_plain_questions,
+        parse_batch_size,
+        questions_asked,
+    )
     from sparsekv.cli.answering.output import Output, identity, settings_of
     from sparsekv.cli.answering.session import refuse_unsavable, save_session
     from sparsekv.cli.common.loading import load_for
-    from sparsekv.runtime.decoding.asker import Asker
     from sparsekv.runtime.decoding.generate import Answer, Sampling
-    from sparsekv.runtime.decoding.talk import Turn
+    from sparsekv.runtime.decoding.session import Session, Turn
 
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
     if save_to is not None and batch_file is not None:
@@ -211,7 +219,7 @@ def generate(
     opened = load_for(
         artifact, model, device, dtype, quiet=quiet, hold=hold, loaded_in=loading.append, ranks=ranks, early=early
     )
-    asker = Asker.open(opened, config)
+    asker = Session.open(opened, config)
     note_small_budgets([config.budget], quiet=quiet)
     took = time.perf_counter() - started - sum(loading)
     if stats:

@@ -11,25 +11,29 @@ from transformers import PreTrainedTokenizerBase
 
 from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.index_option import open_artifact
-from sparsekv.cli.common.options import IndexOption, JsonOption, ModelOption, QuietOption, names_of
-from sparsekv.cli.common.plot_option import refuse_unwritable_plot
+from sparsekv.cli.common.options import (
+    IndexOption,
+    JsonOption,
+    ModelOption,
+    QuietOption,
+    names_of,
+    refuse_unwritable_plot,
+)
 from sparsekv.cli.common.plots import plot_clusters, plot_lists
-from sparsekv.cli.common.printable import finite_numbers
-from sparsekv.cli.common.stored import storage_record
-from sparsekv.cli.common.words import telling_words, words_of
-from sparsekv.cli.inspecting.page import inspection_page, token_texts
+from sparsekv.cli.common.stats import storage_record
+from sparsekv.cli.common.streams import finite_numbers
+from sparsekv.cli.inspecting.page import inspection_page, telling_words, token_texts, words_of
 from sparsekv.cli.inspecting.tables import print_inspection
-from sparsekv.cli.pages.html_option import HtmlOption, refuse_unwritable_html, write_html
+from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html, write_html
+from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.hints import command
-from sparsekv.formats.identity import check_tokenizer
-from sparsekv.formats.models.device import choose_device
-from sparsekv.formats.models.identify import tokenizer_identity
-from sparsekv.formats.models.load import load_tokenizer
-from sparsekv.formats.models.named import named_by_index
-from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.indexers.registry import indexers
-from sparsekv.runtime.reporting.describe import LayerDescription, describe_layers
+from sparsekv.formats.index.identity import check_tokenizer
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.models.embedded import named_by_index
+from sparsekv.formats.models.load import load_tokenizer, tokenizer_identity
+from sparsekv.indexing.indexers.interface import indexers
+from sparsekv.runtime.reporting.report import LayerDescription, describe_layers
 from sparsekv.runtime.selection.cluster_statistics import Cluster
 from sparsekv.runtime.selection.registry import methods_of
 

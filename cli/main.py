@@ -9,9 +9,8 @@ import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from sparsekv.cli.common.collector import rest_collector
-from sparsekv.cli.common.interruption import INTERRUPTED, interruptions
-from sparsekv.cli.completing.scripts import ASK
+from sparsekv.cli.common.process import INTERRUPTED, interruptions, rest_collector
+from sparsekv.cli.completing.candidates import ASK
 
 if TYPE_CHECKING:
     from sparsekv.cli.completing.known import KnownCommand
@@ -62,12 +61,12 @@ def run() -> None:
     code = 0
     with interruptions() as interruption:
         try:
-            import sparsekv.cli.common.ending  # noqa: F401  # now: out of memory, nothing more can be imported
+            import sparsekv.cli.common.failures  # noqa: F401  # now: out of memory, nothing more can be imported
 
             code = _call(debug=debug)
         except BaseException as caught:
             error = caught
-    from sparsekv.cli.common.ending import end, fail
+    from sparsekv.cli.common.failures import end, fail
     from sparsekv.cli.common.streams import flush_streams
 
     error = error or flush_streams()
@@ -82,7 +81,7 @@ def run() -> None:
 
 
 def _complete() -> None:
-    from sparsekv.cli.completing.answer import answer
+    from sparsekv.cli.completing.candidates import answer
 
     def learned() -> "KnownCommand":
         import typer
@@ -98,25 +97,25 @@ def _complete() -> None:
 
 def _fail_as_rank(error: BaseException, *, debug: bool) -> None:
     """End with an error as one of several processes that share a model; returns in a process that works alone."""
-    from sparsekv.formats.ranks.place import own_place
+    from sparsekv.formats.distributed.process import own_place
 
     place = own_place()
     if place is not None:
-        from sparsekv.cli.ranks.telling import fail_as_rank
+        from sparsekv.cli.distributed.join import fail_as_rank
 
         fail_as_rank(place, error, _command(), debug=debug)
 
 
 def _call(*, debug: bool) -> int:
-    from sparsekv.cli.common.quiet_libraries import quiet_libraries
+    from sparsekv.cli.common.process import quiet_libraries
     from sparsekv.cli.common.streams import prepare_streams
-    from sparsekv.formats.ranks.place import own_place
-    from sparsekv.formats.user_cache import give_home
+    from sparsekv.formats.distributed.process import own_place
+    from sparsekv.formats.user.cache import give_home
 
     prepare_streams()
     give_home()
     if (place := own_place()) is not None:
-        from sparsekv.cli.ranks.telling import enter
+        from sparsekv.cli.distributed.join import enter
 
         enter(place)
     with quiet_libraries(debug=debug):

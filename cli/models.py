@@ -8,8 +8,8 @@ import typer
 from rich.table import Table
 
 from sparsekv.cli.common.console import note, say, show
-from sparsekv.cli.common.memory_limit import refuse_little_room
 from sparsekv.cli.common.options import JsonOption, QuietOption
+from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.formats.models.embedded import EMBEDDED
 from sparsekv.formats.models.load import known_models
 from sparsekv.formats.models.load import pull as fetch

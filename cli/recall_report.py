@@ -7,37 +7,41 @@ from typing import Annotated, Any
 import typer
 
 from sparsekv.cli.common.console import note, progress, say
-from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.index_option import open_artifact
-from sparsekv.cli.common.method_options import with_method_options
+from sparsekv.cli.common.method_options import note_small_budgets, with_method_options
 from sparsekv.cli.common.options import (
     DeviceOption,
     DtypeOption,
+    GroupedCommand,
     IndexOption,
     JsonOption,
     ModelOption,
     QuietOption,
     SpecialTokensOption,
     names_of,
+    refuse_unwritable_plot,
+    share,
 )
-from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.questions import read_questions
-from sparsekv.cli.common.share import share
-from sparsekv.cli.common.small_budgets import note_small_budgets
-from sparsekv.cli.common.stored import stored_line
+from sparsekv.cli.common.stats import stored_line
 from sparsekv.cli.configuring.sources import on_command_line
-from sparsekv.cli.pages.html_option import HtmlOption, refuse_unwritable_html, write_html
-from sparsekv.cli.reporting.output import answers_line, lacking_line, print_csv, print_report, report_record
-from sparsekv.cli.reporting.page import recall_page
+from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html, write_html
+from sparsekv.cli.reporting.output import (
+    answers_line,
+    lacking_line,
+    print_csv,
+    print_report,
+    recall_page,
+    report_record,
+)
+from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.models.device import choose_device
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report as measure
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.configure import configured_form, refuse_unused
-from sparsekv.runtime.selection.registry import methods, methods_of
+from sparsekv.runtime.selection.interface import Budget
+from sparsekv.runtime.selection.registry import configured_form, methods, methods_of, refuse_unused
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

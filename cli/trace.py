@@ -14,26 +14,24 @@ from sparsekv.cli.answering.options import (
     RawOption,
     ResidualOption,
 )
-from sparsekv.cli.common.answer_stream import AnswerStream, answer_may_meet_notes
 from sparsekv.cli.common.console import note, waiting
-from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.index_option import open_artifact
-from sparsekv.cli.common.memory_limit import refuse_little_room
-from sparsekv.cli.common.method_options import with_method_options
+from sparsekv.cli.common.method_options import note_small_budgets, with_method_options
 from sparsekv.cli.common.options import (
     DeviceOption,
     DtypeOption,
+    GroupedCommand,
     IndexOption,
     JsonOption,
     ModelOption,
     QuietOption,
     SpecialTokensOption,
 )
-from sparsekv.cli.common.questions import read_question
-from sparsekv.cli.common.small_budgets import note_small_budgets
-from sparsekv.cli.tracing.output import describe_size, describe_without, refuse_unwritable, say_json, write
+from sparsekv.cli.common.process import refuse_little_room
+from sparsekv.cli.common.questions import AnswerStream, answer_may_meet_notes, read_question
+from sparsekv.cli.pages.trace import describe_size, describe_without, refuse_unwritable, say_json, write
 from sparsekv.runtime.decoding.choose_config import choose_config
-from sparsekv.runtime.decoding.early_reading import EarlyReading
+from sparsekv.runtime.decoding.prepare import EarlyReading
 from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)

@@ -18,27 +18,23 @@ from sparsekv.cli.common.options import (
     ModelOption,
     QuietOption,
     names_of,
+    share,
 )
-from sparsekv.cli.common.share import share
 from sparsekv.cli.configuring.sources import on_command_line
-from sparsekv.cli.reporting.search_cost import Rounds, cost_ahead
-from sparsekv.cli.reporting.tuned import print_table, record, row, told_budget
-from sparsekv.formats.defaults import refuse_unwritable, write_defaults
+from sparsekv.cli.reporting.tuned import Rounds, cost_ahead, print_table, record, row, told_budget
+from sparsekv.formats.device import choose_device
 from sparsekv.formats.documents.document_hints import eval_hint
-from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.models.device import choose_device
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import Defaults, TuneTarget
-from sparsekv.formats.suggestions import choose_one
+from sparsekv.formats.errors import SparsekvError, UsageError, choose_one
+from sparsekv.formats.index.manifest import refuse_unwritable, write_defaults
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import Defaults, TuneTarget
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.benchmark.clock import clock_for
-from sparsekv.runtime.benchmark.setting_times import SettingTimes
+from sparsekv.runtime.benchmark.layer_timer import SettingTimes
 from sparsekv.runtime.decoding.choose_config import choose_config
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.configure import form_options
-from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.tuning.goals import REFERENCE, ErrorGoal, Goal, PerplexityGoal, RecallGoal
-from sparsekv.runtime.tuning.tuned import Tuned
+from sparsekv.runtime.selection.interface import Budget
+from sparsekv.runtime.selection.registry import form_options, methods
+from sparsekv.runtime.tuning.goals import REFERENCE, ErrorGoal, Goal, PerplexityGoal, RecallGoal, Tuned
 from sparsekv.runtime.tuning.tuning import tune as find
 
 CHEAPEST = ("rows", "time")

@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from sparsekv.cli.common.plot_styles import in_percent, style_of
+from sparsekv.cli.common.plots import in_percent, style_of
 
 DENSE = "dense"
 

@@ -1,12 +1,34 @@
-"""Commands that messages show: each runs when it is pasted into a shell, with the names of this index and document."""
+"""Commands that messages show, ready to be pasted into a shell, and default names of indices."""
 
+import re
 import shlex
 from collections.abc import Iterable, Iterator
+from glob import escape
 from pathlib import Path
 
-from sparsekv.formats.index_name import beside, with_ending
-from sparsekv.formats.schema import TuneTarget
-from sparsekv.formats.suggestions import nearest
+from sparsekv.formats.errors import nearest
+
+ENDING = ".skv"
+
+_EXTENSION = re.compile(r"\.(?!v\d+$)[a-z][a-z0-9_+-]*", re.IGNORECASE)
+"""Letters first: the last parts of Apache-2.0, notes.2024-05 and paper.v2 belong to the name."""
+
+
+def has_extension(path: Path) -> bool:
+    """Whether a name ends with an extension, such as .txt or .md, and not with a version or a date."""
+    return _EXTENSION.fullmatch(path.suffix) is not None
+
+
+def with_ending(path: Path, ending: str = ENDING) -> Path:
+    """A path with another ending in the place of its extension, or behind a name that has none."""
+    return path.with_suffix(ending) if has_extension(path) else path.with_name(path.name + ending)
+
+
+def beside(folder: Path) -> Iterator[Path]:
+    """The files beside an index from which it would have its name."""
+    own = folder.parent / folder.stem
+    yield from (path for path in (own, *folder.parent.glob(f"{escape(own.name)}.*")) if path != folder)
+
 
 TEXT_ENDINGS = ("*.txt", "*.md", "*.rst")
 _LOOKED_AT = 4096
@@ -46,13 +68,6 @@ def first_build_hint() -> str:
 def add_methods_hint(folder: Path, methods: Iterable[str]) -> str:
     """How to build more methods into an index, from its own tokens: its document may be gone, or was appended to."""
     return command("build-index", folder, *(part for name in methods for part in ("--method", name)))
-
-
-def tune_hint(folder: Path, target: TuneTarget) -> str:
-    """The search for a default setting again, for the same target among the same methods."""
-    of = [] if target.of is None else ["--of", f"{target.of:g}"]
-    among = (part for name in target.methods for part in ("--method", name))
-    return command("tune", "--index", folder, f"--target-{target.measure}", f"{target.value:g}", *of, *among)
 
 
 def no_folder(given: Path) -> str:

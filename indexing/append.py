@@ -1,31 +1,110 @@
-"""Append tokens to an existing index: which of its methods can append, and the plan of the build that does it."""
+"""Extending an index by appended tokens or more methods, in place or on a copy that gets its name once it is
+complete."""
 
+import contextlib
+import errno
 import math
-from collections.abc import Callable
-from contextlib import suppress
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
-from sparsekv.formats.border import Border
 from sparsekv.formats.checksums import hash_bytes
 from sparsekv.formats.documents.continuation import BETWEEN, encode_more
 from sparsekv.formats.documents.prompt import FixedPrompt
 from sparsekv.formats.errors import ArtifactError, UsageError
-from sparsekv.formats.manifest import REBUILD
+from sparsekv.formats.index.folder import Folder, mark, sync_path
+from sparsekv.formats.index.layout import check_values
+from sparsekv.formats.index.manifest import REBUILD
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import MANIFEST, AdditionRecord, Border, ChatFrame, Manifest, given_parameters
+from sparsekv.formats.index.writer import ArtifactWriter
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.models.rope import rope_depends_on_length
-from sparsekv.formats.parameters import given_parameters
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import AdditionRecord, ChatFrame, Manifest
-from sparsekv.formats.values import check_values
-from sparsekv.formats.writer import ArtifactWriter
-from sparsekv.indexing.indexers.interface import Indexer
-from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.indexing.indexers.interface import Indexer, indexers
 from sparsekv.indexing.plan import BuildPlan, Growth, config_of
 from sparsekv.indexing.prefill.interface import Prefill, prefill_name, prefills
+
+OWNER = ".owner"
+
+
+def cannot_write(folder: Path, error: OSError) -> ArtifactError:
+    """What to raise where a folder could not be written, with what the user can do."""
+    reason = (error.strerror or str(error)).lower()
+    taken = error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+    remedy = "choose another name" if taken else "choose another name, or make room there"
+    return ArtifactError(f"cannot write {folder}: {reason}; {remedy}")
+
+
+@contextmanager
+def partial_folder(folder: Path) -> Iterator[Path]:
+    """Yields a new folder beside `folder`, empty but for its lock; on success it is renamed to `folder`, else removed.
+
+    Partial folders of the same name whose processes are dead are removed first.
+
+    Raises:
+        OSError: the folder cannot be made, or the name is taken.
+    """
+    _remove_dead(folder)
+    unfinished, lock = _own(folder)
+    try:
+        yield unfinished
+        unfinished.rename(folder)
+        (folder / OWNER).unlink()
+        sync_path(folder.absolute().parent)
+    finally:
+        with contextlib.suppress(OSError):
+            _remove(unfinished)
+        lock.release()
+
+
+def _own(folder: Path) -> tuple[Path, FileLock]:
+    while True:
+        unfinished = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.partial")
+        unfinished.mkdir(parents=True)
+        lock = FileLock(unfinished / OWNER)
+        # Before the lock is held, another process may treat this folder as a dead one's and remove it: try again then.
+        with contextlib.suppress(FileNotFoundError, FileExistsError, Timeout):
+            lock.acquire(timeout=0)
+            if (unfinished / OWNER).exists():
+                return unfinished, lock
+            lock.release()
+
+
+def _remove_dead(folder: Path) -> None:
+    name = re.compile(rf"{re.escape(folder.name)}\.[0-9a-f]{{8}}\.partial")
+    siblings = list(folder.parent.iterdir()) if folder.parent.is_dir() else []
+    for path in siblings:
+        if name.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            with contextlib.suppress(OSError, Timeout):
+                _remove_if_dead(path)
+
+
+def _remove_if_dead(unfinished: Path) -> None:
+    if (unfinished / OWNER).exists():
+        with FileLock(unfinished / OWNER).acquire(timeout=0):
+            _remove(unfinished)
+    else:
+        unfinished.rmdir()  # only works on an empty folder: its process died before it had the lock
+
+
+def _remove(unfinished: Path) -> None:
+    """Remove a folder, the lock last: if this is interrupted, the next process can still see that the owner is dead."""
+    for path in unfinished.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != OWNER:
+            path.unlink()
+    shutil.rmtree(unfinished)
+
 
 LEARNING_AGAIN = 1.25  # at each power of it of a text's first length
 
@@ -209,3 +288,69 @@ def stored_prefill(manifest: Manifest) -> Prefill:
         return known[manifest.prefill.kind](**manifest.prefill.parameters)
     except (KeyError, TypeError, ValueError, UsageError) as error:
         raise ArtifactError(f"the prefill of the index cannot be repeated: {error}; {REBUILD}") from None
+
+
+PIECE = 16 << 20
+
+
+@contextmanager
+def copied_index(artifact: Artifact, folder: Path) -> Iterator[Path]:
+    """Yields a copy of an index as it was when opened; on success the copy is renamed to `folder`, else removed.
+
+    The files are hard links where the file system allows it: files of an index are replaced, never changed in place.
+    Copies that killed processes left behind are removed first.
+
+    Raises:
+        ArtifactError: the folder exists or cannot be written.
+    """
+    try:
+        with partial_folder(folder) as unfinished:
+            copy = Folder(unfinished)
+            mark(copy)
+            for name, record in artifact.manifest.files.items():
+                _copy(artifact.descriptor(name), copy, record.path)
+            copy.write(MANIFEST, [artifact.manifest_data])
+            yield unfinished
+    except OSError as error:
+        raise cannot_write(folder, error) from None
+
+
+def _copy(descriptor: int, folder: Folder, path: str) -> None:
+    try:
+        folder.link(descriptor, path)
+    except OSError:
+        folder.write(path, _pieces(descriptor))
+
+
+def _pieces(descriptor: int) -> Iterator[bytes]:
+    place = 0
+    while piece := os.pread(descriptor, PIECE, place):
+        yield piece
+        place += len(piece)
+
+
+def adding_plan(
+    artifact: Artifact, loaded: LoadedModel, methods: dict[str, Indexer], *, chunk_size: int | None = None
+) -> BuildPlan:
+    """The plan of a build that adds methods to an index and leaves all else as it is.
+
+    Args:
+        chunk_size: tokens per forward pass where queries have to be computed again; None lets the device decide.
+
+    Raises:
+        ArtifactError: the index was prefilled by another version, in a way that this one does not know.
+    """
+    manifest = artifact.manifest
+    prompt = manifest.prompt
+    return BuildPlan(
+        loaded=loaded,
+        prompt=FixedPrompt(
+            artifact.input_ids(),
+            prompt.text_sha256,
+            prompt.chat,
+            prompt.special_tokens,
+            cut=prompt.max_tokens,
+            border=prompt.border,
+        ),
+        config=config_of(manifest, methods, stored_prefill(manifest), chunk_size_after(artifact, chunk_size)),
+    )

@@ -7,21 +7,17 @@ from pathlib import Path
 
 import torch
 
-from sparsekv.formats.folder import Folder
-from sparsekv.formats.int8_rows import row_bytes
-from sparsekv.formats.kv_storage import KVDtype, KVStorage
-from sparsekv.formats.marker import mark
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import TOKENS, Manifest, MethodRecord, layer_file
-from sparsekv.formats.ways_out import WaysOut
-from sparsekv.formats.writer import ArtifactWriter
-from sparsekv.indexing.append import stored_indexers
+from sparsekv.formats.errors import WaysOut
+from sparsekv.formats.index.context_rows import row_bytes
+from sparsekv.formats.index.folder import Folder, mark
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import TOKENS, KVDtype, KVStorage, Manifest, MethodRecord, layer_file
+from sparsekv.formats.index.writer import ArtifactWriter
+from sparsekv.indexing.append import cannot_write, partial_folder, stored_indexers
+from sparsekv.indexing.build import MethodStage
 from sparsekv.indexing.context_files import ContextFacts, ContextFiles, context_recipe
-from sparsekv.indexing.method_stage import MethodStage
-from sparsekv.indexing.partial_folder import cannot_write, partial_folder
-from sparsekv.indexing.plan import Progress
+from sparsekv.indexing.plan import Progress, library_versions
 from sparsekv.indexing.sampling import sample_recipe, write_sample
-from sparsekv.indexing.versions import library_versions
 
 
 def convert_index(

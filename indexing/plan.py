@@ -1,33 +1,110 @@
-"""A build's settings (`BuildConfig`); with a model and a prompt all that decides an index (`BuildPlan`); and the build
-under way (`Build`)."""
+"""The inputs of one build, the finished index that it may reuse, the state that its stages share, and the GPU memory
+that it needs."""
 
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+import transformers
+from transformers import PreTrainedModel
 
 from sparsekv.formats.checksums import hash_tokens
+from sparsekv.formats.device import MemoryPlan, device_memory, model_bytes
 from sparsekv.formats.documents.prompt import FixedPrompt
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.kv_storage import KVDtype
-from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.models.rope import positions_of, rope_depends_on_length, stretchable
-from sparsekv.formats.parameters import stored_parameters
-from sparsekv.formats.schema import (
+from sparsekv.formats.index.context_rows import Pair, context_rows
+from sparsekv.formats.index.schema import (
     AdditionRecord,
+    KVDtype,
     Manifest,
     ModelIdentity,
     PrefillRecord,
     Split,
     TokenizerIdentity,
+    layer_file,
+    stored_parameters,
 )
-from sparsekv.formats.writer import ArtifactWriter
+from sparsekv.formats.index.writer import HELD_BYTES, ArtifactWriter
+from sparsekv.formats.models.load import LoadedModel
+from sparsekv.formats.models.rope import positions_of, rope_depends_on_length, stretchable
 from sparsekv.indexing.capture.team import Team
 from sparsekv.indexing.context_files import context_recipe
-from sparsekv.indexing.earlier_index import EarlierIndex
 from sparsekv.indexing.indexers.interface import Indexer
+from sparsekv.indexing.indexers.layer_work import AHEAD
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill, prefill_name
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that decide an index's numbers."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+class EarlierIndex:
+    """Reads a finished index, onto the model's device, while its folder is locked for a build."""
+
+    def __init__(self, writer: ArtifactWriter, model: PreTrainedModel):
+        assert writer.base is not None
+        self.manifest: Manifest = writer.base
+        self._writer, self._device, self._dtype = writer, model.device, model.dtype
+
+    def read(self, name: str) -> dict[str, torch.Tensor]:
+        """Tensors of a file, by its name."""
+        return self._writer.read_base(name, self._device)
+
+    def are_whole(self, names: Iterable[str]) -> bool:
+        """Whether files are there with their checksums. Their rows, copied, would get valid checksums of their own."""
+        return all(self._writer.is_whole(self.manifest.files[name]) for name in names)
+
+    def rows(self, layer: int, tokens: int) -> Pair:
+        """Keys and values [Hk, tokens, D] of a layer's first tokens, in the model's dtype."""
+        return context_rows(self.read(layer_file("context", layer)), self._dtype).part(slice(tokens))
+
+    def query_positions(self) -> torch.Tensor:
+        """Positions [P], rising, of stored queries: the sample's, in the middle, then the tail's.
+
+        There are none where a file of queries is damaged.
+        """
+        split, layers = self.manifest.split, self.manifest.indexed_layers
+        if not self.are_whole(layer_file(folder, layer) for folder in self._query_folders() for layer in layers):
+            return torch.zeros(0, dtype=torch.int64)
+        tail = torch.arange(split.sinks + split.middle, split.tokens)
+        if not self._has_sample():
+            return tail
+        sampled = self._writer.read_base(layer_file("samples", layers[0]))["positions"]
+        return torch.cat([sampled.long(), tail])
+
+    def queries(self, layer: int) -> torch.Tensor:
+        """The queries [Hq, P, D] of a layer at `query_positions`."""
+        names = {"samples": "queries", "queries": "tail"}
+        return torch.cat([self.read(layer_file(one, layer))[names[one]] for one in self._query_folders()], 1)
+
+    def sample_size(self) -> int:
+        """How many positions of the middle have stored queries."""
+        stored = self.manifest.files.get(layer_file("samples", self.manifest.indexed_layers[0]))
+        return 0 if stored is None else stored.tensors["positions"].shape[0]
+
+    def is_finite(self, tokens: int) -> bool:
+        """Whether the rows of the first tokens are finite, and the sampled queries."""
+        for layer in range(len(self.manifest.layers)):
+            tensors = list(self.rows(layer, tokens))
+            if (name := layer_file("samples", layer)) in self.manifest.files:
+                tensors.append(self.read(name)["queries"])
+            if not all(bool(rows.isfinite().all()) for rows in tensors):
+                return False
+        return True
+
+    def _has_sample(self) -> bool:
+        return layer_file("samples", self.manifest.indexed_layers[0]) in self.manifest.files
+
+    def _query_folders(self) -> list[str]:
+        return ["samples", "queries"] if self._has_sample() else ["queries"]
+
 
 Progress = Callable[[str, int, int], None]
 
@@ -255,3 +332,44 @@ class Build:
     def earlier(self) -> EarlierIndex | None:
         """The finished index in the folder, if there is one."""
         return None if self.writer.base is None else EarlierIndex(self.writer, self.plan.loaded.model)
+
+
+LAYERS_AT_ONCE = AHEAD + 2
+"""How many may be in memory while a method is built: those that are read ahead, the one that it is built for, and the
+one before that, which may still be in use."""
+METHODS_SHARE = 10
+"""What methods build for a layer is about a tenth of its keys and values."""
+REMEDY = "index fewer tokens, or spread the model over several GPUs with --gpus"
+
+
+def plan_memory(plan: BuildPlan, sampled: int) -> MemoryPlan:
+    """What a build takes from its prefill on, queries at `sampled` positions included.
+
+    The prefill holds the keys and values of all layers. Beside them are one chunk's activations, and then the layers
+    that are being indexed, some read ahead and one of them in float32, and what waits to be written of the methods.
+    """
+    model = plan.loaded.model
+    config = model.config.get_text_config()
+    layers, tokens, size = config.num_hidden_layers, plan.split().tokens, model.dtype.itemsize
+    layer = 2 * config.num_key_value_heads * plan.head_dim * tokens * size
+    queries = config.num_attention_heads * plan.head_dim * sampled * size
+    # A mixture of experts may call it otherwise; it is a small part of the whole.
+    inner = getattr(config, "intermediate_size", 4 * config.hidden_size)
+    activations = (6 * config.hidden_size + 3 * inner) * min(plan.chunk_size, tokens) * size
+    waiting = min(HELD_BYTES, layer * layers // METHODS_SHARE)
+    work = LAYERS_AT_ONCE * layer + layer * 4 // size + waiting + activations
+    return MemoryPlan(model_bytes(model), (layer + queries) * layers, work)
+
+
+def tell_memory(build: Build, sampled: int) -> None:
+    """Tell what the build needs of a GPU.
+
+    Raises:
+        SparsekvError: the keys and values alone do not fit.
+    """
+    memory = device_memory(build.plan.loaded.model)
+    if memory is None or not build.team.has_all_heads:
+        return
+    planned = plan_memory(build.plan, sampled)
+    planned.check(memory, REMEDY)
+    build.tell(f"the build {planned.told(memory)}")

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens
-from sparsekv.formats.layout import in_this_form
+from sparsekv.formats.index.layout import in_this_form
+from sparsekv.formats.index.schema import TOKENS, Manifest, layer_file
 from sparsekv.formats.models.rope import rope_depends_on_length
-from sparsekv.formats.schema import TOKENS, Manifest, layer_file
-from sparsekv.indexing.capture.stored_rows import TakenOver
+from sparsekv.indexing.capture.capture import TakenOver
 from sparsekv.indexing.context_files import ContextFacts, facts_from_note, row_settings
 from sparsekv.indexing.plan import Build
 from sparsekv.indexing.sampling import sample_positions, sample_recipe, sample_size

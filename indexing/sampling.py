@@ -11,13 +11,12 @@ import numpy as np
 import torch
 
 from sparsekv.formats.checksums import hash_json
-from sparsekv.formats.context_rows import Pair
-from sparsekv.formats.schema import Split, layer_file
-from sparsekv.formats.writer import ArtifactWriter
+from sparsekv.formats.index.context_rows import Pair
+from sparsekv.formats.index.schema import Split, layer_file
+from sparsekv.formats.index.writer import ArtifactWriter
 from sparsekv.indexing.capture.capture import PrefixQueries
-from sparsekv.indexing.capture.single_tokens import queries_of_tokens
-from sparsekv.indexing.earlier_index import EarlierIndex
-from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.capture.rotation import queries_of_tokens
+from sparsekv.indexing.plan import BuildPlan, EarlierIndex
 
 SEED = 0
 

@@ -12,28 +12,50 @@ user, or its subclasses `UsageError` (a wrong argument) and `ArtifactError` (an 
 are in `sparsekv.formats.errors`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import UsageError, suggestion
 from sparsekv.formats.hints import no_folder
-from sparsekv.formats.reader import Artifact
-from sparsekv.runtime.api_words import api_words, refuse_unknown
+from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.attention.config import Dense, QuestionPrefill
-from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.choose_config import choose_config, refuse_beside_dense
-from sparsekv.runtime.decoding.exclusive import exclusive, exclusive_process
 from sparsekv.runtime.decoding.generate import Answer, Sampling
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.reporting.front import row_records
+from sparsekv.runtime.decoding.session import Session
+from sparsekv.runtime.decoding.threads import exclusive, exclusive_process
 from sparsekv.runtime.reporting.questions import question_queries
-from sparsekv.runtime.reporting.report import GROUPS, recall_report
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.configure import configured_form, refuse_unused
-from sparsekv.runtime.selection.registry import methods, methods_of
+from sparsekv.runtime.reporting.report import GROUPS, recall_report, row_records
+from sparsekv.runtime.selection.interface import Budget
+from sparsekv.runtime.selection.registry import configured_form, methods, methods_of, refuse_unused
+
+_OPTION = re.compile(r"--([a-z][a-z-]*)")
+
+
+@contextmanager
+def api_words() -> Iterator[None]:
+    """Within it a UsageError names arguments, `page_size` for `--page-size`; shown commands stay as they are."""
+    try:
+        yield
+    except UsageError as error:
+        parts = str(error).split("`")
+        parts[::2] = [_OPTION.sub(lambda found: found[1].replace("-", "_"), part) for part in parts[::2]]
+        raise UsageError("`".join(parts)) from None
+
+
+def refuse_unknown(given: Iterable[str], own: Iterable[str]) -> None:
+    """Raise UsageError for the name of an argument that no method has, nor the call itself, whose are `own`."""
+    known = [*own, *dict.fromkeys(field.name for method in methods().values() for field in fields(method))]
+    for name in given:
+        if name not in known:
+            meant = suggestion(name, [*known, *(field.name for field in fields(Sampling))])
+            raise UsageError(f"{name} is no argument{meant}; name it as in docs/how-to/python.md, or leave it out")
+
 
 T = TypeVar("T")
 ASKING = ("method", "budget", "residual", "placement", "prefill", "prefill_budget", "question")
@@ -66,7 +88,7 @@ class Index:
         prefill: str | None = None,
         prefill_budget: str | float | None = None,
         **parameters: Any,
-    ) -> Asker:
+    ) -> Session:
         """What answers many questions by one config: `asker.ask(question).text`.
 
         Allocates the document's keys and values where `placement` says: `device`, `host`, or nowhere with `disk`.
@@ -99,7 +121,7 @@ class Index:
             )
             if isinstance(config.attention, Dense) and isinstance(config.question, QuestionPrefill):
                 refuse_beside_dense({"--prefill": prefill})
-            return Asker.open(self.opened, config)
+            return Session.open(self.opened, config)
 
     def ask(self, question: str, sampling: Sampling | None = None, **setting: Any) -> Answer:
         """Answer one question, greedily by default; `setting` is what `asker` takes. Each call makes its cache anew.

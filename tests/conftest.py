@@ -44,7 +44,7 @@ def _hands_out(options: Namespace) -> bool:
 
 def _own_cache(config: pytest.Config) -> None:
     """What commands remember of their calls stays out of the user's cache, whose models are used."""
-    from sparsekv.formats.user_cache import cache_root
+    from sparsekv.formats.user.cache import cache_root
 
     models = cache_root() / "models"
     models.mkdir(parents=True, exist_ok=True)

@@ -68,7 +68,7 @@ def test_the_installed_package_imports_and_its_command_runs(installed: Path, tmp
     check = (
         f"import sys; sys.path.insert(0, {str(installed)!r})\n"
         "import sparsekv.cli.main\n"
-        "from sparsekv.indexing.indexers.registry import indexers\n"
+        "from sparsekv.indexing.indexers.interface import indexers\n"
         "from sparsekv.runtime.selection.registry import methods\n"
         "found = (*indexers().values(), *methods().values())\n"
         "modules = [sparsekv.cli.main, *(sys.modules[type_.__module__] for type_ in found)]\n"

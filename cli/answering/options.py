@@ -1,15 +1,113 @@
-"""Options of commands that answer questions: what is attended to, how tokens are sampled, how many at a time."""
+"""Options of the commands that answer questions: attention, sampling, batch size, several ranks, checks before a model
+is loaded, and changes within a chat."""
 
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from sparsekv.cli.common.options import names_of
-from sparsekv.runtime.attention.config import QUESTION_BUDGET, Own
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.runtime.attention.config import QUESTION_BUDGET, DecodeConfig, Dense, Own
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
+from sparsekv.runtime.decoding.choose_config import attention_of, choose_config, refuse_beside_dense
 from sparsekv.runtime.decoding.compiled import WORTH_IT
+from sparsekv.runtime.selection.capabilities import ChoosesForAllHeads
+from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import DENSE, methods
+
+if TYPE_CHECKING:  # torch.distributed is for ranks alone, and transformers takes as long to import as all else
+    from sparsekv.formats.distributed.group import Ranks
+    from sparsekv.runtime.decoding.generate import Answer
+
+
+def parse_schedule(text: str, budget: str | None, step: int | None) -> tuple[str, int]:
+    """The budget as it was written, and the number of steps from one selection to the next.
+
+    Args:
+        budget, step: the options that it stands for.
+
+    Raises:
+        UsageError: it is not BUDGET-step-STEPS, or one of these options was given too.
+    """
+    if budget is not None or step is not None:
+        raise UsageError("--schedule is --budget and --step in one; leave these out")
+    found = re.fullmatch(r"(.+)-step-(\d+)", text)
+    if found is None:
+        raise UsageError(f"--schedule {text}: give BUDGET-step-STEPS, such as 0.15-step-4")
+    return found[1], int(found[2])
+
+
+T = TypeVar("T")
+
+
+def refuse_merged_heads(config: DecodeConfig) -> None:
+    """Raise UsageError if a method, of the answer or of the question, chooses once for the heads of all ranks."""
+    for part in (config.attention, config.question):
+        if not isinstance(part, Dense | Own) and _merges_heads(part.method):
+            others = sorted(other for other, one in methods().items() if not _merges_heads(one))
+            raise UsageError(
+                f"{part.name} chooses once for all heads, and each rank has some of them; use one process, or one of "
+                f"{', '.join(others)}"
+            )
+
+
+def _merges_heads(method: object) -> bool:
+    """Of a method, or of its class."""
+    return isinstance(method, ChoosesForAllHeads)
+
+
+def one_at_a_time(batch_size: str, batch_file: str | None) -> str:
+    """The `--batch-size` of ranks: 1, where there is a batch. UsageError for another number."""
+    if batch_size not in ("auto", "1"):
+        raise UsageError(f"--batch-size {batch_size}: ranks answer one question at a time; leave it out")
+    return batch_size if batch_file is None else "1"
+
+
+def for_all_ranks(ranks: "Ranks | None", read: Callable[[], T]) -> T:
+    """What the first rank reads, which alone has the command's standard input."""
+    if ranks is None:
+        return read()
+    return ranks.share(read() if ranks.first else None)
+
+
+def joined_answers(ranks: "Ranks | None", answers: "Iterable[Answer]") -> "Iterable[Answer]":
+    """The answers, with figures over the heads of all ranks."""
+    if ranks is None:
+        return answers
+    from sparsekv.runtime.decoding.distributed import join_answer
+
+    return (join_answer(ranks, answer) for answer in answers)
+
+
+@dataclass
+class Choices:
+    """A budget (None: each method's own), the methods' options, and --residual."""
+
+    artifact: Artifact
+    budget: Budget | None
+    parameters: Mapping[str, Any]
+    residual: bool
+
+    def other_method(self, before: DecodeConfig, name: str) -> DecodeConfig:
+        """The config with another method, with those options that it has; raises UsageError if there is none."""
+        name, kind = attention_of(self.artifact, name)
+        own = {field.name for field in fields(kind)}
+        kept, dense = {option: value for option, value in self.parameters.items() if option in own}, kind is Dense
+        config = choose_config(self.artifact, name, kept, residual=self.residual and not dense)
+        budget = config.budget if dense or self.budget is None else self.budget
+        return replace(config, budget=budget, question=before.question, placement=before.placement)
+
+    def other_budget(self, config: DecodeConfig, text: str) -> DecodeConfig:
+        """A config with another budget; raises UsageError if it is none, or the config reads everything."""
+        if isinstance(config.attention, Dense):
+            refuse_beside_dense({"/budget": text})
+        return replace(config, budget=Budget.parse(text, "/budget"), layer_budgets={}, origin="")
+
 
 ATTENDED, SAMPLING = "What is attended to", "Sampling"
 

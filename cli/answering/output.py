@@ -5,14 +5,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sparsekv.cli.answering.resuming import AnswersFile
-from sparsekv.cli.common.answer_stream import AnswerStream
 from sparsekv.cli.common.console import note, say
-from sparsekv.cli.common.printable import json_text
+from sparsekv.cli.common.questions import AnswerStream
 from sparsekv.cli.common.stats import print_stats
-from sparsekv.formats.reader import Artifact
+from sparsekv.cli.common.streams import json_text
+from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.decoding.generate import NO_ANSWER, Answer, Sampling
-from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.selection.interface import MethodSpec
 
 
 @dataclass
@@ -88,7 +88,7 @@ def identity(config: DecodeConfig) -> dict[str, Any]:
 
 def settings_of(config: DecodeConfig, sampling: Sampling, artifact: Artifact, **more: Any) -> dict[str, Any]:
     """What else decides an answer, as a file to resume holds it; `more` are options by name."""
-    parameters = asdict(config.attention.method) if isinstance(config.attention, Form) else {}
+    parameters = asdict(config.attention.method) if isinstance(config.attention, MethodSpec) else {}
     layers = {str(layer): budget.value for layer, budget in config.layer_budgets.items()}
     return {
         "index": artifact.manifest.uuid,

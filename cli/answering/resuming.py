@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from sparsekv.cli.common.printable import json_text
+from sparsekv.cli.common.streams import json_text
 from sparsekv.formats.errors import SparsekvError, UsageError
 
 FIRST_FIELD = '{"question": '

@@ -8,14 +8,21 @@ from pathlib import Path
 import torch
 
 from sparsekv.cli.common.console import note, progress
+from sparsekv.formats.documents.document_hints import tune_hint
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.hints import command, tune_hint
-from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.append import Addition, growing_plan, learning_line, refuse_other_dtype, stored_indexers
+from sparsekv.formats.hints import command
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.indexing.append import (
+    Addition,
+    copied_index,
+    growing_plan,
+    learning_line,
+    refuse_other_dtype,
+    stored_indexers,
+)
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.copied_index import copied_index
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.talk import Place, Turn, add_turn
+from sparsekv.runtime.decoding.session import Place, Turn, add_turn
 
 
 def refuse_unsavable(artifact: Artifact, folder: Path, dtype: str, option: str = "--save-to") -> None:

@@ -1,32 +1,96 @@
-"""The table of timed steps: for a person, as JSON, as CSV."""
+"""Timed decode steps of `sparsekv bench` as a table, JSON or CSV, and the benchmark of a whole model with its
+indexers."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any
 
+import torch
 from rich.table import Table
 
-from sparsekv.cli.common.console import say, say_csv, show
-from sparsekv.runtime.benchmark.rows import Row
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.cli.common.console import note, say, say_csv, show
+from sparsekv.cli.common.method_options import note_small_budgets
+from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.index.schema import MethodRecord
+from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, indexers
+from sparsekv.runtime.benchmark.end_to_end import ModelRow
+from sparsekv.runtime.benchmark.layer import LayerData
+from sparsekv.runtime.benchmark.layer_timer import StepTiming
+from sparsekv.runtime.benchmark.model_timer import EndToEnd, ModelTimer
+from sparsekv.runtime.benchmark.sources import LayerIndexer
+from sparsekv.runtime.selection.interface import Budget
+from sparsekv.runtime.selection.registry import configure
+
+ITERATIONS = 3  # of k-means: more make better clusters, and a step takes as long
 
 
-def print_rows(rows: Sequence[Row], about: dict[str, Any], *, as_json: bool, as_csv: bool) -> None:
+@dataclass(frozen=True)
+class MixtureIndexer(LayerIndexer):
+    """Gives an indexer a mixture's layer as it gets a document's."""
+
+    parameters: Indexer
+
+    def queries_wanted(self) -> int:
+        return self.parameters.queries_wanted()
+
+    def build(self, data: LayerData) -> dict[str, torch.Tensor]:
+        layer = LayerInput(
+            keys=data.keys[:, data.middle],
+            values=data.values[:, data.middle],
+            facts=data.facts,
+            split=data.split,
+            queries=data.sampled,
+            positions=data.positions,
+            sink_keys=data.keys[:, : data.split.sinks],
+        )
+        return self.parameters.build_layer(layer)
+
+    def record(self, tensors: dict[str, torch.Tensor], data: LayerData) -> MethodRecord:
+        built = BuiltLayer(tensors, data.tail, data.facts)
+        return MethodRecord(
+            revision=self.parameters.revision,
+            parameters=asdict(self.parameters),
+            seed=self.parameters.seed,
+            calibration=self.parameters.calibrate(lambda: iter([built])),
+            built_from={},
+        )
+
+
+def mixture_indexers(
+    names: Sequence[str], parameters: Mapping[str, Any], seed: int, head_dim: int
+) -> dict[str, LayerIndexer]:
+    """What builds the indices of those of the named methods that have one, as a person set it.
+
+    Raises:
+        UsageError: one cannot be built so, or not for heads of so many channels.
+    """
+    given = {name: value for name, value in parameters.items() if value is not None}
+    wanted = {name: known for name, known in indexers().items() if name in names}
+    configured = {
+        name: configure(one, {"iterations": ITERATIONS, "seed": seed} | given) for name, one in wanted.items()
+    }
+    for one in configured.values():
+        one.check_channels(head_dim)
+    return {name: MixtureIndexer(one) for name, one in configured.items()}
+
+
+def print_rows(rows: Sequence[StepTiming], about: dict[str, Any], *, as_json: bool, as_csv: bool) -> None:
     """Everything on stdout."""
     if as_json:
         say(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
     elif as_csv:
-        say_csv([field.name for field in fields(Row)], (asdict(row) for row in rows))
+        say_csv([field.name for field in fields(StepTiming)], (asdict(row) for row in rows))
     else:
-        groups: dict[tuple[int, int], list[Row]] = {}
+        groups: dict[tuple[int, int], list[StepTiming]] = {}
         for row in rows:
             groups.setdefault((row.context, row.batch), []).append(row)
         for group in groups.values():
             _print_group(group, about)
 
 
-def _print_group(rows: list[Row], about: dict[str, Any]) -> None:
+def _print_group(rows: list[StepTiming], about: dict[str, Any]) -> None:
     first = rows[0]
     batch = f"{first.batch} questions over one document" if about["shared"] else f"batch {first.batch}"
     table = Table(
@@ -50,6 +114,63 @@ def _print_group(rows: list[Row], about: dict[str, Any]) -> None:
             f"{row.bandwidth / 1e9:,.1f}",
             f"{row.floor_share:.2f}",
             f"{row.output_error:.4f}",
+            row.timed,
+        )
+    show(table, width=140)
+
+
+def time_models(
+    what: EndToEnd, parameters: dict[str, Any], elsewhere: Mapping[str, Any], *, as_json: bool, quiet: bool
+) -> None:
+    """Time everything and print it.
+
+    Args:
+        elsewhere: options of `bench` that mean nothing here, by name.
+
+    Raises:
+        UsageError: one of those was set, or an option's value makes no sense.
+        SparsekvError: the model and its layers do not fit the device's memory, or a method gave what is no number.
+    """
+    for name, value in elsewhere.items():
+        if value is not None and value is not False:  # 0 is a layer's number
+            raise UsageError(f"--{name.replace('_', '-')}: means nothing with --end-to-end; leave it out")
+    building = partial(mixture_indexers, parameters=parameters, seed=what.wanted.seed)
+    timer = ModelTimer(what, parameters, list(indexers()), building, partial(note, quiet=quiet))
+    note_small_budgets(timer.budgets, quiet=quiet)
+    rows = timer.run()
+    about = timer.about()
+    if as_json:
+        say(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
+    else:
+        _print(rows, about)
+    if timer.refused:
+        raise SparsekvError("; ".join(timer.refused))
+
+
+def _print(rows: list[ModelRow], about: dict[str, Any]) -> None:
+    compiled, shared = (
+        ", compiled" if about["compiled"] else "",
+        "a batch over one document, " if about["shared"] else "",
+    )
+    table = Table(
+        title=f"{about['config']}, random weights, {about['layers']} layers that take turns with the keys and values "
+        f"of {about['distinct_layers']}, {about['dtype']}{compiled}, {shared}{about['machine']}",
+        title_justify="left",
+        title_style="",
+    )
+    table.add_column("method")
+    for name in ("context", "batch", "budget", "ms a step [quartiles]", "tokens/s", "speed-up", "kv fraction", "timed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            f"{row.method} {row.variant}".strip(),
+            f"{row.context:,}",
+            str(row.batch),
+            "" if row.budget is None else str(Budget(row.budget)),
+            f"{row.median_ms:.2f} [{row.lower_ms:.2f}, {row.upper_ms:.2f}]",
+            f"{row.tokens_per_second:,.1f}",
+            f"{row.speedup:.2f}",
+            f"{row.kv_fraction:.3f}",
             row.timed,
         )
     show(table, width=140)

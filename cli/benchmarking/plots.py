@@ -8,13 +8,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from sparsekv.cli.common.plot_styles import form_numbers, style_of
-from sparsekv.cli.common.plots import save
-from sparsekv.runtime.benchmark.rows import Row
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.cli.common.plots import form_numbers, save, style_of
+from sparsekv.runtime.benchmark.layer_timer import StepTiming
+from sparsekv.runtime.selection.interface import Budget
 
 
-def plot_steps(rows: Sequence[Row], copy_bandwidth: float, title: str, path: Path, *, shared: bool) -> None:
+def plot_steps(rows: Sequence[StepTiming], copy_bandwidth: float, title: str, path: Path, *, shared: bool) -> None:
     """One line for each method, budget and batch; or, of questions that share a document, for each context.
 
     Args:
@@ -25,7 +24,7 @@ def plot_steps(rows: Sequence[Row], copy_bandwidth: float, title: str, path: Pat
         SparsekvError: the picture cannot be written.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, 6), layout="constrained")
-    lines: dict[tuple[str, str], list[Row]] = {}
+    lines: dict[tuple[str, str], list[StepTiming]] = {}
     size, other = (_questions, _tokens) if shared else (_tokens, _questions)
     several = len({other(row) for row in rows}) > 1
     for row in sorted(rows, key=size):
@@ -52,7 +51,7 @@ def plot_steps(rows: Sequence[Row], copy_bandwidth: float, title: str, path: Pat
     save(figure, path)
 
 
-def _roofline(axis: Axes, rows: Sequence[Row], copy_bandwidth: float) -> None:
+def _roofline(axis: Axes, rows: Sequence[StepTiming], copy_bandwidth: float) -> None:
     read = np.array([min(row.bytes for row in rows) / 2, max(row.bytes for row in rows) * 2])
     axis.plot(read, 1000 * read / copy_bandwidth, color="black", linestyle="--", linewidth=1)
     axis.annotate("a copy's bandwidth", (read[0], 1000 * read[0] / copy_bandwidth), fontsize="small", va="top")
@@ -65,11 +64,11 @@ def _roofline(axis: Axes, rows: Sequence[Row], copy_bandwidth: float) -> None:
     axis.xaxis.set_minor_formatter(NullFormatter())
 
 
-def _tokens(row: Row) -> int:
+def _tokens(row: StepTiming) -> int:
     return row.context
 
 
-def _questions(row: Row) -> int:
+def _questions(row: StepTiming) -> int:
     return row.batch
 
 

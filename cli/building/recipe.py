@@ -1,28 +1,159 @@
-"""How the documents of one call are indexed: all options but the documents, and the work for one document."""
+"""How `build-index` indexes a document: its options, the folder of each index, and builds of a document, onto an index
+or on several ranks."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import codecs
+import os
+import shlex
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sparsekv.cli.building.targets import Target
 from sparsekv.cli.common.console import note, note_plain
-from sparsekv.cli.common.loading import load
-from sparsekv.cli.common.stored import stored_line
-from sparsekv.formats.device_memory import peak_told
-from sparsekv.formats.documents.document import UTF_8, open_document
+from sparsekv.cli.common.loading import load, load_for
+from sparsekv.cli.common.stats import stored_line
+from sparsekv.formats.device import peak_told
+from sparsekv.formats.documents.document import UTF_8, open_document, read_bytes
+from sparsekv.formats.documents.document_hints import tune_hint
 from sparsekv.formats.documents.prompt import chat_frame, departure, encode_prompt
-from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.hints import tune_hint
-from sparsekv.formats.manifest import read_manifest
-from sparsekv.formats.models.identify import tokenizer_identity
-from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.ours import check_output
-from sparsekv.formats.schema import Manifest
+from sparsekv.formats.errors import ArtifactError, UsageError
+from sparsekv.formats.hints import ENDING, TEXT_ENDINGS, has_extension, with_ending
+from sparsekv.formats.index.build_folder import check_output
+from sparsekv.formats.index.manifest import read_manifest
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import MANIFEST, Manifest
+from sparsekv.formats.models.load import LoadedModel, tokenizer_identity
+from sparsekv.indexing.append import adding_plan, refuse_other_dtype
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.capture.team import Alone, Team
 from sparsekv.indexing.existing_index import first_difference
-from sparsekv.indexing.plan import BuildConfig, BuildPlan, Progress
+from sparsekv.indexing.plan import BuildConfig, BuildPlan, Progress, choose_chunk_size
+
+if TYPE_CHECKING:  # torch.distributed is for ranks alone
+    from sparsekv.formats.distributed.group import Ranks
+
+
+_LONGEST_NAME = 255  # bytes of a file's name
+_LONGEST_LIST = 2**26  # bytes: more would be a device that never ends
+
+
+@dataclass(frozen=True)
+class Target:
+    """A document, as it was named, and the folder that its index goes to."""
+
+    document: str
+    folder: Path
+
+
+def choose_targets(documents: Sequence[str], from_file: str | None, output: Path | None) -> list[Target]:
+    """The documents that were named, once each, with the folders of their indices.
+
+    Args:
+        from_file: a file with the names of more documents, one a line; `-` for standard input.
+        output: the folder of the index, or, where several documents may be named, the folder that their indices go to.
+
+    Raises:
+        UsageError: no document; two whose indices have one name; a document without a name, or with one too long; or
+            `output` cannot hold several indices.
+        SparsekvError: `from_file` cannot be read.
+    """
+    listed = [] if from_file is None else _names(from_file)
+    named = _once([*documents, *listed])
+    if not named:
+        what = "name a text file, or - for standard input"
+        if from_file is not None:
+            listed_in = "standard input" if from_file == "-" else from_file
+            what = f"{listed_in} has no names; put one a line there"
+        raise UsageError(f"no document to index: {what}")
+    if listed and not any(os.path.exists(one) for one in listed):
+        raise UsageError(
+            f"no line of {from_file} names a file that is there; a document itself is given without --from-file"
+        )
+    for one in named:
+        if one.endswith(ENDING) and not os.path.exists(one):
+            raise UsageError(
+                f"no such file: {one}; an index that is there takes more methods, and one to build is named by an "
+                f"option: -o {shlex.quote(one)}"
+            )
+    if len(named) == 1 and from_file is None:
+        return [Target(named[0], output or folder_of(named[0]))]
+    if from_file == "-" and "-" in named:
+        raise UsageError("standard input has the list of documents, so that it cannot be one of them; name a file")
+    if "-" in named:
+        raise UsageError("a document from standard input has no name: index it by itself, with --output NAME.skv")
+    _check_holds_several(output, {Path(one).suffix for one in named if has_extension(Path(one))})
+    return _apart([Target(one, folder_of(one, output)) for one in named])
+
+
+def folder_of(document: str, parent: Path | None = None) -> Path:
+    """The folder of a document's index: its name with the ending .skv, beside it or in `parent`.
+
+    Raises:
+        UsageError: it has no name, or one that is too long with that ending.
+    """
+    if document == "-":
+        raise UsageError("a document from standard input has no name: name the index with --output NAME.skv")
+    if not Path(document).name:
+        raise UsageError(f"{document} is a folder; name a text file in it")
+    beside = with_ending(Path(document))
+    # A name that is too long itself is told when it is opened.
+    if len(os.fsencode(Path(document).name)) <= _LONGEST_NAME < len(os.fsencode(beside.name)):
+        raise UsageError(f"{document}: its name is too long for one with .skv; name the index with --output NAME.skv")
+    return beside if parent is None else parent / beside.name
+
+
+def _names(from_file: str) -> list[str]:
+    # File names may be any bytes.
+    list_of_them = read_bytes(from_file, most=_LONGEST_LIST, option="--from-file").removeprefix(codecs.BOM_UTF8)
+    lines = (line.removesuffix("\r") for line in os.fsdecode(list_of_them).split("\n"))
+    return [_as_written(line) for line in lines if line.strip()]
+
+
+def _as_written(line: str) -> str:
+    """The name in a line. Blanks around it are a part of it where such a file is there, or none is without them."""
+    return line.strip() if not os.path.lexists(line) and os.path.lexists(line.strip()) else line
+
+
+def _once(names: Sequence[str]) -> list[str]:
+    """The names, without those that spell the path of an earlier one in another way, such as `a.txt` and `./a.txt`."""
+    paths: dict[str, str] = {}
+    for one in names:
+        paths.setdefault(_place(one), one)
+    return list(paths.values())
+
+
+def _place(name: str) -> str:
+    """The folder that a name leads to, through links too, and the name in it. No file's name has a zero byte."""
+    folder, base = os.path.split(name)
+    return name if name == "-" or "\0" in name else os.path.join(os.path.realpath(folder), base)
+
+
+def _check_holds_several(output: Path | None, extensions: Collection[str]) -> None:
+    """Raise UsageError for what is no folder of several indices: an index, a file, or a new name like a document's."""
+    if output is None or (output.is_dir() and output.suffix != ENDING and not os.path.exists(output / MANIFEST)):
+        return
+    texts = {*extensions, *(Path(ending).suffix for ending in TEXT_ENDINGS)} - {""}
+    if output.suffix in {ENDING, *texts} or output.exists():
+        folder = output.with_suffix("")
+        instead = "such as -o indices" if folder.exists() else f"such as -o {shlex.quote(str(folder))}"
+        that = "it is an index, but " if (output / MANIFEST).exists() else ""
+        raise UsageError(
+            f"--output {output}: {that}each of several documents has an index of its own; name the folder that they go "
+            f"to, {instead}"
+        )
+
+
+def _apart(targets: list[Target]) -> list[Target]:
+    """The targets unchanged, if no two go to one folder."""
+    taken: dict[Path, str] = {}
+    for one in targets:
+        if (other := taken.setdefault(one.folder.absolute(), one.document)) != one.document:
+            raise UsageError(
+                f"{other} and {one.document} would both be indexed in {one.folder}; build one of them by itself, with "
+                "--output NAME.skv"
+            )
+    return targets
 
 
 @dataclass(frozen=True)
@@ -134,3 +265,74 @@ def _finished(folder: Path) -> Manifest | None:
         return read_manifest(folder)
     except ArtifactError:
         return None
+
+
+def index_by_ranks(ranks: "Ranks", recipe: BuildRecipe, target: Target, show: Progress) -> None:
+    """Build a document's index, or resume or update it; all ranks call this together.
+
+    Raises:
+        SparsekvError: the ranks cannot share the model; or what `BuildRecipe.index` raises.
+    """
+    loads = partial(load, recipe.model, str(ranks.device), recipe.dtype, recipe.config.rope_scaling, quiet=recipe.quiet)
+    if not ranks.first:
+        from sparsekv.indexing.distributed.follow import follow
+
+        return follow(ranks, loads(ranks=ranks))
+
+    from sparsekv.formats.distributed.group import splits_heads
+    from sparsekv.indexing.distributed.lead import Leader
+
+    def leader(loaded: LoadedModel) -> Leader:
+        return Leader(ranks, split=splits_heads(loaded.model))
+
+    config = recipe.config
+    chunk_size = choose_chunk_size(config.chunk_size, ranks.device, config.prefill, ranks.size)
+    chunked = replace(recipe, config=replace(config, chunk_size=chunk_size))
+    chunked.index(target, lambda: loads(ranks=ranks), show, leader)
+
+
+FIXED = (
+    *("output", "max_tokens", "sinks", "tail", "prefill", "rope_scaling", "raw", "special_tokens", "force"),
+    *("kv_dtype", "ray", "workers", "from_file", "encoding"),
+)
+"""Options that say how a document becomes an index."""
+
+
+def index_among(documents: Sequence[str], *, ranks: bool) -> Path | None:
+    """The index that is named in the place of a document, if one is.
+
+    Raises:
+        UsageError: other documents are named beside it, or several processes are to build it.
+    """
+    folder = next((Path(one) for one in documents if (Path(one) / MANIFEST).is_file()), None)
+    if folder is not None and (len(documents) > 1 or ranks):
+        by_ranks = f"leave --gpus out, or name its document, with --output {shlex.quote(str(folder))}"
+        what = by_ranks if ranks else "name it alone"
+        raise UsageError(f"{folder} is an index, to which methods would be added; {what}")
+    return folder
+
+
+def add_methods(folder: Path, recipe: BuildRecipe, given: Iterable[str], show: Progress) -> None:
+    """Build the methods of a recipe into an index.
+
+    Args:
+        given: those of `FIXED` that are on the command line.
+
+    Raises:
+        UsageError: there is one, which the index has decided already.
+        SparsekvError: the index or its model cannot be used.
+    """
+    for option in given:
+        named = option.replace("_", "-")
+        raise UsageError(f"--{named}: {folder} is an index, whose text and rows stay as they are; leave the option out")
+    artifact = Artifact(folder, mending=True)
+    before = artifact.manifest
+    refuse_other_dtype(before, recipe.dtype)
+    opened = load_for(artifact, recipe.model, recipe.device, recipe.dtype, quiet=recipe.quiet)
+    plan = adding_plan(artifact, opened.loaded, recipe.config.methods, chunk_size=recipe.config.chunk_size)
+    manifest = build_index(plan, folder, show, tell=partial(note, quiet=recipe.quiet))
+    changed = {name for name, made in manifest.methods.items() if before.methods.get(name) != made}
+    for told, names in (("added", changed - before.methods.keys()), ("built anew", changed & before.methods.keys())):
+        if names:
+            note(f"{told}: {', '.join(sorted(names))}", quiet=recipe.quiet)
+    tell_built(folder, before, manifest, quiet=recipe.quiet)

@@ -1,26 +1,75 @@
-"""An open chat: its talk, how its answers are sampled and shown, and what its commands change."""
+"""An open chat: its conversation, its sampling and output, what commands change, and how Ctrl-C interrupts it."""
 
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 
-from sparsekv.cli.chatting.choices import Choices
-from sparsekv.cli.chatting.interrupts import Interrupts
-from sparsekv.cli.common.answer_stream import AnswerStream
+from sparsekv.cli.answering.options import Choices
 from sparsekv.cli.common.console import note
+from sparsekv.cli.common.questions import AnswerStream
 from sparsekv.cli.common.stats import note_cut, print_stats
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.generate import Sampling
-from sparsekv.runtime.decoding.talk import Talk
+from sparsekv.runtime.decoding.session import Conversation
+
+
+class Interrupts:
+    """Handles Ctrl-C. An answer that has begun ends after its next token, so that the cache stays whole; all else, and
+    the second Ctrl-C of one answer, is a KeyboardInterrupt.
+
+    `came`: whether it was pressed since `reset`, also where a library lost the KeyboardInterrupt.
+    """
+
+    def __init__(self) -> None:
+        self.came = self._answering = self._begun = False
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Within the context Ctrl-C comes here; where it was ignored (nohup) it stays so."""
+        before = signal.getsignal(signal.SIGINT)
+        if before is signal.SIG_IGN:
+            yield
+            return
+        signal.signal(signal.SIGINT, self._take)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def reset(self) -> None:
+        """Begin with another question or command."""
+        self.came = False
+
+    @contextmanager
+    def answering(self) -> Iterator[Callable[[], bool]]:
+        """Yields what is to be asked after each token of an answer: whether to stop."""
+        self._answering, self._begun = True, False
+        try:
+            yield self._stop
+        finally:
+            self._answering = False
+
+    def _stop(self) -> bool:
+        self._begun = True
+        return self.came
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        first, self.came = not self.came, True
+        if not (first and self._answering and self._begun):
+            raise KeyboardInterrupt
 
 
 @dataclass
-class Session:
+class Chat:
     """What questions and commands of a chat act on.
 
     stats: print times after each answer. dtype: as it was asked for. left: the chat is to end.
     asked: the last question.
     """
 
-    talk: Talk
+    talk: Conversation
     choices: Choices
     sampling: Sampling
     stats: bool
@@ -31,7 +80,7 @@ class Session:
     asked: str = ""
 
     def ask(self, question: str) -> None:
-        """Print the answer to the next question as it comes; raises what `Talk.ask` raises."""
+        """Print the answer to the next question as it comes; raises what `Conversation.ask` raises."""
         stream, answered = AnswerStream(), False
         try:
             with self.interrupts.answering() as stop:
@@ -48,7 +97,7 @@ class Session:
             print_stats(answer)
 
     def switch(self, config: DecodeConfig, more: str = "") -> None:
-        """Answer by another config from now on, and say so, and more; raises what `Talk.switch` raises."""
+        """Answer by another config from now on, and say so, and more; raises what `Conversation.switch` raises."""
         self.talk.switch(config)
         note(f"{describe(config)}{more}", quiet=self.quiet)
 

@@ -1,13 +1,21 @@
-"""The commands of a chat by name: what a line that begins with / means."""
+"""Slash commands of a chat: their registry, their completion, and each command."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rapidfuzz import process
 from rapidfuzz.distance import DamerauLevenshtein
 
-from sparsekv.cli.chatting.session import Session
+from sparsekv.cli.answering.session import refuse_unsavable, save_session
+from sparsekv.cli.chatting.session import Chat, describe
+from sparsekv.cli.common.console import note
+from sparsekv.cli.common.method_options import note_small_budgets
+from sparsekv.cli.pages.trace import describe_size, refuse_unwritable, write
 from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.attention.config import Dense
+from sparsekv.runtime.selection.registry import DENSE, choose_methods
+from sparsekv.runtime.tracing.trace import TracedIndex
 
 ALIKE = 0.5
 """How alike an unknown name and a command's are, of 1, so that the one may have been meant for the other."""
@@ -20,7 +28,7 @@ class Slash:
     name: str
     argument: str
     help: str
-    run: Callable[[Session, str], None]
+    run: Callable[[Chat, str], None]
 
     @property
     def usage(self) -> str:
@@ -31,7 +39,7 @@ COMMANDS: dict[str, Slash] = {}
 """All of them, in the order in which /help lists them."""
 
 
-def slash(usage: str, told: str) -> Callable[[Callable[[Session, str], None]], Callable[[Session, str], None]]:
+def slash(usage: str, told: str) -> Callable[[Callable[[Chat, str], None]], Callable[[Chat, str], None]]:
     """Decorator of a function of the session and what stands behind the command: registers it.
 
     Args:
@@ -40,7 +48,7 @@ def slash(usage: str, told: str) -> Callable[[Callable[[Session, str], None]], C
     """
     name, _, argument = usage.removeprefix("/").partition(" ")
 
-    def register(run: Callable[[Session, str], None]) -> Callable[[Session, str], None]:
+    def register(run: Callable[[Chat, str], None]) -> Callable[[Chat, str], None]:
         COMMANDS[name] = Slash(name, argument, told, run)
         return run
 
@@ -57,7 +65,7 @@ def as_question(entry: str) -> str:
     return entry[1:] if entry.startswith("//") and "\n" not in entry else entry
 
 
-def run_command(session: Session, entry: str) -> None:
+def run_command(session: Chat, entry: str) -> None:
     """Run a command as it was typed.
 
     Raises:
@@ -75,3 +83,91 @@ def run_command(session: Session, entry: str) -> None:
 def completions(line: str) -> list[str]:
     """The commands that a line may go on to be."""
     return [f"/{name}" for name in COMMANDS if line.startswith("/") and f"/{name}".startswith(line)]
+
+
+KEYS = {
+    "// ...": "a question that begins with /",
+    "!multi": "begin a question of several lines; !end ends it (pasted lines are one question)",
+    "Ctrl-C": "stop an answer, or drop what is typed",
+    "Ctrl-D": "leave",
+}
+
+
+@slash("/help", "list these commands")
+def show_help(session: Chat, argument: str) -> None:
+    told = {one.usage: one.help for one in COMMANDS.values()} | KEYS
+    width = max(map(len, told)) + 2
+    for usage, meaning in told.items():
+        note(f"{usage:<{width}}{meaning}", quiet=False)
+
+
+@slash("/save NAME.skv", "save the document and the whole talk as a new index")
+def save(session: Chat, argument: str) -> None:
+    talk = session.talk
+    if not argument:
+        raise UsageError("/save: give the new index a name, such as /save talk.skv")
+    if not talk.turns:
+        raise UsageError("/save: nothing was asked yet, and the document is saved already; ask first")
+    folder = Path(argument).expanduser()
+    refuse_unsavable(talk.index.artifact, folder, session.dtype, "/save")
+    encoding = {"raw": talk.raw, "special_tokens": talk.special_tokens}
+    save_session(talk.index, folder, talk.turns, **encoding, quiet=session.quiet)
+
+
+@slash("/method NAME", "answer with another method, at its own budget or that of /budget; alone: list them")
+def method(session: Chat, argument: str) -> None:
+    if argument:
+        config = session.choices.other_method(session.talk.config, argument)
+        own = ", its own budget" if session.choices.budget is None else ""
+        session.switch(config, "" if isinstance(config.attention, Dense) else f"{own}; /budget B changes that")
+        return
+    usable = choose_methods([], list(session.choices.artifact.manifest.methods))
+    note(f"{describe(session.talk.config)}; there are: {', '.join([*usable, DENSE])}", quiet=False)
+
+
+@slash("/budget B", "attend to another share (5%, 0.05) or number of the document's tokens")
+def budget(session: Chat, argument: str) -> None:
+    if argument:
+        session.switch(session.choices.other_budget(session.talk.config, argument))
+        session.choices.budget = session.talk.config.budget
+        note_small_budgets([session.talk.config.budget], quiet=session.quiet)
+    else:
+        note(describe(session.talk.config), quiet=False)
+
+
+@slash("/stats", "print times and the share of keys and values read after each answer, or no longer")
+def stats(session: Chat, argument: str) -> None:
+    if argument not in ("", "on", "off"):
+        raise UsageError(f"/stats {argument}: write /stats, /stats on or /stats off")
+    session.stats = argument == "on" if argument else not session.stats
+    note(f"stats are {'on' if session.stats else 'off'}", quiet=session.quiet)
+
+
+@slash("/forget", "drop the talk so far, and keep the document")
+def forget(session: Chat, argument: str) -> None:
+    turns = len(session.talk.turns)
+    session.talk.forget()
+    note(f"forgot {turns} question{'' if turns == 1 else 's'}", quiet=session.quiet)
+
+
+@slash("/quit", "leave")
+def leave(session: Chat, argument: str) -> None:
+    session.left = True
+
+
+@slash("/trace FILE.html", "ask the last question again, and write a page of what its answer attends to")
+def trace(session: Chat, argument: str) -> None:
+    """With `--truth`, over a second cache of the document; the talk before the question is a part of it."""
+    talk = session.talk
+    if not argument:
+        raise UsageError("/trace: give the page a name, such as /trace out.html")
+    if not talk.turns:
+        raise UsageError("/trace: nothing was asked yet; ask first")
+    output = Path(argument).expanduser()
+    refuse_unwritable(output, "/trace")
+    traced = TracedIndex(talk.index, replace(talk.config, placement="device"))
+    answer, document = traced.trace(talk.last_asked(), len(talk.turns[-1].answer), truth=True)
+    size = write({**document, "question": session.asked}, output)
+    if answer.ids != talk.turns[-1].answer:
+        note("asked again, it was answered otherwise", quiet=session.quiet)
+    note(f"{output}: {describe_size(document, size)}", quiet=session.quiet)

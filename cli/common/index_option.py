@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.hints import first_build_hint, no_folder
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
 
 
 def open_artifact(given: Path | None, *, thorough: bool = False, called: str = "--index") -> Artifact:

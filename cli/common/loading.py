@@ -9,22 +9,21 @@ from typing import TYPE_CHECKING
 
 import transformers
 
-from sparsekv.cli.common.collector import resume_collector
 from sparsekv.cli.common.console import note, waiting
+from sparsekv.cli.common.process import resume_collector
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.models.embedded import EMBEDDED
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.models.embedded import EMBEDDED, remember
 from sparsekv.formats.models.find import fetch
 from sparsekv.formats.models.load import LoadedModel, load_model
-from sparsekv.formats.models.named import remember
-from sparsekv.formats.reader import Artifact
 from sparsekv.kernels.common.first_calls import make_first_calls
-from sparsekv.runtime.decoding.early_reading import EarlyReading
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.prepare import EarlyReading
 from sparsekv.runtime.selection.registry import methods
 
 if TYPE_CHECKING:  # torch.distributed is for ranks alone
-    from sparsekv.formats.ranks.ranks import Ranks
+    from sparsekv.formats.distributed.group import Ranks
 
 
 def load(

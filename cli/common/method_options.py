@@ -1,16 +1,32 @@
-"""Turn the dataclass fields of registered methods into command-line options, so that no command lists them by hand."""
+"""Command-line options made of the dataclass fields of registered methods, and a warning about tiny budgets."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, fields
 from types import UnionType
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from sparsekv.cli.common.help_panels import METHODS_OF
+from sparsekv.cli.common.console import note
+from sparsekv.cli.common.options import METHODS_OF
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.selection.configure import show_default
+from sparsekv.runtime.selection.interface import Budget
+from sparsekv.runtime.selection.registry import show_default
+
+FEW = 32
+
+
+def note_small_budgets(budgets: Iterable[Budget], *, quiet: bool) -> None:
+    """Print a note to stderr for each budget below FEW tokens."""
+    for budget in budgets:
+        if not budget.is_share and budget.value < FEW:
+            tokens = "one token" if budget.value == 1 else f"{budget.value} tokens"
+            note(
+                f"--budget {budget.value} is {tokens} of the document; {budget.value}% is written {budget.value}% or "
+                f"{budget.value / 100:g}",
+                quiet=quiet,
+            )
 
 
 def with_method_options(methods: Mapping[str, type]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -1,12 +1,135 @@
-"""Options that mean the same in every command."""
+"""Options with the same meaning in every command, and the panels of a command's help."""
 
+import os
+import re
 from collections.abc import Callable, Iterable
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from sparsekv.formats.errors import UsageError
+
+LOCAL, AUTO = "local", "auto"
+RayOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="local|auto|HOST:PORT",
+        help="Let workers of a Ray cluster do it, each with a model of its own and one document (of eval: one context) "
+        "at a time: a cluster started on this machine (local), the one that this machine belongs to (auto), or one by "
+        "its address. Needs pip install 'sparsekv[ray]'.",
+        rich_help_panel="Many documents",
+    ),
+]
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Workers of --ray. Default: one a GPU, or without GPUs one for four CPUs.",
+        rich_help_panel="Many documents",
+    ),
+]
+
+
+def check_ray(ray: str | None, workers: int | None) -> None:
+    """Raise UsageError for what is no address of a cluster, or a number of workers where no cluster has them."""
+    if workers is not None and ray is None:
+        raise UsageError(f"--workers {workers} is for --ray; leave it out")
+    if ray is not None and ray not in (LOCAL, AUTO) and not re.fullmatch(r"(ray://)?[^\s/]+:\d{1,5}", ray):
+        raise UsageError(f"--ray {ray}: give {LOCAL}, {AUTO} or HOST:PORT")
+
+
+def share(text: str | float) -> float:
+    """A share as `0.05` or `5%`; a project's file gives a number."""
+    text = str(text).strip()
+    try:
+        # By decimal numbers, so that 2.9% is what 0.029 is.
+        return float(Decimal(text[:-1]) / 100) if text.endswith("%") else float(text)
+    except (ValueError, InvalidOperation):
+        raise typer.BadParameter(f"{text or repr(text)} is no share, such as 0.9 or 90%") from None
+
+
+METHODS_OF = "methods: "  # prefix of a method option's panel; the names of the methods that have it follow
+NAMES = "sparsekv.methods"
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose --help groups options by panel."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # --help is handled before other options are parsed, so the names of methods are read here.
+        ctx.meta[NAMES] = [*_values_of("--method", args), *_values_of("--prefill", args)]
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        owned: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            panel = str(getattr(param, "rich_help_panel", None) or "Options")
+            if record is None:
+                continue
+            if panel.startswith(METHODS_OF):
+                owned.setdefault(panel.removeprefix(METHODS_OF), []).append(record)
+            else:
+                panels.setdefault("Arguments" if param.param_type_name == "argument" else panel, []).append(record)
+        for panel, records in panels.items():
+            if records:
+                with formatter.section(panel):
+                    formatter.write_dl(records)
+        self._format_methods(ctx, formatter, owned)
+
+    def _format_methods(self, ctx: Any, formatter: Any, owned: dict[str, list[tuple[str, str]]]) -> None:
+        wanted = ctx.meta.get(NAMES, [])
+        if wanted:
+            for owners, records in owned.items():
+                # An owner may be more than a name, such as "the index of squeezed".
+                if "all" in wanted or set(wanted) & {owner.split(" ")[-1] for owner in owners.split(", ")}:
+                    with formatter.section(f"Options of {owners}"):
+                        formatter.write_dl(records)
+            return
+        names: dict[str, list[str]] = {}
+        for owners, records in owned.items():
+            for owner in owners.split(", "):
+                names.setdefault(owner, []).extend(record[0].split(" ")[0] for record in records)
+        if names:
+            with formatter.section("Options of methods (--method NAME --help says what they do)"):
+                formatter.write_dl([(owner, " ".join(options)) for owner, options in sorted(names.items())])
+
+
+def _values_of(option: str, args: Iterable[str]) -> Iterable[str]:
+    before = ""
+    for arg in args:
+        if before == option:
+            yield arg
+        elif arg.startswith(f"{option}="):
+            yield arg.partition("=")[2]
+        before = arg
+
+
+def refuse_unwritable_plot(plot: Path | None) -> None:
+    """Raise UsageError for a plot whose folder is missing, or whose file name or ending is not possible."""
+    if plot is None:
+        return
+    if not os.path.isdir(plot.absolute().parent):
+        raise UsageError(f"--plot {plot}: its folder does not exist; make it first")
+    if os.path.isdir(plot):
+        raise UsageError(f"--plot {plot} is a folder; give the name of a file in it")
+    if len(os.fsencode(plot.name)) > os.pathconf(plot.absolute().parent, "PC_NAME_MAX"):
+        raise UsageError(f"--plot {plot}: the name is too long; give a shorter one")
+    _refuse_unknown_ending(plot)
+
+
+def _refuse_unknown_ending(plot: Path) -> None:
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.filetypes
+    if not plot.suffix:
+        raise UsageError(f"--plot {plot}: its name has no ending; call it {plot}.png")
+    if plot.suffix[1:].lower() not in known:
+        raise UsageError(f"--plot {plot}: no picture ends like this; choose one of {', '.join(sorted(known))}")
 
 
 def check_model(name: str | None) -> str | None:

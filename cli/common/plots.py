@@ -1,21 +1,133 @@
-"""Plots of a clustering and of posting lists, and what all plots share."""
+"""Plots of all commands: labels, styles of methods, files, clusterings and posting lists."""
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
-
-matplotlib.use("Agg")
-
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import LogFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
-from sparsekv.cli.common.printable import printable
+from sparsekv.cli.common.streams import printable
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.runtime.selection.list_statistics import ListShape
+from sparsekv.runtime.selection.cluster_statistics import ListShape
+from sparsekv.runtime.selection.registry import DENSE, methods
+
+COLUMN = 1.05
+"""Where labels begin, in widths of the axes."""
+HIGHEST = 0.04
+"""The distance of labels where there is room, in heights of the axes."""
+DARKER = 0.7
+
+
+@dataclass(frozen=True)
+class LineEnd:
+    """The last point of a line, in data, with the line's name and colour."""
+
+    name: str
+    x: float
+    y: float
+    colour: Any
+
+
+def label_ends(axis: Axes, ends: Sequence[LineEnd]) -> None:
+    """Write each line's name to the right of the axes, near the height of its end, with a thin line to it.
+
+    Scales and limits of the axes must be final.
+    """
+    to_axes = axis.transData + axis.transAxes.inverted()
+    heights = [float(to_axes.transform((end.x, end.y))[1]) for end in ends]
+    for end, height in zip(ends, spread(heights), strict=True):
+        dark = [DARKER * part for part in to_rgb(end.colour)]
+        axis.annotate(
+            end.name,
+            (end.x, end.y),
+            xytext=(COLUMN, height),
+            textcoords="axes fraction",
+            verticalalignment="center",
+            fontsize="small",
+            color=dark,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": dark,
+                "alpha": 0.45,
+                "linewidth": 0.7,
+                "relpos": (0, 0.5),
+                "shrinkB": 3,
+            },
+            annotation_clip=False,
+        )
+
+
+def spread(heights: Sequence[float]) -> list[float]:
+    """Heights near the given ones and in their order, from 0 to 1, no two nearer than there is room for."""
+    gap = min(HIGHEST, 1 / max(1, len(heights) - 1))
+    order = sorted(range(len(heights)), key=lambda number: heights[number])
+    placed = [0.0] * len(heights)
+    below = -gap
+    for number in order:
+        placed[number] = below = max(heights[number], below + gap)
+    above = 1 + gap
+    for number in reversed(order):
+        placed[number] = above = min(placed[number], above - gap)
+    return placed
+
+
+MARKERS = "osD^vPX*<>"
+LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
+COMPARED_WITH = {
+    DENSE: {"color": "black", "marker": "s"},
+    "oracle": {"color": "dimgrey", "marker": "+"},
+    "window": {"color": "darkgrey", "marker": "x"},
+}
+"""Dense attention and the two bounds: in greys, which no other method has."""
+
+
+def style_of(method: str, form: int) -> dict[str, Any]:
+    """Keywords of a line: its colour and marker are the method's in every plot, its dashes the form's number's.
+
+    Eighteen methods beside dense attention and the bounds look different from each other, and six forms of one.
+    """
+    ordered = [name for name in methods() if name not in COMPARED_WITH]
+    place = ordered.index(method) if method in ordered else 0
+    colours = _colours()
+    own = {"color": colours[place % len(colours)], "marker": MARKERS[place % len(MARKERS)]}
+    return COMPARED_WITH.get(method, own) | {"linestyle": LINES[form % len(LINES)], "alpha": 0.9}
+
+
+def _colours() -> list[Any]:
+    """tab20's without its greys, all dark ones before the light ones that look like them."""
+    pairs = [(number, colour) for number, colour in enumerate(colormaps["tab20"].colors) if number // 2 != 7]  # type: ignore[attr-defined]
+    return [colour for number, colour in sorted(pairs, key=lambda pair: pair[0] % 2)]
+
+
+def form_numbers(lines: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
+    """Each line, a method and a form's name, with the form's number among those of its method."""
+    numbers: dict[tuple[str, str], int] = {}
+    for method, form in lines:
+        numbers.setdefault((method, form), sum(known == method for known, _ in numbers))
+    return numbers
+
+
+def in_percent(axis: Axis, *, logarithmic: bool = False) -> None:
+    """Label an axis of shares in percent; a logarithmic one at 1, 2 and 5 of each power of ten."""
+    if not logarithmic:
+        axis.set_major_formatter(PercentFormatter(1, decimals=None))
+        return
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g}%"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+matplotlib.use("Agg")
 
 matplotlib.rcParams["text.parse_math"] = False  # a `$` in a name is a dollar
 

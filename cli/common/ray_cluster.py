@@ -1,22 +1,77 @@
-"""Work done by the workers of a Ray cluster, each one job at a time; a worker that dies costs one job.
-
-Ray's own batch jobs end with the first worker that dies; here its job goes to another worker, which resumes it.
-"""
+"""A Ray cluster's workers, each of which runs one job at a time; a worker that dies costs one job."""
 
 import os
 import socket
 import sys
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
-from sparsekv.cli.common.ray_options import LOCAL
-from sparsekv.cli.common.ray_worker import RayWorker
+from sparsekv.cli.common.failures import describe
+from sparsekv.cli.common.options import LOCAL
+from sparsekv.cli.common.process import quiet_libraries
 from sparsekv.formats.errors import SparsekvError, UsageError
 
-Job = TypeVar("Job", bound=Hashable)
+Recipe = TypeVar("Recipe")
+Job = TypeVar("Job")
+
+
+class RayWorker(ABC, Generic[Recipe, Job]):
+    """What went wrong comes back as one line, because not every error can travel between processes.
+
+    Args:
+        recipe: how jobs are done.
+        threads: of torch; None for its own number.
+    """
+
+    command: ClassVar[str]
+    """The command whose work it is."""
+
+    def __init__(self, recipe: Recipe, threads: int | None):
+        self.recipe = recipe
+        if threads is not None:
+            import torch
+
+            torch.set_num_threads(threads)
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Load what every job needs."""
+
+    @abstractmethod
+    def work(self, job: Job) -> None:
+        """Do a job, or resume it."""
+
+    def load(self) -> str:
+        """Prepare; returns what went wrong, empty for nothing."""
+        try:
+            with quiet_libraries(debug=False):
+                self.prepare()
+        except Exception as error:
+            return describe(error, self.command)
+        return ""
+
+    def do(self, job: Job) -> str:
+        """Do a job; returns what went wrong, empty for nothing."""
+        try:
+            with quiet_libraries(debug=False):
+                self.work(job)
+        except Exception as error:
+            return describe(error, self.command)
+        return ""
+
+
+def whole_model(name: str | None) -> str | None:
+    """A model's name as it means the same in a process of another folder."""
+    if name is None or not os.path.isdir(folder := os.path.expanduser(name)):
+        return name
+    return os.path.abspath(folder)
+
+
+HashableJob = TypeVar("HashableJob", bound=Hashable)
 
 _PATIENCE = 10.0  # seconds
 MOST_DEATHS = 3
@@ -25,22 +80,22 @@ in their place."""
 
 
 @dataclass
-class RayCluster(Generic[Job]):
+class RayCluster(Generic[HashableJob]):
     """Jobs that wait for workers, and workers, each with at most one job.
 
     worker: the class of workers, each made of the recipe. count: of workers; None for one a GPU, or where there is none
     one for four CPUs.
     """
 
-    worker: type[RayWorker[Any, Job]]
+    worker: type[RayWorker[Any, HashableJob]]
     recipe: Any
     address: str
     count: int | None
-    deaths: Counter[Job | None] = field(default_factory=Counter)
+    deaths: Counter[HashableJob | None] = field(default_factory=Counter)
     why_died: str = ""
-    busy: dict[Any, tuple[Any, Job | None]] = field(default_factory=dict)
+    busy: dict[Any, tuple[Any, HashableJob | None]] = field(default_factory=dict)
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, str]]:
+    def run(self, jobs: Sequence[HashableJob]) -> Iterator[tuple[HashableJob, str]]:
         """Each job with what went wrong, in one line, empty for nothing; as they are done, the last first.
 
         Raises:
@@ -86,10 +141,12 @@ class RayCluster(Generic[Job]):
         worker = ray.remote(self.worker).options(**share).remote(self.recipe, share.get("num_cpus"))
         self.busy[worker.load.remote()] = worker, None
 
-    def _give(self, worker: Any, job: Job) -> None:
+    def _give(self, worker: Any, job: HashableJob) -> None:
         self.busy[worker.do.remote(job)] = worker, job
 
-    def _bury(self, job: Job | None, waiting: list[Job], error: Exception) -> Iterator[tuple[Job, str]]:
+    def _bury(
+        self, job: HashableJob | None, waiting: list[HashableJob], error: Exception
+    ) -> Iterator[tuple[HashableJob, str]]:
         """Count a worker's death; its job, unless it has seen too many, waits to be the last.
 
         So deaths that are nobody's fault meet different jobs, and one that kills its workers delays no other.

@@ -1,15 +1,44 @@
-"""What `sparsekv generate --stats` prints about an answer and about each layer."""
+"""Statistics of answers (`generate --stats`), and of what int8 storage of keys and values costs."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from sparsekv.cli.common.console import note, tell
-from sparsekv.kernels.attention.compiled import compiling_took
+from sparsekv.formats.index.schema import KVStorage, Manifest
+from sparsekv.kernels.attention.cluster_step import compiling_took
 
 if TYPE_CHECKING:  # they import transformers, which a report does not need
     from sparsekv.runtime.cache.index_cache import LayerStats
     from sparsekv.runtime.decoding.generate import Answer
+
+
+def stored_line(manifest: Manifest) -> str | None:
+    """What dense attention loses by how an index stores keys and values, and on what it was measured; None where they
+    are in the index's dtype."""
+    storage = manifest.kv_storage
+    if storage is None:
+        return None
+    line = (
+        f"Keys and values are stored in {storage.dtype}: dense attention over them has an output error of "
+        f"{storage.error:.4f} against the exact ones ({max(storage.errors):.4f} in layer {storage.worst}, its largest)"
+    )
+    if storage.measured_ids == manifest.prompt.ids_sha256:
+        return f"{line}."
+    return f"{line}, measured on an earlier text of {storage.measured_tokens:,} tokens."
+
+
+def storage_record(storage: KVStorage | None) -> dict[str, Any] | None:
+    """How keys and values are stored, and what it costs by layer; None where they are in the index's dtype."""
+    if storage is None:
+        return None
+    return {
+        "dtype": storage.dtype,
+        "error": storage.error,
+        "layers": storage.errors,
+        "measured_tokens": storage.measured_tokens,
+    }
+
 
 MORE_THAN_EVERYTHING = "it reads its index beside every key and value; a smaller --budget reads less"
 

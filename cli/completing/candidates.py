@@ -1,11 +1,131 @@
-"""What may come next on a command line."""
+"""Shell completion: scripts for bash, zsh and fish, the command line as they pass it, and the candidates for its last
+word."""
 
 import os
-from collections.abc import Iterable
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 
-from sparsekv.cli.completing.known import KnownCommand, KnownOption
-from sparsekv.formats.models.model_names import named_models
+from sparsekv.cli.common.streams import prepare_streams
+from sparsekv.cli.completing.known import KnownCommand, KnownOption, remember, remembered
+from sparsekv.formats.user.cache import named_models
+
+_BLANK = " \t\n"
+_PLAIN = re.compile(r"[\w./@%+,:=~-]")
+
+
+@dataclass(frozen=True)
+class BashLine:
+    """Words without their quotes, of which the last is incomplete.
+
+    quote: the quotation mark that is still open in it.
+    replaced: how many of its letters stay: bash replaces what follows the last `=` or `:`, or an open quote.
+    """
+
+    words: list[str]
+    quote: str
+    replaced: int
+
+    def insertion(self, word: str) -> str | None:
+        """What bash is to put in the place of the incomplete word's end; None where a quote cannot hold the word."""
+        rest = word[self.replaced :]
+        if self.quote:
+            return None if self.quote in rest or (self.quote == '"' and re.search(r"[$`\\!]", rest)) else rest
+        return "".join(letter if _PLAIN.match(letter) else f"\\{letter}" for letter in rest)
+
+
+def read_bash_line(line: str, breaks: str) -> BashLine:
+    """The words of a line up to the cursor.
+
+    Args:
+        breaks: `$COMP_WORDBREAKS`.
+    """
+    words, quote, replaced, inside = [""], "", 0, False
+    letters = iter(line)
+    for letter in letters:
+        if letter == "\\" and quote != "'":
+            words[-1] += next(letters, "")
+            inside = True
+        elif quote:
+            quote, words[-1] = ("", words[-1]) if letter == quote else (quote, words[-1] + letter)
+        elif letter in "\"'":
+            quote, replaced, inside = letter, len(words[-1]), True
+        elif letter in _BLANK:
+            if inside:
+                words.append("")
+            replaced, inside = 0, False
+        else:
+            words[-1] += letter
+            replaced, inside = (len(words[-1]) if letter in "=:" and letter in breaks else replaced), True
+    return BashLine(words, quote, replaced)
+
+
+ASK = "__complete"
+"""The first argument by which a script asks: then a shell's name, and the line (bash) or the words up to the cursor.
+
+The answer's first line is `words`, `open` (no blank is to follow), `file` or `folder`. Each of the others is a word,
+with a tab and what it is but for bash.
+"""
+
+BASH = """\
+_sparsekv() {
+    local kind="" word
+    COMPREPLY=()
+    while IFS= read -r word; do
+        if [[ -z $kind ]]; then kind=$word; else COMPREPLY+=("$word"); fi
+    done < <("$1" __complete bash "${COMP_LINE:0:COMP_POINT}" "$COMP_WORDBREAKS" 2>/dev/null)
+    case $kind in
+        open) compopt -o nospace ;;
+        file) compopt -o default ;;
+        folder) compopt -o plusdirs ;;
+    esac
+}
+complete -F _sparsekv sparsekv
+"""
+
+ZSH = """\
+#compdef sparsekv
+_sparsekv() {
+    local kind="" word about
+    local -a found
+    while IFS=$'\\t' read -r word about; do
+        if [[ -z $kind ]]; then kind=$word; else found+=("${word//:/\\\\:}${about:+:$about}"); fi
+    done < <("${words[1]}" __complete zsh "${(@Q)words[2,CURRENT-1]}" "${(Q)PREFIX}" 2>/dev/null)
+    [[ $PREFIX == --*=* ]] && compset -P '*='
+    case $kind in
+        file) _files ;;
+        folder) _files -/ ;;
+    esac
+    if (( $#found )); then
+        if [[ $kind == open ]]; then _describe sparsekv found -S ''; else _describe sparsekv found; fi
+    fi
+}
+if [[ $funcstack[1] == _sparsekv ]]; then _sparsekv "$@"; else compdef _sparsekv sparsekv; fi
+"""
+
+FISH = """\
+function __sparsekv_complete
+    set -l words (commandline -opc) (commandline -ct | string replace --regex '^["\\']' '' | string unescape)
+    set -l answer (command $words[1] __complete fish $words[2..-1] 2>/dev/null)
+    set -l option (string match --regex '^--[^=]+=' -- $words[-1])
+    set -l begun (string replace --regex '^--[^=]+=' '' -- $words[-1])
+    switch "$answer[1]"
+        case file
+            __fish_complete_path "$begun" | string replace --regex -- '^' "$option"
+        case folder
+            __fish_complete_directories "$begun" | string replace --regex -- '^' "$option"
+    end
+    if set -q answer[2]
+        printf '%s\\n' $answer[2..-1]
+    end
+end
+complete --command sparsekv --no-files --arguments '(__sparsekv_complete)'
+"""
+
+SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
 @dataclass
@@ -120,3 +240,46 @@ def _indices(incomplete: str) -> list[str]:
     shown = (name for name in folders if name.isprintable() and (tail or not name.startswith(".")))
     found = (f"{head}{slash}{name}{'' if name.endswith('.skv') else '/'}" for name in shown if name.startswith(tail))
     return sorted(found, key=lambda name: (name.endswith("/"), name))
+
+
+def answer(arguments: list[str], learn: Callable[[], KnownCommand]) -> None:
+    """Print what may come next, as `scripts.ASK` describes; nothing else is printed, and nothing is raised.
+
+    Args:
+        arguments: the shell's name, and the line (bash) or its words.
+        learn: asks the commands themselves, which takes seconds.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C at a prompt is no failure to tell of
+    with suppress(Exception), open(os.devnull, "w") as nothing, redirect_stderr(nothing):
+        prepare_streams()
+        with redirect_stdout(nothing):
+            lines = _lines(arguments, program(learn))
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        sys.stdout.flush()
+
+
+def program(learn: Callable[[], KnownCommand]) -> KnownCommand:
+    """What is known of all commands; learned if it is not remembered."""
+    known = remembered()
+    if known is None:
+        known = learn()
+        remember(known)
+    return known
+
+
+def _lines(arguments: list[str], known: KnownCommand) -> list[str]:
+    shell, *words = arguments
+    if shell == "bash":
+        line = read_bash_line(*words)
+        found = candidates(known, line.words[1:-1], line.words[-1])
+        inserted = (line.insertion(word) for word in found.words)
+        return [_kind(found), *(word for word in inserted if word is not None)]
+    before, found = "", candidates(known, words[:-1], words[-1])
+    if shell == "zsh" and words[-1].startswith("--"):  # zsh keeps an option and its equals sign
+        before = words[-1][: words[-1].find("=") + 1]
+    return [_kind(found), *(f"{word.removeprefix(before)}\t{about}" for word, about in found.words.items())]
+
+
+def _kind(found: Candidates) -> str:
+    is_open = bool(found.words) and all(word.endswith(("/", "=")) for word in found.words)
+    return found.files or ("open" if is_open else "words")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparsekv.formats.user_cache import cache_root, read_small, replace_small
+from sparsekv.formats.user.cache import cache_root, read_small, replace_small
 
 _FILE = "completion.json"
 _PACKAGE = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv.cli.completing.known import KnownCommand, KnownOption
-from sparsekv.cli.configuring.option_values import kinds_of
+from sparsekv.cli.configuring.project_file import kinds_of
 from sparsekv.cli.configuring.sources import owners
 
 _LITERAL = re.compile(r"[a-z0-9][\w.:-]*")

@@ -1,14 +1,25 @@
-"""Where the values of a command's options come from: obey what outranks a default, and name its source in errors."""
+"""Sources of option values: command line, environment and `sparsekv.toml`, their precedence, and how they reach a
+command."""
 
+import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from sparsekv.cli.common.help_panels import METHODS_OF
-from sparsekv.cli.configuring.defaults import OptionDefaults
-from sparsekv.cli.configuring.option_values import long_name
+from sparsekv.cli.common.options import METHODS_OF
+from sparsekv.cli.configuring.project_file import (
+    SHARED,
+    OptionDefaults,
+    ProjectFile,
+    check_tables,
+    command_defaults,
+    long_name,
+    project_file,
+    variable,
+)
 from sparsekv.formats.errors import UsageError
 
 EITHER = (
@@ -104,7 +115,7 @@ def _leave_out(ctx: Any, options: list[Any]) -> None:
 
 
 def _refuse_unnamed_model(name: str, origin: str) -> None:
-    from sparsekv.formats.models.named import may_be_loaded  # here: it imports torch
+    from sparsekv.formats.models.embedded import may_be_loaded  # here: it imports torch
 
     if not may_be_loaded(name):
         raise UsageError(
@@ -140,3 +151,122 @@ def _texts(ctx: Any, option: Any, source: str) -> list[str]:
 def _mentions(message: str, name: str, values: list[str]) -> bool:
     telling = [name, *(value for value in values if len(value) >= _TELLING)]
     return any(re.search(rf"(?<![\w-]){re.escape(one)}(?![\w-])", message) for one in telling)
+
+
+def apply_defaults(name: str, command: Any, commands: Iterable[str]) -> dict[str, Any]:
+    """The `default_map` of a command, whose values' sources its errors name from now on.
+
+    A command without options reads no file.
+
+    Args:
+        commands: the names that tables of the file may have.
+
+    Raises:
+        UsageError: the file cannot be read, or something in it is not possible.
+    """
+    leaves = dict(leaf_commands((name,), command))
+    file = project_file() if any(_has_options(one) for one in leaves.values()) else None
+    if file is not None:
+        check_tables(file, commands)
+    nested: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        defaults = (
+            OptionDefaults() if file is None else command_defaults(file, path, leaf, table_of(file, path, leaves))
+        )
+        with_defaults(leaf, defaults)
+        inner = nested
+        for part in path[1:]:
+            inner = inner.setdefault(part, {})
+        inner.update(defaults.values)
+    return nested
+
+
+def leaf_commands(path: tuple[str, ...], command: Any) -> Iterable[tuple[tuple[str, ...], Any]]:
+    """The command itself, or those of a group, with their names."""
+    inner = getattr(command, "commands", {})
+    if not inner:
+        yield path, command
+    for name, one in inner.items():
+        yield from leaf_commands((*path, name), one)
+
+
+def table_of(file: ProjectFile, path: tuple[str, ...], known: Iterable[tuple[str, ...]]) -> Mapping[str, Any]:
+    """The file's table of a command, empty without one; UsageError where a table on the way has something else."""
+    table: dict[str, Any] = file.tables
+    for depth, part in enumerate(path):
+        inside = {other[depth] for other in known if other[:depth] == path[:depth]}
+        for key in table if depth else ():
+            if key not in inside:
+                below = ", ".join(f"[{'.'.join((*path[:depth], name))}]" for name in sorted(inside))
+                raise UsageError(
+                    f"{file.where(*path[:depth], key)}: {key} is nothing of {path[0]}; its tables are {below}"
+                )
+        table = table.get(part, {})
+        if not isinstance(table, dict):
+            raise UsageError(f"{file.where(*path[: depth + 1])}: {part} is a command; write [{'.'.join(path)}] instead")
+    return table
+
+
+def _has_options(command: Any) -> bool:
+    return any(one.param_type_name == "option" for one in command.params)
+
+
+@dataclass(frozen=True)
+class SetDefault:
+    """One default as it is written: an option's of a command, of all if `command` is None, or the cache's folder.
+
+    It stands in a line of the file, or in a variable. used: no variable outranks it.
+    """
+
+    command: str | None
+    option: str
+    value: Any
+    file: str | None
+    line: int | None
+    variable: str | None
+    used: bool
+
+    @property
+    def origin(self) -> str:
+        """Where it stands, for a person."""
+        return self.variable or f"{self.file}" + ("" if self.line is None else f", line {self.line}")
+
+
+def set_defaults(commands: Iterable[str], get_command: Callable[[str], Any]) -> tuple[str | None, list[SetDefault]]:
+    """The file's path from the current folder, None without one, and the defaults: first the environment's.
+
+    Raises:
+        UsageError: the file cannot be read, or something in it is not possible.
+    """
+    file = project_file()
+    found = [*_from_environment()]
+    if file is not None:
+        check_tables(file, commands)
+        found += _from_file(file, get_command)
+    return None if file is None else file.shown, found
+
+
+def _from_environment() -> Iterator[SetDefault]:
+    for option in (*SHARED, "cache"):
+        name = variable(option)
+        if value := os.environ.get(name):
+            yield SetDefault(None, option, value, None, None, name, used=True)
+
+
+def _from_file(file: ProjectFile, get_command: Callable[[str], Any]) -> Iterator[SetDefault]:
+    for key, value in file.tables.items():
+        if not isinstance(value, dict):
+            yield _of_file(file, (), key, value)
+    for name in (key for key, value in file.tables.items() if isinstance(value, dict)):
+        leaves = dict(leaf_commands((name,), get_command(name)))
+        for path, leaf in leaves.items():
+            table = table_of(file, path, leaves)
+            command_defaults(file, path, leaf, table)
+            for key, value in table.items():
+                yield _of_file(file, path, key, value)
+
+
+def _of_file(file: ProjectFile, path: tuple[str, ...], key: str, value: Any) -> SetDefault:
+    outranked = key in SHARED and bool(os.environ.get(variable(key)))
+    line = file.lines.get((*path, key))
+    return SetDefault(" ".join(path) or None, key, value, file.shown, line, None, used=not outranked)

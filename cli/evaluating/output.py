@@ -1,4 +1,4 @@
-"""The table of an evaluation: for a person, as JSON, as CSV."""
+"""An evaluation as a table, JSON, CSV and an HTML page."""
 
 import json
 from collections.abc import Sequence
@@ -8,36 +8,44 @@ from typing import Any
 from rich.table import Table
 
 from sparsekv.cli.common.console import note, say, say_csv, show
-from sparsekv.formats.kv_storage import AUTO
-from sparsekv.runtime.evaluation.table import Cell, Row
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.cli.pages.page import Page, budget_texts, report_page
+from sparsekv.formats.index.schema import AUTO
+from sparsekv.runtime.evaluation.table import Cell, Score
+from sparsekv.runtime.selection.interface import Budget
+
+
+def evaluation_page(record: dict[str, Any]) -> Page:
+    """The page of what `eval --json` prints."""
+    texts = {name: budget_texts(record[name]) for name in ("rows", "depths")}
+    return report_page(f"Evaluation on {record['document']}", record | {"budgets": texts}, "eval_page.js")
+
 
 FEW_CONTEXTS = 10
 """Contexts below which a bootstrap over them gives intervals that are too narrow."""
 
 
-def evaluation_record(rows: Sequence[Row], cells: Sequence[Cell], about: dict[str, Any]) -> dict[str, Any]:
+def evaluation_record(rows: Sequence[Score], cells: Sequence[Cell], about: dict[str, Any]) -> dict[str, Any]:
     """What --json prints."""
     return {**about, "rows": [asdict(row) for row in rows], "depths": [asdict(cell) for cell in cells]}
 
 
 def print_rows(
-    rows: Sequence[Row], cells: Sequence[Cell], about: dict[str, Any], *, as_json: bool, as_csv: bool
+    rows: Sequence[Score], cells: Sequence[Cell], about: dict[str, Any], *, as_json: bool, as_csv: bool
 ) -> None:
     """Everything on stdout."""
     if as_json:
         say(json.dumps(evaluation_record(rows, cells, about), indent=1))
     elif as_csv:
-        say_csv([field.name for field in fields(Row)], (asdict(row) for row in rows))
+        say_csv([field.name for field in fields(Score)], (asdict(row) for row in rows))
     else:
-        groups: dict[tuple[str, int | None, str], list[Row]] = {}
+        groups: dict[tuple[str, int | None, str], list[Score]] = {}
         for row in rows:
             groups.setdefault((row.task, row.length, row.metric), []).append(row)
         for group in groups.values():
             _print_group(group, about)
 
 
-def note_few_contexts(rows: Sequence[Row], *, quiet: bool) -> None:
+def note_few_contexts(rows: Sequence[Score], *, quiet: bool) -> None:
     """A note where intervals are drawn from so few contexts that chance would move them by more than their width."""
     fewest = min(rows, key=lambda row: row.contexts)
     if fewest.contexts < FEW_CONTEXTS:
@@ -49,12 +57,12 @@ def note_few_contexts(rows: Sequence[Row], *, quiet: bool) -> None:
         )
 
 
-def _counted(row: Row) -> str:
+def _counted(row: Score) -> str:
     questions, contexts = ("s" if number != 1 else "" for number in (row.questions, row.contexts))
     return f"{row.questions} question{questions} about {row.contexts} context{contexts}"
 
 
-def _print_group(rows: list[Row], about: dict[str, Any]) -> None:
+def _print_group(rows: list[Score], about: dict[str, Any]) -> None:
     first = rows[0]
     asked = "" if first.length is None else f" ({first.length:,} asked for)"
     mean = "" if first.contexts == 1 else "on average "
@@ -84,7 +92,7 @@ def _print_group(rows: list[Row], about: dict[str, Any]) -> None:
     show(table)
 
 
-def _difference(row: Row) -> str:
+def _difference(row: Score) -> str:
     if row.difference is None or row.difference_low is None or row.difference_high is None:
         return ""
     return f"{row.difference:+.1f} [{row.difference_low:+.1f}, {row.difference_high:+.1f}]"

@@ -8,22 +8,21 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sparsekv.cli.common.plot_styles import form_numbers, in_percent, style_of
-from sparsekv.cli.common.plots import save
-from sparsekv.runtime.evaluation.table import Cell, Row
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.cli.common.plots import form_numbers, in_percent, save, style_of
+from sparsekv.runtime.evaluation.table import Cell, Score
+from sparsekv.runtime.selection.interface import Budget
 
 Line = tuple[str, str, str]
 
 
-def plot_scores(rows: Sequence[Row], cells: Sequence[Cell], title: str, path: Path) -> None:
+def plot_scores(rows: Sequence[Score], cells: Sequence[Cell], title: str, path: Path) -> None:
     """One panel a task and length: a line a method, with its intervals, and dense attention as a dashed line in a band
     of its interval. Below, for the cells that are given, one map of length by depth for each task and way.
 
     Raises:
         SparsekvError: the picture cannot be written.
     """
-    groups: dict[tuple[str, int | None, str], list[Row]] = {}
+    groups: dict[tuple[str, int | None, str], list[Score]] = {}
     for row in rows:
         groups.setdefault((row.task, row.length, row.metric), []).append(row)
     maps = _maps(cells)
@@ -44,17 +43,17 @@ def plot_scores(rows: Sequence[Row], cells: Sequence[Cell], title: str, path: Pa
     save(figure, path)
 
 
-def _read(row: Row) -> float:
+def _read(row: Score) -> float:
     return row.kv_fraction or 0.0
 
 
-def _lines(axis: Axes, rows: list[Row]) -> None:
+def _lines(axis: Axes, rows: list[Score]) -> None:
     axis.axis("on")
     dense = next((row for row in rows if row.difference is None), None)
     if dense is not None:
         axis.axhline(dense.score, color="black", linestyle="--", linewidth=1, label="dense attention")
         axis.axhspan(dense.score_low, dense.score_high, color="black", alpha=0.08)
-    lines: dict[Line, list[Row]] = {}
+    lines: dict[Line, list[Score]] = {}
     for row in (one for one in rows if one is not dense):
         lines.setdefault((row.prefill, row.method, row.variant), []).append(row)
     several = len({row.prefill for row in rows}) > 1

@@ -1,18 +1,54 @@
-"""Write a self-contained HTML page: its data, style and script are in the one file, and it may load nothing else."""
+"""Self-contained HTML pages: data, style and script in one file, and the option `--html`."""
 
 import base64
 import hashlib
 import os
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Annotated, Any
 
-from sparsekv.cli.common.printable import json_text, printable
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from sparsekv.cli.common.console import note
+from sparsekv.cli.common.streams import json_text, printable
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.sync import sync_path
+from sparsekv.formats.index.folder import sync_path
+from sparsekv.runtime.selection.interface import Budget
+
+DIGITS, DECADES = 4, 7
+ONE, NONE, OTHER = 63_001, 65_534, 65_535
+"""Codes beside that of 0, which is 0, and of 1e-7 to 0.9999 with four significant digits, which are 1 to 63,000."""
+
+
+def whole_column(values: Sequence[int]) -> dict[str, str]:
+    """Whole numbers from 0 in as many bytes each as the largest needs: 1, 2 or 4, little-endian."""
+    array = np.asarray(values, np.int64)
+    size = next(size for size in (1, 2, 4) if array.max(initial=0) < 1 << 8 * size)
+    return {"type": f"u{size}", "data": _base64(array.astype(f"<u{size}"))}
+
+
+def share_column(values: Sequence[float | None]) -> dict[str, str]:
+    """Shares in two bytes each where they are rounded to four digits; others as float64 aside, in order; None stays."""
+    array = np.asarray([np.nan if value is None else value for value in values], np.float64)
+    codes = np.where(np.isnan(array), NONE, OTHER).astype("<u2")
+    for decade in range(DECADES):
+        scale = 10.0 ** (DIGITS + decade)
+        digits = np.rint(array * scale)
+        same = (digits / scale == array) & (digits >= 1000) & (digits < 10_000)
+        codes[same] = 1 + 9000 * decade + digits[same].astype(int) - 1000
+    codes[array == 0], codes[array == 1] = 0, ONE
+    return {"type": "share", "data": _base64(codes), "others": _base64(array[codes == OTHER].astype("<f8"))}
+
+
+def _base64(array: NDArray[np.generic]) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
 
 ASSETS = Path(__file__).parent / "assets"
 START = "<!DOCTYPE html>\n<!-- a page of sparsekv -->\n"
@@ -148,3 +184,53 @@ def _title(text: str) -> str:
 def _embedded(data: Any) -> str:
     """JSON without `<`, so that neither an end tag nor a comment begins in it."""
     return json_text(data).replace("<", "\\u003c")
+
+
+ENDINGS = (".html", ".htm")
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        metavar="FILE.html",
+        help="Write the report as one HTML file too, with tables to sort and plots to point at; it loads nothing.",
+    ),
+]
+
+
+def refuse_unwritable_html(path: Path | None) -> None:
+    """Check, before anything is measured, that the page can be written.
+
+    Raises:
+        UsageError: the name has another ending or is not possible, or its folder is missing.
+        SparsekvError: the file is there and no page of ours.
+    """
+    if path is not None and path.suffix.lower() not in ENDINGS:
+        raise UsageError(f"--html {path}: no page ends like this; call it {path.with_suffix('.html')}")
+    refuse_unwritable_page(path, "--html")
+
+
+def write_html(page: Page, path: Path, *, quiet: bool) -> None:
+    """Write the page and note its name; raises what `refuse_unwritable_html` raises."""
+    write_page(page, path, "--html")
+    note(f"page: {path}", quiet=quiet)
+
+
+REPORT_STYLES = ("report.css",)
+REPORT_SCRIPTS = ("scales.js", "pointing.js", "plot.js", "heat_map.js", "report.js")
+
+
+def budget_texts(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The budget of each row as text, empty for none: in JavaScript 1 token and a share of 1.0 are the same number."""
+    return [budget_text(row["budget"]) for row in rows]
+
+
+def budget_text(budget: float | int | None) -> str:
+    """A share in percent, or a number of tokens."""
+    if budget is None:
+        return ""
+    return str(Budget(budget)) if isinstance(budget, float) else f"{budget:,}"
+
+
+def report_page(title: str, data: Any, *scripts: str) -> Page:
+    """The page of a report, built from its data by scripts of its own."""
+    return Page(f"{title} \u2013 sparsekv", data, REPORT_STYLES, (*REPORT_SCRIPTS, *scripts))

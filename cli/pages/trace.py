@@ -1,10 +1,71 @@
-"""The page of a trace: the document lit by what an answer attended to."""
+"""Traces written as a self-contained HTML page, packed without loss, or as JSON."""
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sparsekv.cli.pages.packed_trace import packed_trace
-from sparsekv.cli.pages.page import Page, write_page
+from sparsekv.cli.common.console import say
+from sparsekv.cli.common.streams import json_text
+from sparsekv.cli.pages.page import (
+    Page,
+    budget_text,
+    refuse_impossible_name,
+    refuse_other_file,
+    replace_file,
+    share_column,
+    whole_column,
+    write_page,
+)
+from sparsekv.formats.errors import SparsekvError, UsageError
+
+LISTS = ("passages", "by_token", "by_head", "records")
+KEYS = {"by_token": (), "by_head": ("layer", "kv_head"), "records": ("token", "layer", "kv_head")}
+TOKEN_LISTS = {"by_token": (), "by_head": (), "records": ("chosen_tokens", "missed_tokens")}
+SHARES = ("exact", "chosen", "stood_for", "missed")
+MEASURES = {"by_token": (), "by_head": (), "records": ("recall", "attention_mass", "output_error", "kv_fraction")}
+
+
+def packed_trace(document: dict[str, Any]) -> dict[str, Any]:
+    """What `assets/trace_data.js` reads: `facts` (whatever is no long list), `prompt`, and the groups of shares."""
+    facts = {name: value for name, value in document.items() if name not in LISTS}
+    groups = {name: _group(document[name], KEYS[name], MEASURES[name], TOKEN_LISTS[name]) for name in KEYS}
+    budget = budget_text(document["budget"])
+    return {"facts": facts, "budget_text": budget, "prompt": _prompt(document["passages"]), **groups}
+
+
+def _prompt(passages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The text in one piece, and where tokens and passages begin in it; lengths are UTF-16 units, as in JavaScript."""
+    tokens = [token for passage in passages for token in passage["tokens"]]
+    return {
+        "text": "".join(tokens),
+        "lengths": whole_column([len(token.encode("utf-16-le", "surrogatepass")) // 2 for token in tokens]),
+        "start": whole_column([passage["start"] for passage in passages]),
+        "tokens": whole_column([len(passage["tokens"]) for passage in passages]),
+    }
+
+
+def _group(
+    rows: list[dict[str, Any]], keys: tuple[str, ...], measures: tuple[str, ...], token_lists: tuple[str, ...]
+) -> dict[str, Any]:
+    """Column by column; lists of all rows one after the other, beside how long each row's is."""
+    return {
+        **{key: whole_column([row[key] for row in rows]) for key in keys},
+        **{name: share_column([row[name] for row in rows]) for name in SHARES + measures},
+        "passages": _list([row["passages"] for row in rows], SHARES[1:]),
+        **{name: _list([row[name] for row in rows], ("weight",)) for name in token_lists},
+    }
+
+
+def _list(lists: list[list[list[Any]]], values: tuple[str, ...]) -> dict[str, Any]:
+    entries = [entry for one in lists for entry in one]
+    columns = {name: share_column([entry[at] for entry in entries]) for at, name in enumerate(values, 1)}
+    return {
+        "counts": whole_column([len(one) for one in lists]),
+        "at": whole_column([entry[0] for entry in entries]),
+        **columns,
+    }
+
 
 STYLES = ("trace.css", "trace_panel.css", "trace_always.css")
 SCRIPTS = (
@@ -34,3 +95,68 @@ def write_trace_page(document: dict[str, Any], path: Path) -> int:
     """
     title = f"{document['question']} \u2013 sparsekv trace"
     return write_page(Page(title, packed_trace(document), STYLES, SCRIPTS), path, "--output")
+
+
+START = '{"version": '
+"""What a trace's JSON begins with, by which one that may be overwritten is known."""
+
+
+def write_json(document: dict[str, Any], path: Path) -> int:
+    """Write a trace as JSON, whole or not at all, and return its size in bytes; SparsekvError if it cannot be."""
+    text = (json_text(document) + "\n").encode()
+    try:
+        replace_file(path, text)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise SparsekvError(f"cannot write the trace {path}: {reason}; give --output another name") from None
+    return len(text)
+
+
+LARGEST_DIFFERENCE = 700.0  # the largest difference of log-probabilities whose exponential is a number
+WRITERS: dict[str, Callable[[dict[str, Any], Path], int]] = {".html": write_trace_page, ".json": write_json}
+"""What writes a trace and returns its size in bytes, by the ending of the file's name."""
+
+
+def refuse_unwritable(output: Path | None, option: str = "--output") -> None:
+    """Raise UsageError for a file whose folder is missing, or whose ending no trace has; SparsekvError for what is none
+    of ours and would be replaced."""
+    if output is None:
+        return
+    ending = output.suffix.lower()
+    if ending not in WRITERS:
+        raise UsageError(f"{option} {output}: a trace is written to a file that ends in {' or '.join(WRITERS)}")
+    refuse_impossible_name(output, option)
+    if ending == ".html":
+        refuse_other_file(output, option)
+    else:
+        refuse_other_file(output, option, "trace", START)
+
+
+def write(document: dict[str, Any], output: Path) -> int:
+    """Write a trace in the form of the file's ending, and return its size in bytes; raises what its writer raises."""
+    return WRITERS[output.suffix.lower()](document, output)
+
+
+def say_json(document: dict[str, Any]) -> int:
+    """Print a trace as JSON to stdout, and return its size in bytes."""
+    text = json_text(document)
+    say(text)
+    return len(text.encode())
+
+
+def describe_size(document: dict[str, Any], size: int | None) -> str:
+    """One line: how much was recorded, and how many bytes it takes where it was written or printed."""
+    counts = len(document["answer_tokens"]), len(document["layers"]), document["kv_heads"]
+    recorded = "{:,} records of {:,} tokens, {} layers and {} KV heads".format(len(document["records"]), *counts)
+    return f"{recorded}, {size:,} bytes" if size is not None else f"{recorded}; -o FILE or --json keeps them"
+
+
+def describe_without(found: dict[str, Any]) -> str:
+    """One line: the answer without some passages, and what the first answer is worth then."""
+    shown, hidden = found["log_probability"]
+    change = math.exp(min(abs(hidden - shown), LARGEST_DIFFERENCE))
+    likely = f"{change:,.3g} times {'less' if hidden < shown else 'more'} likely"
+    return (
+        f"without: {' '.join(found['answer'].split())} (the first answer is {likely} then: its log-probability is "
+        f"{hidden:.2f} instead of {shown:.2f})"
+    )

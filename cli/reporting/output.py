@@ -1,25 +1,72 @@
-"""A recall report as a table with its legend, as CSV and as JSON: their columns have the same names."""
+"""A recall report as a table with its legend, CSV, JSON and an HTML page."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from sparsekv.cli.common.console import say, say_csv, show
-from sparsekv.cli.common.stats import MORE_THAN_EVERYTHING
-from sparsekv.cli.common.stored import storage_record
-from sparsekv.cli.reporting.legend import legend
+from sparsekv.cli.common.stats import MORE_THAN_EVERYTHING, storage_record
+from sparsekv.cli.pages.page import Page, budget_text, budget_texts, report_page
 from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.hints import add_methods_hint
-from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.indexers.registry import indexer_of, indexers
-from sparsekv.runtime.reporting.front import in_order, pareto_front, row_records
-from sparsekv.runtime.reporting.report import RecallReport, RecallRow
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.configure import changed_options
+from sparsekv.formats.hints import add_methods_hint, command
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.indexing.indexers.interface import indexer_of, indexers
+from sparsekv.runtime.reporting.report import RecallReport, RecallRow, in_order, pareto_front, row_records
+from sparsekv.runtime.selection.interface import Budget
+from sparsekv.runtime.selection.registry import changed_options, methods
+from sparsekv.runtime.selection.token_choice import LayerSharing
+
+LEGEND = """\
+*: on the Pareto front: no method here reads less of the document and errs less.
+recall: share of the oracle's tokens that were selected. attention mass: share of the attention on the document that
+they have. output error: of attention's output, relative. kv fraction: what is read of the document's keys and values,
+index included. missed: share of all attention on tokens that were not selected."""
+OPTIONAL = {
+    "missed_estimate": "missed estimate: what a step can tell of missed by its centroids; empty without any.",
+    "recall_seen": "recall seen: on queries of the document that the index was built from.",
+    "list_coverage": "list coverage: share of the oracle's tokens that are in the lists that were read.",
+    "raised": "raised, dense: share of the queries for which the guard raised the budget, or read everything.",
+}
+"""What optional columns say, by a field of theirs."""
+ROUNDING = 1e-6
+
+
+def legend(rows: Sequence[RecallRow]) -> list[str]:
+    """The lines below a table of some rows."""
+    columns = [line for name, line in OPTIONAL.items() if any(getattr(row, name) is not None for row in rows)]
+    return [LEGEND, *columns, *_odd(rows)]
+
+
+def _odd(rows: Sequence[RecallRow]) -> list[str]:
+    """A line for each figure that a reader would ask about, if a row has it."""
+    bounds = [row for row in rows if methods()[row.method].is_bound]
+    usable = [row for row in rows if row not in bounds]
+    all_keys = [row for row in usable if methods()[row.method].reads_all_keys]
+    sharing = [row for row in usable if issubclass(methods()[row.method], LayerSharing)]
+    found = {
+        "the best tokens of each query, known in hindsight: a bound, no method to answer with.": bounds,
+        "reads nothing between sinks and tail. Nothing reads less, so it has a star whatever its error.": [
+            row for row in pareto_front(usable) if row.kv_fraction == 0
+        ],
+        "reads every key to choose, which is half of all there is: a kv fraction above 0.5.": all_keys,
+        "ranks every key by exact attention, and so chooses what the oracle does.": [
+            row for row in all_keys if row.recall >= 1 - ROUNDING
+        ],
+        "selects more than the budget, as some of its layers attend to everything.": [
+            row for row in sharing if row.selected_tokens > row.budget_tokens
+        ],
+    }
+    return [f"{_names(of)}: {what}" for what, of in found.items() if of]
+
+
+def _names(rows: Iterable[RecallRow]) -> str:
+    return ", ".join(dict.fromkeys(row.method for row in rows))
+
 
 COLUMNS = {
     "selected_tokens": ",.0f",
@@ -148,3 +195,42 @@ def _table(report: RecallReport, rows: Sequence[RecallRow], groups: Sequence[str
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
+
+
+MAPPED = ("recall", "output_error")
+"""Measures that are drawn by layer and head."""
+
+
+def recall_page(report: RecallReport, within: float, answers: str) -> Page:
+    """The page; its rows are those of --json over all layers and heads, in the table's order.
+
+    Args:
+        answers: how right answers are measured, a sentence.
+    """
+    rows = in_order(report.by())
+    question = command("trace", "--index", report.index, "What is this about?").strip("`")
+    data = report_record(report, rows, within) | {"maps": _maps(report, rows), "answers": answers, "trace": question}
+    best = data["best"]
+    data["budgets"] = {"rows": budget_texts(data["rows"]), "best": "" if best is None else budget_text(best["budget"])}
+    return report_page(f"Recall report of {Path(report.index).name}", data, "recall_page.js")
+
+
+def _maps(report: RecallReport, rows: Sequence[RecallRow]) -> dict[str, Any]:
+    """Layers, KV heads, and for each row of the table its measures as lists [layers][heads]."""
+    detail = report.by("layer", "kv_head")
+    layers, heads = (sorted({getattr(row, name) for row in detail}) for name in ("layer", "kv_head"))
+    known = {(_line(row), row.layer, row.kv_head): row for row in detail}
+
+    def grid(row: RecallRow, measure: str) -> list[list[float | None]]:
+        cells = [[known.get((_line(row), layer, head)) for head in heads] for layer in layers]
+        return [[None if cell is None else getattr(cell, measure) for cell in line] for line in cells]
+
+    return {
+        "layers": layers,
+        "heads": heads,
+        "rows": [{measure: grid(row, measure) for measure in MAPPED} for row in rows],
+    }
+
+
+def _line(row: RecallRow) -> tuple[str, str, Budget, int]:
+    return row.method, row.variant, Budget(row.budget), row.together

@@ -9,11 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from sparsekv.cli.common.plot_labels import LineEnd, label_ends
-from sparsekv.cli.common.plot_styles import form_numbers, in_percent, style_of
-from sparsekv.cli.common.plots import by_layer, save
-from sparsekv.runtime.reporting.front import pareto_front
-from sparsekv.runtime.reporting.report import RecallReport, RecallRow
+from sparsekv.cli.common.plots import LineEnd, by_layer, form_numbers, in_percent, label_ends, save, style_of
+from sparsekv.runtime.reporting.report import RecallReport, RecallRow, pareto_front
 from sparsekv.runtime.selection.registry import methods
 
 SHOWN_SHARE = 0.05  # the heat map shows recall at the measured budget nearest to this

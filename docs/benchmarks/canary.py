@@ -24,21 +24,19 @@ import transformers
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from sparsekv.formats.documents.prompt import FixedPrompt
-from sparsekv.formats.models.identify import identify
-from sparsekv.formats.models.load import load_model
-from sparsekv.formats.reader import CPU, Artifact
+from sparsekv.formats.index.reader import CPU, Artifact
+from sparsekv.formats.models.load import identify, load_model
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.capture.canary import compare_canary, run_canary
-from sparsekv.indexing.capture.preflight import preflight
+from sparsekv.indexing.capture.canary import compare_canary, preflight, run_canary
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.indexing.plan import BuildPlan
 from sparsekv.indexing.prefill.interface import DensePrefill
-from sparsekv.kernels.common.given_rows import Pair
+from sparsekv.kernels.common.given_rows import RowPair
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime import api
-from sparsekv.runtime.decoding.few_rows_linear import all_cores
 from sparsekv.runtime.decoding.generate import Sampling
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.threads import all_cores
 
 TOKENS = 6144
 Probe = Callable[[OpenIndex], None]
@@ -76,7 +74,7 @@ VARIANTS: dict[str, Probe] = {
 }
 
 
-def stored_rows(artifact: Artifact) -> Callable[[int], Pair]:
+def stored_rows(artifact: Artifact) -> Callable[[int], RowPair]:
     """A layer's keys and values, mapped."""
     return lambda layer: artifact.context_rows(layer, CPU).part(slice(None))
 

@@ -25,9 +25,9 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from sparsekv.indexing.indexers.clustering import kmeans
+from sparsekv.indexing.indexers.cluster_indexer import kmeans
+from sparsekv.kernels.kmeans.hierarchy import single_out
 from sparsekv.kernels.kmeans.kmeans import cluster_means, to_space
-from sparsekv.kernels.kmeans.outliers import single_out
 from sparsekv.kernels.scores.logits import attention_logits, cluster_scores
 from sparsekv.runtime.evaluation.tasks import Context, Request, choose_task
 

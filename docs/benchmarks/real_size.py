@@ -22,7 +22,7 @@ import torch
 from transformers import AutoTokenizer
 
 from sparsekv.formats.models.embedded import pull_embedded
-from sparsekv.runtime.benchmark.configs import model_config, random_model
+from sparsekv.runtime.benchmark.end_to_end import model_config, random_model
 
 HERE = Path(__file__).parent
 DOCUMENTS = HERE.parent
@@ -31,7 +31,7 @@ PYTHON = sys.executable
 START = """
 import os
 import sys
-from sparsekv.cli.common.collector import rest_collector
+from sparsekv.cli.common.process import rest_collector
 rest_collector()
 import sparsekv.cli.build_index
 from sparsekv.cli.common.loading import load

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
 from sparsekv.kernels.attention.attention import Segment, attend, causal_mask
 
 Form = Callable[[torch.Tensor], torch.Tensor]

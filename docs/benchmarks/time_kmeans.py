@@ -17,6 +17,7 @@ from statistics import median, quantiles
 
 import torch
 
+from sparsekv.kernels.kmeans.hierarchy import REFINEMENTS, join_tokens
 from sparsekv.kernels.kmeans.kmeans import (
     assign,
     assign_plainly,
@@ -27,8 +28,7 @@ from sparsekv.kernels.kmeans.kmeans import (
     random_kmeans,
     to_space,
 )
-from sparsekv.kernels.kmeans.online import REFINEMENTS, join_tokens
-from sparsekv.runtime.selection.clusters.join_graph import join_by_graph
+from sparsekv.runtime.selection.clusters.stream import join_by_graph
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

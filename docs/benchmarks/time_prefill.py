@@ -23,11 +23,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from sparsekv.indexing.prefill.interface import SparsePrefill
-from sparsekv.indexing.prefill.quoka import QuokaPrefill
-from sparsekv.indexing.prefill.sampleattention import SampleAttentionPrefill
+from sparsekv.indexing.prefill.quoka import QuokaPrefill, SampleAttentionPrefill
 from sparsekv.kernels.attention.attention import causal_mask
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
-from sparsekv.runtime.benchmark.configs import model_config, random_model
+from sparsekv.runtime.benchmark.end_to_end import model_config, random_model
 
 SINKS = 10
 Run = Callable[[], torch.Tensor]

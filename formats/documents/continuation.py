@@ -10,10 +10,9 @@ from contextlib import suppress
 
 from transformers import PreTrainedTokenizerBase
 
-from sparsekv.formats.border import Border
 from sparsekv.formats.documents.plain_text import EncodedText, Trusted, encode_after, encode_text
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.formats.schema import ChatFrame
+from sparsekv.formats.index.schema import Border, ChatFrame
 
 BETWEEN = "\n\n"
 """Text between the document and a question, or a text that is appended."""

@@ -3,11 +3,9 @@
 from pathlib import Path
 
 from sparsekv.formats.checksums import hash_bytes
-from sparsekv.formats.hints import TEXT_ENDINGS, command
-from sparsekv.formats.index_name import beside
-from sparsekv.formats.models.embedded import EMBEDDED
-from sparsekv.formats.models.named import is_named
-from sparsekv.formats.schema import Manifest
+from sparsekv.formats.hints import TEXT_ENDINGS, beside, command
+from sparsekv.formats.index.schema import Manifest, TuneTarget
+from sparsekv.formats.models.embedded import EMBEDDED, is_named
 
 _MOST_HASHED = 64 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -52,3 +50,10 @@ def eval_hint(folder: Path, manifest: Manifest, *chosen: str) -> str:
     if manifest.kv_storage is not None and "--kv-dtype" not in chosen:
         options += ["--kv-dtype", manifest.kv_storage.dtype]
     return command("eval", text, *options)
+
+
+def tune_hint(folder: Path, target: TuneTarget) -> str:
+    """The search for a default setting again, for the same target among the same methods."""
+    of = [] if target.of is None else ["--of", f"{target.of:g}"]
+    among = (part for name in target.methods for part in ("--method", name))
+    return command("tune", "--index", folder, f"--target-{target.measure}", f"{target.value:g}", *of, *among)

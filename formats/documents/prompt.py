@@ -1,4 +1,4 @@
-"""From a document to the token ids of the fixed prompt, inside the model's chat template."""
+"""From a document to the token ids of the fixed prompt inside the model's chat template, and the text between turns."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from sparsekv.formats.border import Border
 from sparsekv.formats.documents.continuation import (
     BETWEEN,
     SAMPLES,
@@ -19,8 +18,8 @@ from sparsekv.formats.documents.continuation import (
 from sparsekv.formats.documents.document import Document
 from sparsekv.formats.documents.plain_text import EncodedText, Trusted, added_ends, encode_text
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.models.hub import first_line
-from sparsekv.formats.schema import ChatFrame
+from sparsekv.formats.index.schema import Border, ChatFrame
+from sparsekv.formats.models.find import first_line
 
 _DOCUMENT, _QUESTION = "<<sparsekv document>>", "<<sparsekv question>>"
 
@@ -178,3 +177,38 @@ def _first(encode: Callable[[str], EncodedText], document: Document, tokens: int
         if len(ids) == tokens and ids == shorter:
             return EncodedText(ids, encoded.plain), True
         shorter, characters = ids, 2 * characters
+
+
+_ANSWER = "<<sparsekv answer>>"
+_TURNS = [("user", _DOCUMENT), ("assistant", _ANSWER), ("user", _QUESTION)]
+
+
+def next_turn(tokenizer: PreTrainedTokenizerBase, chat: ChatFrame) -> ChatFrame | None:
+    """The frame of a question that follows an answer, from the end of the answer's text on: the token that ends an
+    answer is the template's. None if the template fails, or drops the answer or the question from its output.
+
+    Args:
+        chat: the frame of the question that was answered.
+    """
+    _, answered, rest = _rendered(tokenizer, 3).partition(_ANSWER)
+    between, asked, after = rest.partition(_QUESTION)
+    if not answered or not asked:
+        return None
+    return chat.model_copy(update={"between": between, "after": after})
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The added token that the chat template puts behind an answer; None if it puts none there, or text before it."""
+    _, _, rest = _rendered(tokenizer, 2).partition(_ANSWER)
+    rest = rest.lstrip()
+    found = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if str(token).strip()}
+    return next((found[token] for token in sorted(found, key=len, reverse=True) if rest.startswith(token)), None)
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, turns: int) -> str:
+    """The first turns of a conversation in the chat template; empty without one, and where it fails."""
+    messages = [{"role": role, "content": content} for role, content in _TURNS[:turns]]
+    try:
+        return render(tokenizer, messages, answered=turns == 2) if tokenizer.chat_template else ""
+    except UsageError:  # some templates allow only one turn
+        return ""

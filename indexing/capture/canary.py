@@ -1,23 +1,153 @@
-"""The canary: a model's own attention over the rows that an index stores, compared with ours.
+"""Checks of a model's answers over captured rows against its own: on a few tokens before the prefill, and on the stored
+rows after it."""
 
-Capture and answers attend by the same arithmetic. A mask or a bias that it does not know is missing from both, and no
-comparison of one with the other finds it. transformers' own attention has it.
-"""
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from sparsekv.formats.errors import IdentityError, SparsekvError
-from sparsekv.formats.manifest import REBUILD
+from sparsekv.formats.index.manifest import (
+    PROBE_TOLERANCE,
+    REBUILD,
+    difference,
+    is_over_exact,
+    probe_tolerance,
+    top_logits,
+)
+from sparsekv.formats.index.schema import CanaryToken, Manifest, Probe
+from sparsekv.formats.models.find import first_line
 from sparsekv.formats.models.rope import rope_depends_on_length
-from sparsekv.formats.probe import PROBE_TOLERANCE, difference, is_over_exact, probe_tolerance, top_logits
-from sparsekv.formats.schema import CanaryToken, Manifest, Probe
+from sparsekv.indexing.capture.capture import Capture, ContextLayer, capture
 from sparsekv.indexing.prefill.interface import DensePrefill
-from sparsekv.kernels.common.given_rows import Pair, Rows, logits_over_rows
-from sparsekv.kernels.common.hook import route_attention
+from sparsekv.kernels.common.given_rows import RowPair, Rows, logits_over_rows, soft_caps, with_cache
+from sparsekv.kernels.common.hook import AttentionCall, alone, route_attention
+
+TOKENS, DOCUMENT, CHUNK, SINGLE = 48, 32, 16, 2
+"""Tokens of the trial, those that are captured, how many at a time, and those that are fed one by one at the end."""
+TOLERANCE = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+"""Largest difference of logits relative to the largest logit: rounding stays below, with room for an expert that
+rounding chooses otherwise, and a mask or a scale that is left out does not."""
+
+
+@torch.inference_mode()
+def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> None:
+    """Check on a few tokens of a prompt that an index can follow the model.
+
+    Takes six forward passes over at most 48 tokens; processes that share a model run them together.
+
+    Args:
+        input_ids: [N] int64, the prompt.
+        name: the model's, for error messages.
+
+    Raises:
+        SparsekvError: the model lacks tokens of the prompt, or an index cannot follow it.
+    """
+    _check_ids(model, input_ids, name)
+    ids = input_ids.repeat(-(-TOKENS // len(input_ids)))[:TOKENS].to(model.device)
+    try:
+        difference = _difference(model, ids, name)
+        if difference > TOLERANCE[model.dtype]:
+            # Rounding may choose another expert for some token, but hardly for these and for those.
+            difference = _difference(model, ids.flip(0), name)
+    except SparsekvError as error:
+        raise SparsekvError(f"{name} cannot be indexed: {error}; choose another model") from None
+    if difference > TOLERANCE[model.dtype]:
+        raise SparsekvError(
+            f"{name} cannot be indexed: over captured keys and values its logits are {difference:.0%} from its own, so "
+            "that it has a mask or a state that an index lacks; choose another model"
+        )
+
+
+def _check_ids(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> None:
+    known, highest = len(model.get_input_embeddings().weight), int(input_ids.max())  # type: ignore[arg-type]
+    if highest >= known:
+        raise SparsekvError(
+            f"the document has token id {highest}, and {name} has {known} embeddings: its tokenizer belongs to another "
+            "model; put the right one into its folder"
+        )
+
+
+def _difference(model: PreTrainedModel, ids: torch.Tensor, name: str) -> float:
+    """The largest difference of logits over captured rows from the model's own for token ids [T], relative to the
+    largest logit; 0 where they are not finite, which the prefill finds and tells."""
+    with _tried("it does not run on token ids alone"), alone(model), soft_caps(model):
+        own = model(input_ids=ids[None], use_cache=False).logits[0].float()
+    # Frequencies that depend on the sequence's length may change within the trial: then all of it is captured, at once.
+    by_length = rope_depends_on_length(getattr(model.config.get_text_config(), "rope_parameters", None))
+    document = TOKENS if by_length else DOCUMENT
+    with _tried("its attention does not run over a cache of keys and values as attended"):
+        captured = capture(model, ids[:document], tail=1, chunk_size=CHUNK)
+        _check_windows(captured, name)
+        answered = [] if by_length else _answer_logits(model, ids[document:], _AnswerCache(captured))
+    found = torch.cat([captured.logits[None], *answered])
+    difference = float((found - own[document - 1 :]).abs().max() / own.abs().max())
+    return difference if math.isfinite(difference) else 0.0
+
+
+def _check_windows(captured: Capture, name: str) -> None:
+    if all(captured.facts(layer).sliding_window is not None for layer in range(len(captured))):
+        raise SparsekvError(f"every layer of {name} has a sliding window, and an index is of those that see all tokens")
+
+
+@contextmanager
+def _tried(what: str) -> Iterator[None]:
+    """Turns whatever a model raises into a SparsekvError: `what`, and the model's own reason."""
+    try:
+        yield
+    except (SparsekvError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a model is a program and may raise anything
+        raise SparsekvError(f"{what} ({type(error).__name__}: {first_line(error)})") from None
+
+
+class _AnswerCache(Cache):
+    """Captured rows as an answer attends to them: `attend` appends the keys and values that it is called with.
+
+    Raises:
+        SparsekvError: the layers have heads of different sizes.
+    """
+
+    def __init__(self, captured: Capture):
+        rows = [captured.take(layer) for layer in range(len(captured))]
+        if len(sizes := sorted({(len(one.keys), one.keys.shape[2]) for one in rows})) > 1:
+            told = " and ".join(f"{heads} KV heads of {channels} channels" for heads, channels in sizes)
+            raise SparsekvError(f"its layers differ in size ({told}), which no index holds")
+        self.rows = [ContextLayer(TOKENS, (one.keys, one.values)) for one in rows]
+        self.heads, self.channels = sizes[0]
+        super().__init__(layers=list(self.rows))
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return key_states, value_states
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Dense attention [Hq, Q, D] to captured and appended rows; SparsekvError for rows of other sizes."""
+        if (len(call.keys), call.keys.shape[2]) != (self.heads, self.channels):
+            told = f"{len(call.keys)} heads of {call.keys.shape[2]} channels"
+            raise SparsekvError(
+                f"it attends with keys ({told}) that are not those in its cache ({self.heads} of {self.channels})"
+            )
+        rows = self.rows[call.layer]
+        if rows.get_seq_length() + call.keys.shape[1] > TOKENS:
+            raise SparsekvError("its layers attend several times to each token, which no index follows")
+        keys, values = rows.update(call.keys[None], call.values[None])
+        return DensePrefill().attend(replace(call, keys=keys[0], values=values[0]), 0)
+
+
+def _answer_logits(model: PreTrainedModel, ids: torch.Tensor, cache: _AnswerCache) -> list[torch.Tensor]:
+    """Logits [T, vocabulary] in all after each of the token ids [T] that follow the cache's: the last ones fed one by
+    one."""
+    with route_attention(model, cache.attend):
+        return [
+            model(input_ids=part[None], **with_cache(model, cache)).logits[0].float()
+            for part in (ids[:-SINGLE], *ids[-SINGLE:].split(1))
+        ]
+
 
 RUN = 8
 """Tokens that run together. A rounding that turns one of them to another expert decides nothing: their median does."""
@@ -51,7 +181,7 @@ def canary_positions(model: PreTrainedModel, tokens: int) -> list[int]:
     return sorted({max(1, tokens * quarter // QUARTERS[-1]) - 1 for quarter in QUARTERS})
 
 
-def run_canary(model: PreTrainedModel, input_ids: torch.Tensor, rows: Callable[[int], Pair]) -> list[CanaryRun]:
+def run_canary(model: PreTrainedModel, input_ids: torch.Tensor, rows: Callable[[int], RowPair]) -> list[CanaryRun]:
     """Run the tokens before each of the canary's positions over the stored rows, by the model's attention and by ours.
 
     Memory: what `rows` allocates for a layer, and what the model's attention does for RUN tokens.
@@ -66,7 +196,7 @@ def run_canary(model: PreTrainedModel, input_ids: torch.Tensor, rows: Callable[[
     return [_run(model, input_ids, last, rows) for last in canary_positions(model, len(input_ids))]
 
 
-def _run(model: PreTrainedModel, input_ids: torch.Tensor, last: int, rows: Callable[[int], Pair]) -> CanaryRun:
+def _run(model: PreTrainedModel, input_ids: torch.Tensor, last: int, rows: Callable[[int], RowPair]) -> CanaryRun:
     first, end = max(0, last + 1 - RUN), last + 1
     up_to_last = _up_to(last, rows)
     try:
@@ -84,10 +214,10 @@ def _run(model: PreTrainedModel, input_ids: torch.Tensor, last: int, rows: Calla
     return CanaryRun(last, own, ours)
 
 
-def _up_to(last: int, rows: Callable[[int], Pair]) -> Rows:
+def _up_to(last: int, rows: Callable[[int], RowPair]) -> Rows:
     """The rows of the tokens up to `last`."""
 
-    def given(layer: int, own: Pair) -> Pair:
+    def given(layer: int, own: RowPair) -> RowPair:
         keys, values = rows(layer)
         return keys[:, : last + 1], values[:, : last + 1]
 
@@ -95,7 +225,7 @@ def _up_to(last: int, rows: Callable[[int], Pair]) -> Rows:
 
 
 def compare_canary(
-    manifest: Manifest, tokens: int, model: PreTrainedModel, input_ids: torch.Tensor, rows: Callable[[int], Pair]
+    manifest: Manifest, tokens: int, model: PreTrainedModel, input_ids: torch.Tensor, rows: Callable[[int], RowPair]
 ) -> None:
     """Compare the canary of an index with what a model makes of the first rows, which a build takes over from it.
 

@@ -1,24 +1,100 @@
-"""Capture keys, values and queries as a model attends to them, by a prefill in chunks.
+"""Keys, values and queries captured as a model attends to them, by a prefill in chunks."""
 
-The unmodified model runs chunk by chunk into a cache that is allocated once: N rows of keys and values per layer.
-Besides the cache, memory holds one layer's attention for one chunk, and from each layer the last R queries and the
-queries at sampled positions, if any are requested.
-"""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.index.context_rows import Pair, context_rows, first_tokens, joined, quantise
+from sparsekv.formats.index.schema import KVDtype, KVStorage, LayerFacts
 from sparsekv.formats.models.rope import rope_depends_on_length
-from sparsekv.formats.schema import LayerFacts
-from sparsekv.indexing.capture.context_layer import ContextLayer
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
-from sparsekv.kernels.common.cache_argument import with_cache
+from sparsekv.kernels.common.given_rows import with_cache
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.kernels.common.mask import UnsupportedAttentionError
+
+
+class ContextLayer(CacheLayerMixin):
+    """Keys and values of one layer, [1, Hk, N, D] each, allocated once and filled from the front.
+
+    Args:
+        tokens: N.
+        prefix: keys and values [Hk, P, D] of the first P tokens, if they are known.
+    """
+
+    is_sliding = False
+
+    def __init__(self, tokens: int, prefix: tuple[torch.Tensor, torch.Tensor] | None = None):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tokens, self.seen, self._prefix = tokens, 0, prefix
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.keys = key_states.new_empty(*key_states.shape[:2], self.tokens, key_states.shape[-1])
+        self.values = value_states.new_empty(*value_states.shape[:2], self.tokens, value_states.shape[-1])
+        self.is_initialized = True
+        if self._prefix is not None:
+            self.seen = self._prefix[0].shape[1]
+            self.keys[0, :, : self.seen], self.values[0, :, : self.seen] = self._prefix
+            self._prefix = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        start, self.seen = self.seen, self.seen + key_states.shape[2]
+        self.keys[:, :, start : self.seen] = key_states
+        self.values[:, :, start : self.seen] = value_states
+        return self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
+
+    def get_seq_length(self) -> int:
+        return self.seen if self._prefix is None else self._prefix[0].shape[1]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return self.tokens
+
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TakenOver:
+    """The first `tokens` rows of an index in 8 bits, by layer: they are stored as they were, because rounding them a
+    second time would lose a second time. `storage` is what that index says of them."""
+
+    tokens: int
+    tensors: Callable[[int], Tensors]
+    storage: KVStorage
+
+
+def rows_as_stored(
+    rows: Callable[[int], Pair], layer: int, kv_dtype: KVDtype | None, taken: TakenOver | None = None
+) -> Pair:
+    """Keys and values [Hk, N, D] of a layer as whoever reads the index's files will get them.
+
+    Args:
+        rows: returns the exact ones of a layer.
+    """
+    exact = rows(layer)
+    return exact if kv_dtype is None else context_rows(in_8_bits(exact, layer, taken), exact[0].dtype).part(slice(None))
+
+
+def in_8_bits(rows: Pair, layer: int, taken: TakenOver | None) -> dict[str, torch.Tensor]:
+    """The tensors of a layer's file for exact rows [Hk, N, D], of which the first may have been taken over."""
+    if taken is None:
+        return quantise(*rows)
+    first = first_tokens(taken.tensors(layer), taken.tokens)
+    keys, values = (of[:, taken.tokens :] for of in rows)
+    return joined(first, quantise(keys, values, like=first))
+
 
 PrefixQueries = Callable[[int, torch.Tensor], torch.Tensor]
 """Returns a layer's stored queries [Hq, P, D] at positions [P] of a prefix that the model does not run over again."""

@@ -1,15 +1,70 @@
-"""Find each layer's rotary embedding by measuring the model, without knowledge of its architecture.
+"""Each layer's rotary embedding, measured on the model, and queries of single tokens over known keys and values."""
 
-A single token attends to itself alone, so a layer's input does not depend on the token's position, and its keys at two
-positions differ by the layer's rotation only. The candidate that explains the difference is the layer's RoPE.
-"""
+from collections.abc import Callable
 
 import torch
 from transformers import PreTrainedModel
 
-from sparsekv.formats.schema import RopeFacts
+from sparsekv.formats.index.schema import RopeFacts
+from sparsekv.kernels.attention.attention import Segment, attend
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
-from sparsekv.kernels.common.rotation import rotate, split_pairs
+from sparsekv.kernels.common.runs import rotate, split_pairs
+
+LOGIT_BYTES = 2**28
+"""Memory for logits: so many queries attend at once that theirs fit, in float32."""
+
+
+@torch.inference_mode()
+def queries_of_tokens(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    rows: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    chunk_size: int,
+) -> dict[int, torch.Tensor]:
+    """Queries [Hq, P, D] at `positions`, by layer, of layers with full attention, as of a dense prefill of the prompt.
+
+    A token's query depends on other tokens by their keys and values alone. Besides these queries, and what the model
+    allocates for a chunk, memory holds one layer's rows and twice LOGIT_BYTES.
+
+    Args:
+        input_ids: [N] int64.
+        positions: [P] int64, rising.
+        chunk_size: tokens per forward pass.
+        rows: returns a layer's keys and values [Hk, T, D] as attended, of the first T tokens, on the model's device;
+            T is more than the last position.
+    """
+    queries: dict[int, list[torch.Tensor]] = {}
+    for some in positions.split(chunk_size):
+        at = some.to(model.device)
+
+        def attend_to_rows(call: AttentionCall, at: torch.Tensor = at) -> torch.Tensor:
+            if call.window is None:
+                queries.setdefault(call.layer, []).append(call.query.clone())
+            return _attend_at(call, at, *rows(call.layer))
+
+        with route_attention(model, attend_to_rows):
+            ids = input_ids.to(model.device)[at][None]
+            # With a mask of its own transformers does not take a gap between positions for the start of another text.
+            whole = torch.ones_like(ids)
+            model(input_ids=ids, attention_mask=whole, position_ids=at[None], use_cache=False, logits_to_keep=1)
+    return {layer: torch.cat(parts, 1) for layer, parts in queries.items()}
+
+
+def _attend_at(call: AttentionCall, at: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Attention [Hq, P, D] of a call's queries at positions [P], each to the rows [Hk, T, D] up to its own."""
+    (Hk, T, _), (Hq, P, _) = keys.shape, call.query.shape
+    query = call.query.unflatten(0, (Hk, -1))
+    sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
+    numbers, at_once = torch.arange(T, device=at.device), max(1, LOGIT_BYTES // (4 * Hq * T))
+    parts = []
+    for start in range(0, P, at_once):
+        distance = at[start : start + at_once, None] - numbers
+        mask = (distance >= 0) & (distance < (T if call.window is None else call.window))
+        part = query[:, :, start : start + at_once]
+        parts.append(attend(part, [Segment(keys, values, mask)], call.softmax_scale, call.softcap, sinks))
+    return torch.cat(parts, 2).flatten(0, 1)
+
 
 LEAST_TOLERANCE = 1e-4  # relative to the length of a pair of channels; a wrong rotation misses some pair by all of it
 SMALL_PAIR = 1e-3  # share of the mean channel, added to a pair's length: smaller pairs may be lost in rounding

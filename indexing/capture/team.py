@@ -7,13 +7,11 @@ from typing import Any, Protocol
 
 import torch
 
-from sparsekv.formats.growing_file import ALL_HEADS, HeadPart, RemoteSum
-from sparsekv.formats.kv_storage import KVDtype
-from sparsekv.formats.schema import LayerFacts
-from sparsekv.formats.unfinished_file import SharedFile
+from sparsekv.formats.index.folder import SharedFile
+from sparsekv.formats.index.growing_file import ALL_HEADS, HeadPart, RemoteSum
+from sparsekv.formats.index.schema import KVDtype, LayerFacts
 from sparsekv.indexing.capture.capture import Capture, CapturedLayer, CapturedQueries
-from sparsekv.indexing.indexers.layer_maker import BuildFiles, Tensors, make_layers
-from sparsekv.indexing.indexers.layer_work import LayerWork
+from sparsekv.indexing.indexers.layer_work import BuildFiles, LayerWork, Tensors, make_layers
 
 
 class Captured(Protocol):

@@ -1,17 +1,145 @@
-"""Base class of indexers that cluster keys: their parameters, and the hierarchical clustering of a range of tokens."""
+"""The base class of indexers that cluster keys: k-means of each head, hierarchies, and blocks for appending."""
 
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 
-from sparsekv.formats.errors import UsageError
-from sparsekv.formats.suggestions import choose_one
-from sparsekv.indexing.indexers.clustering import kmeans
+from sparsekv.formats.device import read_ahead
+from sparsekv.formats.errors import UsageError, choose_one
 from sparsekv.indexing.indexers.interface import Indexer, check_iterations
-from sparsekv.kernels.kmeans.hierarchy import level_sizes, level_tensors, levels_above, number_neighbours
-from sparsekv.kernels.kmeans.kmeans import SPACES, to_space
-from sparsekv.kernels.kmeans.outliers import single_out
+from sparsekv.kernels.kmeans.hierarchy import level_sizes, level_tensors, levels_above, number_neighbours, single_out
+from sparsekv.kernels.kmeans.kmeans import SPACES, random_kmeans, to_space
+
+
+def kmeans(
+    points: torch.Tensor, clusters: int, iterations: int, seed: int, valid: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Labels of a k-means per head, from one last assignment to the final centroids.
+
+    Args:
+        points: [Hk, M, D] float32.
+        clusters: number of clusters, at most the number of valid points of any head.
+        valid: [Hk, M] bool; invalid points are left out and get label 0. None: all are valid.
+
+    Returns:
+        [Hk, M] int64, the same in every run on one device. Clusters may be empty.
+    """
+    if points.is_cuda:
+        generator = torch.Generator(points.device).manual_seed(seed)
+        return random_kmeans(points, clusters, iterations, generator, valid)
+    if valid is None:
+        valid = torch.ones(points.shape[:2], dtype=torch.bool)
+
+    def cluster(head: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return _kmeans_faiss(head[mask], clusters, iterations, seed)
+
+    labels = torch.zeros(points.shape[:2], dtype=torch.int64)
+    # A head a thread: faiss's product library lets only one call at a time use several, and these wait for each other.
+    with ThreadPoolExecutor(min(len(points), torch.get_num_threads())) as threads:
+        for of_head, mask, found in zip(labels, valid, threads.map(cluster, points, valid), strict=True):
+            of_head[mask] = found
+    return labels
+
+
+def _kmeans_faiss(points: torch.Tensor, clusters: int, iterations: int, seed: int) -> torch.Tensor:
+    import faiss  # here, as it is not needed on a GPU
+
+    faiss.omp_set_num_threads(1)  # of this thread alone
+    # The two bounds keep faiss from subsampling, and from printing warnings from C++ to the terminal.
+    data = points.contiguous().numpy()
+    trained = faiss.Kmeans(
+        data.shape[1],
+        clusters,
+        niter=iterations,
+        seed=seed,
+        min_points_per_centroid=1,
+        max_points_per_centroid=len(data),
+    )
+    trained.train(data)
+    return torch.from_numpy(trained.assign(data)[1])
+
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+MOST = 8
+"""Items at a time."""
+MOST_TOKENS = 1 << 18
+"""Of these items together: each takes memory of its own, some 20 KB a token with `codes` and an 8B's heads."""
+
+
+def share_cores(
+    items: Sequence[S], tokens: int, work: Callable[[S], T], of: int | None = None
+) -> Generator[T, None, None]:
+    """Yields `work(item)` for each item, in order, several at a time, among which torch's threads are divided.
+
+    Args:
+        tokens: that the work on one item is over.
+        of: number of items that the threads are divided among, where `items` are only some of them; as many as there
+            are by default. Sums depend on the threads of an item, and must not depend on the items that are missing.
+    """
+    threads = torch.get_num_threads()
+    together = max(1, min(threads, MOST, of or len(items), MOST_TOKENS // max(1, tokens)))
+
+    def begin() -> None:
+        torch.set_num_threads(threads // together)
+        # What a thread may be is its own: the caller may have switched gradients off for itself.
+        torch.set_grad_enabled(False)
+
+    try:
+        yield from read_ahead(items, work, together, begin)
+    finally:
+        # A thread of its own sets the number of MKL's threads for all, and torch's for those that begin later.
+        torch.set_num_threads(threads)
+
+
+def split_blocks(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Undo `join_blocks`: the tensors of each block, with clusters numbered from 0, without token_offsets.
+
+    Args:
+        tensors: those of `join_blocks`, and block_offsets [blocks + 1].
+
+    Returns:
+        One dictionary per block; all tensors are views but `parent`.
+    """
+    offsets = tensors["block_offsets"].long()
+    blocks: list[dict[str, torch.Tensor]] = [{} for _ in offsets[1:]]
+    for name, tensor in tensors.items():
+        level = name.partition(".")[0]
+        if name != "token_order" and not level.startswith("level"):
+            continue
+        cuts = offsets if name == "token_order" else _first_clusters(tensors[f"{level}.counts"], offsets)
+        first_parents = [0] * len(blocks)
+        if name.endswith(".parent"):
+            above = f"level{int(level.removeprefix('level')) + 1}.counts"
+            first_parents = _first_clusters(tensors[above], offsets).tolist()
+        pieces = tensor.tensor_split(cuts[1:-1].cpu(), 1)
+        for block, piece, first in zip(blocks, pieces, first_parents, strict=False):
+            block[name] = piece - first if first else piece
+    return blocks
+
+
+def _first_clusters(counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The first cluster of each block in one level, then the number of clusters; counts [Hk, C], offsets [blocks + 1].
+
+    Empty clusters come last in their block, so a block's first cluster is the first whose tokens end past the block's
+    offset. All heads have the same number of clusters in a block.
+    """
+    ends = counts[0].long().cumsum(0)
+    return torch.cat([torch.searchsorted(ends, offsets[:-1], right=True), offsets.new_tensor([len(ends)])])
+
+
+def finest_labels(block: dict[str, torch.Tensor]) -> torch.Tensor:
+    """[Hk, T] int64: the finest cluster of each token of a block, or of all, in the order of the prompt."""
+    order = block["token_order"].long()
+    ends = block["level0.counts"].long().cumsum(1)
+    rows = torch.arange(order.shape[1], device=order.device).expand_as(order).contiguous()
+    clusters = torch.searchsorted(ends, rows, right=True)
+    return torch.empty_like(clusters).scatter_(1, order - order.min(), clusters)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,62 @@
-"""The interface of indexers, the offline halves of methods; each method is a file in `indexing/methods`."""
+"""The interface of indexers (the offline halves of methods), their registry, and the calibration of score
+thresholds."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
 
-from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import LayerFacts, Split
+from sparsekv.formats.errors import UsageError, suggestion
+from sparsekv.formats.index.schema import LayerFacts, Split, given_parameters
+from sparsekv.formats.registry import Registry
+
+LOWEST = -60.0
+BINS = 6000
+POINTS = torch.logspace(-3, 0, 61, dtype=torch.float64)
+
+
+class KeepCurve:
+    """Accumulates cluster scores over layers, heads and queries, weighted by the tokens of each cluster.
+
+    Stores a histogram of log2 scores in steps of 0.01, so its size does not grow with the context.
+    """
+
+    def __init__(self) -> None:
+        self.weight = torch.zeros(BINS, dtype=torch.float64)
+        self.tokens = 0.0
+
+    def add(self, scores: torch.Tensor, counts: torch.Tensor, tokens: float) -> None:
+        """Add scores [Hk, Q, C] of clusters with counts [Hk, Q or 1, C]; every query selects from `tokens` tokens."""
+        bins = _bins(scores)
+        weights = counts.expand_as(scores).double()
+        # On the scores' device, as there may be millions. Atomics do no harm: whole numbers sum the same in any order.
+        added = torch.zeros(BINS, dtype=torch.float64, device=scores.device)
+        self.weight += added.scatter_add_(0, bins.flatten(), weights.flatten()).cpu()
+        self.tokens += tokens * scores.shape[0] * scores.shape[1]
+
+    def threshold(self, keep: float) -> float:
+        """The threshold at which clusters of at least that score have the share `keep` of all tokens; 0 keeps all."""
+        kept = self.weight.flip(0).cumsum(0) / self.tokens
+        passed = int(torch.searchsorted(kept, torch.tensor(keep, dtype=torch.float64)))
+        # The lowest bin also has all smaller scores, so only a threshold of 0 keeps all of its clusters.
+        return 0.0 if passed >= BINS - 1 or keep >= 1 else 2.0 ** (LOWEST + (BINS - 1 - passed) * (-LOWEST / BINS))
+
+    def share_above(self, threshold: float) -> float:
+        """The share of all tokens in clusters that score at least `threshold`."""
+        first = 0 if threshold <= 0 else int(_bins(torch.tensor([threshold])))
+        return float(self.weight[first:].sum()) / self.tokens
+
+    def points(self) -> list[list[float]]:
+        """[[share kept, threshold], ...], shares rising from 0.001 to 1."""
+        return [[keep, self.threshold(keep)] for keep in POINTS.tolist()]
+
+
+def _bins(scores: torch.Tensor) -> torch.Tensor:
+    logs = scores.double().clamp(min=2.0**LOWEST).log2()
+    return ((logs - LOWEST) * (BINS / -LOWEST) + 1e-6).long().clamp(0, BINS - 1)
+
 
 LARGEST_SEED = 2**31 - 1  # the largest that faiss accepts
 MOST_ITERATIONS = 10_000
@@ -99,3 +147,34 @@ class Indexer(ABC):
     def calibrate(self, layers: Callable[[], Iterator[BuiltLayer]]) -> dict[str, Any]:
         """Numbers for the manifest that need all layers; each call of `layers()` iterates over the layers again."""
         return {}
+
+
+indexers: Registry[type[Indexer]] = Registry("indexer", "sparsekv.indexing.methods", "sparsekv.indexers", Indexer)
+
+
+def indexer_of(kind: type[Indexer], parameters: Mapping[str, Any]) -> Indexer:
+    """An indexer with the parameters of a manifest; those that this version does not have are ignored.
+
+    Raises:
+        UsageError: a value is not allowed.
+    """
+    known = {one.name for one in fields(kind)}
+    return kind(**given_parameters({name: value for name, value in parameters.items() if name in known}))
+
+
+def choose_indexers(names: list[str]) -> list[str]:
+    """Names of the methods to build: all for `all`, the default ones for an empty list.
+
+    Raises:
+        UsageError: a method that does not exist.
+    """
+    known = indexers()
+    for name in names:
+        if name not in known and name != "all":
+            raise UsageError(
+                f"no index is built for '{name}' (methods that need none are used as they are); these have one: "
+                f"{', '.join(known)}{suggestion(name, known)}"
+            )
+    if not names:
+        return [name for name, indexer in known.items() if indexer.by_default]
+    return list(known) if "all" in names else list(dict.fromkeys(names))

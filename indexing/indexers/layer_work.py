@@ -1,13 +1,18 @@
-"""What a method's indices are made from: its own numbers, and what it reads of a layer."""
+"""Indices of one method layer by layer: one after another on a GPU, several at a time on a CPU."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 
-from sparsekv.formats.context_rows import context_rows
-from sparsekv.formats.int8_centroids import with_centroids_in_8_bits
-from sparsekv.formats.schema import LayerFacts, Split, layer_file
+from sparsekv.formats.device import read_ahead
+from sparsekv.formats.index.context_rows import context_rows, with_centroids_in_8_bits
+from sparsekv.formats.index.folder import SharedFile
+from sparsekv.formats.index.schema import LayerFacts, Split, layer_file
+from sparsekv.indexing.indexers.cluster_indexer import share_cores
 from sparsekv.indexing.indexers.interface import Indexer, LayerInput
 
 Read = Callable[[str], Mapping[str, torch.Tensor]]
@@ -82,3 +87,69 @@ def lend(tensors: Iterable[torch.Tensor]) -> None:
 def _lent(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     lend(tensors.values())
     return tensors
+
+
+T = TypeVar("T")
+Tensors = dict[str, torch.Tensor]
+AHEAD = 2
+"""Layers that are read while a method is built for one."""
+
+
+class BuildFiles(Protocol):
+    """The files of a build under way, by name; see `ArtifactWriter`."""
+
+    folder: Path
+
+    def read(self, name: str, device: torch.device) -> dict[str, torch.Tensor]: ...
+
+    def is_new(self, name: str) -> bool: ...
+
+    def find(self, name: str) -> SharedFile: ...
+
+
+LayerMaker = Callable[[LayerWork, Sequence[int], BuildFiles, torch.device], Generator[Tensors, None, None]]
+"""Yields what a method makes of each of some layers, in order, on a device, from the files of a build."""
+
+
+def make_layers(
+    work: LayerWork, layers: Sequence[int], files: BuildFiles, device: torch.device
+) -> Generator[Tensors, None, None]:
+    """The `LayerMaker` of one process."""
+    yield from make_layers_from(work, layers, lambda name: files.read(name, device), device)
+
+
+def make_layers_from(
+    work: LayerWork, layers: Sequence[int], read: Callable[[str], Tensors], device: torch.device
+) -> Generator[Tensors, None, None]:
+    """Yields what a method makes of each layer, in order.
+
+    Memory: on a GPU AHEAD + 2 layers' keys and values, and what the indexer takes for one; on a CPU what `share_cores`
+    has at a time.
+    """
+
+    def read_input(layer: int) -> LayerInput:
+        return work.input(layer, read)
+
+    if device.type == "cpu":
+        indexed = sum(layer.sliding_window is None for layer in work.facts)
+        yield from share_cores(layers, work.split.middle, lambda layer: work.build(layer, read_input(layer)), indexed)
+    else:
+        with closing(ahead_on(device, layers, read_input)) as inputs:
+            yield from map(work.build, layers, inputs)
+
+
+def ahead_on(device: torch.device, layers: Sequence[int], read: Callable[[int], T]) -> Generator[T, None, None]:
+    """Yields `read(layer)` for each layer; threads read the next ones, so AHEAD + 2 may be on the device."""
+
+    def use_own_stream() -> None:
+        # On the default stream, a copy to the device would wait for the layer that is being built.
+        if device.type == "cuda":
+            torch.cuda.set_stream(torch.cuda.Stream(device))
+
+    def read_whole(layer: int) -> T:
+        rows = read(layer)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return rows
+
+    return read_ahead(layers, read_whole, AHEAD, use_own_stream)

@@ -1,9 +1,152 @@
-"""Product quantisation: a key's channels in parts, each part named by the nearest of at most 256 centroids."""
+"""Product quantisation of keys: codebooks, the rotation fitted to the document's queries, and centroids for tokens that
+are not selected."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.kmeans.kmeans import assign, moved_centres, random_points
+from sparsekv.kernels.scores.logits import attention_logits, best_tokens, softmax_with_logsumexp
+
+TAKEN = 0.04  # share of the tokens that each query takes
+PRIOR = 0.1  # of a cluster's mean mass: how much of it is as the means say
+AT_ONCE = 16  # positions whose logits are in memory
+
+
+@dataclass(frozen=True)
+class FittedRest:
+    """Log factors [Hk, C] float32 of the clusters' masses, and values [Hk, C, D] in the dtype of the document's."""
+
+    bias: torch.Tensor
+    values: torch.Tensor
+
+
+def attended(keys: torch.Tensor, queries: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
+    """[Hk, M] float32: the mean over the queries of the root of each token's share of the attention. The root, because
+    a question asks for some tokens that few of the document's queries ask for.
+
+    Allocates three times the logits of `AT_ONCE` positions on all tokens, with a soft cap four times.
+
+    Args: as `fit_rest`'s.
+    """
+    roots = torch.zeros(keys.shape[:2], device=keys.device)
+    for some in queries.split(AT_ONCE, 2):
+        shares, _ = softmax_with_logsumexp(attention_logits(some, keys, facts.softmax_scale, facts.softcap))
+        roots += shares.mean(1).sqrt_().sum(1)
+    return roots / queries.shape[2]
+
+
+def _chosen(estimates: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """The tokens [Hk, P, K] that each position takes by estimated logits [Hk, G, P, M], which are probabilities over
+    exact log-sum-exps [Hk, G, P]."""
+    weights, estimated_total = softmax_with_logsumexp(estimates)
+    # Estimates can be above what is exact by so much that there is no such number.
+    weights.mul_((estimated_total - total).clamp(max=60).exp()[..., None])
+    return best_tokens(weights.mean(1), max(1, round(TAKEN * estimates.shape[-1])))
+
+
+def fit_rest(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    queries: torch.Tensor,
+    estimated: Callable[[torch.Tensor], torch.Tensor],
+    clusters: dict[str, torch.Tensor],
+    labels: torch.Tensor,
+    facts: LayerFacts,
+) -> FittedRest:
+    """Fit masses and values of clusters to queries; see the module.
+
+    Allocates four times the logits of `AT_ONCE` positions on all tokens, with a soft cap five times.
+
+    Args:
+        keys, values: [Hk, M, D].
+        queries: [Hk, G, P, D].
+        estimated: logits [Hk, G, P, M] of such queries by the keys' codes.
+        clusters: level0.centroids, level0.value_centroids and level0.counts.
+        labels: [Hk, M], each token's cluster.
+    """
+    centroids, counts = clusters["level0.centroids"], clusters["level0.counts"].float()
+    weights = torch.zeros(keys.shape[:2], device=keys.device)  # of each token, over all queries that do not take it
+    expected = torch.zeros_like(counts)
+    for some in queries.split(AT_ONCE, 2):
+        shares, total = softmax_with_logsumexp(attention_logits(some, keys, facts.softmax_scale, facts.softcap))
+        best = _chosen(estimated(some), total)
+        weights += shares.scatter_(-1, best[:, None].expand(-1, some.shape[1], -1, -1), 0).sum((1, 2))
+        of_means = attention_logits(some, centroids, facts.softmax_scale, facts.softcap)
+        left = counts[:, None].repeat(1, some.shape[2], 1)
+        cluster = labels[:, None].expand(-1, some.shape[2], -1).gather(-1, best)
+        left.scatter_add_(-1, cluster, -torch.ones_like(cluster, dtype=left.dtype))
+        expected += ((of_means - total[..., None]).exp() * left[:, None]).sum((1, 2))
+    masses = torch.zeros_like(counts).scatter_add_(1, labels, weights)
+    prior = PRIOR * masses.mean(1, keepdim=True).clamp(min=1e-12)
+    outputs = torch.zeros(*counts.shape, values.shape[2], device=values.device)
+    outputs.scatter_add_(1, labels[..., None].expand_as(values), weights[..., None] * values.float())
+    plain = clusters["level0.value_centroids"].float()
+    fitted = (outputs + prior[..., None] * plain) / (masses + prior)[..., None]
+    return FittedRest(((masses + prior) / (expected + prior)).log(), fitted.to(values.dtype))
+
+
+SHRINK = 0.3  # of S, towards the same in all directions: a sample knows too little of those that it hardly has
+
+
+def query_turn(keys: torch.Tensor, queries: torch.Tensor, parts: int, weights: torch.Tensor) -> torch.Tensor:
+    """[Hk, D, D] float16 by which queries are multiplied; keys are by `key_turn` of it, and products stay the same.
+
+    Allocates the keys three times more in float32.
+
+    Args:
+        keys: [Hk, M, D].
+        queries: [Hk, P, D], a sample of all heads of a group.
+        parts: that a key's channels are cut into, neighbouring ones together.
+        weights: [Hk, M], above 0: how much the error of each key matters.
+    """
+    root, shares = _root(queries.float()), weights / weights.sum(1, keepdim=True)
+    turned = keys.float() @ root
+    turned -= shares[:, None] @ turned
+    variances, directions = torch.linalg.eigh(turned.transpose(1, 2) @ (shares[..., None] * turned))
+    # A direction's sign is rounding's: with its largest part above 0 the same keys have the same codes everywhere.
+    largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
+    directions = directions * largest.sign()
+    dealt = torch.stack([_deal(of_head, parts) for of_head in variances]).to(keys.device)
+    directions = directions.gather(2, dealt[:, None].expand_as(directions))
+    # Queries take the inverse of the root; the directions are orthogonal.
+    turn: torch.Tensor = torch.linalg.inv(root) @ directions
+    return turn.half()
+
+
+def key_turn(turn: torch.Tensor) -> torch.Tensor:
+    """[Hk, D, D] float32 by which keys are multiplied, for queries that are by `turn`."""
+    inverse: torch.Tensor = torch.linalg.inv(turn.double())
+    return inverse.transpose(1, 2).float()
+
+
+def _root(queries: torch.Tensor) -> torch.Tensor:
+    """The symmetric root [Hk, D, D] of the queries' second moments, shrunk, with a mean variance of 1."""
+    moments = queries.transpose(1, 2) @ queries
+    even = torch.eye(queries.shape[2], device=queries.device)
+    # A head without queries that differ from 0 has no say.
+    size = moments.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None].clamp(min=1e-12)
+    variances, directions = torch.linalg.eigh((1 - SHRINK) * moments / size + SHRINK * even)
+    root: torch.Tensor = directions @ (variances.clamp(min=0).sqrt()[..., None] * directions.transpose(1, 2))
+    return root
+
+
+def _deal(variances: torch.Tensor, parts: int) -> torch.Tensor:
+    """Numbers [D] of components, part by part, given their variances [D] in rising order: the largest that is left goes
+    to the part with the smallest product that has room."""
+    room = len(variances) // parts
+    logs = variances.clamp(min=1e-12).log().tolist()
+    least, dealt, products = logs[0], [list[int]() for _ in range(parts)], [0.0] * parts
+    for number in reversed(range(len(logs))):
+        part = min((part for part in range(parts) if len(dealt[part]) < room), key=lambda part: products[part])
+        dealt[part].append(number)
+        products[part] += logs[number] - least + math.ulp(1.0)
+    return torch.tensor([number for part in dealt for number in part])
+
 
 CODES = 256  # centroids of a part: the values of a byte
 

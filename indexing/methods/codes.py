@@ -11,13 +11,19 @@ from typing import ClassVar
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.indexers.cluster_indexer import ClusterIndexer
-from sparsekv.indexing.indexers.fitted_rest import attended, fit_rest
-from sparsekv.indexing.indexers.interface import LayerInput
-from sparsekv.indexing.indexers.online_blocks import finest_labels
-from sparsekv.indexing.indexers.product_codes import CODES, check_parts, decode, encode, train_codebooks
-from sparsekv.indexing.indexers.query_turn import key_turn, query_turn
-from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.indexing.indexers.cluster_indexer import ClusterIndexer, finest_labels
+from sparsekv.indexing.indexers.interface import LayerInput, indexers
+from sparsekv.indexing.indexers.product_codes import (
+    CODES,
+    attended,
+    check_parts,
+    decode,
+    encode,
+    fit_rest,
+    key_turn,
+    query_turn,
+    train_codebooks,
+)
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.kernels.scores.logits import attention_logits
 

@@ -11,12 +11,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from sparsekv.formats.errors import UsageError
-from sparsekv.formats.suggestions import choose_one
-from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, check_iterations
-from sparsekv.indexing.indexers.registry import indexers
-from sparsekv.kernels.tables.table_lookup import Tables, cosines, fit_weights
-from sparsekv.kernels.tables.tables import cosine_kmeans, rope_pair_order, split_channels, top_lists
+from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, check_iterations, indexers
+from sparsekv.kernels.posting_lists.posting_lists import (
+    Tables,
+    cosine_kmeans,
+    cosines,
+    fit_weights,
+    rope_pair_order,
+    split_channels,
+    top_lists,
+)
 
 SUBSPACES = ("rope-pairs", "contiguous")
 ENTRY_BYTES = 6  # int32 position, float16 score

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.indexers.interface import Indexer, LayerInput
-from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.indexing.indexers.interface import Indexer, LayerInput, indexers
 from sparsekv.kernels.scores.logits import attention_logits
 
 LOGITS_AT_ONCE = 16 * 2**20  # elements of [Hq, P, S + M] float32 logits: 64 MB

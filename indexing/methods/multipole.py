@@ -13,15 +13,20 @@ from typing import ClassVar
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.indexers.cluster_indexer import ClusterIndexer
-from sparsekv.indexing.indexers.interface import LayerInput
-from sparsekv.indexing.indexers.online_blocks import finest_labels, split_blocks
-from sparsekv.indexing.indexers.registry import indexers
-from sparsekv.kernels.kmeans.blocks import block_offsets, equal_neighbours
-from sparsekv.kernels.kmeans.hierarchy import join_blocks, level_sizes, level_tensors, number_neighbours
+from sparsekv.indexing.indexers.cluster_indexer import ClusterIndexer, finest_labels, split_blocks
+from sparsekv.indexing.indexers.interface import LayerInput, indexers
+from sparsekv.kernels.kmeans.hierarchy import (
+    block_offsets,
+    equal_neighbours,
+    finest_size,
+    join_blocks,
+    join_tokens,
+    level_sizes,
+    level_tensors,
+    number_neighbours,
+    online_levels,
+)
 from sparsekv.kernels.kmeans.kmeans import to_space
-from sparsekv.kernels.kmeans.online import join_tokens, online_levels
-from sparsekv.kernels.kmeans.outliers import finest_size
 
 STEP = 128  # tokens appended to a block together, at most
 AT_ONCE = 16  # blocks that a GPU clusters together: the launches of one block's kernels take longer than their work

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.indexers.interface import LayerInput
-from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.indexing.indexers.interface import LayerInput, indexers
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
-from sparsekv.kernels.common.rotation import rotate
+from sparsekv.kernels.common.runs import rotate
 
 
 @indexers.register("multipole-windowed")

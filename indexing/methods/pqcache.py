@@ -11,9 +11,8 @@ from typing import ClassVar
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.indexers.interface import Indexer, LayerInput, check_iterations
+from sparsekv.indexing.indexers.interface import Indexer, LayerInput, check_iterations, indexers
 from sparsekv.indexing.indexers.product_codes import CODES, check_parts, encode, train_codebooks
-from sparsekv.indexing.indexers.registry import indexers
 
 
 @indexers.register("pqcache")

@@ -11,10 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from sparsekv.indexing.indexers.calibration import KeepCurve
 from sparsekv.indexing.indexers.cluster_indexer import ClusterIndexer
-from sparsekv.indexing.indexers.interface import BuiltLayer, LayerInput
-from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.indexing.indexers.interface import BuiltLayer, KeepCurve, LayerInput, indexers
 from sparsekv.kernels.scores.logits import attention_logits, scores_from_logits
 
 QUESTION_TOKENS = 16  # queries that one calibrated prefill lookup averages over

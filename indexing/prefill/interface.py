@@ -10,10 +10,9 @@ from typing import ClassVar
 
 import torch
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.formats.registry import Registry
-from sparsekv.formats.schema import LayerFacts
-from sparsekv.formats.suggestions import choose_one
 from sparsekv.kernels.attention.attention import causal_attention
 from sparsekv.kernels.attention.chunk_attention import chunk_attention
 from sparsekv.kernels.common.hook import AttentionCall

@@ -1,13 +1,42 @@
-"""QuoKA prefill (section 3.4 of the paper): each chunk attends to the keys nearest to its most atypical queries."""
+"""Sparse prefills: QuoKA (section 3.4 of the paper), SampleAttention (arXiv 2406.15486) and KeyDiff (arXiv
+2504.15364)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from sparsekv.formats.quoka import QuokaOptions
-from sparsekv.formats.schema import LayerFacts
+from sparsekv.formats.index.schema import LayerFacts, QuokaOptions, check_prefill_queries
 from sparsekv.indexing.prefill.interface import SparsePrefill, prefills
+from sparsekv.kernels.attention.chunk_attention import sampled_attention, spaced_places
+from sparsekv.kernels.scores.logits import keydiff_scores
 from sparsekv.kernels.scores.quoka import directions, far_directions, nearest_keys, quoka_scores, subselect_queries
+
+
+@prefills.register("sampleattention")
+@dataclass(frozen=True)
+class SampleAttentionPrefill(SparsePrefill):
+    """Scores keys by the attention of evenly spaced queries of the chunk."""
+
+    prefill_queries: int = field(
+        default=16, metadata={"help": "How many of a chunk's queries rank the tokens that the whole chunk attends to."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_prefill_queries(self.prefill_queries)
+
+    def scores(self, query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
+        some = query[:, :, spaced_places(query.shape[2], self.prefill_queries).to(query.device)]
+        return sampled_attention(some, keys, facts.softmax_scale, facts.softcap)
+
+
+@prefills.register("keydiff")
+@dataclass(frozen=True)
+class KeyDiffPrefill(SparsePrefill):
+    """Scores keys by minus their cosine to the mean key direction, without queries."""
+
+    def scores(self, query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
+        return keydiff_scores(keys)
 
 
 @prefills.register("quoka")

@@ -1,10 +1,63 @@
-"""Attention of a prefill chunk to itself and to a few chosen keys before it."""
+"""Attention of a prefill chunk to itself and to a few selected keys before it."""
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv.kernels.attention.attention import causal_attention
-from sparsekv.kernels.attention.chunk_rows import chunk_rows
+from sparsekv.kernels.scores.logits import attention_logits
+
+
+def chunk_rows(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor, *, padded: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Chosen rows of keys and values, followed by the chunk's own rows, which are the last B.
+
+    One kernel on a GPU.
+
+    Args:
+        query: [Hq, B, D]; keys, values: [Hk, T, D]; chosen: [Hk, K] int64, rows of each head before the chunk.
+        padded: put K uninitialised queries in front, one for each chosen row.
+
+    Returns:
+        queries [Hq, K + B, D] if padded, else `query` itself; copies of keys and values [Hk, K + B, D].
+    """
+    if keys.is_cuda:
+        from sparsekv.kernels.attention.chunk_rows_triton import chunk_rows_triton
+
+        with torch.cuda.device_of(keys):  # Triton launches on the current device, which may be another
+            return chunk_rows_triton(query, keys, values, chosen, padded=padded)
+    return chunk_rows_reference(query, keys, values, chosen, padded=padded)
+
+
+def chunk_rows_reference(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor, *, padded: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`chunk_rows` in plain torch."""
+    places, chunk = chosen[..., None].expand(-1, -1, keys.shape[2]), query.shape[1]
+    of_keys, of_values = (torch.cat([rows.gather(1, places), rows[:, -chunk:]], 1) for rows in (keys, values))
+    anything = query.new_empty(len(query), chosen.shape[1], query.shape[2])
+    return torch.cat([anything, query], 1) if padded else query, of_keys, of_values
+
+
+def spaced_places(total: int, count: int) -> torch.Tensor:
+    """[count] int64: evenly spaced indices below `total`, including the last; all indices if `total` is smaller."""
+    count = min(count, total)
+    return torch.arange(1, count + 1) * total // count - 1
+
+
+def sampled_attention(
+    query: torch.Tensor, keys: torch.Tensor, softmax_scale: float, softcap: float | None = None
+) -> torch.Tensor:
+    """Mean attention probability of each key over queries and group; the softmax is over these keys alone.
+
+    Args:
+        query: [Hk, G, Q, D].
+        keys: [Hk, T, D].
+
+    Returns:
+        [Hk, T] float32. Allocates the logits [Hk, G, Q, T] float32, twice.
+    """
+    return attention_logits(query, keys, softmax_scale, softcap).softmax(-1).mean((1, 2))
 
 
 def chunk_attention(

@@ -8,26 +8,26 @@ import math
 import numpy as np
 from numba import carray, njit
 
+from sparsekv.kernels.attention.lanes_numba import NOTHING, add_rows, exp_of, largest_of, write_logits
 from sparsekv.kernels.attention.step_memory_numba import (
     JOB,
+    VERSION,
+    clear,
+    compiled,
     floats,
     ints,
+    join,
     lengths_of,
     longs,
     parts_of,
     ranks_of,
     scores_of,
-    weights_of,
-)
-from sparsekv.kernels.attention.step_output_numba import clear, join, to_weights
-from sparsekv.kernels.attention.step_rows_numba import NOTHING, add_rows, exp_of, largest_of, write_logits
-from sparsekv.kernels.attention.step_threads_numba import (
-    VERSION,
-    compiled,
     share_of,
     thread_count,
     thread_number,
+    to_weights,
     wait_for_all,
+    weights_of,
 )
 
 

@@ -1,28 +1,343 @@
-"""A compiled decode step over codes on a CPU, from the query to the output: tables of products, a scan of all codes,
-the choice, and attention to what is chosen and to what stands for the rest, in one function; without an output it ends
-with the choice."""
+"""A compiled decode step over product codes on a CPU: tables of products, a scan of all codes, the choice, and
+attention."""
 
+import ctypes
 import math
+from collections import namedtuple
 
 import numpy as np
 from numba import carray, njit
 
-from sparsekv.kernels.attention.code_choice_numba import keep_best, last_rank, list_ranks, lowest_rank
-from sparsekv.kernels.attention.code_memory_numba import BINS, CODE_JOB, CODES, lanes_of, memory_of, weights_of
-from sparsekv.kernels.attention.code_scan_numba import ROW, log_total, scan, spread_query, write_table
-from sparsekv.kernels.attention.lanes_numba import LANES, add_one
-from sparsekv.kernels.attention.listed_rows_numba import add_listed_rows, write_listed_logits
-from sparsekv.kernels.attention.step_memory_numba import floats, ints
-from sparsekv.kernels.attention.step_output_numba import clear, join, to_weights
-from sparsekv.kernels.attention.step_rows_numba import NOTHING, add_rows, write_logits
-from sparsekv.kernels.attention.step_threads_numba import (
+from sparsekv.kernels.attention.lanes_numba import (
+    LANES,
+    LARGEST,
+    NOTHING,
+    SUMS,
+    add_one,
+    add_rows,
+    byte_at,
+    cap_logits,
+    exp_of,
+    fetch,
+    largest_of,
+    load_lanes,
+    no_lanes,
+    plus,
+    plus_times,
+    store_lanes,
+    write_logits,
+)
+from sparsekv.kernels.attention.step_memory_numba import (
     VERSION,
+    clear,
     compiled,
+    floats,
+    ints,
+    join,
     share_of,
     thread_count,
     thread_number,
+    to_weights,
     wait_for_all,
 )
+
+ADDRESSES = (
+    "turn books codes labels centroids counts masses rest_values query keys values exact_keys exact_values sinks"
+)
+SIZES = "scratch output H G D M C E fours parts size budget replace key_step value_step exact_key_step exact_value_step"
+CODES = 256  # rows of a table: the values of a byte
+BLOCK = 256  # keys whose logits are summed before their exponentials are
+SCANNED = BLOCK + BLOCK // LANES  # fours of numbers: a block's logits, and a number for each key
+BINS = 2048  # of scores, by their exponent and the first three bits of their fraction
+BIN_BITS = 20  # the other bits of a score
+NUMBER = 4  # bytes of a float32 or an int32
+
+
+class CodeJob(ctypes.Structure):
+    """Addresses, sizes, strides in bytes between heads (`_step`), and scale and soft cap of the logits.
+
+    `fours` are the group's query heads in fours, `parts` those of a key's code, each of `size` channels.
+    """
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in f"{ADDRESSES} {SIZES}".split()),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+    )
+
+
+CODE_JOB = np.dtype(CodeJob)
+Memory = namedtuple("Memory", "scores found taken weights tables logits bins lanes outputs sums done end")
+
+
+def lay_out(job, threads):
+    """Addresses of the scratch memory's arrays, and where it ends.
+
+    scores [H, M], or their bits; found [H, M] int32, the keys that are listed, in the end those that are chosen; taken
+    [H, C] int32, how many are of each cluster; weights [H, G, C + budget + E], logits and later their exponentials, of
+    clusters, chosen rows and exact rows. Of each thread: tables [threads, fours, parts, CODES, LANES], products of a
+    head's queries with its codebooks; logits [threads, G, C + E] of its clusters and exact rows; bins [threads, H,
+    BINS] int32, counts of scores; lanes [threads, fours * (D + size) + SCANNED, LANES]; outputs [threads, H, G, D], and
+    their largest logits and sums [threads, H, G, 2]. Last, an int32 of how many threads are done.
+    """
+    H, G, D, C = job.H, job.G, job.D, job.C
+    found = job.scratch + NUMBER * H * job.M
+    taken = found + NUMBER * H * job.M
+    weights = taken + NUMBER * H * C
+    tables = weights + NUMBER * H * G * (C + job.budget + job.E)
+    logits = tables + NUMBER * threads * job.fours * job.parts * CODES * LANES
+    bins = logits + NUMBER * threads * G * (C + job.E)
+    lanes = bins + NUMBER * threads * H * BINS
+    outputs = lanes + NUMBER * threads * (job.fours * (D + job.size) + SCANNED) * LANES
+    sums = outputs + NUMBER * threads * H * G * D
+    done = sums + NUMBER * threads * H * G * 2
+    return Memory(job.scratch, found, taken, weights, tables, logits, bins, lanes, outputs, sums, done, done + NUMBER)
+
+
+memory_of = njit(inline="always")(lay_out)
+
+
+@njit(inline="always")
+def weights_of(job, memory):
+    return floats(memory.weights, (job.H, job.G, job.C + job.budget + job.E))
+
+
+@njit(inline="always")
+def lanes_of(job, memory, thread):
+    """Addresses of a thread's lanes: of the query [fours, D], of the same turned [fours, size], and of the
+    logits [BLOCK] of keys, with room for as many numbers behind them."""
+    query = memory.lanes + NUMBER * LANES * thread * (job.fours * (job.D + job.size) + SCANNED)
+    turned = query + NUMBER * LANES * job.fours * job.D
+    return query, turned, turned + NUMBER * LANES * job.fours * job.size
+
+
+def scratch_size(job: CodeJob, threads: int) -> int:
+    """Size of the scratch memory in 32-bit numbers."""
+    memory = lay_out(job, threads)
+    size: int = (memory.end - memory.scores) // NUMBER
+    return size
+
+
+@njit
+def lowest_rank(bins, budget):
+    """The lowest rank of the bin that the last of `budget` keys is in, by each thread's counts [threads, BINS]."""
+    held, bin = 0, BINS
+    while held < budget and bin > 0:
+        bin -= 1
+        for thread in range(len(bins)):
+            held += bins[thread, bin]
+    return np.int32(bin << BIN_BITS)
+
+
+@njit
+def list_ranks(ranks, lowest, found):
+    """List the keys with that rank or a higher one, in order, and replace the first ranks by theirs; returns how
+    many they are."""
+    number = 0
+    for key in range(len(ranks)):
+        found[number] = key
+        number += ranks[key] >= lowest
+    for i in range(number):
+        ranks[i] = ranks[found[i]]
+    return number
+
+
+@njit
+def last_rank(ranks, number, lowest, budget):
+    """The highest rank that at least `budget` of the first ranks reach, found bit by bit; all are at least `lowest`."""
+    last = lowest
+    for bit in range(BIN_BITS - 1, -1, -1):
+        tried, held = np.int32(last | (1 << bit)), np.int32(0)
+        for i in range(number):
+            held += np.int32(1) if ranks[i] >= tried else np.int32(0)
+        last = tried if held >= budget else last
+    return last
+
+
+@njit
+def keep_best(ranks, number, last, budget, found):
+    """Keep, in order, the listed keys above the last rank, and the first ones of that rank."""
+    kept, equal = np.int64(0), np.int64(budget)
+    for i in range(number):
+        equal -= ranks[i] > last
+    for i in range(number):
+        takes = ranks[i] > last or (ranks[i] == last and equal > 0)
+        equal -= ranks[i] == last
+        found[kept] = found[i]
+        kept += takes
+
+
+ROW = NUMBER * LANES  # bytes of a row of a table
+MOST = np.float32(60)  # of a logit above its log-sum-exp: its exponential, summed, is a float32
+
+
+@njit(**SUMS)
+def spread_query(job, query, lanes):
+    """Write a query [G, D], scaled, as lanes [fours, D]; zeros for heads past the last."""
+    width = job.fours * LANES
+    spread = floats(lanes, (job.fours, job.D, LANES))
+    for g in range(width):
+        for d in range(job.D):
+            spread[g // LANES, d, g % LANES] = query[g, d] * job.scale if g < job.G else np.float32(0)
+
+
+@njit(**SUMS)
+def write_table(job, turn, book, part, table, lanes, turned):
+    """Write the products [fours, parts, CODES, LANES] of one part of the turned query with its centroids [CODES, size];
+    turn [D, D], lanes [fours, D] of the query."""
+    D, size = job.D, job.size
+    for four in range(job.fours):
+        for e in range(size):
+            total = no_lanes()
+            for d in range(D):
+                total = plus_times(total, turn[d, part * size + e], load_lanes(lanes + ROW * (four * D + d)))
+            store_lanes(turned + ROW * e, total)
+        rows = table + ROW * CODES * (four * job.parts + part)
+        for code in range(CODES):
+            total = no_lanes()
+            for e in range(size):
+                total = plus_times(total, book[code, e], load_lanes(turned + ROW * e))
+            store_lanes(rows + ROW * code, total)
+
+
+@njit(**SUMS)
+def add_products(parts, codes, number, table, logits):
+    """Write the logits [number, LANES] of so many keys, whose codes [number, parts] begin at an address."""
+    for key in range(number):
+        total, rows = no_lanes(), table
+        for _ in range(parts // 4):
+            one = plus(load_lanes(rows + ROW * byte_at(codes)), load_lanes(rows + ROW * (CODES + byte_at(codes + 1))))
+            two = plus(
+                load_lanes(rows + ROW * (2 * CODES + byte_at(codes + 2))),
+                load_lanes(rows + ROW * (3 * CODES + byte_at(codes + 3))),
+            )
+            total = plus(total, plus(one, two))
+            rows, codes = rows + 4 * ROW * CODES, codes + 4
+        for _ in range(parts % 4):
+            total = plus(total, load_lanes(rows + ROW * byte_at(codes)))
+            rows, codes = rows + ROW * CODES, codes + 1
+        store_lanes(logits + ROW * key, total)
+
+
+@njit(**SUMS)
+def cap(numbers, count, softcap):
+    """Replace so many numbers by softcap * tanh(number / softcap), by a polynomial: a function call would not be
+    vectorised."""
+    for i in range(count):
+        shrunk = exp_of(np.float32(-2) * abs(numbers[i] / softcap))
+        capped = softcap * (np.float32(1) - shrunk) / (np.float32(1) + shrunk)
+        numbers[i] = capped if numbers[i] > 0 else -capped
+
+
+@njit(**LARGEST)
+def _largest_of_sums(numbers, others, most):
+    for i in range(len(others)):
+        most = max(most, numbers[i] + others[i])
+    return most
+
+
+@njit(**SUMS)
+def log_total(logits, masses, sink):
+    """Log-sum-exp of a learned sink, or NOTHING, and logits [C + E], of which the first are clusters', with masses [C]
+    that are added to these."""
+    largest = largest_of(logits, len(masses), len(logits), _largest_of_sums(logits, masses, sink))
+    largest = np.float32(0) if largest == NOTHING else largest
+    total = exp_of(sink - largest)
+    for c in range(len(masses)):
+        total += exp_of(logits[c] + masses[c] - largest)
+    for i in range(len(masses), len(logits)):
+        total += exp_of(logits[i] - largest)
+    return largest + np.float32(math.log(total))
+
+
+@njit(**SUMS)
+def add_probabilities(logits, totals, sums, scores, first, number):
+    """Add to scores, from the first on, the probabilities of logits [number * LANES] by their log-sum-exps [LANES];
+    what is no number becomes 0. `sums` is room for so many numbers, because sums of what is read in fours are
+    vectorised only where they are new."""
+    one, two, three, four = totals[0], totals[1], totals[2], totals[3]
+    for key in range(number):
+        sums[key] = (
+            exp_of(min(logits[LANES * key] - one, MOST))
+            + exp_of(min(logits[LANES * key + 1] - two, MOST))
+            + exp_of(min(logits[LANES * key + 2] - three, MOST))
+            + exp_of(min(logits[LANES * key + 3] - four, MOST))
+        )
+    for key in range(number):
+        score = scores[first + key] + sums[key]
+        scores[first + key] = score if score > 0 else np.float32(0)
+
+
+@njit
+def count_ranks(ranks, start, stop, bins):
+    """Count ranks, none of which is negative, by bin."""
+    for key in range(start, stop):
+        bins[np.uint32(ranks[key]) >> np.uint32(BIN_BITS)] += 1
+
+
+@njit(inline="always")
+def scan(job, memory, thread, codes, table, totals, scores, ranks, start, stop, bins):
+    """Score keys `start` to `stop` of a head, whose codes [M, parts] begin at an address."""
+    address = lanes_of(job, memory, thread)[2]
+    logits, sums = floats(address, (BLOCK * LANES,)), floats(address + ROW * BLOCK, (BLOCK,))
+    for first in range(start, stop, BLOCK):
+        number = min(BLOCK, stop - first)
+        for key in range(first, first + number):
+            scores[key] = 0
+        for four in range(job.fours):
+            rows = table + ROW * CODES * job.parts * four
+            add_products(job.parts, codes + first * job.parts, number, rows, address)
+            if job.softcap > 0:
+                cap(logits, number * LANES, job.softcap)
+            add_probabilities(logits, totals[four], sums, scores, first, number)
+        count_ranks(ranks, first, first + number, bins)
+
+
+LINE = 64  # bytes that are loaded together
+AHEAD = 8  # rows that are loaded before they are used
+
+
+@njit(**SUMS)
+def write_listed_logits(job, query, keys, values, listed, start, stop, logits, ahead):
+    """Write the logits of queries [G, D] on the keys with listed numbers `start` to `stop` of [N] int32; number i's go
+    to logits [:, ahead + i]. Rows are far apart, so the next keys are loaded while these are read, and their values
+    too.
+    """
+    D = query.shape[1]
+    for i in range(start, stop):
+        t, later = listed[i], listed[min(i + AHEAD, stop - 1)]
+        for place in range(0, NUMBER * D, LINE):
+            fetch(keys + NUMBER * D * later + place)
+            fetch(values + NUMBER * D * t + place)
+        key = floats(keys + NUMBER * D * t, (D,))
+        for g in range(query.shape[0]):
+            product = np.float32(0)
+            for d in range(D):
+                product += query[g, d] * key[d]
+            logits[g, ahead + i] = product * job.scale
+    cap_logits(job, logits, ahead + start, ahead + stop)
+
+
+@njit(**SUMS)
+def add_listed_rows(output, weights, ahead, rows, listed, start, stop):
+    """Add the rows [T, D] with listed numbers `start` to `stop` of [N] int32; to outputs [G, D],
+    number i weighted by weights [:, ahead + i]; four rows together."""
+    fours = stop - max(stop - start, 0) % 4
+    for i in range(start, fours, 4):
+        one, two, three, four = listed[i], listed[i + 1], listed[i + 2], listed[i + 3]
+        for g in range(output.shape[0]):
+            place = ahead + i
+            first, second, third, fourth = (
+                weights[g, place], weights[g, place + 1], weights[g, place + 2], weights[g, place + 3]
+            )  # fmt: skip
+            for d in range(output.shape[1]):
+                output[g, d] += (
+                    first * rows[one, d] + second * rows[two, d] + third * rows[three, d] + fourth * rows[four, d]
+                )
+    for i in range(fours, stop):
+        for g in range(output.shape[0]):
+            weight = weights[g, ahead + i]
+            for d in range(output.shape[1]):
+                output[g, d] += weight * rows[listed[i], d]
 
 
 @njit(inline="always")

@@ -4,10 +4,9 @@ numba."""
 import torch
 from torch.nn.functional import pad
 
-from sparsekv.kernels.attention.code_memory_numba import CODES, CodeJob, scratch_size
-from sparsekv.kernels.attention.code_step_numba import STEP
+from sparsekv.kernels.attention.code_step_numba import CODES, STEP, CodeJob, scratch_size
 from sparsekv.kernels.attention.lanes_numba import LANES
-from sparsekv.kernels.attention.step_threads_numba import run
+from sparsekv.kernels.attention.step_memory_numba import run
 from sparsekv.kernels.attention.types import CodeTensors
 
 

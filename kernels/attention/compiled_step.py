@@ -3,8 +3,7 @@
 import torch
 
 from sparsekv.kernels.attention.cluster_step_numba import STEP
-from sparsekv.kernels.attention.step_memory_numba import Job, scratch_size
-from sparsekv.kernels.attention.step_threads_numba import run
+from sparsekv.kernels.attention.step_memory_numba import Job, run, scratch_size
 from sparsekv.kernels.attention.types import StepTensors
 
 

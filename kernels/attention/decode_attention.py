@@ -13,7 +13,7 @@ def decode_attention(
     query: torch.Tensor,
     runs: RunRows,
     exact: tuple[torch.Tensor, torch.Tensor],
-    stand_ins: Sequence[ScoredCentroids],
+    centroids: Sequence[ScoredCentroids],
     softmax_scale: float,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
@@ -27,7 +27,7 @@ def decode_attention(
     Args:
         query: [H, G, D].
         exact: keys and values [H, E, D] that are always attended; a head's rows are contiguous, heads need not be.
-        stand_ins: centroids; on a GPU at most one of these may have `rows`. Heads of values need not be contiguous.
+        centroids: centroids; on a GPU at most one of these may have `rows`. Heads of values need not be contiguous.
         sink_logits: [H, G] learned logits that take part in the softmax and carry no value.
         exact_count: [1] int32 on the query's device, how many of the E exact rows are valid; None: all.
 
@@ -39,16 +39,16 @@ def decode_attention(
 
         with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
             return decode_attention_triton(
-                query, runs, exact, stand_ins, softmax_scale, softcap, sink_logits, exact_count
+                query, runs, exact, centroids, softmax_scale, softcap, sink_logits, exact_count
             )
-    return decode_attention_reference(query, runs, exact, stand_ins, softmax_scale, softcap, sink_logits, exact_count)
+    return decode_attention_reference(query, runs, exact, centroids, softmax_scale, softcap, sink_logits, exact_count)
 
 
 def decode_attention_reference(
     query: torch.Tensor,
     runs: RunRows,
     exact: tuple[torch.Tensor, torch.Tensor],
-    stand_ins: Sequence[ScoredCentroids],
+    centroids: Sequence[ScoredCentroids],
     softmax_scale: float,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
@@ -64,8 +64,8 @@ def decode_attention_reference(
     chosen, always = (
         attention_logits(query[:, :, None], each, softmax_scale, softcap)[:, :, 0] for each in (keys, exact[0])
     )
-    logits, stood = [chosen.masked_fill(~valid[:, None], -torch.inf), always], [part.gathered() for part in stand_ins]
-    for part, each in zip(stand_ins, stood, strict=True):
+    logits, stood = [chosen.masked_fill(~valid[:, None], -torch.inf), always], [part.gathered() for part in centroids]
+    for part, each in zip(centroids, stood, strict=True):
         logits.append(part.logits[..., : each.shape[1]] + part.log_weights()[:, None, : each.shape[1]])
     if sink_logits is not None:
         logits.append(sink_logits.float()[..., None])

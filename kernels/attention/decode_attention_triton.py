@@ -13,14 +13,16 @@ import triton
 import triton.language as tl
 from torch.nn.functional import pad
 
-from sparsekv.kernels.attention.rows_in_8_bits_triton import add_pairs, add_values, block_of, in_words
 from sparsekv.kernels.attention.running_softmax_triton import (
+    add_pairs,
     add_tile,
+    add_values,
+    block_of,
+    in_words,
     merge,
     store_partial,
     tile_logits,
 )
-from sparsekv.kernels.attention.stand_ins_triton import share_of_stands, stand_logits_of
 from sparsekv.kernels.attention.types import RunRows, ScoredCentroids, one_level
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
 from sparsekv.kernels.common.pairs_triton import from_pairs, in_pairs, load_pairs, scaled_queries, scales_of
@@ -30,14 +32,39 @@ from sparsekv.kernels.common.tiles_triton import (
     aligned,
     dot,
     group_rows,
+    log2_of_normal,
     share,
     tile_rows,
     wait_for_previous_kernel,
 )
 
 
+@triton.jit
+def share_of_stands(first, last, units, rows, FIFTHS: tl.constexpr):
+    """Range of the centroids in a program's share of a head's work units, of which the centroids' are the first.
+
+    Both ends are multiples of 16, so that logits are read four at a time.
+    """
+    stop = tl.minimum(tl.cdiv(tl.minimum(last, units) * 5 // FIFTHS, 16), tl.cdiv(rows, 16)) * 16
+    begin = tl.cdiv(tl.maximum(first, 0) * 5 // FIFTHS, 16) * 16
+    return tl.multiple_of(begin, 16), tl.multiple_of(stop, 16)
+
+
+@triton.jit
+def stand_logits_of(logits, log_counts, counts, taken, c, inside, there, of_group, LEFT: tl.constexpr):
+    """Logits of some of a head's centroids with what these weigh, in units of log 2."""
+    if LEFT:
+        number = tl.load(counts + c, mask=there, other=0) - tl.load(taken + c, mask=there, other=0)
+        log_left = log2_of_normal(tl.maximum(number, 1).to(tl.float32))
+        log_left += tl.load(log_counts + c, mask=there, other=0.0) * LOG2_E
+        log_left = tl.where(number > 0, log_left, -float("inf"))
+    else:
+        log_left = tl.load(log_counts + c, mask=inside, other=-float("inf")) * LOG2_E
+    return tl.load(logits + c, mask=of_group[:, None] & inside, other=0.0) * LOG2_E + log_left
+
+
 @dataclass(frozen=True)
-class Form:
+class TileConfig:
     """How a head's rows are shared out: programs on an SM, warps of each, and the tile that it takes at a time, in as
     many pipeline stages; and the cost of a centroid, plain, weighed in the kernel (in short tiles, and in others), or
     listed, in fifths of a chosen row's. A program with less than two tiles to do takes short ones: it would wait for a
@@ -59,12 +86,14 @@ class Form:
 
 
 # Costs are measured: of a centroid no key is read, and plain ones lie one after another.
-IN_HALF_PRECISION = Form(
+IN_HALF_PRECISION = TileConfig(
     16_384, 8192, stages=2, programs=4, warps=4, plain_fifths=2, weighed_fifths=(3, 4), listed_fifths=5
 )
 # A row of half as many bytes. Its tile, whose index has to be there first, is asked for two turns ahead only with five
 # stages; a program of one warp never waits for another.
-IN_8_BITS = Form(4096, 4096, stages=5, programs=8, warps=1, plain_fifths=4, weighed_fifths=(4, 4), listed_fifths=8)
+IN_8_BITS = TileConfig(
+    4096, 4096, stages=5, programs=8, warps=1, plain_fifths=4, weighed_fifths=(4, 4), listed_fifths=8
+)
 # Pipeline stages: a third one helps for plain centroids, but not for rows, whose index has to be read first.
 STAND_STAGES, EXACT_STAGES = 3, 2
 MERGED_COLUMNS = 32
@@ -228,7 +257,7 @@ def decode_attention_triton(
     query: torch.Tensor,
     runs: RunRows,
     exact: tuple[torch.Tensor, torch.Tensor],
-    stand_ins: Sequence[ScoredCentroids],
+    centroids: Sequence[ScoredCentroids],
     softmax_scale: float,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
@@ -238,8 +267,8 @@ def decode_attention_triton(
     row indices of runs [H, capacity] int32."""
     (H, G, D), E = query.shape, exact[0].shape[1]
     query, early = query.contiguous(), dependent_launch(query.device)
-    plain = one_level([part for part in stand_ins if part.rows is None])
-    listed = next((part for part in stand_ins if part.rows is not None), None)
+    plain = one_level([part for part in centroids if part.rows is None])
+    listed = next((part for part in centroids if part.rows is not None), None)
     used = None if listed is None else listed.used
     logits, log_counts, values, _ = _tensors(plain, query)
     listed_logits, listed_counts, listed_values, listed_rows = _tensors(listed, query)

@@ -1,11 +1,95 @@
-"""Four float32 side by side, in compiled functions: one load, addition or product serves four query heads.
+"""Arithmetic of the compiled decode steps: four float32 side by side, logits, exponentials and weighted sums."""
 
-numba leaves such loops of four to the compiler, which gathers single numbers instead.
-"""
+import math
 
+import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic, models, register_model
+
+# Sums may be reordered, so that they are vectorised; infinities and NaN are still respected.
+SUMS = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
+# A maximum may ignore NaN: the exponentials that follow bring it back.
+LARGEST = SUMS | {"fastmath": {"reassoc", "nsz", "nnan"}}
+NOTHING = np.float32(-np.inf)
+
+
+@njit(**SUMS)
+def exp_of(x):
+    """exp(x) for x of at most 0, within 2e-7, by a polynomial: a function call would not be vectorised."""
+    x *= np.float32(1.442695041)
+    x = np.float32(-127) if x < np.float32(-127) else x
+    whole = np.floor(x + np.float32(0.5))
+    part = x - whole
+    value = np.float32(1.535336188e-4)
+    value = value * part + np.float32(1.339887440e-3)
+    value = value * part + np.float32(9.618437357e-3)
+    value = value * part + np.float32(5.550332471e-2)
+    value = value * part + np.float32(2.402264791e-1)
+    value = value * part + np.float32(6.931472028e-1)
+    value = value * part + np.float32(1)
+    return value * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@njit(**LARGEST)
+def largest_of(numbers, start, stop, most):
+    for i in range(start, stop):
+        most = max(most, numbers[i])
+    return most
+
+
+@njit(**SUMS)
+def exponents(numbers, start, stop, largest):
+    """Replace numbers by the exponentials of their distance to the largest; returns their sum."""
+    total = np.float32(0)
+    for i in range(start, stop):
+        numbers[i] = exp_of(numbers[i] - largest)
+        total += numbers[i]
+    return total
+
+
+@njit(**SUMS)
+def write_logits(job, query, rows, start, stop, logits, ahead):
+    """Write the logits of queries [G, D] on rows `start` to `stop` of [T, D]; row t's go to logits [:, ahead + t]."""
+    for t in range(start, stop):
+        for g in range(query.shape[0]):
+            product = np.float32(0)
+            for d in range(query.shape[1]):
+                product += query[g, d] * rows[t, d]
+            logits[g, ahead + t] = product * job.scale
+    cap_logits(job, logits, ahead + start, ahead + stop)
+
+
+@njit(**SUMS)
+def cap_logits(job, logits, start, stop):
+    """Cap logits [G, start : stop], where the job has a soft cap."""
+    if job.softcap > 0:
+        for g in range(logits.shape[0]):
+            for place in range(start, stop):
+                logits[g, place] = job.softcap * np.float32(math.tanh(logits[g, place] / job.softcap))
+
+
+@njit(**SUMS)
+def add_rows(output, weights, ahead, rows, start, stop):
+    """Add rows `start` to `stop` of [T, D] to outputs [G, D], row t weighted by weights [:, ahead + t]; four rows
+    together, so that the outputs are read and written less often."""
+    fours = stop - max(stop - start, 0) % 4
+    for t in range(start, fours, 4):
+        for g in range(output.shape[0]):
+            place = ahead + t
+            first, second, third, fourth = (
+                weights[g, place], weights[g, place + 1], weights[g, place + 2], weights[g, place + 3]
+            )  # fmt: skip
+            for d in range(output.shape[1]):
+                output[g, d] += (
+                    first * rows[t, d] + second * rows[t + 1, d] + third * rows[t + 2, d] + fourth * rows[t + 3, d]
+                )
+    for t in range(fours, stop):
+        for g in range(output.shape[0]):
+            weight = weights[g, ahead + t]
+            for d in range(output.shape[1]):
+                output[g, d] += weight * rows[t, d]
+
 
 LANES = 4
 LANES_IR = ir.VectorType(ir.FloatType(), LANES)

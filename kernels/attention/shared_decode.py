@@ -1,19 +1,63 @@
-"""Attention of several sequences over one document by kernels that read what is shared once, and in place."""
+"""Attention of several sequences over one document by kernels that read shared rows once and in place."""
 
 from collections.abc import Sequence
 
 import torch
 
-from sparsekv.kernels.attention.attention import Segment
-from sparsekv.kernels.attention.shared_attention import OwnRows, shared_attention
+from sparsekv.kernels.attention.attention import OwnRows, Segment, own_logits, shared_attention
 from sparsekv.kernels.attention.types import Centroids, RunRows
+from sparsekv.kernels.scores.logits import attention_logits
+
+
+def exact_logsumexp(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    own: OwnRows,
+    softmax_scale: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The log-sum-exp of each query's logits on shared keys, on its own rows, and of learned sinks.
+
+    On a GPU one launch, and no rows are copied.
+
+    Args:
+        query: [Hk, G, B, D] of B tokens.
+        keys: [Hk, E, D]; a head's rows are contiguous.
+        own: rows that each of the B tokens attends to alone.
+        sink_logits: [Hk, G] learned logits without values (GPT-OSS).
+
+    Returns:
+        [Hk, G, B] float32; minus infinity for nothing.
+    """
+    arguments = query, keys, own, softmax_scale, softcap, sink_logits
+    if query.is_cuda:
+        from sparsekv.kernels.attention.shared_decode_triton import exact_logsumexp_triton
+
+        with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
+            return exact_logsumexp_triton(*arguments)
+    return exact_logsumexp_reference(*arguments)
+
+
+def exact_logsumexp_reference(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    own: OwnRows,
+    softmax_scale: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`exact_logsumexp` in plain torch: copies each sequence's rows."""
+    shared = attention_logits(query, keys, softmax_scale, softcap)
+    total = torch.cat([shared, own_logits(query, own, softmax_scale, softcap)], -1).logsumexp(-1)
+    return total if sink_logits is None else torch.logaddexp(total, sink_logits[..., None].float())
 
 
 def shared_decode(
     query: torch.Tensor,
     runs: RunRows,
     exact: tuple[torch.Tensor, torch.Tensor],
-    stand_ins: Sequence[Centroids],
+    centroids: Sequence[Centroids],
     own: OwnRows,
     softmax_scale: float,
     softcap: float | None = None,
@@ -27,14 +71,14 @@ def shared_decode(
         query: [Hk, G, B, D] of B tokens.
         runs: single rows.
         exact: keys and values [Hk, E, D] that all attend to; a head's rows are contiguous, heads need not be.
-        stand_ins: at most one set of centroids that all attend to.
+        centroids: at most one set of centroids that all attend to.
         own: rows that each of the B tokens attends to alone.
         sink_logits: [Hk, G] learned logits without values (GPT-OSS).
 
     Returns:
         [Hk, G, B, D] in the query's dtype.
     """
-    arguments = query, runs, exact, stand_ins, own, softmax_scale, softcap, sink_logits
+    arguments = query, runs, exact, centroids, own, softmax_scale, softcap, sink_logits
     if query.is_cuda:
         from sparsekv.kernels.attention.shared_decode_triton import shared_decode_triton
 
@@ -47,20 +91,20 @@ def shared_decode_reference(
     query: torch.Tensor,
     runs: RunRows,
     exact: tuple[torch.Tensor, torch.Tensor],
-    stand_ins: Sequence[Centroids],
+    centroids: Sequence[Centroids],
     own: OwnRows,
     softmax_scale: float,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`shared_decode` in plain torch: gathers the rows."""
-    assert len(stand_ins) <= 1
+    assert len(centroids) <= 1
     rows = runs.starts[:, : runs.capacity].long()
     used = rows.new_full(rows.shape[:1], runs.capacity) if runs.used is None else runs.used
     valid = torch.arange(rows.shape[1], device=rows.device) < used[:, None]
     of_rows = runs.gathered(torch.where(valid, rows, 0), torch.promote_types(query.dtype, torch.float32))
     chosen = Segment(*of_rows, valid[:, None, None])
     stood = [
-        Segment(part.keys, part.values, bias=part.log_counts[:, None, None, : part.keys.shape[1]]) for part in stand_ins
+        Segment(part.keys, part.values, bias=part.log_counts[:, None, None, : part.keys.shape[1]]) for part in centroids
     ]
     return shared_attention(query, [chosen, Segment(*exact), *stood], own, softmax_scale, softcap, sink_logits)

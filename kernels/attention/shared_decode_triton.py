@@ -10,9 +10,17 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.attention.rows_in_8_bits_triton import add_pairs, block_of, in_words
-from sparsekv.kernels.attention.running_softmax_triton import add_tile, merge, store_partial, tile_logits
-from sparsekv.kernels.attention.shared_attention import OwnRows
+from sparsekv.kernels.attention.attention import OwnRows
+from sparsekv.kernels.attention.running_softmax_triton import (
+    add_pairs,
+    add_tile,
+    block_of,
+    in_words,
+    merge,
+    store_partial,
+    tile_logits,
+    tile_weights,
+)
 from sparsekv.kernels.attention.types import Centroids, RunRows
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
 from sparsekv.kernels.common.pairs_triton import from_pairs, in_pairs, load_pairs, scaled_queries
@@ -25,6 +33,75 @@ from sparsekv.kernels.common.tiles_triton import (
     tile_rows,
     wait_for_previous_kernel,
 )
+
+LOGSUMEXP_TILE_BYTES, LOGSUMEXP_WARPS = 16_384, 4
+
+
+@triton.jit
+def _add_keys(
+    peak, total, q, keys, first, stop, t, d, scale, softmax_scale, softcap,
+    CAPPED: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The running peak and sum of exponentials [GROUP] with those of the keys from first up to stop."""
+    for at in range(first, stop, TILE):
+        inside = at + t < stop
+        k = tl.load(keys + (at + t)[:, None] * D + d, mask=inside[:, None] & (d < D), other=0.0)
+        bias = tl.where(inside, 0.0, -float("inf"))
+        logits = tile_logits(dot(q, tl.trans(k)), bias, scale, softmax_scale, softcap, CAPPED)
+        peak, weights, shrink = tile_weights(peak, logits)
+        total = total * shrink + tl.sum(weights, 1)
+    return peak, total
+
+
+@triton.jit(do_not_specialize=["E"])
+def _logsumexp_kernel(
+    query, keys, own_keys, slots, starts, ends, sink_logits, totals,
+    E, q_head, q_group, q_token, key_stride, slot_stride, own_stride, softmax_scale, softcap,
+    CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous_kernel(EARLY)
+    token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
+    place = query + head * q_head + g[:, None] * q_group + token * q_token
+    q = tl.load(place + d, mask=(g < G)[:, None] & (d < D), other=0.0)
+    peak, total = tl.full([GROUP], -float("inf"), tl.float32), tl.zeros([GROUP], tl.float32)
+    if HAS_SINKS:
+        peak = tl.load(sink_logits + head * G + g, mask=g < G, other=0.0).to(tl.float32) * LOG2_E
+        total += 1.0
+    scale = softmax_scale * LOG2_E
+    peak, total = _add_keys(
+        peak, total, q, keys + head * key_stride, 0, E, t, d, scale, softmax_scale, softcap, CAPPED, D, TILE
+    )
+    own = own_keys + tl.load(slots + token) * slot_stride + head * own_stride
+    first, stop = tl.load(starts + token).to(tl.int32), tl.load(ends + token).to(tl.int32)
+    peak, total = _add_keys(peak, total, q, own, first, stop, t, d, scale, softmax_scale, softcap, CAPPED, D, TILE)
+    result = (peak + tl.log2(total)) / LOG2_E
+    tl.store(totals + (head * G + g) * tl.num_programs(0) + token, result, mask=g < G)
+
+
+def exact_logsumexp_triton(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    own: OwnRows,
+    softmax_scale: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`exact_logsumexp` on a GPU. Allocates the result alone."""
+    (H, G, B, D), device = query.shape, query.device
+    query = query if query.stride(3) == 1 else query.contiguous()
+    totals = torch.empty(H, G, B, device=device)
+    _logsumexp_kernel[(B, H)](
+        query, keys, own.keys, own.slots, own.first, own.used,
+        query if sink_logits is None else sink_logits.contiguous(), totals,
+        keys.shape[1], *query.stride()[:3], keys.stride(0), *own.keys.stride()[:2], softmax_scale, softcap or 0.0,
+        CAPPED=softcap is not None, HAS_SINKS=sink_logits is not None, G=G, GROUP=group_rows(G), D=D,
+        BLOCK_D=power_of_two(D), TILE=tile_rows(D, query.dtype, LOGSUMEXP_TILE_BYTES), num_warps=LOGSUMEXP_WARPS,
+        **dependent_launch(device),
+    )  # fmt: skip
+    return totals
+
 
 MOST_ROWS, QUERY_NUMBERS = 64, 8192  # of a program: of its queries, whose outputs are in registers
 TILE_BYTES, WARPS, PROGRAMS_PER_SM = 16_384, 4, 2
@@ -184,7 +261,7 @@ def shared_decode_triton(
     query: torch.Tensor,
     runs: RunRows,
     exact: tuple[torch.Tensor, torch.Tensor],
-    stand_ins: Sequence[Centroids],
+    centroids: Sequence[Centroids],
     own: OwnRows,
     softmax_scale: float,
     softcap: float | None = None,
@@ -192,14 +269,14 @@ def shared_decode_triton(
 ) -> torch.Tensor:
     """`shared_decode` on a GPU. Allocates float32 outputs [Hk, parts, B G, D]: two tiles of queries an SM where there
     are fewer queries, otherwise up to nine times as many as there are."""
-    assert len(stand_ins) <= 1
+    assert len(centroids) <= 1
     assert all(_alike(*pair) for pair in ((runs.keys, runs.values), exact, (own.keys, own.values)))
     (H, G, B, D), device, early = query.shape, query.device, dependent_launch(query.device)
     query = query if query.stride(3) == 1 else query.contiguous()
     R, E, BLOCK_D = B * G, exact[0].shape[1], block_of(runs)
-    stands = stand_ins[0] if stand_ins else _no_centroids(query)
-    centroids, stood = _adjacent(stands.keys), _adjacent(stands.values)
-    C = centroids.shape[1]
+    stands = centroids[0] if centroids else _no_centroids(query)
+    centres, stood = _adjacent(stands.keys), _adjacent(stands.values)
+    C = centres.shape[1]
     rows_of_tile = max(16, min(MOST_ROWS, QUERY_NUMBERS // BLOCK_D, power_of_two(R)))
     blocks = triton.cdiv(R, rows_of_tile)
     rows = C + E + runs.capacity
@@ -213,10 +290,10 @@ def shared_decode_triton(
     _shared_kernel[(parts - 1, H, blocks)](
         query, keys, stored, scales.rows, scales.channels, scales.offsets, scales.units,
         runs.starts, query if runs.used is None else runs.used, *exact,
-        centroids, stands.log_counts, stood, peaks, totals, outputs,
+        centres, stands.log_counts, stood, peaks, totals, outputs,
         R, *strides, *keys.stride()[:2], scales.rows.stride(0), runs.starts.stride(0), runs.capacity,
         E, exact[0].stride(0),
-        C, stands.log_counts.stride(0), centroids.stride(0), stood.stride(0), softmax_scale, softcap or 0.0,
+        C, stands.log_counts.stride(0), centres.stride(0), stood.stride(0), softmax_scale, softcap or 0.0,
         ROWS_USED=runs.used is not None, SCALED=runs.scales is not None,
         ROWS=rows_of_tile, TILE=tile, STAGES=STAGES, ROW_STAGES=ROW_STAGES,
         num_warps=WARPS, **same,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.kernels.clusters.best_clusters import CountedClusters
+from sparsekv.kernels.clusters.cluster_choice import CountedClusters
 from sparsekv.kernels.common.eight_bits import RowScales
 
 

@@ -13,22 +13,173 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.clusters.choice_counts_triton import (
-    LIMITS,
-    by_place,
-    counted,
-    last_place,
-)
-from sparsekv.kernels.clusters.taken_members_triton import SIZE_MASK, TOKENS, take_members
 from sparsekv.kernels.clusters.types import (
     EXPONENT_BITS,
     OPENED_BITS,
     SCORE_BITS,
+    TOKEN_BITS,
     ClusterChoice,
     least_rank,
 )
 from sparsekv.kernels.common.launch import count_sms, dependent_launch
 from sparsekv.kernels.common.tiles_triton import ALIGNED, aligned, power_of_two, wait_for_previous_kernel
+
+# Numbers after a part's counts. Three, so that row lengths are no multiple of 4: loads four wide would have to be laid
+# out anew before they are summed.
+LIMITS = tl.constexpr(3)
+
+
+@triton.jit
+def sum_of_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def sum_of_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def sum_of_four(a, b, c, d, e, f, g, h):
+    return a + e, b + f, c + g, d + h
+
+
+@triton.jit
+def sums_and_largest(a, b, c, d, e, f):
+    return a + d, b + e, tl.maximum(c, f)
+
+
+@triton.jit
+def later(place, a, b, c, d, e, other, f, g, h, i, j):
+    """The later of two places, with the values that belong to it."""
+    here = place > other
+    a, b, c = tl.where(here, a, f), tl.where(here, b, g), tl.where(here, c, h)
+    return tl.maximum(place, other), a, b, c, tl.where(here, d, i), tl.where(here, e, j)
+
+
+@triton.jit
+def by_place(place, size, number, SIZE: tl.constexpr, OPEN: tl.constexpr):
+    """Sum of sizes at each place [SIZE], followed with OPEN by the sum of numbers at each place [SIZE]."""
+    column = tl.arange(0, 2 * SIZE if OPEN else SIZE)[None, :]
+    amount = tl.where(column < SIZE, size[:, None], number[:, None]) if OPEN else size[:, None]
+    return tl.sum(tl.where(place[:, None] == column % SIZE, amount, 0), 0)
+
+
+@triton.jit
+def counted(counts, head, part, others, SIZE: tl.constexpr, PARTS: tl.constexpr, OPEN: tl.constexpr):
+    """Sizes at each place summed over all parts of a head, and over the parts before one; the same for numbers; [SIZE]
+    each."""
+    other = tl.arange(0, PARTS)[:, None]
+    row: tl.constexpr = (2 * SIZE if OPEN else SIZE) + LIMITS
+    place = counts + (head * others + other) * row + tl.arange(0, SIZE)[None, :]
+    sizes = tl.load(place, mask=other < others, other=0)
+    before = tl.where(other < part, sizes, 0)
+    if OPEN:
+        numbers = tl.load(place + SIZE, mask=other < others, other=0)
+        numbers_before = tl.where(other < part, numbers, 0)
+        sizes, before, numbers, numbers_before = tl.reduce((sizes, before, numbers, numbers_before), 0, sum_of_four)
+    else:
+        sizes, before = tl.reduce((sizes, before), 0, sum_of_two)
+        numbers, numbers_before = sizes, before
+    return sizes, before, numbers, numbers_before
+
+
+@triton.jit
+def last_place(
+    sizes, before, numbers, numbers_before, held, had, budget, wanted, SIZE: tl.constexpr, OPEN: tl.constexpr
+):
+    """The last place that is taken, 0 if the budget is not reached; tokens and members above it, plus `held` and `had`;
+    and of the parts before one, the members above it, the members at it, and the tokens at it."""
+    place = tl.arange(0, SIZE)
+    if OPEN:
+        from_here, numbers_from_here, before_from_here = tl.associative_scan(
+            (sizes, numbers, numbers_before), 0, sum_of_three, reverse=True
+        )
+        enough = (held + from_here >= budget) & (had + numbers_from_here >= wanted)
+    else:
+        from_here, before_from_here = tl.associative_scan((sizes, numbers_before), 0, sum_of_two, reverse=True)
+        numbers_from_here, enough = from_here, held + from_here >= budget
+    above, numbers_above = from_here - sizes, numbers_from_here - numbers
+    found = tl.where(enough | (place == 0), place, -1)
+    last, above, numbers_above, before_above, equal, equal_size = tl.reduce(
+        (found, above, numbers_above, before_from_here - numbers_before, numbers_before, before), 0, later
+    )
+    return last, held + above, had + numbers_above, before_above, equal, equal_size
+
+
+# A number of tokens or members takes the lowest TOKEN_BITS bits of what is packed in one integer.
+TOKENS, SIZE_MASK = tl.constexpr(TOKEN_BITS), tl.constexpr(2**TOKEN_BITS - 1)
+
+
+@triton.jit
+def _write_members(
+    scratch, number, longest, rows, slots, order, known, starts, begins, lengths,
+    ENTRIES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write the rows of the first `lengths` members of the `known` clusters, from slot `begins` of each on.
+
+    Usually few clusters are taken: these are first compacted in scratch memory, from which each thread then reads the
+    clusters whose members it writes.
+    """
+    tl.store(scratch + 4 * order, starts, mask=known)
+    tl.store(scratch + 4 * order + 1, begins, mask=known)
+    tl.store(scratch + 4 * order + 2, lengths, mask=known)
+    tl.debug_barrier()
+    member = tl.broadcast_to(tl.arange(0, WIDTH)[:, None], [WIDTH, ENTRIES])
+    for at in range(0, number, ENTRIES):
+        entry = at + tl.broadcast_to(tl.arange(0, ENTRIES)[None, :], [WIDTH, ENTRIES])
+        place = scratch + 4 * entry
+        start_of = tl.load(place, mask=entry < number, other=0)
+        begin = tl.load(place + 1, mask=entry < number, other=0)
+        length = tl.load(place + 2, mask=entry < number, other=0)
+        length = tl.minimum(length, slots - begin)
+        for first in range(0, longest, WIDTH):
+            tl.store(rows + begin + first + member, start_of + first + member, mask=first + member < length)
+
+
+@triton.jit
+def take_members(
+    rank, size, number, starts, last, held, had, above, equal, equal_size, budget, wanted,
+    lengths, log_left, rows, slots, scratch, used, seen, head, inside,
+    ENTRIES: tl.constexpr, WIDTH: tl.constexpr, OPEN: tl.constexpr, SEEN: tl.constexpr,
+):  # fmt: skip
+    """Write what is taken of a part's clusters: all above the last rank, then of that rank until the budget is reached.
+
+    `held` and `had` are tokens and members of all clusters above the last rank. Of the parts before this one, `above`
+    are the members above that rank, `equal` the members at it, and `equal_size` the tokens at it.
+    """
+    above_number, equal_number = tl.where(rank > last, number, 0), tl.where(rank == last, number, 0)
+    # Clusters of the last rank can be taken if the parts before leave some budget; the scan finds how many.
+    room = (held + equal_size < budget) | (had + equal < wanted) if OPEN else held + equal < budget
+    known = above_number + tl.where(room, equal_number, 0) > 0
+    # Three running sums packed in one integer: with fewer registers each, more programs run at the same time.
+    ends = (known.to(tl.int64) << (2 * TOKENS)) | (equal_number.to(tl.int64) << TOKENS) | above_number
+    if OPEN:
+        sizes = tl.where(rank == last, size, 0)
+        ends, sizes_ends = tl.associative_scan((ends, sizes), 0, sum_of_two)
+    else:
+        ends = tl.cumsum(ends, 0)
+    equal_begins = equal + ((ends >> TOKENS) & SIZE_MASK).to(tl.int32) - equal_number
+    if OPEN:
+        held_before = held + equal_size + sizes_ends - sizes
+        opened = (rank == last) & ((held_before < budget) | (had + equal_begins < wanted))
+        taken = above_number + tl.where(opened, number, 0)
+        left = tl.where(opened | (rank > last), 0, size)
+    else:
+        taken = above_number + tl.minimum(tl.maximum(budget - held - equal_begins, 0), equal_number)
+        left = size - taken
+    tl.store(lengths, taken, mask=inside)
+    log_of_left = tl.where(left > 0, tl.log(tl.maximum(left, 1).to(tl.float32)), -float("inf"))
+    tl.store(log_left, log_of_left, mask=inside)
+    clusters, count, longest = tl.reduce((known.to(tl.int32), taken, taken), 0, sums_and_largest)
+    slot = tl.where(rank > last, above + (ends & SIZE_MASK).to(tl.int32) - above_number, had + equal_begins)
+    order = (ends >> (2 * TOKENS)).to(tl.int32) - 1
+    _write_members(scratch, clusters, longest, rows, slots, order, known, starts, slot, taken, ENTRIES, WIDTH)
+    if count > 0:
+        tl.atomic_add(used + head, count, sem="relaxed")
+        if SEEN:
+            tl.atomic_add(seen + head, count.to(tl.int64), sem="relaxed")
+
 
 # Clusters in a part, measured: the minimum, that for opening clusters, that for listed ones (of whose slots about half
 # are filled), and the maximum, which is exceeded where there would be more than MOST_PARTS parts.

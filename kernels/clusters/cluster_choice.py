@@ -1,9 +1,7 @@
-"""Choosing whole clusters by their centroids for one decode step, to a budget of tokens.
+"""Choosing whole clusters by their centroids to a budget of tokens, for one decode step or for several questions
+together."""
 
-The same choice as `cluster_scores` (Squeezed Attention, equation 1), a sort and `fill_budget`, for one query a head,
-with what the attention that follows needs: logits, rows, and how many tokens each centroid is left to represent. With
-two levels, the first choice opens coarse clusters, and the second chooses among their children.
-"""
+from dataclasses import dataclass
 
 import torch
 
@@ -14,11 +12,88 @@ from sparsekv.kernels.clusters.types import (
     Children,
     ClusterChoice,
     ListedChoice,
+    SharedChoice,
     least_rank,
 )
-from sparsekv.kernels.common.eight_bits import Keys, RowsOf8Bits
+from sparsekv.kernels.common.eight_bits import Int8Kernel, Keys
 from sparsekv.kernels.common.runs import expand_runs, fill_budget
 from sparsekv.kernels.scores.logits import attention_logits, scores_from_logits
+
+SPARE = 32  # clusters to sort beyond twice the number that a budget has on average
+
+
+def logs_and_shares(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """log(counts), minus infinity for 0, and 1 / counts, 0 for 0, of counts [H, C] int; both [H, C] float32."""
+    return counts.float().log(), counts.float().reciprocal().masked_fill(counts == 0, 0)
+
+
+@dataclass(frozen=True)
+class CountedClusters:
+    """C clusters of each of H heads: centroids [H, C, D], counts [H, C] int of their tokens, log_counts [H, 1, C] and
+    shares [H, C] from `logs_and_shares`, and the number of tokens of each head."""
+
+    centroids: torch.Tensor
+    counts: torch.Tensor
+    log_counts: torch.Tensor
+    shares: torch.Tensor
+    tokens: int
+
+    def expected(self, budget: int) -> int:
+        """Number of best clusters that nearly always have a budget of tokens: twice as many as at mean size."""
+        C = self.counts.shape[1]
+        return min(C, SPARE + 2 * C * budget // max(1, self.tokens))
+
+
+@dataclass(frozen=True)
+class BestClusters:
+    """R of C clusters of each of H heads that fill a budget, best first; equal ones are in any order.
+
+    logits [H, G, C] float32 of the query on all centroids, plus the log counts; clusters [H, R] int64, the indices of
+    the best; lengths [H, R] int64, the tokens to take of each; left [H, R] int64, the tokens that are not taken.
+    """
+
+    logits: torch.Tensor
+    clusters: torch.Tensor
+    lengths: torch.Tensor
+    left: torch.Tensor
+
+    def log_share_left(self, shares: torch.Tensor) -> torch.Tensor:
+        """Log of the share of each cluster's tokens that is not taken, [H, 1, C] float32, given the clusters' `shares`;
+        for an empty cluster 0, or minus infinity if it is one of the R."""
+        left = shares.gather(1, self.clusters).mul_(self.left).log_()
+        return torch.zeros_like(shares).scatter_(1, self.clusters, left).unsqueeze(1)
+
+
+def best_clusters(
+    query: torch.Tensor, clusters: CountedClusters, budget: int, softmax_scale: float, softcap: float | None = None
+) -> BestClusters:
+    """The best clusters by S_i averaged over the group: whole ones, then the start of the one that passes the budget.
+
+    Args:
+        query: [H, G, D].
+        budget: tokens to take in each head, at most as many as it has.
+
+    Returns:
+        See `BestClusters`. Allocates the logits twice.
+    """
+    if softcap is None and query.dtype == clusters.centroids.dtype == torch.float32:
+        centroids = clusters.centroids.transpose(1, 2)
+        logits = torch.baddbmm(clusters.log_counts, query, centroids, alpha=softmax_scale)
+    else:
+        logits = attention_logits(query.unsqueeze(2), clusters.centroids, softmax_scale, softcap).squeeze(2)
+        logits = logits + clusters.log_counts
+    # The softmax gives N_i S_i, so it is divided by N_i; a sum over the group orders clusters like the mean.
+    scores = logits.softmax(-1).sum(1).mul_(clusters.shares)
+    several = clusters.expected(budget)
+    while True:
+        best = scores.topk(several).indices
+        counts = clusters.counts.gather(1, best).long()
+        ends = counts.cumsum(1)
+        if several == scores.shape[1] or min(ends[:, -1].tolist()) >= budget:
+            break
+        several = scores.shape[1]
+    left = torch.minimum((ends - budget).clamp_(min=0), counts)
+    return BestClusters(logits, best, counts - left, left)
 
 
 def choose_clusters(
@@ -68,7 +143,7 @@ def _scored(
     query: torch.Tensor, centroids: Keys, counts: torch.Tensor, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [H, G, C] and scores [H, C] of clusters."""
-    if isinstance(centroids, RowsOf8Bits):
+    if isinstance(centroids, Int8Kernel):
         centroids, _ = centroids.restored(torch.promote_types(query.dtype, torch.float32))
     logits = attention_logits(query[:, :, None], centroids, scale, softcap)[:, :, 0]
     logits = logits.masked_fill(counts[:, None] == 0, -torch.inf)
@@ -246,3 +321,76 @@ def choose_listed_reference(
     numbers, starts = counts.gather(-1, clusters) * valid, first_row.gather(-1, clusters) * valid
     logits, scores = _scored(query, some, numbers, softmax_scale, softcap)
     return ListedChoice(_best(logits, scores, numbers, starts, budget), starts.int())
+
+
+MOST_CLUSTERS = 32_768
+"""Clusters of a head that a program ranks at once."""
+
+
+def choose_together(
+    query: torch.Tensor,
+    ends: torch.Tensor,
+    centroids: torch.Tensor,
+    counts: torch.Tensor,
+    starts: torch.Tensor,
+    budget: int,
+    capacity: int,
+    softmax_scale: float,
+    softcap: float | None = None,
+    thresholds: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
+) -> SharedChoice:
+    """What B questions take together: each the best clusters for its budget, or those whose score reaches a threshold.
+
+    On a GPU four kernels, no synchronisation, and no shapes that depend on data.
+
+    Args:
+        query: [H, G, T, D], tokens of all questions, one question after another.
+        ends: [B] int32, after which token each question ends; each has at least one.
+        centroids: [H, C, D], C at most `MOST_CLUSTERS`; counts, starts: [H, C] int, tokens and first row of each,
+            at most `MOST_TOKENS` tokens a head.
+        budget: tokens for each question in each head.
+        capacity: of the rows of a head; must be enough.
+        thresholds: [B] float32, of each question; None: its budget decides.
+        seen: [H] int64, to which the number of tokens taken is added.
+
+    Returns:
+        See `SharedChoice`. Allocates scores [H, T, C] float32, the rows, and three tensors [H, C].
+    """
+    arguments = query, ends, centroids, counts, starts, budget, capacity, softmax_scale, softcap, thresholds, seen
+    if query.is_cuda:
+        from sparsekv.kernels.clusters.shared_choice_triton import choose_together_triton
+
+        with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
+            return choose_together_triton(*arguments)
+    return choose_together_reference(*arguments)
+
+
+def choose_together_reference(
+    query: torch.Tensor,
+    ends: torch.Tensor,
+    centroids: torch.Tensor,
+    counts: torch.Tensor,
+    starts: torch.Tensor,
+    budget: int,
+    capacity: int,
+    softmax_scale: float,
+    softcap: float | None = None,
+    thresholds: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
+) -> SharedChoice:
+    """`choose_together` in plain torch."""
+    empty = counts[:, None, None] == 0
+    logits = attention_logits(query, centroids, softmax_scale, softcap).masked_fill(empty, -torch.inf)
+    each = scores_from_logits(logits, counts[:, None, None])
+    question = torch.searchsorted(ends, torch.arange(query.shape[2], device=ends.device), right=True, out_int32=True)
+    sums = each.new_zeros(len(each), len(ends), each.shape[2]).index_add_(1, question, each)
+    scores, sizes = sums / ends.diff(prepend=ends.new_zeros(1))[:, None], counts[:, None].expand_as(sums)
+    if thresholds is not None:
+        taken = sizes * (scores >= thresholds[:, None])
+    else:
+        order = ranked(scores, budget)
+        taken = torch.zeros_like(order).scatter_(-1, order, fill_budget(sizes.gather(-1, order).long(), budget))
+    lengths = taken.amax(1).int()
+    chosen = count_seen(choice_of(logits, lengths, counts - lengths, starts, capacity), seen)
+    return SharedChoice(chosen.lengths, chosen.log_left, chosen.rows, chosen.used)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from sparsekv.kernels.clusters.budget_choice_triton import Scored, Wanted, choose
 from sparsekv.kernels.clusters.types import Children, ClusterChoice, ListedChoice
-from sparsekv.kernels.common.eight_bits import Keys, RowScales, RowsOf8Bits, pair_block
+from sparsekv.kernels.common.eight_bits import Int8Kernel, Keys, RowScales, pair_block
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
 from sparsekv.kernels.common.pairs_triton import pair_products, scaled_queries, scales_of
 from sparsekv.kernels.common.tiles_triton import (
@@ -103,7 +103,7 @@ def side_by_side(rows: torch.Tensor) -> torch.Tensor:
 def _keys(query: torch.Tensor, centroids: Keys) -> tuple[torch.Tensor, RowScales, int]:
     """Centroids as kernels take them, with scales that are never read where they are not in 8 bits; and the channels of
     a block that holds a row's."""
-    if isinstance(centroids, RowsOf8Bits):
+    if isinstance(centroids, Int8Kernel):
         words = centroids.in_words()
         return words.keys, words.scales, pair_block(query.shape[2])
     keys = side_by_side(centroids.to(query.dtype))
@@ -117,7 +117,7 @@ def _launch(
 ) -> tuple[Scored, torch.Tensor]:  # fmt: skip
     """Logits and sums of all clusters, or of the listed ones with the first row of each."""
     (H, G, D), C, device = query.shape, counts.shape[1], query.device
-    scaled, counts = isinstance(centroids, RowsOf8Bits), side_by_side(counts)
+    scaled, counts = isinstance(centroids, Int8Kernel), side_by_side(counts)
     keys, scales, block = _keys(query, centroids)
     clusters, known = (counts, counts) if listed is None else listed
     first_row = counts if first_row is None else side_by_side(first_row)

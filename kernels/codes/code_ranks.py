@@ -1,21 +1,100 @@
-"""Ranks all keys of a head for one query by product codes; `top_ranked` chooses by these ranks."""
+"""Ranks of a head's keys by product codes, for one query or several together."""
 
 import math
 
 import torch
 
 from sparsekv.kernels.codes.types import (
+    HEADROOM,
     LEVELS,
     PER_OCTAVE,
     CodeRanks,
+    JoinedKeys,
+    KeyCodes,
     LaidOutCodes,
     ProductCodes,
     WeighedClusters,
     padded_clusters,
 )
+from sparsekv.kernels.posting_lists.list_ranks import exact_logsumexp, few_ranks_of, ranks_of
+from sparsekv.kernels.posting_lists.types import ExactKeys, KeyGroups, TokenRanks
 from sparsekv.kernels.scores.logits import attention_logits, softcapped
-from sparsekv.kernels.tables.list_ranks import exact_logsumexp, few_ranks_of
-from sparsekv.kernels.tables.types import ExactKeys
+
+
+def rank_jointly(
+    query: torch.Tensor,
+    totals: torch.Tensor,
+    codes: KeyCodes,
+    wanted: int,
+    softmax_scale: float,
+    softcap: float | None = None,
+) -> TokenRanks:
+    """Ranks of all keys by estimated attention probability, mean over the queries; see `rank_codes`. Probabilities are
+    told apart up to 2 ** `HEADROOM` / wanted, for totals are estimates, too small where few keys have most of it.
+
+    On a GPU two kernels and few operations of torch, no synchronisation.
+
+    Args:
+        codes: as they are stored, of which none are copied; on a GPU with parts and channels of each that are powers
+            of two.
+        query: [H, R, D], all query heads of a group and all their tokens.
+        totals: [H, R] float32, the log-sum-exps that probabilities are relative to.
+        wanted: number of keys that will be chosen.
+
+    Returns:
+        ranks with the given log-sum-exps. Allocates a byte a key.
+    """
+    if query.is_cuda:
+        from sparsekv.kernels.codes.joint_ranks_triton import rank_jointly_triton
+
+        with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
+            return rank_jointly_triton(query, totals, codes, wanted, softmax_scale, softcap)
+    return rank_jointly_reference(query, totals, codes, wanted, softmax_scale, softcap)
+
+
+def rank_jointly_reference(
+    query: torch.Tensor,
+    totals: torch.Tensor,
+    codes: KeyCodes,
+    wanted: int,
+    softmax_scale: float,
+    softcap: float | None = None,
+) -> TokenRanks:
+    """`rank_jointly` in plain torch."""
+    turned = (query.float() @ codes.turn.float()).unflatten(-1, (codes.books.shape[1], -1))
+    products = torch.einsum("hrpd,hpcd->hrpc", turned, codes.books.float())
+    names = codes.unpacked().transpose(1, 2)[:, None].expand(-1, query.shape[1], -1, -1)
+    logits = softcapped(products.gather(-1, names).sum(2) * softmax_scale, softcap)
+    return ranks_of(logits, totals, max(1, wanted >> HEADROOM))
+
+
+def join_chosen(chosen: torch.Tensor, capacity: int, groups: KeyGroups) -> JoinedKeys:
+    """Join what B queries of each head chose; counts it in `groups`, whose labels tell how many keys there are.
+
+    On a GPU three kernels, no synchronisation, and the same result in every run. Allocates a byte a key and the rows.
+
+    Args:
+        chosen: [H, B, K] int32, keys that may be the same.
+        capacity: of the rows of a head; must be enough.
+    """
+    if chosen.is_cuda:
+        from sparsekv.kernels.codes.joint_ranks_triton import join_chosen_triton
+
+        with torch.cuda.device_of(chosen):  # Triton launches on the current device, which may be another
+            return join_chosen_triton(chosen, capacity, groups)
+    return join_chosen_reference(chosen, capacity, groups)
+
+
+def join_chosen_reference(chosen: torch.Tensor, capacity: int, groups: KeyGroups) -> JoinedKeys:
+    """`join_chosen` in plain torch."""
+    H, keys = groups.labels.shape
+    flags = torch.zeros(H, keys, dtype=torch.int32, device=chosen.device).scatter_(1, chosen.flatten(1).long(), 1)
+    groups.taken.scatter_add_(1, groups.labels.long(), flags)
+    used, place = flags.sum(1, dtype=torch.int32), flags.cumsum(1) - 1
+    rows = torch.zeros(H, capacity + 1, dtype=torch.int32, device=chosen.device)
+    every = torch.arange(keys, dtype=torch.int32, device=chosen.device).expand(H, -1)
+    rows.scatter_(1, torch.where(flags > 0, place, capacity), every)
+    return JoinedKeys(rows[:, :capacity], used)
 
 
 def rank_codes(

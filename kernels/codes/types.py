@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import pad
 
 from sparsekv.kernels.common.tiles_triton import aligned
-from sparsekv.kernels.tables.list_codes import TILE_TOKENS
-from sparsekv.kernels.tables.types import TokenRanks
+from sparsekv.kernels.posting_lists.posting_lists import TILE_TOKENS
+from sparsekv.kernels.posting_lists.types import TokenRanks
 
 CENTROIDS = 256  # of a part: the values of a byte
 IN_WORD = 4  # codes of a word

@@ -29,7 +29,7 @@ class RowScales:
 
 
 @dataclass(frozen=True)
-class RowsOf8Bits:
+class Int8Kernel:
     """Keys and values [H, M, D] int8, each head's contiguous, and what they mean."""
 
     keys: torch.Tensor
@@ -42,14 +42,14 @@ class RowsOf8Bits:
         channels, offsets = (one[:, None].to(dtype) for one in (self.scales.channels, self.scales.offsets))
         return self.keys.to(dtype) * of_keys * channels + offsets, self.values.to(dtype) * of_values
 
-    def in_words(self) -> "RowsOf8Bits":
+    def in_words(self) -> "Int8Kernel":
         """The same as kernels take them: numbers of two channels as one [H, M, D / 2] int16, scales [H, M] int32 of key
         and value together; D is even, as it is of every model with RoPE."""
         scales = replace(self.scales, rows=self.scales.words())
-        return RowsOf8Bits(self.keys.view(torch.int16), self.values.view(torch.int16), scales)
+        return Int8Kernel(self.keys.view(torch.int16), self.values.view(torch.int16), scales)
 
 
-Keys: TypeAlias = torch.Tensor | RowsOf8Bits
+Keys: TypeAlias = torch.Tensor | Int8Kernel
 """Keys [H, M, D], as they are or in 8 bits, whose values are then not looked at."""
 
 

@@ -1,19 +1,37 @@
-"""A model's logits of a few tokens over given keys and values, in the place of a prefill of all before them."""
+"""Logits of a few tokens over given keys and values instead of a prefill, and the name of transformers' argument for a
+cache."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
+from functools import lru_cache
+from inspect import signature
+from typing import Any, TypeAlias
 
 import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations import sdpa_attention
 
-from sparsekv.kernels.common.cache_argument import with_cache
 from sparsekv.kernels.common.hook import alone
 
-Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-Rows: TypeAlias = Callable[[int, Pair], Pair]
+
+def cache_argument(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
+    """The keyword argument that passes a cache: `cache` from transformers 5.24 on, before that `past_key_values`."""
+    return {_keyword(type(model).forward): cache}
+
+
+def with_cache(model: PreTrainedModel, cache: Cache) -> dict[str, Any]:
+    """Keyword arguments of a forward pass that attends to a cache and appends to it."""
+    return {**cache_argument(model, cache), "use_cache": True}
+
+
+@lru_cache(maxsize=16)
+def _keyword(forward: Callable[..., Any]) -> str:
+    return "cache" if "cache" in signature(forward).parameters else "past_key_values"
+
+
+RowPair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+Rows: TypeAlias = Callable[[int, RowPair], RowPair]
 """Returns a layer's keys and values [Hk, T, D] of all tokens up to the last that runs, on the model's device. It gets
 the layer's number and the keys and values [Hk, Q, D] that the model has just computed of the tokens that run."""
 

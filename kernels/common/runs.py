@@ -1,8 +1,73 @@
-"""Runs of neighbouring rows: turn chosen clusters into row indices, with shapes fixed in advance."""
+"""Row indices: runs of neighbouring rows, slots of several sequences, and rotary position embeddings of rows."""
 
 from functools import lru_cache
 
 import torch
+
+
+def store_in_slots(
+    stored: tuple[torch.Tensor, torch.Tensor],
+    new: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+) -> None:
+    """Write keys and values of T tokens into those of S sequences; on a GPU in one launch.
+
+    Args:
+        stored: keys and values [S, Hk, capacity, D], contiguous.
+        new: keys and values [Hk, T, D] of the tokens.
+        slots, rows: [T] int64: each token's sequence, and its place there, below the capacity. A token whose place is
+            below zero is not stored.
+    """
+    if slots.is_cuda:
+        from sparsekv.kernels.common.run_rows_triton import store_in_slots_triton
+
+        with torch.cuda.device_of(slots):  # Triton launches on the current device, which may be another
+            return store_in_slots_triton(stored, new, slots, rows)
+    return store_in_slots_reference(stored, new, slots, rows)
+
+
+def store_in_slots_reference(
+    stored: tuple[torch.Tensor, torch.Tensor],
+    new: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+) -> None:
+    """`store_in_slots` in plain torch; syncs."""
+    placed = rows >= 0
+    if not placed.all():
+        slots, rows, new = slots[placed], rows[placed], (new[0][:, placed], new[1][:, placed])
+    for into, of_tokens in zip(stored, new, strict=True):
+        into[slots, :, rows] = of_tokens.transpose(0, 1)
+
+
+def rotate(rows: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Rows rotated by the given positions; negative positions undo a rotation.
+
+    Args:
+        rows: [..., T, D].
+        positions: [..., T] int64; missing leading dimensions are broadcast.
+        frequencies: [P] float32, radians per position of each pair of channels; 2 P at most D.
+        interleaved: pairs are channels 2 i and 2 i + 1, else i and i + P; channels from 2 P on are not rotated.
+
+    Returns:
+        [..., T, D] float32. Allocates two more of this size.
+    """
+    # Angles in float32, as in models, so that undoing a model's rotation uses the same rounded angle.
+    angles = positions[..., None].float() * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    first, second, rest = split_pairs(rows.float(), len(frequencies), interleaved)
+    turned = first * cos - second * sin, second * cos + first * sin
+    pairs = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat([pairs, rest], -1)
+
+
+def split_pairs(rows: torch.Tensor, pairs: int, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views: first and second channels [..., P] of the pairs that `rotate` rotates, and the rest [..., D - 2 P]."""
+    turned, rest = rows[..., : 2 * pairs], rows[..., 2 * pairs :]
+    if interleaved:
+        return turned[..., 0::2], turned[..., 1::2], rest
+    return turned[..., :pairs], turned[..., pairs:], rest
 
 
 def fill_budget(lengths: torch.Tensor, budget: int) -> torch.Tensor:

@@ -1,12 +1,40 @@
-"""A hierarchy of clusters, numbered so that the tokens of a cluster and the children of a parent are contiguous."""
+"""Hierarchies of clusters with contiguous tokens and children, their blocks, appended tokens, and outliers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
+from torch.nn.functional import pad
 
-from sparsekv.kernels.kmeans.kmeans import cluster_means
+from sparsekv.kernels.kmeans.kmeans import assign, cluster_means, lloyd, random_kmeans, to_space
+
+
+def block_offsets(tokens: int, block: int) -> list[int]:
+    """First token of each block, and the end of the last: closed blocks of W tokens, then an open one.
+
+    The open block has between alpha = W / 2 and W + alpha tokens (fewer only if the sequence is shorter): when it
+    reaches W + alpha, its first W tokens become a closed block. So the cuts depend only on the number of tokens, not on
+    how they were appended.
+
+    Args:
+        tokens: length of the sequence, at least 1.
+        block: W, at least 2.
+    """
+    least_open = block // 2
+    closed = max(0, tokens - least_open) // block
+    return [*range(0, closed * block + 1, block), tokens]
+
+
+def equal_neighbours(offsets: list[int], most: int) -> list[list[int]]:
+    """The offsets of neighbouring blocks of one length, of up to `most` tokens together, or of one block."""
+    runs: list[list[int]] = []
+    for start, stop in pairwise(offsets):
+        if runs and stop - start == runs[-1][1] - runs[-1][0] and stop - runs[-1][0] <= most:
+            runs[-1].append(stop)
+        else:
+            runs.append([start, stop])
+    return runs
 
 
 @dataclass
@@ -136,3 +164,97 @@ def join_blocks(blocks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor
 
 def _first_numbers(sizes: list[int]) -> list[int]:
     return [0, *accumulate(sizes)]
+
+
+REFINEMENTS = 3  # full k-means iterations over the block after new tokens were assigned
+
+
+def join_tokens(
+    points: torch.Tensor, labels: torch.Tensor, clusters: int, all_clusters: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Labels of a block after tokens were appended to it.
+
+    Centres sampled from the new tokens are added, and replace empty ones; each new token is assigned to its nearest
+    centre, which moves to the mean of its members (a step of sequential k-means); then a few iterations over the whole
+    block follow.
+
+    Args:
+        points: [Hk, T, D] float32, the block's keys in the space they are clustered in, old tokens first.
+        labels: [Hk, T_old] int64 of the old tokens.
+        clusters: number of clusters of the old tokens; all_clusters: number to end with, at least as many.
+        generator: draws the samples, on the points' device.
+
+    Returns:
+        [Hk, T] int64. Allocates the centres, and on a CPU [Hk, 16384, C] scores at a time.
+    """
+    return join_in_order(points, labels, clusters, all_clusters, sampling_order(points, labels, generator))
+
+
+def sampling_order(points: torch.Tensor, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Random order [Hk, T_new] int64 in which the new points of `join_tokens` become centres."""
+    size = len(points), points.shape[1] - labels.shape[1]
+    return torch.rand(size, generator=generator, device=points.device).argsort(dim=-1)
+
+
+def join_in_order(
+    points: torch.Tensor, labels: torch.Tensor, clusters: int, all_clusters: int, order: torch.Tensor
+) -> torch.Tensor:
+    """`join_tokens` with a given `sampling_order`. A CUDA graph can record it: no synchronisation, no data-dependent
+    shapes."""
+    old, new = points[:, : labels.shape[1]], points[:, labels.shape[1] :]
+    more = all_clusters - clusters
+    centres, counts = cluster_means(old, labels, clusters)
+    centres, counts = pad(centres, (0, 0, 0, more)), pad(counts, (0, more))
+    empty = counts == 0
+    number = empty.cumsum(1) - 1
+    sample = order.gather(1, number.clamp(0, order.shape[1] - 1))[..., None].expand_as(centres)
+    sampled = empty & (number < order.shape[1])
+    centres = torch.where(sampled[..., None], new.gather(1, sample), centres)
+    means, joined = cluster_means(new, assign(new, centres), centres.shape[1])
+    moved = (centres * counts[..., None] + means * joined[..., None]) / (counts + joined).clamp(min=1)[..., None]
+    centres = torch.where(joined[..., None] > 0, moved, centres)
+    return lloyd(points, centres, REFINEMENTS)[0]
+
+
+def online_levels(
+    keys: torch.Tensor,
+    labels: torch.Tensor,
+    clusters: int,
+    shares: tuple[float, ...],
+    space: str,
+    iterations: int,
+    generator: torch.Generator,
+) -> list[Level]:
+    """All levels of a block with keys [Hk, T, D], from the labels [Hk, T] of the finest, which has so many clusters;
+    coarse levels are clustered from scratch."""
+
+    def cluster(points: torch.Tensor, clusters: int, valid: torch.Tensor) -> torch.Tensor:
+        return random_kmeans(to_space(points, space, valid), clusters, iterations, generator, valid)
+
+    return levels_above(keys, labels, [clusters, *level_sizes(shares, keys.shape[1])[1:]], cluster)
+
+
+def finest_size(levels: Sequence[float], outliers: float, tokens: int) -> int:
+    """Number of clusters of the finest level, those of one outlier each included."""
+    return level_sizes(levels, tokens)[0] + round(outliers * tokens)
+
+
+def single_out(points: torch.Tensor, labels: torch.Tensor, clusters: int, share: float) -> tuple[torch.Tensor, int]:
+    """Make the share of each head's points that is farthest from its centroids clusters of one, numbered last.
+
+    Allocates the points once more in float32.
+
+    Args:
+        points: [Hk, M, D]; labels: [Hk, M] int64 in so many clusters.
+
+    Returns:
+        Labels [Hk, M] and the number of clusters. A cluster may be empty then.
+    """
+    singled = round(share * points.shape[1])
+    if not singled:
+        return labels, clusters
+    centroids, _ = cluster_means(points, labels, clusters)
+    away = centroids.gather(1, labels[..., None].expand_as(points)).sub_(points).square_().sum(-1)
+    farthest = away.topk(singled, dim=1).indices
+    own = torch.arange(clusters, clusters + singled, device=labels.device)
+    return labels.scatter(1, farthest, own.expand_as(farthest)), clusters + singled

@@ -1,6 +1,54 @@
-"""Attention logits, and centroid scores: the estimated attention probability of a cluster's tokens."""
+"""Attention logits, softmax with its log-sum-exp, scores of centroids and keys, and the highest of them."""
 
+import numpy as np
 import torch
+from torch.nn.functional import normalize
+
+
+def softmax_with_logsumexp(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over the last axis, and the log-sum-exp, which is computed from the largest weight and its logit.
+
+    Args:
+        logits: [..., T] float32, in each row at least one that is not minus infinity.
+
+    Returns:
+        weights [..., T] and log-sum-exps [...].
+    """
+    weights = logits.softmax(-1)
+    return weights, logits.amax(-1) - weights.amax(-1).log()
+
+
+def softmax_beside(logits: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+    """Weights [..., T] of logits [..., T] in one softmax with other logits, whose log-sum-exp is `beside` [...].
+
+    Allocates a copy of the logits.
+    """
+    return torch.cat([logits, beside[..., None]], -1).softmax(-1)[..., :-1]
+
+
+def best_tokens(scores: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Indices [..., K] int64 of the highest of scores [..., M] float32, in any order.
+
+    On a CPU numpy finds them, by introselect; torch's topk sorts, and takes five times as long from 32,768 on.
+    """
+    if scores.device.type != "cpu":
+        return scores.topk(tokens, -1).indices
+    left_out = scores.shape[-1] - tokens
+    return torch.from_numpy(np.argpartition(scores.numpy(), left_out, axis=-1)[..., left_out:])
+
+
+def keydiff_scores(keys: torch.Tensor) -> torch.Tensor:
+    """Minus the cosine between each key and the anchor, which is the mean of the normalised keys.
+
+    Args:
+        keys: [Hk, T, D].
+
+    Returns:
+        [Hk, T] float32. Allocates a float32 copy of the keys.
+    """
+    directions = normalize(keys.float(), dim=-1)
+    anchor = normalize(directions.mean(1, keepdim=True), dim=-1)
+    return -(directions @ anchor.transpose(1, 2))[..., 0]
 
 
 def attention_logits(

@@ -1,15 +1,15 @@
-"""`DecodeConfig`: everything a person can set about how answers attend to a document."""
+"""The config that a question is prefilled and an answer is decoded with."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
+
+import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.guard import Guard, check_estimates_missed
 from sparsekv.runtime.cache.kv_store import check_placement
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, Queries, RowSet, Selection, Selector
 from sparsekv.runtime.selection.registry import DENSE
 
 QUESTION_BUDGET = "1024"
@@ -64,7 +64,7 @@ class DecodeConfig:
         UsageError: unknown placement, or a missed share to be measured of a method that cannot estimate it.
     """
 
-    attention: Form | Dense
+    attention: MethodSpec | Dense
     budget: Budget = EVERYTHING
     layer_budgets: Mapping[int, Budget] = field(default_factory=dict)
     question: Dense | Own | QuestionPrefill = field(default_factory=Own)
@@ -76,7 +76,7 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         check_placement(self.placement)
-        if self.measured and isinstance(self.attention, Form):
+        if self.measured and isinstance(self.attention, MethodSpec):
             check_estimates_missed(self.measured, self.attention)
 
     @property
@@ -87,3 +87,31 @@ class DecodeConfig:
     def budget_of(self, layer: int) -> Budget:
         """The budget of one layer."""
         return self.layer_budgets.get(layer, self.budget)
+
+
+class QuestionSearch:
+    """Selects one layer's rows for a chunk of a question, as row indices in the decoding method's layout.
+
+    Args:
+        device: the selector's.
+        layout: [Hk, M] int64, the middle position of each stored row; None for order of position.
+    """
+
+    def __init__(
+        self,
+        prefill: QuestionPrefill,
+        selector: Selector,
+        device: torch.device,
+        layout: torch.Tensor | None,
+    ):
+        self.selector, self.budget, self.chunk_size = selector, prefill.budget, prefill.chunk_size
+        self.device, self.rows_of = device, None if layout is None else layout.argsort(-1).to(device)
+
+    def select(self, queries: Queries) -> Selection:
+        """One selection for all queries [Hk, G, Q, D] of a chunk."""
+        chosen = self.selector.select(queries.to(self.device), self.budget)
+        rows, valid = chosen.rows.expand()
+        for order in (self.selector.layout, self.rows_of):
+            rows = rows if order is None else order[:, None].gather(-1, rows)
+        lengths = None if valid is None else valid.long()
+        return replace(chosen, rows=RowSet(rows, lengths, chosen.rows.capacity, log_weights=chosen.rows.log_weights))

@@ -1,4 +1,4 @@
-"""Executors: a layer attends to its selection through gathered rows, rows read in place, or one fused CPU kernel."""
+"""Executors: attention over a selection through gathered rows, rows read in place, or one fused kernel."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -7,27 +7,33 @@ from typing import Protocol
 
 import torch
 
-from sparsekv.formats.pages import release_pages
-from sparsekv.kernels.attention.attention import Segment, attend, attend_once
+from sparsekv.formats.device import release_pages
+from sparsekv.kernels.attention.attention import OwnRows, Segment, attend, attend_once, of_last
 from sparsekv.kernels.attention.decode_attention import decode_attention
-from sparsekv.kernels.attention.types import ScoredCentroids
+from sparsekv.kernels.attention.shared_decode import shared_decode
+from sparsekv.kernels.attention.types import Centroids, RunRows, ScoredCentroids
+from sparsekv.kernels.posting_lists.types import ExactKeys
 from sparsekv.kernels.scores.logits import attention_logits
-from sparsekv.kernels.tables.types import ExactKeys
-from sparsekv.runtime.attention.in_place import in_place_runs
-from sparsekv.runtime.attention.step import Step
-from sparsekv.runtime.cache.kv_store import MiddleRows
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.attention.step import Step, everything, in_place_runs
+from sparsekv.runtime.cache.kv_store import MiddleRows, Pair, PlacedRows
 from sparsekv.runtime.selection.capabilities import FusedAttention
-from sparsekv.runtime.selection.interface import Selector
-from sparsekv.runtime.selection.queries import InPlace, Queries
-from sparsekv.runtime.selection.selection import CentroidSegment, Cost, RowSet, Selection
+from sparsekv.runtime.selection.interface import (
+    Budget,
+    CentroidSegment,
+    Cost,
+    InPlace,
+    Queries,
+    RowSet,
+    Selection,
+    Selector,
+)
 
 MOST_LOGITS = 2**26
 """Of queries that attend to everything: float32, for a piece of them at a time."""
 
 
 @dataclass(frozen=True)
-class Attended:
+class LayerOutput:
     """Attention's output [Hk, G, Q, D], and how many D-sized rows of the middle and its index each KV head read: a
     number or [Hk, Q or 1], plus `per_count` for each count that kernels added to their counter."""
 
@@ -73,7 +79,7 @@ class Executor(ABC):
     """Selects rows for a step and attends to them."""
 
     @abstractmethod
-    def attend(self, step: Step, budget: Budget) -> Attended:
+    def attend(self, step: Step, budget: Budget) -> LayerOutput:
         """Select within the budget, then attend."""
 
 
@@ -100,17 +106,17 @@ class GatherExecutor(Executor):
         self.selector, self.middle, self.search_device = selector, middle, search_device
         self.mapped, self.fetch_rest = mapped, fetch_rest
 
-    def attend(self, step: Step, budget: Budget) -> Attended:
+    def attend(self, step: Step, budget: Budget) -> LayerOutput:
         return self.attend_to(step, self.select(step.queries, budget), self.selector)
 
-    def attend_to(self, step: Step, selection: Selection, selector: Selector) -> Attended:
+    def attend_to(self, step: Step, selection: Selection, selector: Selector) -> LayerOutput:
         """Attend to a selection, whose rows are in this executor's layout.
 
         Args:
             selector: the one that made it: another than the executor's own where a question has its own method.
         """
         fetched = self.fetch(selection, step.query.device)
-        return Attended(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read)
+        return LayerOutput(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read)
 
     def attend_to_everything(self, step: Step) -> torch.Tensor:
         """[Hk, G, Q, D] of queries that attend to all rows, which are read once for them, in whatever order."""
@@ -192,18 +198,18 @@ class InPlaceExecutor(Executor):
     def __init__(self, selector: Selector, middle: MiddleRows, counter: torch.Tensor, gather: GatherExecutor):
         self.selector, self.middle, self.counter, self.gather = selector, middle, counter, gather
 
-    def attend(self, step: Step, budget: Budget) -> Attended:
+    def attend(self, step: Step, budget: Budget) -> LayerOutput:
         count = None if step.step_row is None else step.step_row.count
         queries = replace(step.queries, in_place=InPlace(self.counter, ExactKeys(step.keys, count, step.how[2])))
         selection, rows = self.selector.select(queries, budget), self.middle.in_place()
         per_count = selection.cost.per_count
         if selection.rows.log_weights is not None or rows is None:
             fetched = self.gather.fetch(selection, step.query.device)
-            return Attended(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read, per_count)
+            return LayerOutput(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read, per_count)
         exact, scored = (step.keys, step.values), _scored(selection, step)
         runs = in_place_runs(rows, selection.rows)
         output = decode_attention(step.query[:, :, 0], runs, exact, scored, *step.how, exact_count=count)
-        return Attended(output[:, :, None], selection.rows_read(), per_count)
+        return LayerOutput(output[:, :, None], selection.rows_read(), per_count)
 
 
 class FusedExecutor(Executor):
@@ -213,17 +219,17 @@ class FusedExecutor(Executor):
         self.selector, self.middle, self.gather = selector, middle, gather
         self.fused = selector if isinstance(selector, FusedAttention) else None
 
-    def attend(self, step: Step, budget: Budget) -> Attended:
+    def attend(self, step: Step, budget: Budget) -> LayerOutput:
         query, exact = step.query.squeeze(2), (step.keys, step.values)
         if self.fused is not None and (rows := self.middle.in_place()) is not None and rows.scales is None:
             done = self.fused.attend_fused(query, (rows.keys, rows.values), exact, budget, step.how[2])
             if done is not None:
-                return Attended(done[0].unsqueeze(2), done[1])
+                return LayerOutput(done[0].unsqueeze(2), done[1])
         fetched = self.gather.find(step.queries, budget)
         if (scored := fetched.scored_rest()) is not None:
             output = attend_once(query, ((fetched.keys, fetched.values), exact), scored, *step.how)
-            return Attended(output.unsqueeze(2), fetched.rows_read)
-        return Attended(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read)
+            return LayerOutput(output.unsqueeze(2), fetched.rows_read)
+        return LayerOutput(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read)
 
 
 def _scored(selection: Selection, step: Step) -> tuple[ScoredCentroids, ...]:
@@ -236,3 +242,45 @@ def _scored(selection: Selection, step: Step) -> tuple[ScoredCentroids, ...]:
 def _score(part: CentroidSegment, step: Step) -> ScoredCentroids:
     logits = attention_logits(step.query, part.keys, *step.how[:2])[:, :, 0]
     return ScoredCentroids(logits, part.log_counts[:, 0], part.values)
+
+
+class QuestionExecutor(GatherExecutor):
+    """Attends by kernels that read rows in place, once for all tokens.
+
+    It copies rows, as its base class does, where they carry weights of a sample, and where what stands for the rest has
+    several levels or differs from token to token."""
+
+    def attend_to(self, step: Step, selection: Selection, selector: Selector) -> LayerOutput:
+        rows, parts = self.middle.in_place(), selection.attended_segments()
+        plain = selection.rows.log_weights is None and selection.rows.starts.shape[1] == 1
+        if rows is None or not plain or len(parts) > 1 or any(part.log_counts.shape[1] > 1 for part in parts):
+            return super().attend_to(step, selection, selector)
+        seen_by_all, own = _exact_and_own(step)
+        centroids = [Centroids(part.keys, part.values, part.log_counts[:, 0]) for part in parts]
+        if selection.rows.has_all(self.middle.used):
+            runs, seen_by_all = everything(rows, self.middle.used, seen_by_all)
+        else:
+            runs = _single_rows(rows, selection.rows)
+        output = shared_decode(step.query, runs, seen_by_all, centroids, own, *step.how)
+        return LayerOutput(output, selection.rows_read())
+
+    def attend_to_everything(self, step: Step) -> torch.Tensor:
+        if (rows := self.middle.in_place()) is None:
+            return super().attend_to_everything(step)
+        seen_by_all, own = _exact_and_own(step)
+        runs, seen_by_all = everything(rows, self.middle.used, seen_by_all)
+        return shared_decode(step.query, runs, seen_by_all, (), own, *step.how)
+
+
+def _exact_and_own(step: Step) -> tuple[Pair, OwnRows]:
+    """Exact rows before the first of a step's tokens, which are seen by all of them, and what each sees of theirs."""
+    before, tokens = step.first - step.unstored, step.query.shape[2]
+    new = slice(before, before + tokens)
+    return (step.keys[:, :before], step.values[:, :before]), of_last(step.keys[:, new], step.values[:, new], tokens)
+
+
+def _single_rows(rows: PlacedRows, chosen: RowSet) -> RunRows:
+    """Chosen rows as references into keys and values in place, row by row."""
+    places, valid = chosen.expand()
+    used = None if valid is None else valid[:, 0].sum(-1, dtype=torch.int32)
+    return RunRows(rows.keys, rows.values, places[:, 0], None, chosen.capacity, used, scales=rows.scales)

@@ -11,12 +11,9 @@ from dataclasses import dataclass, field
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import LayerFacts
+from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.scores.logits import attention_logits
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.interface import Method
-from sparsekv.runtime.selection.selection import CentroidSegment
+from sparsekv.runtime.selection.interface import Budget, CentroidSegment, Method, MethodSpec
 
 DOUBLINGS = 2  # times that a budget is doubled before a head reads everything
 
@@ -53,7 +50,7 @@ def estimates_missed(method: Method, *, residual: bool) -> bool:
     return method.estimates_missed or (residual and not method.replaces())
 
 
-def check_estimates_missed(option: str, form: Form) -> None:
+def check_estimates_missed(option: str, form: MethodSpec) -> None:
     """Raise UsageError for a method whose missed share cannot be estimated."""
     if not estimates_missed(form.method, residual=form.residual):
         raise UsageError(

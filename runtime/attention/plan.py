@@ -1,17 +1,18 @@
-"""Picks one layer's executors and policies, once, from its selector's capabilities and the config."""
+"""Executors and policies of one layer, picked once from its selector's capabilities and the options."""
 
 from dataclasses import dataclass
 
 import torch
 
-from sparsekv.formats.schema import LayerFacts
-from sparsekv.runtime.attention.append import Appender
-from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own
+from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.index.schema import LayerFacts
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionSearch
 from sparsekv.runtime.attention.executors import (
     FusedExecutor,
     GatherExecutor,
     GatherMaker,
     InPlaceExecutor,
+    QuestionExecutor,
 )
 from sparsekv.runtime.attention.guard import MissedMeter
 from sparsekv.runtime.attention.policies import (
@@ -19,19 +20,88 @@ from sparsekv.runtime.attention.policies import (
     ChunkedPrefill,
     DensePrefill,
     Direct,
-    Measured,
+    Metered,
     PiecewisePrefill,
     Policy,
+    Prefetcher,
     Prefetching,
 )
-from sparsekv.runtime.attention.prefetch import Prefetcher
-from sparsekv.runtime.attention.question import QuestionSearch
-from sparsekv.runtime.attention.question_executor import QuestionExecutor
-from sparsekv.runtime.cache.kv_store import MiddleRows
-from sparsekv.runtime.cache.read_rows import ReadRows
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.cache.buffers import ReadRows
+from sparsekv.runtime.cache.kv_store import MiddleRows, Pair
+from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.selection.capabilities import Appendable, GraphState, SharesByToken
-from sparsekv.runtime.selection.interface import Selector
+from sparsekv.runtime.selection.interface import Budget, Selector
+
+
+class Appender:
+    """Moves one layer's tokens from its exact rows to the middle and the selector's index.
+
+    `torn` is True while rows move, and stays so where that was interrupted: index and rows may not fit then.
+
+    Args:
+        sinks: how many of the first exact rows are sinks, which never move.
+        device: the selector's.
+        prefetcher: its pending search is discarded at each append, because the index changes.
+    """
+
+    def __init__(
+        self,
+        selector: Appendable,
+        middle: MiddleRows,
+        sinks: int,
+        read: ReadRows,
+        device: torch.device,
+        prefetcher: Prefetcher | None,
+    ):
+        self.selector, self.middle, self.sinks, self.read = selector, middle, sinks, read
+        self.device, self.prefetcher = device, prefetcher
+        self.torn = False
+
+    def append_due(self, layer: StoredLayer) -> None:
+        """Append the oldest rows after the sinks, `append_size` at a time, until fewer than twice as many are left."""
+        size, start = self.selector.append_size, self.sinks
+        if layer.used - start < 2 * size:
+            return
+        self.torn = True
+        keys, values = layer.exact_rows()
+        moved = ((layer.used - start) // size - 1) * size
+        for first in range(start, start + moved, size):
+            self._append((keys[:, first : first + size], values[:, first : first + size]))
+        for rows in (keys, values):
+            rows[:, start : layer.used - moved] = rows[:, start + moved :].clone()
+        layer.used, layer.stored = layer.used - moved, layer.stored + moved
+        self.torn = False
+
+    def _append(self, new: Pair) -> None:
+        if self.prefetcher is not None:
+            self.prefetcher.forget()
+        start = self.selector.open_row
+        keys, values = (torch.cat(pair, 1) for pair in zip(self.middle.from_row(start), new, strict=True))
+        appended = self.selector.append(keys.to(self.device), values.to(self.device))
+        self.middle.rewrite(start, new, appended.order)
+        self.read.known += len(keys) * (appended.index_rows + 2 * keys.shape[1])
+
+    @torch.inference_mode()
+    def remove_appended(self, layer: StoredLayer, tokens: int, exact: Pair) -> None:
+        """Restore the stored index, and the layer's stored tokens and exact rows [Hk, E, D] that belong to it.
+
+        Raises:
+            SparsekvError: an earlier call, or an append, was interrupted in the middle.
+        """
+        # In inference mode: rows that grew while a model decoded are inference tensors, writable in no other mode.
+        if self.torn:
+            raise SparsekvError(
+                "an answer was interrupted while its tokens moved into the index, and cannot be undone; ask with a new "
+                "asker"
+            )
+        self.torn = True
+        order = self.selector.remove_appended()
+        if order is not None:
+            self.middle.rewrite(self.selector.open_row, None, order)
+            layer.stored = tokens
+            for rows, first in zip(layer.exact_rows(), exact, strict=True):
+                rows.copy_(first)
+        self.torn = False
 
 
 @dataclass(frozen=True)
@@ -66,9 +136,9 @@ class LayerParts:
 class LayerPlan:
     """One layer's policies and the objects they share.
 
-    `decode` runs decode steps, `captured` decode steps in a CUDA graph (the new row's position is in a `StepRow`), and
-    `prefill` a question's tokens; `own_prefill`: the selector chooses for these too. `steps_alike`: whether policies
-    and placement allow one captured step to be replayed.
+    `decode` runs decode steps, `captured` decode steps in a CUDA graph (the new row's position is in a
+    `DynamicSlot`), and `prefill` a question's tokens; `own_prefill`: the selector chooses for these too.
+    `steps_alike`: whether policies and placement allow one captured step to be replayed.
     """
 
     selector: Selector
@@ -115,7 +185,7 @@ def plan_layer(layer: LayerParts, config: DecodeConfig) -> LayerPlan:
     appender = None
     if isinstance(selector, Appendable) and selector.append_size:
         appender = Appender(selector, middle, layer.sinks, read, layer.search_device, prefetcher)
-    measured = None if meter is None else Measured(gather, prefetcher, budget, layer.facts, meter, middle, read)
+    measured = None if meter is None else Metered(gather, prefetcher, budget, layer.facts, meter, middle, read)
     # All that a step does is to select and to attend: nothing is measured, prefetched or passed to a maker's executor.
     plain = measured is None and prefetcher is None and layer.gather_maker is None
     captured: Policy

@@ -1,20 +1,102 @@
-"""Policies: a layer selects in the same step, one step earlier, under a missed-mass limit, or per question chunk."""
+"""Policies: selection in the same step, one step earlier, under a missed-mass limit, or per question chunk."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import TypeAlias
 
 import torch
 
-from sparsekv.formats.schema import LayerFacts
+from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.attention.attention import Segment, attend, attend_with_logsumexp
+from sparsekv.runtime.attention.config import QuestionSearch
 from sparsekv.runtime.attention.executors import Executor, Fetched, GatherExecutor
 from sparsekv.runtime.attention.guard import Attempt, Guard, MissedMeter, Outcome, missed_share
-from sparsekv.runtime.attention.prefetch import Prefetcher, wait_for_searches
-from sparsekv.runtime.attention.question import QuestionSearch
 from sparsekv.runtime.attention.step import Step
+from sparsekv.runtime.cache.buffers import ReadRows
 from sparsekv.runtime.cache.kv_store import MiddleRows
-from sparsekv.runtime.cache.read_rows import ReadRows
-from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.capabilities import ObservesQuestion
+from sparsekv.runtime.selection.interface import Budget, Queries
+
+Search = Callable[[Queries], Fetched]
+Pending: TypeAlias = "Future[Fetched]"
+
+
+@cache
+def _worker() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="sparsekv-search")
+
+
+def wait_for_searches() -> None:
+    """Wait until the searches of all layers that have begun are done."""
+    _worker().submit(lambda: None).result()  # of one thread, which takes one after another
+
+
+class Prefetcher:
+    """One layer's searches, each run one step before its result is used.
+
+    Args:
+        search: finds and fetches rows for one decode step's queries.
+    """
+
+    def __init__(self, search: Search):
+        self.search = search
+        self.pending: Pending | None = None
+        self.stream: torch.cuda.Stream | None = None
+
+    def next(self, queries: Queries) -> Fetched:
+        """Rows found with the previous step's query (in the first step, with this one's); starts the next search."""
+        pending, self.pending = self.pending, None  # one that failed is told once
+        found = self.search(queries) if pending is None else self._arrived(pending)
+        self.pending = _worker().submit(self._run, queries, self._mark(queries.query.device))
+        return found
+
+    def forget(self) -> None:
+        """Wait for the pending search and discard its result: the index is about to change."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            wait([pending])
+
+    def _mark(self, device: torch.device) -> torch.cuda.Event | None:
+        if device.type != "cuda":
+            return None
+        self.stream = self.stream or torch.cuda.Stream(device)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    @torch.inference_mode()
+    def _run(self, queries: Queries, ready: torch.cuda.Event | None) -> Fetched:
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            if self.stream is None or ready is None:
+                return self.search(queries)
+            self.stream.wait_event(ready)
+            found = self.search(queries)
+            # The queries are freed on return and their memory reused, so this stream must have finished reading them.
+            self.stream.synchronize()
+            return found
+
+    def _arrived(self, pending: Pending) -> Fetched:
+        found = pending.result()
+        for tensor in tensors_in(found):
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return found
+
+
+def tensors_in(found: object) -> Iterator[torch.Tensor]:
+    """Every tensor in a dataclass's fields, nested dataclasses and tuples included."""
+    if isinstance(found, torch.Tensor):
+        yield found
+    elif isinstance(found, tuple):
+        for one in found:
+            yield from tensors_in(one)
+    elif is_dataclass(found):
+        for field in fields(found):
+            yield from tensors_in(getattr(found, field.name))
 
 
 class Policy(ABC):
@@ -96,7 +178,7 @@ class Prefetching(Policy):
         return attend(step.query, fetched.segments(step), *step.how)
 
 
-class Measured(Budgeted):
+class Metered(Budgeted):
     """Records the missed share of each step; a guard, if there is one, limits it.
 
     Args:

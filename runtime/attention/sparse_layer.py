@@ -1,16 +1,25 @@
-"""A cache layer that attends to selected rows of a stored context, and to every token after it."""
+"""Cache layers that attend to selected rows of a stored context, for one sequence or a batch."""
 
 from collections.abc import Iterable
+from copy import copy
+from functools import partial
 
 import torch
 
-from sparsekv.formats.schema import Split
+from sparsekv.formats.index.schema import Split
+from sparsekv.kernels.attention.attention import OwnRows, Segment, causal_mask, shared_attention
+from sparsekv.kernels.attention.shared_decode import exact_logsumexp, shared_decode
+from sparsekv.kernels.attention.types import Centroids
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention.plan import LayerPlan
-from sparsekv.runtime.attention.step import step_of
+from sparsekv.runtime.attention.step import LogitScaling, Step, everything, in_place_runs, step_of
+from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.kv_store import Pair
-from sparsekv.runtime.cache.stored_layer import MissedShares, StepRow, StoredLayer
-from sparsekv.runtime.selection.capabilities import HoldsSelections, ObservesQuestion
+from sparsekv.runtime.cache.packed_cache import PackedLayer, PackedStep, Piece, StepTokens
+from sparsekv.runtime.cache.stored_layer import DynamicSlot, MissedShares, StoredLayer
+from sparsekv.runtime.selection.capabilities import ChoosesForEach, ChoosesTogether, HoldsSelections, ObservesQuestion
+from sparsekv.runtime.selection.interface import Queries, Selection, Selector, single_rows
+from sparsekv.runtime.selection.wrappers import ResidualSelector, unite
 
 
 class SparseLayer(StoredLayer):
@@ -40,7 +49,7 @@ class SparseLayer(StoredLayer):
         policy = decode if decodes else plan.prefill
         return policy.attend(step_of(self, call)).flatten(0, 1)
 
-    def reserve(self, step_row: StepRow, tokens: int) -> None:
+    def reserve(self, step_row: DynamicSlot, tokens: int) -> None:
         super().reserve(step_row, tokens)
         self.plan.read.deferred = True
 
@@ -84,3 +93,185 @@ class SparseLayer(StoredLayer):
 def appends(layers: Iterable[StoredLayer]) -> bool:
     """Whether one of the layers moves an answer's tokens into its index."""
     return any(isinstance(layer, SparseLayer) and layer.plan.appender is not None for layer in layers)
+
+
+def _how(call: AttentionCall, heads: int) -> LogitScaling:
+    sinks = call.sink_logits
+    return call.softmax_scale, call.softcap, None if sinks is None else sinks.view(heads, -1)
+
+
+class PackedDense(PackedLayer):
+    """Attends to the whole stored context, or to the part of it within a sliding window."""
+
+    def __init__(self, layer: DenseLayer, slots: int):
+        super().__init__(layer, slots)
+        self.layer = layer
+
+    def attend(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
+        if call.window is not None or not call.query.is_cuda:
+            return super().attend(call, step)
+        # What all tokens see is the same, so that questions' and answers' read it together.
+        self.own.write(call.keys, call.values, step)
+        heads, (runs, exact) = len(call.keys), self.layer.shared()
+        grouped, own = call.query.unflatten(0, (heads, -1)), self.own.seen_by(step.everyone, step.longest)
+        return shared_decode(grouped, runs, exact, (), own, *_how(call, heads)).flatten(0, 1)
+
+    def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
+        heads, mask = len(call.keys), None
+        grouped = call.query.unflatten(0, (heads, -1))
+        own, how = self.own.seen_by(step.answering, step.longest, call.window), _how(call, heads)
+        keys, values = self.layer.stored_rows()
+        if call.window is not None:
+            places = torch.arange(self.layer.out_of_sight, self.layer.stored, device=keys.device)
+            mask = self.layer.stored + step.answering.rows[:, None] - places < call.window
+        return shared_attention(grouped, [Segment(keys, values, mask)], own, *how).flatten(0, 1)
+
+    def ask(self, call: AttentionCall, piece: Piece, number: int) -> torch.Tensor:
+        return self.layer.attend_before(call, self.own.of_piece(piece))
+
+
+class PackedSparse(PackedLayer):
+    """Attends to sinks, tail and own tokens exactly; and all sequences that answer, to what any of them chooses."""
+
+    def __init__(self, layer: SparseLayer, slots: int):
+        super().__init__(layer, slots)
+        self.plan, self.exact, self.tokens = layer.plan, layer.exact, layer.split.tokens
+        self.asked: dict[int, Selector] = {}
+        """By slot: the selector that has observed its question."""
+        self.unasked = _unasked(layer.plan.selector)
+        # On a GPU kernels read chosen rows where they lie, and nothing waits for their number.
+        self.in_place = layer.exact[0].is_cuda and layer.plan.middle.reachable
+
+    def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
+        plan, keys = self.plan, self.exact[0]
+        own, how = self.own.seen_by(step.answering, step.longest), _how(call, len(keys))
+        grouped = call.query.unflatten(0, (len(keys), -1))
+        queries, middle = self._queries(grouped, own, how).to(plan.gather.search_device), plan.middle.used
+        if self.in_place and (rows := plan.middle.in_place()) is not None:
+            chosen = self._select_for_each(queries, step)
+            if chosen.cost.per_count:
+                plan.read.per_count = chosen.cost.per_count
+            plan.read.add(chosen.rows_read(), middle)
+            runs = in_place_runs(rows, chosen.rows)
+            return shared_decode(grouped, runs, self.exact, _centroids(chosen), own, *how).flatten(0, 1)
+        each = self._select(queries, step)
+        found = plan.gather.fetch(unite(each, plan.selector, middle), call.query.device)
+        plan.read.add(found.rows_read, middle)
+        shared = found.segments(Step(grouped, *self.exact, None, 0, None, 0, joint=False, how=how))
+        return shared_attention(grouped, shared, own, *how).flatten(0, 1)
+
+    def ask(self, call: AttentionCall, piece: Piece, number: int) -> torch.Tensor:
+        selector, own = self.plan.selector, self.own.of_piece(piece)
+        if isinstance(selector, ObservesQuestion):
+            selector.forget_question()
+        keys, values = (torch.cat(pair, 1) for pair in zip(self.exact, own, strict=True))
+        step = Step(
+            query=call.query.unflatten(0, (len(keys), -1)),
+            keys=keys,
+            values=values,
+            mask=causal_mask(piece.tokens, keys.shape[1], None, keys.device),
+            first=self.tokens,
+            step_row=None,
+            unstored=self.tokens - self.exact[0].shape[1],
+            joint=True,
+            how=_how(call, len(keys)),
+            batch=1 + number,
+        )
+        output = self.plan.prefill.attend(step).flatten(0, 1)
+        if _observes(selector):
+            self.asked[piece.slot] = copy(selector)
+        return output
+
+    def ask_all(self, call: AttentionCall, step: PackedStep, output: torch.Tensor) -> None:
+        plan = self.plan
+        whole = self.in_place and plan.prefills_densely and not _observes(plan.selector)
+        # Asked for last: elsewhere than on a GPU it may copy them.
+        if not whole or (rows := plan.middle.in_place()) is None:
+            return super().ask_all(call, step, output)
+        grouped = call.query[:, step.places].unflatten(0, (len(rows.keys), -1))
+        runs, exact = everything(rows, plan.middle.used, self.exact)
+        own = self.own.seen_by(step.asking, step.longest)
+        attended = shared_decode(grouped, runs, exact, (), own, *_how(call, len(rows.keys)))
+        output[:, step.places] = attended.flatten(0, 1)
+
+    def _queries(self, grouped: torch.Tensor, own: OwnRows, how: LogitScaling) -> Queries:
+        beside = partial(exact_logsumexp, grouped, self.exact[0], own, *how)
+        return Queries(grouped, lambda: self.tokens + own.used - 1, beside, joint=False)
+
+    def _select_for_each(self, queries: Queries, step: PackedStep) -> Selection:
+        """What any of the queries chooses for itself, by the selector's kernels or else in torch."""
+        selector, middle = self.plan.selector, self.plan.middle.used
+        if isinstance(selector, ChoosesForEach):
+            chosen = selector.choose_for_each(queries, self.plan.budget, self.plan.read.by_kernels)
+            if chosen is not None:
+                return chosen
+        return unite(self._select(queries, step), selector, middle, middle)
+
+    def _select(self, queries: Queries, step: PackedStep) -> Selection:
+        """The choice of each query for itself; by selectors that observed its question, where there are any."""
+        if not _observes(self.plan.selector):
+            return self.plan.selector.select(queries, self.plan.budget)
+        slots = step.answering.slots.tolist()
+        each = [self.asked.get(slot, self.unasked).select(queries, self.plan.budget) for slot in slots]
+        rows = torch.cat([one.rows.expand()[0][:, :1] for one in each], 1)
+        return Selection(single_rows(rows), each[0].cost, each[0].rest)
+
+
+class PackedInPlace(PackedSparse):
+    """All tokens of a step attend to what any of the sequences chooses, in place; those of questions too, unless they
+    attend to everything."""
+
+    def attend(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
+        if not step.pieces or self.plan.prefills_densely:
+            return super().attend(call, step)
+        self.own.write(call.keys, call.values, step)
+        return self._together(call, step.everyone, step, answers=len(step.single) > 0)
+
+    def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
+        return self._together(call, step.answering, step, answers=True)
+
+    def _together(self, call: AttentionCall, tokens: StepTokens, step: PackedStep, *, answers: bool) -> torch.Tensor:
+        """Attention [Hq, T, D] of some of a step's tokens, some of which may be those of `answers`."""
+        plan, selector, rows = self.plan, self.plan.selector, self.plan.middle.in_place()
+        assert isinstance(selector, ChoosesTogether)
+        assert rows is not None
+        grouped, how = call.query.unflatten(0, (len(self.exact[0]), -1)), _how(call, len(self.exact[0]))
+        own, counter = self.own.seen_by(tokens, step.longest), plan.read.by_kernels if answers else None
+        chosen = selector.choose_together(
+            self._queries(grouped, own, how), tokens.ends, tokens.asks, plan.budget, counter
+        )
+        if answers:
+            plan.read.per_count = chosen.cost.per_count
+            plan.read.add(chosen.rows_read(), plan.middle.used)
+        runs = in_place_runs(rows, chosen.rows)
+        return shared_decode(grouped, runs, self.exact, _centroids(chosen), own, *how).flatten(0, 1)
+
+
+def packed_layer(layer: StoredLayer, slots: int) -> PackedLayer:
+    """A layer of several sequences over what another has stored."""
+    if isinstance(layer, SparseLayer):
+        plan, selector = layer.plan, layer.plan.selector
+        together = plan.own_prefill or (plan.prefills_densely and not _observes(selector))
+        in_place = layer.exact[0].is_cuda and plan.middle.reachable and together
+        if in_place and isinstance(selector, ChoosesTogether) and selector.chooses_together(plan.budget):
+            return PackedInPlace(layer, slots)
+        return PackedSparse(layer, slots)
+    assert isinstance(layer, DenseLayer)
+    return PackedDense(layer, slots)
+
+
+def _centroids(chosen: Selection) -> list[Centroids]:
+    """What is attended for the rest."""
+    return [Centroids(part.keys, part.values, part.log_counts[:, 0]) for part in chosen.attended_segments()]
+
+
+def _observes(selector: Selector) -> bool:
+    """Whether a selector, or the one within a residual's, chooses by the question that it observed."""
+    return isinstance(selector.inner if isinstance(selector, ResidualSelector) else selector, ObservesQuestion)
+
+
+def _unasked(selector: Selector) -> Selector:
+    """A selector as it is before any question; one that observes questions as a copy, which observes none."""
+    if isinstance(selector, ObservesQuestion):
+        selector.forget_question()
+    return copy(selector) if _observes(selector) else selector

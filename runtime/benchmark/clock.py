@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.runtime.cache.graphs import Step, captured, waits
+from sparsekv.runtime.cache.buffers import Step, captured, waits
 
 WARM_UPS = 3
 CPU_EVICTED, CUDA_EVICTED = 2**27, 2**28  # bytes read to make the caches cold; on a GPU at least four times its L2

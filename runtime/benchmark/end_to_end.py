@@ -1,34 +1,223 @@
-"""Times the decode steps of a whole model, dense and sparse, over synthetic contexts.
+"""Timings of a whole model's decode steps, dense and sparse, over synthetic contexts."""
 
-The model's layers share a few layers' keys and values in turn, because those of all layers would not fit into device
-memory. Reuse does not make the caches warm, because the weights are read in between. torch's dense attention covers the
-context alone: it does not read generated rows, which is in its favour.
-"""
-
+import math
 import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
+from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.kernels.common.given_rows import with_cache
+from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.attention.config import DecodeConfig
+from sparsekv.runtime.attention.sparse_layer import packed_layer
 from sparsekv.runtime.benchmark.clock import clock_for
-from sparsekv.runtime.benchmark.dense import dense_forms
 from sparsekv.runtime.benchmark.layer import LayerData, dense_layer, lay_out, sparse_layer
-from sparsekv.runtime.benchmark.model_steps import BatchSteps, DenseFormLayer, ModelSteps, QuestionSteps
-from sparsekv.runtime.benchmark.rows import OWN, RefusedError, refuse_unshared
+from sparsekv.runtime.benchmark.layer_timer import OWN, DenseForm, RefusedError, dense_forms, refuse_unshared
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import MiddleRows
+from sparsekv.runtime.cache.packed_cache import PackedCache, PackedLayer, PackedStep, Piece
 from sparsekv.runtime.cache.stored_layer import StoredLayer
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import LayerPosition, MiddleContext
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.decoding.step import SharedStep, captured_step
+from sparsekv.runtime.decoding.threads import all_cores
+from sparsekv.runtime.selection.interface import Budget, LayerPosition, Method, MethodSpec, MiddleContext
 from sparsekv.runtime.selection.registry import DENSE
+
+
+class DenseFormLayer(StoredLayer):
+    """Stores new rows like any layer, but attends to the context alone, by a given function of the queries."""
+
+    def __init__(self, data: LayerData, form: DenseForm):
+        super().__init__(data.split.tokens, data.keys[:, :0], data.values[:, :0])
+        self.form = form
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        return self.form(call.query)
+
+
+class PackedForm(PackedLayer):
+    """The same for several questions over one context."""
+
+    def __init__(self, layer: DenseFormLayer, slots: int):
+        super().__init__(layer, slots)
+        self.form = layer.form
+
+    def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
+        return self.form(call.query)
+
+    def ask(self, call: AttentionCall, piece: Piece, number: int) -> torch.Tensor:
+        raise NotImplementedError  # nothing is prefilled here
+
+
+class ModelSteps(ABC):
+    """Steps that follow one another; call them within `routed`."""
+
+    @abstractmethod
+    def routed(self) -> AbstractContextManager[None]:
+        """While it lasts the model attends as these steps want it."""
+
+    @abstractmethod
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [batch, V] after tokens [batch, 1]; the next call may overwrite them."""
+
+    @abstractmethod
+    def captured(self) -> bool:
+        """Whether they are replayed as CUDA graphs."""
+
+
+class BatchSteps(ModelSteps):
+    """Of a batch of contexts with a question each; one context is what `generate` runs.
+
+    Args:
+        steps: how many there will be.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: list[StoredLayer], batch: int, steps: int):
+        self.model, self.cache = model, IndexCache(layers)
+        self.step = captured_step(model, self.cache, batch=batch)
+        self.steps = steps
+
+    @contextmanager
+    def routed(self) -> Iterator[None]:
+        with route_attention(self.model, self.cache.attend), all_cores(self.model):
+            if self.step is not None:
+                self.step.begin(self.steps)
+            try:
+                yield
+            finally:
+                self.cache.release()
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.step is not None:
+            return self.step(tokens)
+        logits: torch.Tensor = self.model(input_ids=tokens, **with_cache(self.model, self.cache)).logits
+        return logits[:, -1]
+
+    def captured(self) -> bool:
+        return self.cache.graph is not None
+
+
+class QuestionSteps(ModelSteps):
+    """Of one context with several questions, as `generate --batch-file` runs them.
+
+    Args:
+        tokens: of the context.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: list[StoredLayer], tokens: int, questions: int):
+        packed = [
+            PackedForm(layer, questions) if isinstance(layer, DenseFormLayer) else packed_layer(layer, questions)
+            for layer in layers
+        ]
+        self.model, self.cache, self.slots, self.fed = model, PackedCache(layers, packed), list(range(questions)), 0
+        self.step = SharedStep(model, self.cache, tokens, questions, capture=model.device.type == "cuda")
+
+    @contextmanager
+    def routed(self) -> Iterator[None]:
+        with route_attention(self.model, self.cache.attend), all_cores(self.model):
+            yield
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.fed += 1
+        return self.step(tokens[:, 0].tolist(), self.slots, [self.fed - 1] * len(self.slots))
+
+    def captured(self) -> bool:
+        return bool(self.step.graphs)
+
+
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3-8b": lambda: Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=4096,
+        intermediate_size=12_288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=False,
+    ),
+    "llama-3.1-8b": lambda: LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    ),
+    "smollm2-135m": lambda: LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    ),
+}
+"""Only the fields that determine a step's time; RoPE's parameters do not."""
+
+
+def model_config(name: str) -> PreTrainedConfig:
+    """A config by its name, or from a folder.
+
+    Raises:
+        UsageError: there is none, or its attention has sliding windows or a soft cap, which torch's dense attention
+            lacks.
+    """
+    if name in CONFIGS:
+        return CONFIGS[name]()
+    if not (Path(name) / "config.json").is_file():
+        raise UsageError(f"--config {name}: {choose_one(name, CONFIGS)}, or give a folder with a config.json")
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name).get_text_config()
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--config {name}: transformers cannot read its config.json: {error}") from None
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(config, "attn_logit_softcapping", None):
+        raise UsageError(
+            f"--config {name}: its attention has windows or a soft cap, which the dense attention of torch that is "
+            "compared with has not; choose another model"
+        )
+    return config
+
+
+def head_dim(config: PreTrainedConfig) -> int:
+    """Channels per head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """A model with random weights, created on the device; allocates the weights once."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.eval()
+    return model
+
+
+@torch.no_grad()
+def make_queries_alike(model: PreTrainedModel, share: float) -> bool:
+    """Give the queries of all tokens a part in common, `share` of their norm, as those of a trained model have it.
+
+    It is a bias of the layers' `q_proj`, before RoPE; False: there are none. With random weights alone the queries of
+    several questions over one context have nothing in common, nor has what they choose.
+    """
+    projections = [module for name, module in model.named_modules() if name.endswith("q_proj")]
+    for module in projections:
+        assert isinstance(module, torch.nn.Linear)
+        own = float(module.weight.std()) * math.sqrt(module.in_features)  # of inputs of unit variance
+        common = torch.randn(module.out_features, dtype=module.weight.dtype, device=module.weight.device)
+        module.bias = torch.nn.Parameter(common * own * share / math.sqrt(1 - share**2))
+    return bool(projections)
+
 
 NOTHING = "no attention"
 WARM_UPS, FORM_RUNS = 3, 10
@@ -80,7 +269,7 @@ class ModelBench:
         yield self._row(NOTHING, "", None, self._time(none), 0.0)
 
     @torch.inference_mode()
-    def sparse(self, form: Form, contexts: list[MiddleContext], budgets: list[Budget]) -> Iterator[ModelRow]:
+    def sparse(self, form: MethodSpec, contexts: list[MiddleContext], budgets: list[Budget]) -> Iterator[ModelRow]:
         """A form at each budget, with one context for each distinct layer; call `dense` first.
 
         Allocates a copy of the middles in the method's layout.

@@ -1,22 +1,298 @@
-"""Timing methods on the layers of a source, one after another."""
+"""Timings of one layer's decode step with methods at budgets, relative to the fastest dense attention."""
 
 import platform
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.schema import MethodRecord
-from sparsekv.runtime.benchmark.clock import Clock
-from sparsekv.runtime.benchmark.indexed_layers import LayerIndexer
-from sparsekv.runtime.benchmark.rows import Bench, RefusedError, Row
-from sparsekv.runtime.benchmark.sources import Source
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.configure import configure
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import MethodRecord
+from sparsekv.formats.models.load import DTYPES
+from sparsekv.runtime.attention.config import DecodeConfig
+from sparsekv.runtime.attention.plan import LayerPlan
+from sparsekv.runtime.benchmark.clock import Clock, Timing
+from sparsekv.runtime.benchmark.layer import (
+    LayerData,
+    dense_layer,
+    exact_output,
+    lay_out,
+    layer_step,
+    relative_error,
+    sparse_layer,
+)
+from sparsekv.runtime.benchmark.sources import LayerIndexer, Source, asked, layer_of
+from sparsekv.runtime.cache.buffers import Step
+from sparsekv.runtime.cache.kv_store import LayerRows
+from sparsekv.runtime.decoding.prepare import prepare_layer
+from sparsekv.runtime.selection.capabilities import CentroidsIn8Bits
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, MiddleContext
+from sparsekv.runtime.selection.registry import DENSE, configure
+from sparsekv.runtime.selection.wrappers import can_unite
+
+
+class SettingTimes:
+    """Times a step of one query, choice included, over one layer's own keys and values.
+
+    Memory: the layer's keys and values, and while a form is timed a copy of them in its layout.
+    """
+
+    def __init__(self, artifact: Artifact, clock: Clock):
+        indexed = artifact.manifest.indexed_layers
+        self.artifact, self.clock, self.layer = artifact, clock, indexed[len(indexed) // 2]
+        self.data = asked(layer_of(artifact, self.layer, clock.device, DTYPES[artifact.manifest.dtype]), 1)
+
+    @torch.inference_mode()
+    def dense(self) -> float:
+        """Milliseconds of a step of dense attention, as `generate --method dense` takes it; the median."""
+        return self.clock.time(layer_step(self.data, dense_layer(self.data))).median
+
+    @torch.inference_mode()
+    def sparse(self, form: MethodSpec, share: float) -> float:
+        """Milliseconds of a step of a form at a share of the middle; the median."""
+        rows = LayerRows(self.artifact, self.layer)
+        prepared = prepare_layer(rows, form.name, form.method, self.clock.device, residual=form.residual)
+        middle = lay_out(self.data, prepared.selector)
+        step = layer_step(
+            self.data, sparse_layer(self.data, middle, prepared.selector, DecodeConfig(form, Budget(share)))
+        )
+        # A method that searches only every `step` steps is timed over that many.
+        return self.clock.time(step, int(getattr(form.method, "step", 1))).median
+
+
+CUDA_BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+DenseForm = Callable[[torch.Tensor], torch.Tensor]
+"""Attention of queries [batch Hq, Q, D] to one layer's keys and values, without a mask; returns the same shape."""
+
+
+def dense_steps(data: LayerData) -> Iterator[tuple[str, Step]]:
+    """The forms of dense attention that torch can run here, by name, as steps with the layer's own query."""
+    for name, form in dense_forms(data):
+        yield name, partial(form, data.query)
+
+
+def dense_forms(data: LayerData) -> Iterator[tuple[str, DenseForm]]:
+    """The forms of one step of dense attention that torch can run here, by name.
+
+    `gqa` passes grouped heads to torch; `folded` passes a group's query heads as several queries of one KV head, which
+    is the same without a mask, and reads keys and values once for all questions. On a GPU each is tried with each of
+    torch's fused kernels. Allocates only what torch does.
+    """
+    backends: dict[str, SDPBackend | None] = {"": None}
+    if data.keys.is_cuda:
+        backends = dict(CUDA_BACKENDS)
+    for name, backend in backends.items():
+        for kind, form in (("gqa", _grouped(data)), ("folded", _folded(data))):
+            form = form if backend is None else _with_backend(form, backend)
+            if _runs(partial(form, data.query)):
+                yield f"sdpa {name} {kind}".replace("  ", " "), form
+
+
+def _by_sequence(rows: torch.Tensor, batch: int) -> torch.Tensor:
+    apart: torch.Tensor = rows.unflatten(0, (batch, -1))
+    return apart
+
+
+def _grouped(data: LayerData) -> DenseForm:
+    keys, values = _by_sequence(data.keys, data.batch), _by_sequence(data.values, data.batch)
+    scale = data.facts.softmax_scale
+
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        apart = _by_sequence(query, data.batch)
+        return scaled_dot_product_attention(apart, keys, values, scale=scale, enable_gqa=True).flatten(0, 1)
+
+    return attend
+
+
+def _folded(data: LayerData) -> DenseForm:
+    keys, values = _by_sequence(data.keys, data.batch), _by_sequence(data.values, data.batch)
+    scale = data.facts.softmax_scale
+
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        grouped = query.unflatten(0, (len(data.keys), -1))
+        apart = _by_sequence(grouped.flatten(1, 2), data.batch)
+        return scaled_dot_product_attention(apart, keys, values, scale=scale).reshape(grouped.shape).flatten(0, 1)
+
+    return attend
+
+
+def _with_backend(form: DenseForm, backend: SDPBackend) -> DenseForm:
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return form(query)
+
+    return attend
+
+
+def _runs(step: Step) -> bool:
+    """Whether torch can run this form with these tensors."""
+    try:
+        with warnings.catch_warnings():
+            # When a kernel is unavailable, torch also warns about every other one that was not tried.
+            warnings.simplefilter("ignore")
+            step()
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        return False
+    return True
+
+
+OWN = "sparsekv"
+
+
+class RefusedError(SparsekvError):
+    """A step has no output, or none that is finite, so that a time would mean nothing."""
+
+
+def refuse_unshared(method: Method, plan: LayerPlan, what: str) -> None:
+    """Raise RefusedError where questions cannot share a step of `what`."""
+    if not can_unite(method, plan.selector):
+        raise RefusedError(f"{what} leaves what differs from question to question")
+    if not plan.shareable:
+        raise RefusedError(f"{what} keeps something of one question, which others cannot share")
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """One step's time: median and quartiles in milliseconds; `timed` is graph, eager or wall clock.
+
+    `output_error` is relative to dense attention in float32; `kv_fraction` is of the middle's keys and values, index
+    included; `bandwidth` is in bytes per second; `floor_share` is the floor over the median; `speedup` is the fastest
+    dense form's median over this one's. Dense attention has no budget.
+    """
+
+    method: str
+    variant: str
+    context: int
+    batch: int
+    budget: float | int | None
+    budget_tokens: int
+    median_ms: float
+    lower_ms: float
+    upper_ms: float
+    runs: int
+    timed: str
+    speedup: float
+    kv_fraction: float
+    bytes: float
+    bandwidth: float
+    floor_ms: float
+    floor_share: float
+    output_error: float
+
+    @property
+    def name(self) -> str:
+        """The method and its variant."""
+        return f"{self.method} {self.variant}".strip()
+
+
+class Bench:
+    """Measures one layer; `copy` is the copy bandwidth for the floors, in bytes per second."""
+
+    @torch.inference_mode()
+    def __init__(self, data: LayerData, clock: Clock, copy: float):
+        self.data, self.clock, self.copy = data, clock, copy
+        self.exact = exact_output(data)
+        self.dense_ms = float("nan")
+        self.batch = data.batch * data.questions
+
+    @torch.inference_mode()
+    def dense(self) -> list[StepTiming]:
+        """Rows of all of torch's forms of dense attention, fastest first, which becomes the baseline of the others;
+        then our own dense attention, which decodes the layers that are not indexed."""
+        middle, keys = self.data.split.middle, self.data.keys
+        read = 2.0 * keys.shape[0] * keys.shape[1] * self.data.row_bytes()
+        timings = {name: self._timed(f"{DENSE} {name}", step) for name, step in dense_steps(self.data)}
+        self.dense_ms = min(timing.median for timing in timings.values())
+        order = sorted(timings, key=lambda name: timings[name].median)
+        own = layer_step(self.data, dense_layer(self.data))
+        timings[OWN] = self._timed(f"{DENSE} {OWN}", own)
+        less = {OWN: self.data.saved(2.0 * keys.shape[1])}
+        rows = ((name, timings[name], read - less.get(name, 0.0)) for name in (*order, OWN))
+        return [self._row(DENSE, name, None, middle, timing, bytes_read, 1.0) for name, timing, bytes_read in rows]
+
+    @torch.inference_mode()
+    def sparse(self, form: MethodSpec, context: MiddleContext, budgets: list[Budget]) -> Iterator[StepTiming]:
+        """A form at each budget, which chooses from `context`; call `dense` first.
+
+        Allocates a copy of the middle in the method's layout.
+
+        Raises:
+            RefusedError: its output is not finite, or several questions cannot share a step.
+        """
+        data = self.data
+        selector = form.method.prepare(context)
+        rows = lay_out(data, selector)
+        # A method that searches only every `step` steps is timed over that many.
+        cycle = int(getattr(form.method, "step", 1))
+        exact_rows = 2.0 * data.keys.shape[0] * (data.split.tokens - data.split.middle)
+        for budget in budgets:
+            layer = sparse_layer(data, rows, selector, DecodeConfig(form, budget))
+            step, named = layer_step(data, layer), form.title
+            if data.questions > 1:
+                refuse_unshared(form.method, layer.plan, self.named(named))
+            for _ in range(cycle):
+                self._check(f"{named} at {budget}", step())
+            chosen, dense = layer.plan.read.total(), layer.plan.read.dense
+            timing = self._timed(f"{named} at {budget}", step, cycle)
+            # What several questions choose together is not their budget, and is not told apart from an index's rows.
+            of_centroids = selector.rows_in_8_bits if isinstance(selector, CentroidsIn8Bits) else 0
+            in_8_bits = 2.0 * budget.tokens(data.split.middle) + of_centroids if data.questions == 1 else 0.0
+            read = (chosen / cycle + exact_rows) * data.row_bytes() - data.saved(in_8_bits)
+            layer.rewind()
+            yield self._row(form.name, form.variant, budget, data.split.middle, timing, read, chosen / dense)
+
+    def named(self, what: str) -> str:
+        """The name of a measurement, with context length and batch."""
+        return f"{what} over {self.data.split.tokens:,} tokens, batch {self.batch},"
+
+    def _timed(self, name: str, step: Step, cycle: int = 1) -> Timing:
+        timing = self.clock.time(step, cycle)
+        self._check(name, timing.output)
+        return timing
+
+    def _check(self, name: str, output: torch.Tensor) -> None:
+        if not bool(output.isfinite().all()):
+            raise RefusedError(f"{self.named(name)} gave an output that is not finite")
+
+    def _row(
+        self, name: str, variant: str, budget: Budget | None, middle: int, timing: Timing, read: float, fraction: float
+    ) -> StepTiming:
+        floor = 1000 * read / self.copy
+        return StepTiming(
+            method=name,
+            variant=variant,
+            context=self.data.split.tokens,
+            batch=self.batch,
+            budget=None if budget is None else budget.value,
+            budget_tokens=middle if budget is None else budget.tokens(middle),
+            median_ms=timing.median,
+            lower_ms=timing.lower,
+            upper_ms=timing.upper,
+            runs=self.clock.runs,
+            timed=timing.how,
+            speedup=self.dense_ms / timing.median,
+            kv_fraction=fraction,
+            bytes=read,
+            bandwidth=1000 * read / timing.median,
+            floor_ms=floor,
+            floor_share=floor / timing.median,
+            output_error=relative_error(timing.output, self.exact),
+        )
+
 
 Forms = Callable[[type[Method], MethodRecord | None], dict[str, Method]]
 """The forms of a method to time, by variant."""
@@ -27,7 +303,7 @@ class Timed:
     """Rows, and why others are missing; `copy_bandwidth` is in bytes a second."""
 
     copy_bandwidth: float
-    rows: list[Row] = field(default_factory=list)
+    rows: list[StepTiming] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
 
@@ -65,13 +341,13 @@ class Timer:
             try:
                 indexed = self.source.index(bench.data, name, self.built.get(name))
                 for variant, method in self.forms(self.methods[name], indexed.record).items():
-                    self._add(timed, bench.sparse(Form(name, variant, method), indexed.context, self.budgets))
+                    self._add(timed, bench.sparse(MethodSpec(name, variant, method), indexed.context, self.budgets))
             except RefusedError as error:
                 timed.refused.append(str(error))
             except torch.OutOfMemoryError:
                 timed.refused.append(f"{bench.named(name)} does not fit the memory of {bench.data.keys.device}")
 
-    def _add(self, timed: Timed, rows: Iterator[Row] | list[Row]) -> None:
+    def _add(self, timed: Timed, rows: Iterator[StepTiming] | list[StepTiming]) -> None:
         for row in rows:
             timed.rows.append(row)
             budget = "" if row.budget is None else f" at {Budget(row.budget)}"

@@ -7,23 +7,23 @@ from typing import Any
 
 import torch
 
+from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.models.device import choose_device
 from sparsekv.formats.models.load import DTYPES
-from sparsekv.runtime.benchmark.configs import head_dim, make_queries_alike, model_config, random_model
-from sparsekv.runtime.benchmark.end_to_end import ModelBench, ModelRow
-from sparsekv.runtime.benchmark.indexed_layers import LayerIndexer, index_mixture
-from sparsekv.runtime.benchmark.layer import LayerData
-from sparsekv.runtime.benchmark.layer_timer import check_runs, configured, machine
-from sparsekv.runtime.benchmark.mixture import ALIKE
-from sparsekv.runtime.benchmark.rows import RefusedError
-from sparsekv.runtime.benchmark.sources import Mixtures, Wanted, check_dtype
+from sparsekv.runtime.benchmark.end_to_end import (
+    ModelBench,
+    ModelRow,
+    head_dim,
+    make_queries_alike,
+    model_config,
+    random_model,
+)
+from sparsekv.runtime.benchmark.layer import ALIKE, LayerData
+from sparsekv.runtime.benchmark.layer_timer import RefusedError, check_runs, configured, machine
+from sparsekv.runtime.benchmark.sources import LayerIndexer, Mixtures, Wanted, check_dtype, index_mixture
 from sparsekv.runtime.decoding.compiled import check_mode, compile_layers
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.configure import refuse_unused
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Budget, MethodSpec, MiddleContext
+from sparsekv.runtime.selection.registry import methods, refuse_unused
 
 DEFAULT_METHODS, DISTINCT = ["multipole"], 2
 DEFAULT_CONFIG = {"cpu": "smollm2-135m", "cuda": "qwen3-8b"}
@@ -134,7 +134,7 @@ class ModelTimer:
             for variant, one in self.forms(method, None).items():
                 try:
                     contexts = [_context(data, self.built.get(name)) for data in bench.data]
-                    rows += bench.sparse(Form(name, variant, one), contexts, self.budgets)
+                    rows += bench.sparse(MethodSpec(name, variant, one), contexts, self.budgets)
                 except RefusedError as error:
                     self.refused.append(str(error))
         return rows

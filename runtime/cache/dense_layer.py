@@ -1,14 +1,17 @@
-"""Cache layers that attend to the whole stored context, or to a sliding window."""
+"""Cache layers that attend to the whole stored context or to a sliding window."""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
 
 import torch
 
-from sparsekv.kernels.attention.attention import Segment, attend, attend_once, causal_mask
+from sparsekv.kernels.attention.attention import Segment, attend, attend_once, causal_mask, of_last
 from sparsekv.kernels.attention.decode_attention import decode_attention
-from sparsekv.kernels.attention.shared_attention import of_last
 from sparsekv.kernels.attention.shared_decode import shared_decode
 from sparsekv.kernels.attention.types import RunRows
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.cache.stored_layer import StepRow, StoredLayer
+from sparsekv.runtime.cache.kv_store import Pair, placed, side_by_side, units_of
+from sparsekv.runtime.cache.stored_layer import DynamicSlot, StoredLayer
 
 
 class DenseLayer(StoredLayer):
@@ -33,7 +36,7 @@ class DenseLayer(StoredLayer):
         nothing = torch.empty(len(keys), 0, dtype=torch.int32, device=keys.device)
         return RunRows(keys, keys, nothing, None, 0), (keys, values)
 
-    def reserve(self, step_row: StepRow, tokens: int) -> None:
+    def reserve(self, step_row: DynamicSlot, tokens: int) -> None:
         super().reserve(step_row, tokens)
         if self.window is not None:
             self._join()
@@ -107,7 +110,7 @@ class DenseLayer(StoredLayer):
         runs = RunRows(self.keys, self.values, start, new - start, new)
         return attend_to(call, runs, (stored_keys, stored_values))
 
-    def _decode_at(self, step_row: StepRow, call: AttentionCall) -> torch.Tensor:
+    def _decode_at(self, step_row: DynamicSlot, call: AttentionCall) -> torch.Tensor:
         """The same when the number of new rows is on the device, in `step_row`."""
         assert self.keys is not None
         assert self.values is not None
@@ -135,3 +138,45 @@ def attend_to(
     query = call.query[:, 0].unflatten(0, (Hk, -1))
     how = call.softmax_scale, call.softcap, sinks
     return decode_attention(query, runs, exact, (), *how, exact_count=exact_count).flatten(0, 1)[:, None]
+
+
+class DenseLayerIn8Bits(DenseLayer):
+    """Attends to the whole stored context, to the numbers where they lie, on any device; without a window.
+
+    Args:
+        stored: gives the tensors of a context's file in 8 bits, on the model's device; called once, at the first use.
+        nothing: [Hk, 0, D], on that device and of the model's dtype.
+        tokens: how many are stored.
+    """
+
+    def __init__(self, stored: Callable[[], Mapping[str, torch.Tensor]], nothing: torch.Tensor, tokens: int):
+        super().__init__(nothing, nothing)
+        self.stored, self._read, self._nothing = tokens, stored, nothing
+
+    @cached_property
+    def _tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._read()
+
+    @cached_property
+    def _runs(self) -> RunRows:
+        rows = placed(side_by_side(self._tensors), self._tensors, units_of(self._tensors["value_scales"]))
+        every = torch.arange(self.stored, dtype=torch.int32, device=self._nothing.device)
+        every = every.expand(len(self._nothing), -1)
+        return RunRows(rows.keys, rows.values, every, None, self.stored, scales=rows.scales)
+
+    def shared(self) -> tuple[RunRows, Pair]:
+        return self._runs, (self._nothing, self._nothing)
+
+    def attend_before(self, call: AttentionCall, new: Pair) -> torch.Tensor:
+        return self.attend_in_place(call, new)
+
+    def _attend_once(self, call: AttentionCall) -> torch.Tensor:
+        return self._decode(call)
+
+    def _decode(self, call: AttentionCall) -> torch.Tensor:
+        return attend_to(call, self._runs, self.exact_rows())
+
+    def _decode_at(self, step_row: DynamicSlot, call: AttentionCall) -> torch.Tensor:
+        assert self.keys is not None
+        assert self.values is not None
+        return attend_to(call, self._runs, (self.keys, self.values), step_row.count)

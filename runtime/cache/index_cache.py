@@ -1,16 +1,49 @@
 """The KV cache of a model that decodes over a stored context, made of dense and sparse layers."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import Cache
 
-from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.errors import IdentityError, SparsekvError
+from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.cache.built_layers import BuiltLayers
-from sparsekv.runtime.cache.graphs import ModelGraph
-from sparsekv.runtime.cache.read_rows import read_share, total_read
-from sparsekv.runtime.cache.stored_layer import StepRow, StoredLayer
+from sparsekv.runtime.cache.buffers import ModelGraph, read_share, total_read
+from sparsekv.runtime.cache.stored_layer import DynamicSlot, StoredLayer
+
+
+class BuiltLayers:
+    """Compares the first call of each layer with the facts of the layer in the manifest.
+
+    The probe runs the model's own attention. Ours gets a layer's scale, soft cap, window and sinks from transformers
+    and cannot know if a version of it passes them on otherwise than the version that the index was built with.
+    """
+
+    def __init__(self, layers: Sequence[LayerFacts] = ()):
+        self._left = dict(enumerate(layers))
+
+    def check(self, call: AttentionCall) -> None:
+        """Raise IdentityError where the layer's first call differs; each later call costs a look-up."""
+        if (facts := self._left.pop(call.layer, None)) is None:
+            return
+        same_scale = math.isclose(facts.softmax_scale, call.softmax_scale, rel_tol=1e-6)
+        compared: tuple[tuple[str, object, object], ...] = (
+            ("softmax scale", facts.softmax_scale, facts.softmax_scale if same_scale else call.softmax_scale),
+            ("soft cap", facts.softcap, call.softcap),
+            ("sliding window", facts.sliding_window, call.window),
+            ("attention sinks", facts.attention_sinks, call.sink_logits is not None),
+        )
+        for what, built, found in compared:
+            if built != found:
+                raise IdentityError(
+                    f"{what} of layer {call.layer}",
+                    built,
+                    found,
+                    "use the versions of transformers and sparsekv that it was built with, or build it again, with "
+                    "--force",
+                )
 
 
 @dataclass(frozen=True)
@@ -27,8 +60,8 @@ class LayerStats:
 class IndexCache(Cache):
     """Stored layers as a transformers cache; `attend` is the attention function to route a model's calls to.
 
-    Between `reserve` and `release` each layer appends one row per step, where a `StepRow`, on the device, says, so that
-    the step can be captured as a CUDA graph. `graph` is the last one captured; `capturing` is False once a
+    Between `reserve` and `release` each layer appends one row per step, where a `DynamicSlot`, on the device, says, so
+    that the step can be captured as a CUDA graph. `graph` is the last one captured; `capturing` is False once a
     capture has failed. `rewinds` counts the questions that were begun: whoever shares the rows looks.
     """
 
@@ -70,7 +103,7 @@ class IndexCache(Cache):
         """Switch to one row per step, with capacity for `tokens` of them; may reallocate the buffers."""
         for number, layer in enumerate(self.stored_layers):
             one = slice(number, number + 1)
-            layer.reserve(StepRow(self.rows[one], self.counts[one]), tokens)
+            layer.reserve(DynamicSlot(self.rows[one], self.counts[one]), tokens)
         used = torch.tensor([layer.used for layer in self.stored_layers])
         self.rows.copy_(used)
         self.counts.copy_(used + 1)
@@ -80,7 +113,7 @@ class IndexCache(Cache):
         return min(layer.room_left() for layer in self.stored_layers)
 
     def advance_on_device(self) -> None:
-        """Move each layer's `StepRow` on by one: the device part of a step's end, captured with the step."""
+        """Move each layer's `DynamicSlot` on by one: the device part of a step's end, captured with the step."""
         self.rows += 1
         self.counts += 1
 

@@ -1,16 +1,117 @@
-"""Storage of the middle's keys and values during decoding: on the device, in host memory, or in the index's files."""
+"""Storage of the middle's keys and values during decoding: on the device, in host memory, or mapped from the index."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
-from sparsekv.formats.context_rows import Pair as Pair
-from sparsekv.formats.errors import UsageError
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.suggestions import choose_one
-from sparsekv.kernels.common.eight_bits import RowScales
-from sparsekv.runtime.cache.growing import GrowingRows
+from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.formats.index.context_rows import (
+    NAMES,
+    OF_CHANNELS,
+    OF_TOKENS,
+    ContextRows,
+    Int8Stored,
+    Name,
+    context_rows,
+    numbers_of,
+    quantise,
+    with_restored_centroids,
+)
+from sparsekv.formats.index.context_rows import Pair as Pair
+from sparsekv.formats.index.layout import check_values
+from sparsekv.formats.index.reader import CPU, Artifact
+from sparsekv.kernels.common.eight_bits import Int8Kernel, RowScales
+from sparsekv.runtime.cache.buffers import GrowingRows
+
+
+@dataclass
+class LayerRows:
+    """Keys and values [Hk, N, D] of one layer, held for each device from first use to `release`.
+
+    On a CPU they are views of one mapping of the index's file, so that whoever releases the pages of one view releases
+    those of all. On a GPU they are a copy of what is stored: 0.5 GB for a layer of an 8B at 131,072 tokens in bfloat16,
+    half of that in 8 bits; or, once `on` has restored these, of what they mean in the index's dtype.
+    """
+
+    artifact: Artifact
+    layer: int
+    _stored: dict[torch.device, ContextRows] = field(default_factory=dict)
+    _restored: dict[torch.device, Pair] = field(default_factory=dict)
+
+    @property
+    def stored(self) -> ContextRows:
+        """The rows as they are stored, mapped."""
+        return self.stored_on(CPU)
+
+    def stored_on(self, device: torch.device) -> ContextRows:
+        """The rows as they are stored: mapped on a CPU, copied to a GPU."""
+        if device not in self._stored:
+            self._stored[device] = self.artifact.context_rows(self.layer, device)
+        return self._stored[device]
+
+    @property
+    def mapped_keys(self) -> tuple[torch.Tensor, ...]:
+        """The views of the index's file that keys are read from on a CPU."""
+        return tuple(rows for name, rows in self.stored.tensors.items() if name.startswith("key"))
+
+    def on(self, device: torch.device) -> Pair:
+        """Keys and values on a device, in the index's dtype."""
+        if device not in self._restored:
+            stored = self.stored_on(device)
+            self._restored[device] = stored.part(slice(None))
+            if device.type != "cpu" and isinstance(stored, Int8Stored):
+                del self._stored[device]
+        return self._restored[device]
+
+    def part(self, tokens: slice, device: torch.device) -> Pair:
+        """Keys and values [Hk, T, D] of consecutive tokens on a device, in the index's dtype; only theirs are
+        restored, and not held."""
+        if device not in self._restored:
+            return self.stored_on(device).part(tokens)
+        keys, values = self._restored[device]
+        return keys[:, tokens], values[:, tokens]
+
+    def middle_keys(self, device: torch.device) -> torch.Tensor:
+        """[Hk, M, D]; on a GPU a copy, so that `release` frees all other rows."""
+        return self._middle("keys", device)
+
+    def middle_values(self, device: torch.device) -> torch.Tensor:
+        """[Hk, M, D]; on a GPU a copy, so that `release` frees all other rows."""
+        return self._middle("values", device)
+
+    def _middle(self, name: Name, device: torch.device) -> torch.Tensor:
+        split = self.artifact.manifest.split
+        tokens = slice(split.sinks, split.sinks + split.middle)
+        if device in self._restored:
+            rows = self._restored[device][NAMES.index(name)][:, tokens]
+        else:
+            rows = self.stored_on(device).some(name, tokens)
+        return rows if device.type == "cpu" else rows.contiguous()
+
+    def observed_queries(self, device: torch.device) -> torch.Tensor:
+        """[Hk, G, W, D]: the queries of the tail's first half."""
+        heads, _ = self.artifact.heads_and_channels(self.layer)
+        first_half = self.artifact.queries(self.layer, device)["tail"][:, : self.artifact.manifest.split.tail // 2]
+        return first_half.reshape(heads, -1, *first_half.shape[1:])
+
+    def method_tensors(self, name: str, device: torch.device) -> dict[str, torch.Tensor]:
+        """Tensors that a method of the index built for this layer, whose values are checked.
+
+        Raises:
+            ArtifactError: they hold what no build of ours writes.
+        """
+        tensors = self.artifact.method_tensors(name, self.layer, device)
+        what = f"layer {self.layer} of {name} of {self.artifact.folder}"
+        check_values(tensors, self.artifact.manifest.split, what)
+        return tensors
+
+    def release(self) -> None:
+        """Let go of the rows."""
+        self._restored.clear()
+        self._stored.clear()
+
 
 PLACEMENTS = ("device", "host", "disk")
 EVERY = slice(None)
@@ -205,3 +306,149 @@ def _in_words(rows: torch.Tensor) -> torch.Tensor:
     """Rows [Hk, M, D] as numbers of 8 bytes where they fit: a GPU looks every number's place up by itself."""
     fits = rows.dim() == 3 and rows.shape[2] * rows.itemsize % 8 == 0 and rows[0, :1].is_contiguous()
     return rows.view(torch.int64) if fits else rows
+
+
+@dataclass
+class MappedRows(MiddleRows):
+    """Rows that are gathered from the mapping, one by one, by whatever asks for some of them.
+
+    The first call that wants them in place or changes them, or many of them in a layout, copies them once; nothing is
+    allocated before that, so an index opens without it, and a method whose steps gather never copies.
+
+    Args:
+        stored: keys and values [Hk, N, D] on the CPU, in order of position; in 8 bits, they are restored as they are
+            gathered.
+        middle: which of the N are the middle.
+        order: [Hk, M], the layout; None for order of position.
+        dtype: the model's.
+    """
+
+    stored: ContextRows
+    middle: slice
+    order: torch.Tensor | None
+    dtype: torch.dtype
+    reachable: bool = True
+    _laid_out: MemoryRows | None = field(default=None, init=False)
+
+    @property
+    def used(self) -> int:  # type: ignore[override]
+        return self.middle.stop - self.middle.start if self._laid_out is None else self._laid_out.used
+
+    def gather(self, rows: torch.Tensor) -> Pair:
+        if self._laid_out is not None:
+            return self._laid_out.gather(rows)
+        tokens = rows if self.order is None else self.order.gather(1, rows)
+        keys, values = self.stored.gather(tokens, self.middle.start)
+        return keys.to(self.dtype), values.to(self.dtype)
+
+    def in_place(self) -> PlacedRows | None:
+        return self._in_memory().in_place()
+
+    def from_row(self, start: int, heads: slice | torch.Tensor = EVERY) -> Pair:
+        if self._laid_out is not None or self.order is not None:
+            return self._in_memory().from_row(start, heads)
+        keys, values = self._from_token(start)
+        return keys[heads], values[heads]
+
+    def in_any_order(self) -> Pair:
+        return self._from_token(0) if self._laid_out is None else self._laid_out.from_row(0)
+
+    def _from_token(self, start: int) -> Pair:
+        """Keys and values of the middle's tokens from `start` on."""
+        keys, values = self.stored.part(slice(self.middle.start + start, self.middle.stop))
+        return keys.to(self.dtype), values.to(self.dtype)
+
+    def rewrite(self, start: int, new: Pair | None, order: torch.Tensor) -> None:
+        self._in_memory().rewrite(start, new, order)
+
+    def _in_memory(self) -> MemoryRows:
+        if self._laid_out is None:
+            keys, values = (rows.to(self.dtype) for rows in self.stored.part(self.middle))
+            self._laid_out = MemoryRows(keys, values, self.order, keys.device)
+        return self._laid_out
+
+
+LEAST_UNIT = 1e-30
+
+
+class Int8Middle(MiddleRows):
+    """Rows that stay in 8 bits, half the memory of bfloat16; whatever gathers some gets them restored.
+
+    Allocates a copy of the numbers and their scales in the layout. Appended rows are rounded to 8 bits too.
+
+    Args:
+        stored: the tensors of a context's file in 8 bits, of the middle's M tokens, on the model's device.
+        order: [Hk, M], the layout; None for order of position.
+        dtype: the model's.
+    """
+
+    def __init__(self, stored: Mapping[str, torch.Tensor], order: torch.Tensor | None, dtype: torch.dtype):
+        self.rows = {name: GrowingRows(lay_out(rows, order)) for name, rows in side_by_side(stored).items()}
+        self.channels = {name: stored[name] for name in OF_CHANNELS}
+        self.units, self.dtype, self.reachable = units_of(stored["value_scales"]), dtype, True
+
+    @property
+    def used(self) -> int:  # type: ignore[override]
+        return self.rows["keys"].used
+
+    @property
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        keys, values, scales = (self.rows[name].buffer for name in ("keys", "values", "scales"))
+        named = {"keys": keys, "values": values, "key_scales": scales[..., 0], "value_scales": scales[..., 1]}
+        return named | self.channels
+
+    def gather(self, rows: torch.Tensor) -> Pair:
+        return context_rows(self._buffers, self.dtype).gather(rows)
+
+    def in_place(self) -> PlacedRows:
+        return placed({name: rows.buffer for name, rows in self.rows.items()}, self.channels, self.units)
+
+    def from_row(self, start: int, heads: slice | torch.Tensor = EVERY) -> Pair:
+        of_heads = {name: rows[heads] for name, rows in self._buffers.items()}
+        return context_rows(of_heads, self.dtype).part(slice(start, self.used))
+
+    def rewrite(self, start: int, new: Pair | None, order: torch.Tensor) -> None:
+        added = None if new is None else side_by_side(quantise(*new, like=self.channels))
+        for name, rows in self.rows.items():
+            old = rows.rows[:, start:]
+            among = old if added is None else torch.cat([old, added[name].to(old)], 1)
+            rows.write(start, lay_out(among, order.to(old.device)))
+        self.units = units_of(self.rows["scales"].rows[..., 1])
+
+
+def of_tokens(stored: Mapping[str, torch.Tensor], tokens: slice) -> dict[str, torch.Tensor]:
+    """Those tensors for some of the tokens alone; views."""
+    return {name: stored[name][:, tokens] for name in OF_TOKENS} | {name: stored[name] for name in OF_CHANNELS}
+
+
+def side_by_side(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """keys, values [Hk, N, D], and scales [Hk, N, 2] of both, a copy: what has something of each token."""
+    scales = torch.stack([stored["key_scales"], stored["value_scales"]], 2)
+    return {"keys": stored["keys"], "values": stored["values"], "scales": scales}
+
+
+def units_of(value_scales: torch.Tensor) -> torch.Tensor:
+    """The units [Hk] of `RowScales`: the mean, which one outlier hardly moves, and no token's scale is far from it."""
+    # So that what is over it stays a number: values beside that are not in 8 bits.
+    return value_scales.float().abs().mean(1).nan_to_num().clamp(min=LEAST_UNIT)  # of no rows the mean is no number
+
+
+def read_centroids(
+    stored: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], Int8Kernel | None]:
+    """A method's tensors of one layer, with the centroids in a dtype that 8 bits mean, and these as kernels take them;
+    None where centroids are not in 8 bits. Allocates the centroids, and their scales side by side."""
+    numbers, tensors = numbers_of(stored), with_restored_centroids(stored, dtype)
+    if numbers is None:
+        return tensors, None
+    # Who reads centroids of values reads those of keys too, but not the other way round.
+    both = {"values": numbers["keys"], "value_scales": numbers["key_scales"]} | numbers
+    rows = placed(side_by_side(both), both, units_of(both["value_scales"]))
+    assert rows.scales is not None
+    return tensors, Int8Kernel(rows.keys, rows.values, rows.scales)
+
+
+def placed(rows: Mapping[str, torch.Tensor], channels: Mapping[str, torch.Tensor], units: torch.Tensor) -> PlacedRows:
+    """Rows that are `side_by_side`, as kernels take them, with their `units_of`."""
+    scales = RowScales(rows["scales"], channels["channel_scales"], channels["channel_offsets"], units)
+    return PlacedRows(rows["keys"], rows["values"], scales)

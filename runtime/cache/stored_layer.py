@@ -6,7 +6,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.cache.read_rows import ReadRows
+from sparsekv.runtime.cache.buffers import ReadRows
 
 FIRST_NEW_ROWS = 64
 MissedShares = tuple[float, float, float]
@@ -14,7 +14,7 @@ MissedShares = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
-class StepRow:
+class DynamicSlot:
     """Where a decode step writes its row: `row` [1] int64, and `count` [1] int32, the number of rows including it. Both
     are on the device, so that each replay of a captured step writes to another row."""
 
@@ -40,7 +40,7 @@ class StoredLayer(CacheLayerMixin):
     def __init__(self, stored: int, first_keys: torch.Tensor, first_values: torch.Tensor):
         super().__init__()  # type: ignore[no-untyped-call]
         self.stored, self.first, self.used = stored, first_keys.shape[1], first_keys.shape[1]
-        self.step_row: StepRow | None = None
+        self.step_row: DynamicSlot | None = None
         self.prompt_tokens = 0
         rows = self.first + FIRST_NEW_ROWS
         # Zeros, because masked rows must still be finite numbers.
@@ -72,7 +72,7 @@ class StoredLayer(CacheLayerMixin):
         self.values[:, start : self.used] = value_states.flatten(0, 1)
         return key_states, value_states
 
-    def reserve(self, step_row: StepRow, tokens: int) -> None:
+    def reserve(self, step_row: DynamicSlot, tokens: int) -> None:
         """Switch to one row per step, written to `step_row`, with buffers that have capacity for `tokens` more rows."""
         assert self.keys is not None
         assert self.values is not None

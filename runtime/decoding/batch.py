@@ -14,38 +14,40 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.rope import rope_depends_on_length
-from sparsekv.kernels.common.cache_argument import with_cache
+from sparsekv.kernels.common.given_rows import with_cache
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.config import Dense
-from sparsekv.runtime.attention.packed_layers import packed_layer
-from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.attention.sparse_layer import SparseLayer, packed_layer
+from sparsekv.runtime.cache.buffers import read_share, total_read
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.cache.packed_cache import PackedCache
-from sparsekv.runtime.cache.read_rows import read_share, total_read
-from sparsekv.runtime.cache.slots import PackedStep, Piece
-from sparsekv.runtime.decoding.endings import answer_text, ending_tokens, finish_reason
-from sparsekv.runtime.decoding.exclusive import exclusive
-from sparsekv.runtime.decoding.few_rows_linear import all_cores
-from sparsekv.runtime.decoding.finite_logits import NotFiniteError
-from sparsekv.runtime.decoding.free_cores import free_cores
-from sparsekv.runtime.decoding.generate import Answer, Sampling, answer_room
+from sparsekv.runtime.cache.packed_cache import PackedCache, PackedStep, Piece
+from sparsekv.runtime.decoding.generate import (
+    Answer,
+    NotFiniteError,
+    Sampling,
+    answer_room,
+    answer_text,
+    ending_tokens,
+    finish_reason,
+)
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import warpers
-from sparsekv.runtime.decoding.shared_step import SharedStep
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.union import can_unite
+from sparsekv.runtime.decoding.step import SharedStep
+from sparsekv.runtime.decoding.threads import all_cores, exclusive, free_cores
+from sparsekv.runtime.selection.interface import MethodSpec
+from sparsekv.runtime.selection.wrappers import can_unite
 
 QUESTION_TOKENS = 2048
 """Questions that begin in one step have at most so many tokens together, or else one of them begins alone. With 512 of
 them a GPU waits for the host, which asks for as many operations whatever their number."""
 
 
-def why_alone(index: OpenIndex, attention: Form | Dense, cache: IndexCache) -> str:
+def why_alone(index: OpenIndex, attention: MethodSpec | Dense, cache: IndexCache) -> str:
     """Why several questions cannot share a step; empty where they can."""
     if rope_depends_on_length(index.artifact.manifest.rope.parameters):
         return "this model turns keys by the length of a sequence, and sequences in a step have several lengths"
     plans = [layer.plan for layer in cache.stored_layers if isinstance(layer, SparseLayer)]
-    if isinstance(attention, Form) and not all(can_unite(attention.method, plan.selector) for plan in plans):
+    if isinstance(attention, MethodSpec) and not all(can_unite(attention.method, plan.selector) for plan in plans):
         return "what stands for the tokens that this method leaves differs from question to question"
     if not all(plan.shareable for plan in plans):
         return (

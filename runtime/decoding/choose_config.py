@@ -4,18 +4,14 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from sparsekv.formats.documents.document_hints import tune_hint
 from sparsekv.formats.errors import ArtifactError, UsageError
-from sparsekv.formats.hints import tune_hint
-from sparsekv.formats.parameters import given_parameters
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import Defaults
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import Defaults, given_parameters
 from sparsekv.runtime.attention.config import QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.decoding.prepare import residual_source
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.configure import configure, refuse_unused
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.interface import Method
-from sparsekv.runtime.selection.registry import DENSE, method_of, methods, methods_of
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
+from sparsekv.runtime.selection.registry import DENSE, configure, method_of, methods, methods_of, refuse_unused
 
 
 def choose_config(
@@ -134,7 +130,7 @@ def _named(
     method = configure(kind, parameters)
     if isinstance(method, Dense):
         return DecodeConfig(method)
-    return DecodeConfig(Form(name, "", method, residual), budget or Budget(method.default_budget))
+    return DecodeConfig(MethodSpec(name, "", method, residual), budget or Budget(method.default_budget))
 
 
 def _default(artifact: Artifact, defaults: Defaults) -> DecodeConfig:
@@ -147,7 +143,7 @@ def _default(artifact: Artifact, defaults: Defaults) -> DecodeConfig:
             f"the default of {artifact.folder}, {defaults.method}, cannot run any more: {error}; run "
             f"{tune_hint(artifact.folder, anew)} again, or choose with --method"
         ) from None
-    form = Form(defaults.method, defaults.variant, configured, defaults.residual)
+    form = MethodSpec(defaults.method, defaults.variant, configured, defaults.residual)
     return DecodeConfig(
         form,
         Budget(defaults.budget),

@@ -13,9 +13,8 @@ from weakref import WeakSet
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.suggestions import choose_one
-from sparsekv.formats.user_cache import cache_root
+from sparsekv.formats.errors import SparsekvError, UsageError, choose_one
+from sparsekv.formats.user.cache import cache_root
 
 if TYPE_CHECKING:  # the options of `generate` are read from here, and its --help needs no transformers
     from transformers import PreTrainedModel

@@ -4,16 +4,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sparsekv.formats.models.identify import identify
-from sparsekv.formats.models.load import LoadedModel, load_model
-from sparsekv.formats.models.named import named_by_index, remember
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.models.embedded import named_by_index, remember
+from sparsekv.formats.models.load import LoadedModel, identify, load_model
 from sparsekv.kernels.common.first_calls import make_first_calls
-from sparsekv.runtime.decoding.early_reading import EarlyReading
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
+from sparsekv.runtime.decoding.prepare import EarlyReading
 
 if TYPE_CHECKING:  # torch.distributed is for ranks alone
-    from sparsekv.formats.ranks.ranks import Ranks
+    from sparsekv.formats.distributed.group import Ranks
 
 
 def load_and_open(
@@ -51,7 +50,7 @@ def load_and_open(
         remember(loaded.name)
     loaded_in(time.perf_counter() - started)
     if ranks is not None:
-        from sparsekv.runtime.decoding.share import open_share  # here: it imports torch.distributed
+        from sparsekv.runtime.decoding.distributed import open_share  # here: it imports torch.distributed
 
         return open_share(artifact, loaded, ranks, hold=hold)
     its, files = identify(loaded, artifact.manifest), loaded.tokenizer_files
@@ -63,7 +62,7 @@ def _load(
 ) -> LoadedModel:
     manifest = artifact.manifest
     if ranks > 1:
-        from sparsekv.kernels.ranks.row_style import sum_in_one_launch  # here: it imports torch.distributed
+        from sparsekv.kernels.distributed.row_style import sum_in_one_launch  # here: it imports torch.distributed
 
         sum_in_one_launch()
     return load_model(

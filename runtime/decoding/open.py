@@ -1,34 +1,132 @@
-"""Opening an index with its model: the identity checks, the probe, and the caches for decoding."""
+"""Opening an index with its model: identity checks, GPU memory, the probe, and the caches for decoding."""
 
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
+from torch.nn.functional import pad
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
-from sparsekv.formats.context_rows import Int8Rows
-from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.identity import check_model, check_tokenizer
-from sparsekv.formats.manifest import REBUILD
+from sparsekv.formats.device import MemoryPlan, device_memory, model_bytes
+from sparsekv.formats.errors import ArtifactError, IdentityError
+from sparsekv.formats.index.context_rows import Int8Stored, row_bytes
+from sparsekv.formats.index.identity import check_model, check_tokenizer
+from sparsekv.formats.index.manifest import REBUILD, difference, is_over_exact, probe_tolerance
+from sparsekv.formats.index.reader import CPU, Artifact
+from sparsekv.formats.index.schema import Manifest, ModelIdentity, Split, TokenizerIdentity
 from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.reader import CPU, Artifact
-from sparsekv.formats.schema import ModelIdentity, Split, TokenizerIdentity
+from sparsekv.kernels.common.given_rows import RowPair, Rows, logits_over_rows
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.attention.executors import GatherMaker
-from sparsekv.runtime.cache.built_layers import BuiltLayers
-from sparsekv.runtime.cache.dense_layer import DenseLayer
-from sparsekv.runtime.cache.dense_layer_in_8_bits import DenseLayerIn8Bits
-from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.cache.kv_store import Pair
-from sparsekv.runtime.cache.layer_rows import LayerRows
-from sparsekv.runtime.cache.rows_in_8_bits import of_tokens
+from sparsekv.runtime.cache.dense_layer import DenseLayer, DenseLayerIn8Bits
+from sparsekv.runtime.cache.index_cache import BuiltLayers, IndexCache
+from sparsekv.runtime.cache.kv_store import LayerRows, Pair, of_tokens
 from sparsekv.runtime.cache.stored_layer import StoredLayer
-from sparsekv.runtime.decoding.early_reading import EarlyReading
-from sparsekv.runtime.decoding.prepare import PreparedMethod, files_read
-from sparsekv.runtime.decoding.probe import behind_zeros, compare_probe
-from sparsekv.runtime.decoding.room import check_room
+from sparsekv.runtime.decoding.prepare import EarlyReading, PreparedMethod, files_read
 from sparsekv.runtime.decoding.sparse_layers import SparseLayers, search_device
+from sparsekv.runtime.decoding.threads import all_cores
+
+REMEDY = (
+    "spread the model over several GPUs with --gpus, or ask with `generate` or `chat` by a sparse method and "
+    "--placement host"
+)
+
+
+def plan_opening(artifact: Artifact, model: nn.Module) -> MemoryPlan:
+    """What a model and an index's keys and values take, in the model's dtype or in 8 bits; of a layer with a sliding
+    window those in it, in the model's dtype."""
+    size, tokens, rows = next(model.parameters()).itemsize, artifact.manifest.split.tokens, 0
+    for layer, facts in enumerate(artifact.manifest.layers):
+        heads, channels = artifact.heads_and_channels(layer)
+        in_8_bits = artifact.manifest.kv_storage is not None and facts.sliding_window is None
+        row = row_bytes(channels) if in_8_bits else channels * size
+        rows += 2 * heads * row * min(tokens, facts.sliding_window or tokens)
+    return MemoryPlan(model_bytes(model), rows)
+
+
+def check_room(artifact: Artifact, model: nn.Module) -> None:
+    """Raise SparsekvError where an index's keys and values do not fit beside the model on its GPU."""
+    memory = device_memory(model)
+    if memory is not None:
+        plan_opening(artifact, model).check(memory, REMEDY)
+
+
+ROW_TOLERANCE = 4
+"""How many times as far as logits, relatively, a layer's rows of one token may be from the stored ones: rounding adds
+up over layers."""
+
+
+def compare_probe(artifact: Artifact, model: PreTrainedModel, last: int, rows: Rows) -> None:
+    """Compute the logits after the last prompt token and compare them with those that the index stores.
+
+    The model runs its own attention, in which none of ours takes part, so that a model with a mask of its own is
+    refused whatever ours does with it. It attends to the token's stored rows too, which are compared with those that it
+    computes.
+
+    Args:
+        last: the token's id.
+        rows: returns a layer's stored keys and values of all tokens.
+
+    Raises:
+        IdentityError: they differ beyond rounding, so the index was built with another model, or with one that attended
+            otherwise.
+        ArtifactError: its tensors have other sizes than the model's.
+    """
+    compared: list[RowPair] = []
+
+    def given(layer: int, own: RowPair) -> RowPair:
+        _check_heads(artifact, layer, own[0])
+        stored = rows(layer, own)
+        compared.append((_apart(own[0], stored[0]), _apart(own[1], stored[1])))
+        return stored
+
+    manifest = artifact.manifest
+    with all_cores(model):
+        logits = logits_over_rows(model, torch.tensor([last]), manifest.split.tokens - 1, given)[-1]
+    off = difference(manifest.probe, logits)
+    if not off <= probe_tolerance(manifest, model.dtype, over_exact=is_over_exact(manifest)):
+        stored, found = f"{manifest.probe.logits[0]:.4f} at its top", f"{logits[manifest.probe.token_ids[0]]:.4f}"
+        raise _other(manifest, "logits", stored, f"{found}, {off:.1%} away")
+    if manifest.kv_storage is not None:  # rounding may choose another expert for the token, whose rows then are others
+        return
+    rows_off = float(torch.stack([torch.stack(pair) for pair in compared]).amax())
+    if not rows_off <= ROW_TOLERANCE * probe_tolerance(manifest, model.dtype, over_exact=False):
+        raise _other(manifest, "keys and values", "the stored ones", f"{rows_off:.1%} away")
+
+
+def behind_zeros(pair: RowPair, first: int) -> RowPair:
+    """Keys and values [Hk, T, D] with `first` rows of zeros before them; the rows themselves, if none."""
+    return pair if not first else (pad(pair[0], (0, 0, first, 0)), pad(pair[1], (0, 0, first, 0)))
+
+
+def _other(manifest: Manifest, part: str, stored: str, found: str) -> IdentityError:
+    return IdentityError(
+        f"the probe ({part} of the last prompt token over the stored context)",
+        stored,
+        found,
+        "these are other weights, or the model masks other tokens than it did: use the model it was built with "
+        f"(--model {manifest.model.id}) or build the index again for this one",
+    )
+
+
+def _apart(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """How far a token's rows [Hk, 1, D] are from the last stored ones [Hk, T, D], relative to these."""
+    last = stored[:, -1:].float()
+    apart: torch.Tensor = (own.float() - last).norm() / last.norm().clamp(min=torch.finfo(torch.float32).tiny)
+    return apart
+
+
+def _check_heads(artifact: Artifact, layer: int, keys: torch.Tensor) -> None:
+    """Raise ArtifactError where a layer's tensors have other sizes than the model's: files may say what they like."""
+    layers, (heads, _, channels) = len(artifact.manifest.layers), keys.shape
+    if layer >= layers:
+        raise ArtifactError(f"{artifact.folder} has {layers} layers, and the model more; {REBUILD}")
+    if (found := artifact.heads_and_channels(layer)) != (heads, channels):
+        has, wants = f"{found[0]} heads of {found[1]} channels", f"{heads} of {channels}"
+        raise ArtifactError(f"layer {layer} of {artifact.folder} has {has}, and the model {wants}; {REBUILD}")
+
 
 AHEAD = 2
 """Layers that are read to a GPU at a time: the second is begun before the last pieces of the first are there."""
@@ -130,7 +228,7 @@ class OpenIndex:
         """A dense layer; with a sliding window only of the rows that the next token can see."""
         first, window = self._first_seen(layer, tokens), self._window(layer)
         held = self.take_rows(layer)
-        if window is None and self.device.type == "cuda" and isinstance(held.stored_on(self.device), Int8Rows):
+        if window is None and self.device.type == "cuda" and isinstance(held.stored_on(self.device), Int8Stored):
             stored = of_tokens(held.stored_on(self.device).tensors, slice(tokens))
             nothing = torch.empty(len(stored["keys"]), 0, stored["keys"].shape[2], dtype=self.dtype, device=self.device)
             return DenseLayerIn8Bits(lambda: stored, nothing, tokens)

@@ -6,14 +6,12 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.kernels.common.cache_argument import with_cache
+from sparsekv.kernels.common.given_rows import with_cache
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.decoding.exclusive import exclusive
-from sparsekv.runtime.decoding.few_rows_linear import all_cores
-from sparsekv.runtime.decoding.free_cores import free_cores
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.threads import all_cores, exclusive, free_cores
 
 DENSE_CHUNK = 256  # tokens per forward pass without sparse layers; the logits are [256, vocabulary]
 

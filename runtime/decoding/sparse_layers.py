@@ -6,19 +6,24 @@ from typing import Any
 
 import torch
 
-from sparsekv.formats.context_rows import Int8Rows
-from sparsekv.formats.pages import release_pages
-from sparsekv.formats.reader import CPU, Artifact
-from sparsekv.formats.schema import Split
-from sparsekv.runtime.attention.config import DecodeConfig, QuestionPrefill
+from sparsekv.formats.device import release_pages
+from sparsekv.formats.index.context_rows import Int8Stored
+from sparsekv.formats.index.reader import CPU, Artifact
+from sparsekv.formats.index.schema import Split
+from sparsekv.runtime.attention.config import DecodeConfig, QuestionPrefill, QuestionSearch
 from sparsekv.runtime.attention.executors import GatherMaker
 from sparsekv.runtime.attention.plan import LayerParts, plan_layer
-from sparsekv.runtime.attention.question import QuestionSearch
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
-from sparsekv.runtime.cache.kv_store import DiskRows, MemoryRows, MiddleRows, Pair
-from sparsekv.runtime.cache.layer_rows import LayerRows
-from sparsekv.runtime.cache.mapped_rows import MappedRows
-from sparsekv.runtime.cache.rows_in_8_bits import RowsIn8Bits, of_tokens
+from sparsekv.runtime.cache.kv_store import (
+    DiskRows,
+    Int8Middle,
+    LayerRows,
+    MappedRows,
+    MemoryRows,
+    MiddleRows,
+    Pair,
+    of_tokens,
+)
 from sparsekv.runtime.decoding.prepare import PreparedLayer, PreparedMethod, prepare_layer
 from sparsekv.runtime.selection.interface import Method, Selector
 
@@ -103,9 +108,9 @@ class SparseLayers:
         middle = slice(self.split.sinks, self.split.sinks + self.split.middle)
         if self.device.type == "cpu":
             return MappedRows(rows.stored, middle, layout, self.dtype)
-        if where.type == "cuda" and isinstance(rows.stored_on(where), Int8Rows):
+        if where.type == "cuda" and isinstance(rows.stored_on(where), Int8Stored):
             order = None if layout is None else layout.to(where)
-            return RowsIn8Bits(of_tokens(rows.stored_on(where).tensors, middle), order, self.dtype)
+            return Int8Middle(of_tokens(rows.stored_on(where).tensors, middle), order, self.dtype)
         if layout is None and where == self.prepared.device:
             keys, values = prepared.context.keys, rows.middle_values(where)
         else:

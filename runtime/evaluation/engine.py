@@ -1,35 +1,158 @@
-"""One index a document, built once, and every question answered over it in every way that is asked for."""
+"""Evaluation of every question over an index built once per document, with each method, budget and prefill."""
 
 import math
 import shutil
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from sparsekv.formats.checksums import hash_json, hash_tokens
-from sparsekv.formats.documents.prompt import FixedPrompt
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.documents.continuation import encode_question
+from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import ModelIdentity, TokenizerIdentity
+from sparsekv.formats.models.load import LoadedModel
+from sparsekv.formats.models.rope import positions_after, positions_of
 from sparsekv.runtime.attention.config import QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.batch import Batch, why_alone
 from sparsekv.runtime.decoding.generate import Sampling, generate
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.perplexity import perplexity
-from sparsekv.runtime.evaluation.answers import Answers, Given, answer_key
-from sparsekv.runtime.evaluation.builder import Progress
-from sparsekv.runtime.evaluation.comparison import Comparison
 from sparsekv.runtime.evaluation.metrics import METRICS
-from sparsekv.runtime.evaluation.table import Result, Way
+from sparsekv.runtime.evaluation.table import Answers, Result, ScoredAnswer, Variant, answer_key
 from sparsekv.runtime.evaluation.tasks import Context, Question
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
 from sparsekv.runtime.selection.registry import DENSE
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage, how many of its steps are done, and how many it has."""
+
+
+class Builder(Protocol):
+    """Builds an index of each context; handed in, because answering needs nothing else of building."""
+
+    @property
+    def prefills(self) -> Iterable[str]:
+        """The ways to prefill, by name."""
+
+    @property
+    def parameters(self) -> Mapping[str, dict[str, Any]]:
+        """What each method's tensors are built with, for those that have tensors."""
+
+    @property
+    def queries(self) -> int:
+        """How many of a document's queries the methods are made of at most."""
+
+    def decides(self, prefill: str) -> dict[str, Any]:
+        """What else decides an index, beside its prompt and the model."""
+
+    def sample_of(self, name: str) -> dict[str, int]:
+        """What else decides a method's tensors: of how many queries they are made, where another method wants more."""
+
+    def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:
+        """Build the index of a prompt, or resume it; errors are those of building."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What each question is answered with: a model, and dense attention beside methods at budgets, over each prefill.
+
+    The builder has what the methods need, and the prefills; with `residual`, each method is run once more with it;
+    `keep` keeps the indices. So many questions of a context are answered `together`.
+    """
+
+    loaded: LoadedModel
+    identity: tuple[ModelIdentity, TokenizerIdentity]
+    methods: dict[str, Method]
+    budgets: list[Budget]
+    builder: Builder
+    question: Dense | Own | QuestionPrefill = field(default_factory=Own)
+    residual: bool = False
+    raw: bool = False
+    keep: bool = False
+    max_new_tokens: int | None = None
+    together: int = 1
+
+    def count(self, text: str) -> int:
+        """Tokens of a document as it is indexed."""
+        return len(self.prompt(text, bare=False).input_ids)
+
+    def prompt(self, text: str, *, bare: bool) -> FixedPrompt:
+        """A document as it is indexed."""
+        return encode_prompt(self.loaded.tokenizer, text, raw=self.raw or bare)
+
+    def question_ids(self, context: Context, question: Question, prompt: FixedPrompt) -> torch.Tensor:
+        """Token ids [Q] after the document: the question in the chat template if there is one, and its answer's
+        beginning; of a continuation its first tokens."""
+        tokenizer, border = self.loaded.tokenizer, prompt.border
+        if METRICS[question.metric].continuation:
+            return torch.tensor(
+                encode_question(tokenizer, border, None, question.answers[0])[: question.max_new_tokens]
+            )
+        if prompt.chat is not None:
+            return torch.tensor(encode_question(tokenizer, border, prompt.chat, question.text, question.prefix))
+        text = f"\n{question.text} {question.prefix}".rstrip()
+        parts = [question.text, question.prefix] if context.length is None else [text]
+        return torch.tensor(encode_question(tokenizer, border, None, *parts))
+
+    def longest(self, question: Question) -> int:
+        """Tokens that an answer may have."""
+        if METRICS[question.metric].continuation or self.max_new_tokens is None:
+            return question.max_new_tokens
+        return self.max_new_tokens
+
+    def room(self, context: Context, document: int | None = None) -> int | None:
+        """Tokens that a document may have, so that each of its questions and answers fits behind it; None for any.
+
+        Args:
+            document: the tokens it has, which decide where some models' positions change; None if they are not known.
+        """
+        config = self.loaded.model.config
+        positions = positions_of(config) if document is None else positions_after(config, document)
+        if positions is None:
+            return None
+        empty = self.prompt("", bare=context.bare)
+        asked = (len(self.question_ids(context, one, empty)) + self.longest(one) for one in context.questions)
+        return positions - max(asked)
+
+    def ways(self) -> list[tuple[Variant, Budget | None]]:
+        """Every way in which a question is answered, dense attention first."""
+        variants = ["", "residual"] if self.residual else [""]
+        return [
+            one
+            for prefill in self.builder.prefills
+            for one in [
+                (Variant(prefill, DENSE), None),
+                *(
+                    (Variant(prefill, name, variant, budget), budget)
+                    for name in self.methods
+                    for variant in variants
+                    for budget in self.budgets
+                ),
+            ]
+        ]
+
+
+def check_room(comparison: Comparison, contexts: list[Context]) -> None:
+    """Raise UsageError where a document, its question and the answer are more than the model has positions."""
+    for context in contexts:
+        tokens = len(comparison.prompt(context.text, bare=context.bare).input_ids)
+        room = comparison.room(context, tokens)
+        if room is not None and tokens > room:
+            raise UsageError(
+                f"a document of {context.task} has {tokens} tokens, where {comparison.loaded.name} has room for {room} "
+                "beside the question and the answer; give a smaller --length"
+            )
+
 
 INDICES = "indices"
 DENSELY = {"name": DENSE, "method": None, "budget": asdict(Budget.parse(QUESTION_BUDGET)), "chunk_size": 128}
@@ -84,7 +207,7 @@ class _Asking:
     work: Path
     opened: OpenIndex | None = None
 
-    def results(self, ways: list[tuple[Way, Budget | None]], show: Progress) -> Iterator[Result]:
+    def results(self, ways: list[tuple[Variant, Budget | None]], show: Progress) -> Iterator[Result]:
         for way, budget in ways:
             keys = [self.key(way, budget, question) for question in self.context.questions]
             asked = list(zip(self.context.questions, keys, strict=True))
@@ -101,13 +224,13 @@ class _Asking:
             elif not kept.exists():
                 shutil.rmtree(self._folder())
 
-    def key(self, way: Way, budget: Budget | None, question: Question) -> str:
+    def key(self, way: Variant, budget: Budget | None, question: Question) -> str:
         """Under which an answer is known."""
         return answer_key(self._decides(way, budget, question))
 
     def _answered(
-        self, way: Way, budget: Budget | None, asked: list[tuple[Question, str]], show: Progress
-    ) -> Iterator[tuple[Question, str, Given]]:
+        self, way: Variant, budget: Budget | None, asked: list[tuple[Question, str]], show: Progress
+    ) -> Iterator[tuple[Question, str, ScoredAnswer]]:
         """Answers that are not known, as they come, one for questions that are the same; several questions at once
         where the comparison and the method allow it. Those that share what steps select are then all asked again: an
         answer depends on those beside it."""
@@ -131,23 +254,23 @@ class _Asking:
 
     def _together(
         self, index: OpenIndex, cache: IndexCache, longest: int, asked: list[tuple[Question, str]]
-    ) -> Iterator[tuple[tuple[Question, str], Given]]:
+    ) -> Iterator[tuple[tuple[Question, str], ScoredAnswer]]:
         ids = [self.comparison.question_ids(self.context, question, self.prompt) for question, _ in asked]
         for number, answer in Batch(index, cache, Sampling(longest), self.comparison.together).answers(ids):
             seconds = answer.time_to_first_token
             if answer.tokens_per_second:
                 seconds += (answer.generated_tokens - 1) / answer.tokens_per_second
             read = answer.kv_fraction if _takes_steps(cache, answer.generated_tokens) else None
-            yield asked[number], Given(answer.text, None, read, seconds)
+            yield asked[number], ScoredAnswer(answer.text, None, read, seconds)
 
     def _longest(self, asked: tuple[Question, str]) -> int:
         return self.comparison.longest(asked[0])
 
-    def _keep(self, question: Question, key: str, given: Given, way: Way) -> None:
+    def _keep(self, question: Question, key: str, given: ScoredAnswer, way: Variant) -> None:
         told = {"task": self.context.task, "context": self.context.name, "question": question.text}
         self.answers.add(key, given, {**told, "expected": question.answers, **way.record()})
 
-    def _decides(self, way: Way, budget: Budget | None, question: Question) -> dict[str, Any]:
+    def _decides(self, way: Variant, budget: Budget | None, question: Question) -> dict[str, Any]:
         comparison, (model, tokenizer) = self.comparison, self.comparison.identity
         method = comparison.methods.get(way.method)
         parameters = comparison.builder.parameters
@@ -201,13 +324,13 @@ class _Asking:
         artifact = Artifact(self._folder())
         return open_index(artifact, comparison.loaded.model, comparison.loaded.tokenizer, comparison.identity)
 
-    def _config(self, way: Way, budget: Budget | None) -> DecodeConfig:
+    def _config(self, way: Variant, budget: Budget | None) -> DecodeConfig:
         if budget is None:
             return DecodeConfig(Dense())
-        form = Form(way.method, way.variant, self.comparison.methods[way.method], residual=bool(way.variant))
+        form = MethodSpec(way.method, way.variant, self.comparison.methods[way.method], residual=bool(way.variant))
         return DecodeConfig(form, budget, question=self.comparison.question)
 
-    def _answer(self, index: OpenIndex, cache: IndexCache, question: Question) -> Given:
+    def _answer(self, index: OpenIndex, cache: IndexCache, question: Question) -> ScoredAnswer:
         comparison, started = self.comparison, time.perf_counter()
         ids = comparison.question_ids(self.context, question, self.prompt)
         if METRICS[question.metric].continuation:
@@ -216,9 +339,43 @@ class _Asking:
             answer = generate(index, cache, ids, Sampling(comparison.longest(question)))
             text, loss, tokens = answer.text, None, answer.generated_tokens
         read = cache.kv_fraction() if _takes_steps(cache, tokens) else None
-        return Given(text, loss, read, time.perf_counter() - started)
+        return ScoredAnswer(text, loss, read, time.perf_counter() - started)
 
 
 def _takes_steps(cache: IndexCache, tokens: int) -> bool:
     """Whether a method's steps are counted for so many tokens; dense attention reads all without a count."""
     return tokens > 1 or all(layer.read is None for layer in cache.stored_layers)
+
+
+FOLDER = "parts"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts in a work folder: one a context."""
+
+    work: Path
+
+    def of(self, context: Context) -> Path:
+        """Where the answers to a context's questions go; whoever resumes them finds them there."""
+        return self.work / FOLDER / hash_json([context.name, context.task, context.length, context.text])[:16]
+
+    def take(self, context: Context, answers: Answers) -> None:
+        """Take over what a context's part has, if it has any.
+
+        Raises:
+            SparsekvError: its answers are damaged, in use by another process, or cannot be written.
+        """
+        if (part := self.of(context)).is_dir():
+            with Answers(part) as theirs:
+                answers.take_over(theirs)
+
+    def finish(self, context: Context) -> None:
+        """Remove a context's part, of which all answers have been taken over; indices that were kept are kept."""
+        part = self.of(context)
+        for index in part.glob(f"{INDICES}/*"):
+            kept = self.work / INDICES / index.name
+            kept.parent.mkdir(exist_ok=True)
+            if not kept.exists():
+                index.rename(kept)
+        shutil.rmtree(part, ignore_errors=True)

@@ -1,11 +1,106 @@
-"""Haystacks: sentences of any text up to a length in tokens, with needles inserted between them."""
+"""RULER's tasks (arXiv 2404.06654): needles in haystacks, aggregation and variable tracking."""
 
 import random
 import re
+import string
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.evaluation.tasks import CountTokens
+from sparsekv.runtime.evaluation.tasks import Context, CountTokens, Question, Request, Task, tasks
+
+ADJECTIVES = re.findall(
+    r"\w+",
+    """
+    able ancient basic bitter brave brief bright broad calm careful cheap clean clear clever cold common
+    complex cool curious daily dark deep direct double dry eager early easy empty equal exact fair famous
+    fancy fast final fine firm flat formal free fresh full funny gentle giant glad golden grand great green
+    happy hard heavy hollow honest huge humble ideal jolly keen kind large lazy light little lonely long loud
+    lucky magic major merry mild modern modest narrow neat noble normal odd open orange pale plain polite
+    proud pure quick quiet random rapid rare ready rich ripe rough round royal rural safe secret shallow sharp
+    shiny short silent silly simple slow small smart smooth soft solid special steady steep strange strict
+    strong sudden sweet swift tall tame tender thin tidy tiny tough urban useful vast vivid warm weak wet
+    white wide wild wise young
+    """,
+)
+
+NOUNS = re.findall(
+    r"\w+",
+    """
+    actor anchor animal apple arrow artist author badge baker balcony banana basket beach bell bench bird
+    blanket boat book bottle branch bread bridge brush bucket butter button cabin cable camera candle canvas
+    carpet castle cattle chair cherry circle circus cloud coat coffee copper cotton cousin cradle crystal
+    curtain dance desert diamond doctor dragon driver eagle engine falcon farmer feather fence finger flame
+    flower forest fountain garden gate glass glove guitar hammer harbor helmet honey horse hotel island jacket
+    jewel judge jungle kettle kitchen ladder lake lamp lantern lemon letter library lion lizard magnet marble
+    market meadow melon mirror monkey moon mountain museum needle nest novel ocean olive onion orchard oven
+    owl oyster painter palace paper parade parrot pencil pepper piano picture pillow pilot planet pocket pony
+    potato prince puzzle rabbit radio rain ribbon river road robot rocket saddle sailor salmon school shadow
+    sheep shell shirt singer sister smoke soldier spider spoon spring statue stone street student summer table
+    tailor teacher temple ticket tiger tower train tree tunnel turtle umbrella uncle valley vessel village
+    violin wagon wallet whale wheel window winter wolf writer yard zebra
+    """,
+)
+
+NUMBERS_OF = (
+    "access code of the vault",
+    "account number of the museum",
+    "alarm code of the warehouse",
+    "catalogue number of the violin",
+    "combination of the bicycle lock",
+    "contract number of the gardener",
+    "customer number of the library",
+    "employee number of the cook",
+    "file number of the lawyer",
+    "flight number to Vienna",
+    "invoice number of the plumber",
+    "licence plate of the ambulance",
+    "locker number of the swimmer",
+    "membership number of the chess club",
+    "model number of the dishwasher",
+    "order number of the wedding cake",
+    "parcel number of the piano",
+    "passport number of the pilot",
+    "patent number of the umbrella",
+    "phone number of the bakery",
+    "policy number of the farmer",
+    "population of the island",
+    "prisoner number of the poet",
+    "room key of the ambassador",
+    "serial number of the telescope",
+    "student number of the drummer",
+    "tax number of the circus",
+    "ticket number of the dentist",
+    "tracking number of the carpet",
+    "weight of the comet",
+)
+
+
+def things(number: int, random_numbers: random.Random) -> list[str]:
+    """`number` different things that have a number; UsageError if there are fewer."""
+    if number > len(NUMBERS_OF):
+        raise UsageError(f"--questions {number}: niah-facts has {len(NUMBERS_OF)} for a context; ask for fewer")
+    return random_numbers.sample(NUMBERS_OF, number)
+
+
+def pairs(number: int, random_numbers: random.Random) -> list[str]:
+    """`number` different keys of an adjective and a noun, as in RULER."""
+    chosen = random_numbers.sample(range(len(ADJECTIVES) * len(NOUNS)), number)
+    return [f"{ADJECTIVES[one // len(NOUNS)]}-{NOUNS[one % len(NOUNS)]}" for one in chosen]
+
+
+def coined(number: int, letters: int, alphabet: str, random_numbers: random.Random) -> list[str]:
+    """`number` different words of random letters."""
+    words: dict[str, None] = {}
+    while len(words) < number:
+        words["".join(random_numbers.choices(alphabet, k=letters))] = None
+    return list(words)
+
+
+def variables(number: int, random_numbers: random.Random) -> list[str]:
+    """`number` different names of five capital letters."""
+    return coined(number, 5, string.ascii_uppercase, random_numbers)
+
 
 LONGEST_SENTENCE = 400  # characters; tables and code have no full stops to split at
 LEAST_SUGGESTED = 256
@@ -81,3 +176,241 @@ def insert(units: list[str], needles: list[tuple[float, str]]) -> list[str]:
 def depth_of(text: str, part: str) -> float:
     """Where a part begins in a text, from 0 to 1."""
     return text.index(part) / len(text)
+
+
+@dataclass(frozen=True)
+class Wording:
+    """The sentences in which needles are hidden and asked for, and the function that draws different keys."""
+
+    introduction: str
+    needle: str
+    ask_one: str
+    one_is: str
+    ask_all: str
+    all_are: str
+    keys: Callable[[int, random.Random], list[str]]
+
+
+MAGIC = Wording(
+    introduction="Some special magic numbers are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the numbers afterwards.\n",
+    needle="One of the special magic numbers for {key} is: {value}.",
+    ask_one="What is the special magic number for {query} mentioned in the provided text?",
+    one_is="The special magic number for {query} mentioned in the provided text is",
+    ask_all="What are all the special magic numbers for {query} mentioned in the provided text?",
+    all_are="The special magic numbers for {query} mentioned in the provided text are",
+    keys=pairs,
+)
+ONE_MAGIC = replace(
+    MAGIC,
+    introduction="A special magic number is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the number afterwards.\n",
+)
+THINGS = replace(
+    MAGIC,
+    needle="The {key} is {value}.",
+    ask_one="What is the {query} mentioned in the provided text?",
+    one_is="The {query} is",
+    keys=things,
+)
+
+DIGITS = 7
+TOKENS_A_VALUE = 12  # seven digits, a quote and a space in any tokenizer; RULER's 128 let a model ramble on
+
+
+@dataclass(frozen=True)
+class Needles(Task):
+    """A needle task with `values` per key, whose questions ask for `asked` keys each. A context has at least `keys`
+    keys, and one for each question; with `alone` it has one needle and one question."""
+
+    name: str
+    keys: int
+    values: int
+    asked: int
+    wording: Wording = MAGIC
+    alone: bool = False
+
+    def make(self, request: Request) -> list[Context]:
+        units = sentences(request.text)
+        return [self._context(request, number, units) for number in range(request.contexts)]
+
+    def _context(self, request: Request, number: int, units: list[str]) -> Context:
+        drawn = random.Random(f"{request.seed} {self.name} {request.length} {number}")
+        questions = 1 if self.alone else request.asked()
+        keys = self.wording.keys(max(self.keys, questions), drawn)
+        hidden = {key: _numbers(self.values, drawn) for key in keys}
+        needles = [self.wording.needle.format(key=key, value=value) for key in keys for value in hidden[key]]
+        drawn.shuffle(needles)
+        offset, of = (number, request.contexts) if self.alone else (0, len(needles))
+        placed = [(request.depth(offset + n, of), needle) for n, needle in enumerate(needles)]
+        text = _hide(rotated(units, drawn), placed, request, self.wording.introduction, self.name)
+        asked = [[key] for key in keys] if self.asked == 1 else [drawn.sample(keys, self.asked) for _ in keys]
+        return Context(
+            task=self.name,
+            name=f"{request.length} tokens, {number}",
+            text=text,
+            questions=tuple(self._question(text, some, hidden) for some in asked[:questions]),
+            length=request.length,
+        )
+
+    def _question(self, text: str, keys: list[str], hidden: dict[str, list[str]]) -> Question:
+        answers = tuple(value for key in keys for value in hidden[key])
+        query = keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
+        words = self.wording
+        ask, begin = (words.ask_one, words.one_is) if len(answers) == 1 else (words.ask_all, words.all_are)
+        return Question(
+            text=ask.format(query=query),
+            prefix=begin.format(query=query),
+            answers=answers,
+            metric="match-all",
+            max_new_tokens=TOKENS_A_VALUE * len(answers),
+            depth=depth_of(text, words.needle.format(key=keys[0], value=answers[0])) if len(answers) == 1 else None,
+        )
+
+
+def _numbers(number: int, drawn: random.Random) -> list[str]:
+    return [str(value) for value in drawn.sample(range(10 ** (DIGITS - 1), 10**DIGITS), number)]
+
+
+def _hide(units: list[str], needles: list[tuple[float, str]], request: Request, introduction: str, name: str) -> str:
+    def render(some: list[str]) -> str:
+        return introduction + " ".join(insert(some, needles))
+
+    return render(fill(units, render, request.count, request.length, name))
+
+
+tasks.add("niah-facts", Needles("niah-facts", 4, 1, 1, THINGS))
+tasks.add("niah-single", Needles("niah-single", 1, 1, 1, ONE_MAGIC, True))
+tasks.add("niah-multikey", Needles("niah-multikey", 4, 1, 1))
+tasks.add("niah-multivalue", Needles("niah-multivalue", 1, 4, 1))
+tasks.add("niah-multiquery", Needles("niah-multiquery", 4, 1, 4))
+
+COMMON_INTRODUCTION = (
+    "Below is a numbered list of words. In these words, some appear more often than others. "
+    "Memorize the ones that appear most often.\n"
+)
+COMMON_ASK = "Question: What are the 10 most common words in the above list?"
+COMMON_BEGIN = "Answer: The top 10 words that appear most often in the list are:"
+COMMON = 10
+LONG = 4096  # tokens; from this length on RULER repeats the common words 30 times instead of 6
+
+FREQUENT_INTRODUCTION = (
+    "Read the following coded text and track the frequency of each coded word. "
+    "Find the three most frequently appeared coded words. "
+)
+FREQUENT_ASK = (
+    "Question: Do not provide any explanation. Please ignore the dots '....'. "
+    "What are the three most frequently appeared words in the above coded text?"
+)
+FREQUENT_BEGIN = "Answer: According to the coded text above, the three most frequently appeared words are:"
+ALPHA = 2.0
+ZETA = 1.6449340668482264  # zeta(ALPHA), which normalises the frequencies
+
+
+class CommonWords(Task):
+    """Words of the text and of a word list; ten of them occur ten times as often as the rest (short lists: six)."""
+
+    def make(self, request: Request) -> list[Context]:
+        own = re.findall(r"\b[a-z]{4,10}\b", request.text)
+        known = sorted({*own, *ADJECTIVES, *NOUNS})
+        return [self._context(request, number, known) for number in range(request.contexts)]
+
+    def _context(self, request: Request, number: int, known: list[str]) -> Context:
+        drawn = random.Random(f"{request.seed} cwe {request.length} {number}")
+        words = drawn.sample(known, len(known))
+        often, seldom = (30, 3) if request.length >= LONG else (6, 1)
+        order = random.Random(drawn.random())
+        state = order.getstate()
+
+        def render(others: int) -> str:
+            order.setstate(state)
+            listed = words[:COMMON] * often + words[COMMON : COMMON + others] * seldom
+            order.shuffle(listed)
+            return COMMON_INTRODUCTION + " ".join(f"{place}. {word}" for place, word in enumerate(listed, 1))
+
+        others = largest(lambda some: request.count(render(some)) <= request.length, len(words) - COMMON)
+        if others < 1:
+            raise UsageError(f"--length {request.length} is too small for cwe; give more tokens")
+        question = Question(COMMON_ASK, tuple(words[:COMMON]), "match-all", 120, COMMON_BEGIN)
+        return Context("cwe", f"{request.length} tokens, {number}", render(others), (question,), request.length)
+
+
+class FrequentWords(Task):
+    """Coded words with frequencies by Zipf's law; the most frequent one is dots, which are to be ignored."""
+
+    def make(self, request: Request) -> list[Context]:
+        return [self._context(request, number) for number in range(request.contexts)]
+
+    def _context(self, request: Request, number: int) -> Context:
+        drawn = random.Random(f"{request.seed} fwe {request.length} {number}")
+        coded = ["...", *coined(max(4, request.length // 50), 6, string.ascii_lowercase, drawn)]
+        order = random.Random(drawn.random())
+        state = order.getstate()
+
+        def render(size: int) -> str:
+            order.setstate(state)
+            listed = [word for rank, word in enumerate(coded, 1) for _ in range(int(size * rank**-ALPHA / ZETA))]
+            order.shuffle(listed)
+            return FREQUENT_INTRODUCTION + " ".join(listed)
+
+        size = largest(lambda some: request.count(render(some)) <= request.length, request.length)
+        # With fewer words the fourth and fifth ranks can be equally frequent, so that the answer is ambiguous.
+        if size < 100:
+            raise UsageError(f"--length {request.length} is too small for fwe; give more tokens")
+        question = Question(FREQUENT_ASK, tuple(coded[1:4]), "match-all", 50, FREQUENT_BEGIN)
+        return Context("fwe", f"{request.length} tokens, {number}", render(size), (question,), request.length)
+
+
+tasks.add("cwe", CommonWords())
+tasks.add("fwe", FrequentWords())
+
+INTRODUCTION = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+ASK = "Question: Find all variables that are assigned the value {value} in the text above."
+BEGIN = (
+    "Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the "
+    "value {value}, they are:"
+)
+HOPS = 4
+MAX_NEW_TOKENS = 30
+
+
+class VariableTracking(Task):
+    """One chain of four hops for each question; a chain's assignments are hidden in order."""
+
+    def make(self, request: Request) -> list[Context]:
+        units = sentences(request.text)
+        return [self._context(request, number, units) for number in range(request.contexts)]
+
+    def _context(self, request: Request, number: int, units: list[str]) -> Context:
+        drawn = random.Random(f"{request.seed} vt {request.length} {number}")
+        chains = request.asked()
+        names = variables((HOPS + 1) * chains, drawn)
+        values = drawn.sample(range(10_000, 100_000), chains)
+        needles = []
+        for chain, value in enumerate(values):
+            names_here = names[chain * (HOPS + 1) : (chain + 1) * (HOPS + 1)]
+            sources = [str(value), *(f"VAR {name}" for name in names_here)]
+            depths = sorted(drawn.random() for _ in names_here)
+            needles += [
+                (depth, f"VAR {name} = {source}.")
+                for depth, name, source in zip(depths, names_here, sources, strict=False)
+            ]
+
+        def render(some: list[str]) -> str:
+            return INTRODUCTION + " ".join(insert(some, needles))
+
+        text = render(fill(rotated(units, drawn), render, request.count, request.length, "vt"))
+        questions = [
+            Question(
+                text=ASK.format(value=value),
+                prefix=BEGIN.format(value=value, count=HOPS + 1),
+                answers=tuple(names[chain * (HOPS + 1) : (chain + 1) * (HOPS + 1)]),
+                metric="match-all",
+                max_new_tokens=MAX_NEW_TOKENS,
+            )
+            for chain, value in enumerate(values)
+        ]
+        return Context("vt", f"{request.length} tokens, {number}", text, tuple(questions), request.length)
+
+
+tasks.add("vt", VariableTracking())

@@ -7,10 +7,10 @@ from pathlib import Path
 from sparsekv.formats.documents.document import UTF_8, read_document
 from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.index_name import with_ending
-from sparsekv.formats.manifest import read_manifest
-from sparsekv.formats.schema import MANIFEST
-from sparsekv.runtime.evaluation.comparison import Comparison
+from sparsekv.formats.hints import with_ending
+from sparsekv.formats.index.manifest import read_manifest
+from sparsekv.formats.index.schema import MANIFEST
+from sparsekv.runtime.evaluation.engine import Comparison
 from sparsekv.runtime.evaluation.published import read_pairs, read_published, shorten
 from sparsekv.runtime.evaluation.tasks import Context, Question, Request, choose_task
 

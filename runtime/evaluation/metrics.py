@@ -12,7 +12,7 @@ from rapidfuzz.distance import LCSseq
 
 from sparsekv.runtime.evaluation.tasks import Question
 
-Score = Callable[[str, Question], float]
+ScoreFunction = Callable[[str, Question], float]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Metric:
     A `continuation` is not generated but scored as given text: by its mean negative log-likelihood per token, in nats.
     """
 
-    score: Score
+    score: ScoreFunction
     summary: Callable[[float], float] = lambda mean: 100 * mean
     unit: str = "%"
     continuation: bool = False

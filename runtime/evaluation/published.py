@@ -1,18 +1,215 @@
-"""Reads contexts and questions of published benchmarks from their own jsonl files."""
+"""Tasks on given texts: published benchmarks, the user's own questions, and perplexity."""
 
 import json
+import random
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sparsekv.formats.documents.document import decode_text
-from sparsekv.formats.documents.text_source import read_bytes
-from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.suggestions import choose_one
-from sparsekv.runtime.evaluation.haystack import largest
-from sparsekv.runtime.evaluation.longbench import DATASETS
+from sparsekv.formats.documents.document import decode_text, read_bytes
+from sparsekv.formats.errors import SparsekvError, UsageError, choose_one
+from sparsekv.runtime.evaluation.haystack import depth_of, fill, largest
 from sparsekv.runtime.evaluation.metrics import normalise
-from sparsekv.runtime.evaluation.reading import ask
-from sparsekv.runtime.evaluation.tasks import Context, CountTokens, Question
+from sparsekv.runtime.evaluation.tasks import Context, CountTokens, Question, Request, Task, tasks
+
+_PASSAGES = (
+    "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
+    "The following are given passages.\n{context}\n\n"
+    "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
+    "Question: {input}\nAnswer:"
+)
+_STORY = (
+    "Answer the question based on the story as concisely as you can, using a single phrase if possible. "
+    "Do not provide any explanation.\n\n"
+)
+_ARTICLE = (
+    "as concisely as you can, using a single phrase or sentence if possible. If the question cannot be answered based "
+    'on the information in the article, write "unanswerable". If the question is a yes/no question, answer "yes", '
+    '"no", or "unanswerable". Do not provide any explanation.\n\n'
+)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One dataset: a prompt with {context} and {input}. `bare` ones, with few-shot or code prompts, get no chat
+    template."""
+
+    prompt: str
+    max_new_tokens: int
+    metric: str
+    bare: bool = False
+
+
+DATASETS = {
+    "narrativeqa": Dataset(
+        "You are given a story, which can be either a novel or a movie script, and a question. Answer the question as "
+        "concisely as you can, using a single phrase if possible. Do not provide any explanation.\n\n"
+        "Story: {context}\n\nNow, a" + _STORY[1:] + "Question: {input}\n\nAnswer:",
+        128,
+        "f1",
+    ),
+    "qasper": Dataset(
+        "You are given a scientific article and a question. Answer the question "
+        + _ARTICLE
+        + "Article: {context}\n\n Answer the question based on the above article "
+        + _ARTICLE
+        + "Question: {input}\n\nAnswer:",
+        128,
+        "f1",
+    ),
+    "multifieldqa_en": Dataset(
+        "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following question based on the "
+        "above text, only give me the answer and do not output any other words.\n\nQuestion: {input}\nAnswer:",
+        64,
+        "f1",
+    ),
+    "hotpotqa": Dataset(_PASSAGES, 32, "f1"),
+    "2wikimqa": Dataset(_PASSAGES, 32, "f1"),
+    "musique": Dataset(_PASSAGES, 32, "f1"),
+    "gov_report": Dataset(
+        "You are given a report by a government agency. Write a one-page summary of the report.\n\nReport:\n{context}"
+        "\n\nNow, write a one-page summary of the report.\n\nSummary:",
+        512,
+        "rouge-l",
+    ),
+    "qmsum": Dataset(
+        "You are given a meeting transcript and a query containing a question or instruction. Answer the query in one "
+        "or more sentences.\n\nTranscript:\n{context}\n\nNow, answer the query based on the above meeting transcript "
+        "in one or more sentences.\n\nQuery: {input}\nAnswer:",
+        512,
+        "rouge-l",
+    ),
+    "multi_news": Dataset(
+        "You are given several news passages. Write a one-page summary of all news. \n\nNews:\n{context}\n\n"
+        "Now, write a one-page summary of all the news.\n\nSummary:",
+        512,
+        "rouge-l",
+    ),
+    "trec": Dataset(
+        "Please determine the type of the question below. Here are some examples of questions.\n\n{context}\n{input}",
+        64,
+        "classification",
+        bare=True,
+    ),
+    "triviaqa": Dataset(
+        "Answer the question based on the given passage. Only give me the answer and do not output any other words. "
+        "The following are some examples.\n\n{context}\n\n{input}",
+        32,
+        "f1-first-line",
+        bare=True,
+    ),
+    "samsum": Dataset(
+        "Summarize the dialogue into a few short sentences. The following are some examples.\n\n{context}\n\n{input}",
+        128,
+        "rouge-l-first-line",
+        bare=True,
+    ),
+    "passage_count": Dataset(
+        "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully "
+        "read these paragraphs and determine how many unique paragraphs there are after removing duplicates. In other "
+        "words, how many non-repeating paragraphs are there in total?\n\n{context}\n\nPlease enter the final count of "
+        "unique paragraphs after removing duplicates. The output format should only contain the number, such as 1, 2, "
+        "3, and so on.\n\nThe final answer is: ",
+        32,
+        "count",
+    ),
+    "passage_retrieval_en": Dataset(
+        "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which paragraph the abstract "
+        "is from.\n\n{context}\n\nThe following is an abstract.\n\n{input}\n\nPlease enter the number of the paragraph "
+        'that the abstract is from. The answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\n'
+        "The answer is: ",
+        32,
+        "retrieval",
+    ),
+    "lcc": Dataset(
+        "Please complete the code given below. \n{context}Next line of code:\n", 64, "code-similarity", bare=True
+    ),
+    "repobench-p": Dataset(
+        "Please complete the code given below. \n{context}{input}Next line of code:\n",
+        64,
+        "code-similarity",
+        bare=True,
+    ),
+}
+
+INSTRUCTION = (
+    "Answer the question based on the given document. Only give me the answer and do not output any other words."
+)
+ANSWER_TOKENS = 32
+CONTINUATION_TOKENS = 64
+
+
+def ask(question: str, answers: tuple[str, ...], text: str, metric: str = "f1") -> Question:
+    """A question about a document, with the depth at which an answer occurs literally, if one does."""
+    found = next((answer for answer in answers if answer and answer in text), None)
+    return Question(
+        text=f"{INSTRUCTION}\n\nQuestion: {question}",
+        prefix="Answer:",
+        answers=answers,
+        metric=metric,
+        max_new_tokens=ANSWER_TOKENS,
+        depth=None if found is None else depth_of(text, found),
+    )
+
+
+class QuestionAnswering(Task):
+    """One context, the beginning of the text, with many questions about it (PreFixQA's form, arXiv 2411.09688).
+
+    Questions whose answer occurs in the text only after the context's end are left out.
+    """
+
+    def make(self, request: Request) -> list[Context]:
+        if not request.pairs:
+            raise UsageError("--task qa needs questions with answers: give --pairs FILE.jsonl")
+        pieces = re.findall(r"\S+\s*", request.text)
+        try:
+            pieces = fill(pieces, "".join, request.count, request.length, "qa")
+        except UsageError:
+            if request.count(request.text) > request.length:
+                raise
+        text = "".join(pieces).rstrip()
+        asked = [ask(question, answers, text) for question, answers in request.pairs if _inside(answers, text, request)]
+        if not asked:
+            raise UsageError(
+                f"no answer of --pairs stands in the first {request.length} tokens; give a larger --length"
+            )
+        return [Context("qa", f"{request.length} tokens", text, tuple(asked[: request.questions]), request.length)]
+
+
+def _inside(answers: tuple[str, ...], text: str, request: Request) -> bool:
+    return any(answer in text for answer in answers) or not any(answer in request.text for answer in answers)
+
+
+class Continuation(Task):
+    """Windows of the text, each scored by the perplexity of the words that follow it."""
+
+    def make(self, request: Request) -> list[Context]:
+        pieces = re.findall(r"\s*\S+", request.text)
+        return [self._context(request, number, pieces) for number in range(request.contexts)]
+
+    def _context(self, request: Request, number: int, pieces: list[str]) -> Context:
+        drawn = random.Random(f"{request.seed} perplexity {request.length} {number}")
+        # A word has at least one token, so windows up to this start have enough words to fill their length.
+        last = max(1, len(pieces) - request.length - CONTINUATION_TOKENS)
+        part = last / request.contexts
+        start = int(number * part + drawn.random() * part)
+        window = fill(pieces[start:], _joined, request.count, request.length, "perplexity")
+        rest = "".join(pieces[start + len(window) :][:CONTINUATION_TOKENS])
+        if not rest:
+            raise UsageError("no text follows the context, for --task perplexity; give a longer text or less --length")
+        question = Question("", (rest,), "perplexity", CONTINUATION_TOKENS)
+        return Context(
+            "perplexity", f"{request.length} tokens, {number}", _joined(window), (question,), request.length, bare=True
+        )
+
+
+def _joined(pieces: list[str]) -> str:
+    return "".join(pieces).lstrip()
+
+
+tasks.add("qa", QuestionAnswering())
+tasks.add("perplexity", Continuation())
 
 Record = dict[str, Any]
 T = TypeVar("T")

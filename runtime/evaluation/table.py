@@ -1,18 +1,192 @@
-"""Turns answers into a table: scores and differences from dense attention, each with a confidence interval."""
+"""Answers on disk, and their table of scores with confidence intervals."""
 
-from collections.abc import Iterable, Sequence
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
 
-from sparsekv.runtime.evaluation.answers import Given
-from sparsekv.runtime.evaluation.bootstrap import interval, paired_difference
+import numpy as np
+from filelock import FileLock, Timeout
+from numpy.typing import NDArray
+
+from sparsekv.formats.checksums import hash_json
+from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.tasks import Context, Question
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
+
+Scores = Sequence[Sequence[float]]
+"""Scores by context, then by question."""
+
+REPLICATES = 4000
 
 
 @dataclass(frozen=True)
-class Way:
+class Interval:
+    """An estimate and its 95% confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def interval(scores: Scores, summary: Callable[[float], float] = float, *, seed: int = 0) -> Interval:
+    """The interval of the mean over all questions.
+
+    Args:
+        summary: an increasing function of the mean, whose value and interval are returned.
+    """
+    means = _means([scores], seed)[0]
+    return _interval(summary(_mean_score(scores)), np.vectorize(summary)(means))
+
+
+def paired_difference(
+    scores: Scores, baseline: Scores, summary: Callable[[float], float] = float, *, seed: int = 0
+) -> Interval:
+    """The interval of the difference of two means (scores minus baseline) on the same questions.
+
+    Each replicate draws the same questions for both, so that a question's difficulty cancels.
+
+    Raises:
+        ValueError: the scores are not for the same questions.
+    """
+    if [len(one) for one in scores] != [len(one) for one in baseline]:
+        raise ValueError("paired scores must be of the same questions")
+    told = np.vectorize(summary)
+    means, others = _means([scores, baseline], seed)
+    return _interval(summary(_mean_score(scores)) - summary(_mean_score(baseline)), told(means) - told(others))
+
+
+def _mean_score(scores: Scores) -> float:
+    return float(np.mean(np.concatenate([np.asarray(one, float) for one in scores])))
+
+
+def _interval(value: float, replicates: NDArray[np.float64]) -> Interval:
+    low, high = np.quantile(replicates, [0.025, 0.975])
+    return Interval(value, float(low), float(high))
+
+
+def _means(paired: Sequence[Scores], seed: int) -> list[NDArray[np.float64]]:
+    """Means [replicates] for each of `paired`, over the same contexts and questions drawn with replacement."""
+    sizes = np.array([len(one) for one in paired[0]])
+    tables = [np.zeros((len(sizes), sizes.max())) for _ in paired]
+    for table, scores in zip(tables, paired, strict=True):
+        for row, one in zip(table, scores, strict=True):
+            row[: len(one)] = one
+    random = np.random.default_rng(seed)
+    drawn = random.integers(len(sizes), size=(REPLICATES, len(sizes)))
+    count = sizes[drawn]
+    questions = (random.random((*drawn.shape, sizes.max())) * count[..., None]).astype(np.int64)
+    inside = np.arange(sizes.max()) < count[..., None]
+    return [(table[drawn[..., None], questions] * inside).sum((1, 2)) / count.sum(1) for table in tables]
+
+
+FILE = "answers.jsonl"
+
+
+@dataclass(frozen=True)
+class ScoredAnswer:
+    """A model's answer to one question: a text, or for a continuation the mean loss per token, in nats.
+
+    `kv_fraction` is None for one token, which takes no step, but with dense attention.
+    """
+
+    text: str
+    loss: float | None
+    kv_fraction: float | None
+    seconds: float
+
+
+def answer_key(decides: dict[str, Any]) -> str:
+    """The key of an answer: a hash of everything that determines it."""
+    return hash_json(decides)
+
+
+class Answers:
+    """The answers in a folder, by key. Use it as a context manager; one process at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+        self._lock = FileLock(folder / f".{FILE}.lock", timeout=0)
+        self._file: IO[bytes] | None = None
+        self.known: dict[str, ScoredAnswer] = {}
+
+    def __enter__(self) -> Self:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+            self._file = self._path.open("a+b")
+            self._load(self._file)
+        except Timeout:
+            raise SparsekvError(f"{self._path.parent} is in use by another run; wait for it or give --work") from None
+        except OSError as error:
+            raise SparsekvError(f"cannot write {self._path}: {error.strerror or error}; give another --work") from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._file is not None:
+                with suppress(OSError):  # of a disk that is full, which was told when the answer was added
+                    self._file.close()
+        finally:
+            self._lock.release()
+
+    def add(self, key: str, given: ScoredAnswer, told: dict[str, Any]) -> None:
+        """Write an answer to disk at once (fsync); `told` are extra fields for people who read the file.
+
+        Raises:
+            SparsekvError: the disk is full or gone.
+        """
+        self._append(json.dumps({"key": key, **asdict(given), **told}, ensure_ascii=False).encode() + b"\n")
+        self.known[key] = given
+
+    def take_over(self, other: "Answers") -> None:
+        """Write another folder's answers, which is open too, but for those that are known.
+
+        Raises:
+            SparsekvError: the disk is full or gone.
+        """
+        assert other._file is not None
+        other._file.seek(0)
+        lines = other._file.read().splitlines(keepends=True)
+        self._append(b"".join(line for line in lines if json.loads(line)["key"] not in self.known))
+        self.known = other.known | self.known
+
+    def _append(self, lines: bytes) -> None:
+        assert self._file is not None
+        try:
+            self._file.write(lines)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise SparsekvError(f"cannot write {self._path}: {error.strerror or error}") from None
+
+    def _load(self, file: IO[bytes]) -> None:
+        """Read all answers; an incomplete last line, left by a killed run, is removed."""
+        file.seek(0)
+        data = file.read()
+        whole = data.rfind(b"\n") + 1
+        for number, line in enumerate(data[:whole].splitlines(), 1):
+            try:
+                record = json.loads(line)
+                self.known[record["key"]] = ScoredAnswer(
+                    **{name: record[name] for name in ScoredAnswer.__dataclass_fields__}
+                )
+            except (ValueError, KeyError, TypeError, RecursionError):
+                raise SparsekvError(
+                    f"line {number} of {self._path} is damaged; remove it, and its question is asked again"
+                ) from None
+        file.truncate(whole)  # only after every line was valid, so that another program's file is not changed
+
+
+@dataclass(frozen=True)
+class Variant:
     """How questions are answered: the context's prefill, and the decoding method with variant and budget. No budget
     means dense attention."""
 
@@ -37,8 +211,8 @@ class Result:
 
     context: Context
     question: Question
-    way: Way
-    given: Given
+    way: Variant
+    given: ScoredAnswer
     tokens: int
 
     @property
@@ -50,7 +224,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Row:
+class Score:
     """One task at one length in one way: score and difference from dense attention in the metric's unit, with the
     bounds of their 95% intervals. The difference is None for dense attention itself. `length` is what was asked for,
     `tokens` what a context has in the mean: it ends with a sentence, and a text may be shorter."""
@@ -91,7 +265,7 @@ class Cell:
     score: float
 
 
-def rows(results: Iterable[Result], seed: int = 0) -> list[Row]:
+def rows(results: Iterable[Result], seed: int = 0) -> list[Score]:
     """The table, grouped by task, length and metric; within a group, ways are in the order of their first result.
 
     Questions that were not answered in every way of their group are left out, so that all ways are scored on the same.
@@ -103,8 +277,8 @@ def rows(results: Iterable[Result], seed: int = 0) -> list[Row]:
     return [row for key, group in groups.items() for row in _group(*key, group, seed)]
 
 
-def _group(task: str, length: int | None, metric: str, results: list[Result], seed: int) -> list[Row]:
-    ways: dict[Way, dict[Context, dict[Question, Result]]] = {}
+def _group(task: str, length: int | None, metric: str, results: list[Result], seed: int) -> list[Score]:
+    ways: dict[Variant, dict[Context, dict[Question, Result]]] = {}
     for result in results:
         ways.setdefault(result.way, {}).setdefault(result.context, {})[result.question] = result
     shared = _shared(list(ways.values()))
@@ -121,7 +295,7 @@ def _group(task: str, length: int | None, metric: str, results: list[Result], se
             difference = paired_difference(scores, others, told.summary, seed=seed)
         flat = [result.given for one in kept for result in one]
         found.append(
-            Row(
+            Score(
                 task=task,
                 length=length,
                 tokens=_mean([one[0].tokens for one in kept]),

@@ -4,9 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import UsageError, suggestion
 from sparsekv.formats.registry import Registry
-from sparsekv.formats.suggestions import suggestion
 
 CountTokens = Callable[[str], int]
 """Counts the tokens of a text with the evaluated model's tokenizer."""

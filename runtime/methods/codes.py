@@ -12,32 +12,31 @@ from typing import ClassVar, Self
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import MethodRecord
-from sparsekv.kernels.attention.code_step import StepCodes, attend_by_codes, choose_by_codes
+from sparsekv.formats.index.schema import MethodRecord
+from sparsekv.kernels.attention.cluster_step import StepCodes, attend_by_codes, choose_by_codes
 from sparsekv.kernels.attention.types import ScoredCentroids
 from sparsekv.kernels.common.runs import expand_runs, fill_budget
-from sparsekv.kernels.scores.best import best_tokens
-from sparsekv.kernels.scores.logits import attention_logits
-from sparsekv.kernels.tables.types import ExactKeys
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.kernels.posting_lists.types import ExactKeys
+from sparsekv.kernels.scores.logits import attention_logits, best_tokens
 from sparsekv.runtime.selection.cluster_statistics import Clustering, describe_clusters
-from sparsekv.runtime.selection.code_estimates import CodeEstimates, probability
-from sparsekv.runtime.selection.code_scan import CodeScan, QuestionScan
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.interface import Method, Selector
-from sparsekv.runtime.selection.queries import Queries
-from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.selection.residual import residual_clusters
-from sparsekv.runtime.selection.selection import (
+from sparsekv.runtime.selection.code_scan import CodeEstimates, CodeScan, QuestionScan, probability
+from sparsekv.runtime.selection.interface import (
+    Budget,
     CentroidSegment,
     Cost,
-    Rest,
+    Method,
+    MiddleContext,
+    Queries,
+    Residual,
     RowIndices,
     RowSet,
     Selection,
+    Selector,
     single_rows,
 )
+from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.token_choice import token_logits
+from sparsekv.runtime.selection.wrappers import residual_clusters
 
 PIECE = 32  # tokens of a question that share a choice
 
@@ -176,7 +175,7 @@ class CodesSelector(Selector):
         return Selection(
             RowSet(joined.rows[:, None], None, joined.rows.shape[1], 0, RowIndices(joined.rows, joined.used, None)),
             Cost(self._read(self.middle, 0), per_count=2),
-            Rest(lambda: (self._stand_ins(left),), attended=self.replace),
+            Residual(lambda: (self._centroids_left(left),), attended=self.replace),
         )
 
     def attend_fused(
@@ -217,13 +216,13 @@ class CodesSelector(Selector):
         self, chosen: torch.Tensor, logits: Callable[[], torch.Tensor], scanned: int, more: int
     ) -> Selection:
         """Of tokens [Hk, Q or 1, K], with the clusters' logits; `more` keys were read beside what was scanned."""
-        rest = Rest(lambda: self._rest(chosen, logits()), attended=self.replace)
+        rest = Residual(lambda: self._rest(chosen, logits()), attended=self.replace)
         return Selection(single_rows(chosen), Cost(self._read(scanned, more)), rest)
 
     def _everything(self, queries: int) -> Selection:
         """All tokens, for which nothing is read to choose."""
         rows = torch.arange(self.middle, device=self.codes.device).expand(len(self.codes), queries, -1)
-        return Selection(single_rows(rows), Cost(0.0), Rest(lambda: self._rest(rows), attended=self.replace))
+        return Selection(single_rows(rows), Cost(0.0), Residual(lambda: self._rest(rows), attended=self.replace))
 
     def _choose_on_gpu(
         self, scan: CodeScan, queries: Queries, exact: ExactKeys, tokens: int, candidates: int
@@ -233,7 +232,7 @@ class CodesSelector(Selector):
         return Selection(
             single_rows(rows),
             Cost(self._read(self.middle, candidates - tokens)),
-            Rest(lambda: self._rest(rows.long()), attended=self.replace, in_place=scored),
+            Residual(lambda: self._rest(rows.long()), attended=self.replace, in_place=scored),
         )
 
     def _read(self, scanned: int, more: int) -> float:
@@ -254,19 +253,19 @@ class CodesSelector(Selector):
     def centroid_of(self, rest: Sequence[CentroidSegment]) -> torch.Tensor:
         return self.clusters.labels
 
-    def rest_of(self, chosen: torch.Tensor) -> Rest:
+    def rest_of(self, chosen: torch.Tensor) -> Residual:
         left = self.clusters.left(self.clusters.labels[:, None], chosen[:, None])
-        return Rest(lambda: (self._stand_ins(left),), attended=True)
+        return Residual(lambda: (self._centroids_left(left),), attended=True)
 
     def _rest(self, chosen: torch.Tensor, logits: torch.Tensor | None = None) -> tuple[CentroidSegment, ...]:
         """Of the tokens beside those chosen [Hk, Q or 1, K], with the clusters' logits [Hk, G, Q, C], if there are any,
         for one query."""
         labels = self.clusters.labels[:, None].expand(-1, chosen.shape[1], -1)
-        part = self._stand_ins(self.clusters.left(labels.gather(-1, chosen)))
+        part = self._centroids_left(self.clusters.left(labels.gather(-1, chosen)))
         if logits is not None and logits.shape[2] == 1:
             part = replace(part, scored=ScoredCentroids(logits[:, :, 0], part.log_counts[:, 0], part.values))
         return (part,)
 
-    def _stand_ins(self, left: torch.Tensor) -> CentroidSegment:
+    def _centroids_left(self, left: torch.Tensor) -> CentroidSegment:
         """For so many tokens of each cluster [Hk, Q or 1, C]."""
         return CentroidSegment(self.clusters.keys, left.log() + self.bias[:, None], self.values)

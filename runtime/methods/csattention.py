@@ -13,15 +13,13 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import MethodRecord
-from sparsekv.formats.suggestions import choose_one
-from sparsekv.kernels.tables.table_lookup import SCORINGS
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.interface import Method
-from sparsekv.runtime.selection.list_statistics import ListShape, describe_lists
+from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.formats.index.schema import MethodRecord
+from sparsekv.kernels.posting_lists.posting_lists import SCORINGS
+from sparsekv.runtime.selection.cluster_statistics import ListShape, describe_lists
+from sparsekv.runtime.selection.interface import Method, MiddleContext
+from sparsekv.runtime.selection.posting_lists import TableSelector
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.selection.tables.selector import TableSelector
 
 WEIGHTS = ("uniform", "fitted")
 

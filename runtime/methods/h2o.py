@@ -8,10 +8,9 @@ tokens are ranked once, by the sums over a sample of the document's queries (`--
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.interface import Method
-from sparsekv.runtime.selection.kept_tokens import KeptTokens, ranking
+from sparsekv.runtime.selection.interface import Method, MiddleContext
 from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.token_choice import KeptTokens, ranking
 
 
 @methods.register("h2o")

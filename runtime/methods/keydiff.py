@@ -6,11 +6,10 @@ prefill, against the mean of the remaining keys; here the mean is over the whole
 
 from dataclasses import dataclass
 
-from sparsekv.kernels.scores.keydiff import keydiff_scores
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.interface import Method
-from sparsekv.runtime.selection.kept_tokens import KeptTokens, ranking
+from sparsekv.kernels.scores.logits import keydiff_scores
+from sparsekv.runtime.selection.interface import Method, MiddleContext
 from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.token_choice import KeptTokens, ranking
 
 
 @methods.register("keydiff")

@@ -13,13 +13,10 @@ from typing import ClassVar
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.kernels.scores.logits import attention_logits
-from sparsekv.kernels.scores.softmax import softmax_beside
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.kept_tokens import ranking
-from sparsekv.runtime.selection.layer_sharing import LayerSharing, SharingSelector
-from sparsekv.runtime.selection.queries import Queries
+from sparsekv.kernels.scores.logits import attention_logits, softmax_beside
+from sparsekv.runtime.selection.interface import MiddleContext, Queries
 from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.token_choice import LayerSharing, SharingSelector, ranking
 
 
 @methods.register("lessismore")

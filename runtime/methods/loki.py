@@ -12,12 +12,8 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.kernels.scores.logits import attention_logits, softcapped
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.interface import Method, Selector
-from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.interface import Budget, Method, MiddleContext, Queries, Selection, Selector
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.selection.selection import Selection
 from sparsekv.runtime.selection.token_choice import group_probability, top_tokens
 
 

@@ -14,12 +14,18 @@ from math import pi
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.interface import Method, Selector
-from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.interface import (
+    Budget,
+    Cost,
+    Method,
+    MiddleContext,
+    Queries,
+    RowSet,
+    Selection,
+    Selector,
+    single_rows,
+)
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.selection.selection import Cost, RowSet, Selection, single_rows
 
 MOST_BITS = 15  # a code is a non-negative int16
 LARGEST_SEED = 2**31 - 1

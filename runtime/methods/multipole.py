@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import MethodRecord
-from sparsekv.runtime.selection.clusters.method import ClusterMethod
-from sparsekv.runtime.selection.clusters.selector import ClusterSelector
+from sparsekv.formats.index.schema import MethodRecord
+from sparsekv.runtime.selection.clusters.selector import ClusterMethod, ClusterSelector
+from sparsekv.runtime.selection.clusters.steps import WindowedRope
 from sparsekv.runtime.selection.clusters.stream import BlockClustering
-from sparsekv.runtime.selection.clusters.windowed_rope import WindowedRope
-from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import MiddleContext
 from sparsekv.runtime.selection.registry import methods
 
 

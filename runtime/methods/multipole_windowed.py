@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.methods.multipole import Multipole
-from sparsekv.runtime.selection.clusters.windowed_rope import WindowedRope
-from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.clusters.steps import WindowedRope
+from sparsekv.runtime.selection.interface import MiddleContext
 from sparsekv.runtime.selection.registry import methods
 
 

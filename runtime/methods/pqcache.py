@@ -12,15 +12,19 @@ from typing import ClassVar, Self
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import MethodRecord
-from sparsekv.kernels.scores.best import best_tokens
-from sparsekv.kernels.scores.logits import softcapped
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.interface import Method, Selector
-from sparsekv.runtime.selection.queries import Queries
+from sparsekv.formats.index.schema import MethodRecord
+from sparsekv.kernels.scores.logits import best_tokens, softcapped
+from sparsekv.runtime.selection.interface import (
+    Budget,
+    Cost,
+    Method,
+    MiddleContext,
+    Queries,
+    Selection,
+    Selector,
+    single_rows,
+)
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.selection.selection import Cost, Selection, single_rows
 from sparsekv.runtime.selection.token_choice import group_probability, token_logits, top_tokens
 
 

@@ -9,12 +9,18 @@ from sparsekv.kernels.clusters.cluster_choice import choose_clusters
 from sparsekv.kernels.clusters.types import MOST_TOKENS
 from sparsekv.kernels.common.runs import fill_budget
 from sparsekv.kernels.scores.logits import attention_logits
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.interface import Method, Selector
-from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.interface import (
+    Budget,
+    Cost,
+    Method,
+    MiddleContext,
+    Queries,
+    RowIndices,
+    RowSet,
+    Selection,
+    Selector,
+)
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.selection.selection import Cost, RowIndices, RowSet, Selection
 
 
 @methods.register("quest")

@@ -7,14 +7,10 @@ mean, as for a chunk of a document's prefill; a decode step's query is used as i
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sparsekv.formats.quoka import QuokaOptions
+from sparsekv.formats.index.schema import QuokaOptions
 from sparsekv.kernels.scores.quoka import key_norms, quoka_scores, subselect_queries
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.interface import Method, Selector
-from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.interface import Budget, Method, MiddleContext, Queries, Selection, Selector
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.selection.selection import Selection
 from sparsekv.runtime.selection.token_choice import top_tokens
 
 

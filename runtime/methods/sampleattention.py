@@ -6,15 +6,11 @@ Reads every key. It is a method for prefills: in decoding, with one query, it ra
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from sparsekv.formats.quoka import check_prefill_queries
-from sparsekv.kernels.attention.sampled_attention import spaced_places
+from sparsekv.formats.index.schema import check_prefill_queries
+from sparsekv.kernels.attention.chunk_attention import spaced_places
 from sparsekv.kernels.scores.logits import attention_logits
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.interface import Method, Selector
-from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.interface import Budget, Method, MiddleContext, Queries, Selection, Selector
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.selection.selection import Selection
 from sparsekv.runtime.selection.token_choice import group_probability, top_tokens
 
 

@@ -14,17 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional
 
-from sparsekv.formats.errors import UsageError
-from sparsekv.formats.suggestions import choose_one
-from sparsekv.kernels.scores.logits import attention_logits
-from sparsekv.kernels.scores.softmax import softmax_beside
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.interface import Method
-from sparsekv.runtime.selection.kept_tokens import KeptTokens, ranking
-from sparsekv.runtime.selection.queries import Queries
+from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.kernels.scores.logits import attention_logits, softmax_beside
+from sparsekv.runtime.selection.interface import Budget, Method, MiddleContext, Queries, Selection
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.selection.selection import Selection
+from sparsekv.runtime.selection.token_choice import KeptTokens, ranking
 
 POOLING = ("max", "average")
 

@@ -17,14 +17,20 @@ from typing import Self
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import MethodRecord
+from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.kernels.scores.logits import attention_logits, softcapped
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.interface import Method, Selector
-from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.interface import (
+    Budget,
+    CentroidSegment,
+    Cost,
+    Method,
+    MiddleContext,
+    Queries,
+    Residual,
+    Selection,
+    Selector,
+)
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.selection.selection import CentroidSegment, Cost, Rest, Selection
 from sparsekv.runtime.selection.token_choice import group_probability, token_logits, top_tokens
 
 
@@ -91,7 +97,7 @@ class SparQSelector(Selector):
         if self.mean_rows is None:
             return chosen
         mean = self._mean_of_rest(logits, queries, chosen.rows.starts)
-        return replace(chosen, cost=Cost(read + 2), rest=Rest(lambda: (mean,), attended=True))
+        return replace(chosen, cost=Cost(read + 2), rest=Residual(lambda: (mean,), attended=True))
 
     def centroid_of(self, rest: Sequence[CentroidSegment]) -> torch.Tensor:
         return torch.zeros(self.keys.shape[:2], dtype=torch.int64, device=self.keys.device)

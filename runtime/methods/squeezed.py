@@ -9,13 +9,11 @@ keep more.
 from dataclasses import dataclass, field
 from typing import Self
 
-from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import MethodRecord
-from sparsekv.formats.suggestions import choose_one
-from sparsekv.runtime.selection.clusters.method import ClusterMethod
-from sparsekv.runtime.selection.clusters.selector import ClusterSelector
-from sparsekv.runtime.selection.clusters.thresholds import Thresholds
-from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.formats.index.schema import MethodRecord
+from sparsekv.runtime.selection.clusters.selector import ClusterMethod, ClusterSelector
+from sparsekv.runtime.selection.clusters.steps import Thresholds
+from sparsekv.runtime.selection.interface import MiddleContext
 from sparsekv.runtime.selection.registry import methods
 
 SELECTIONS = ("budget", "threshold")

@@ -11,12 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.kernels.scores.logits import attention_logits
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.kept_tokens import ranking
-from sparsekv.runtime.selection.layer_sharing import LayerSharing, SharingSelector
-from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.interface import MiddleContext, Queries
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.selection.token_choice import group_probability
+from sparsekv.runtime.selection.token_choice import LayerSharing, SharingSelector, group_probability, ranking
 
 
 @methods.register("tidaldecode")

@@ -4,12 +4,17 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.interface import Method, Selector
-from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.interface import (
+    Budget,
+    Cost,
+    Method,
+    MiddleContext,
+    Queries,
+    RowSet,
+    Selection,
+    Selector,
+)
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.selection.selection import Cost, RowSet, Selection
 
 
 @methods.register("window")

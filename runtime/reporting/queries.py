@@ -1,12 +1,49 @@
-"""The queries that a report measures on: those of the held-out tail, or of the user's own questions."""
+"""Queries and rows of each layer that a report measures on, with their files' checksums verified."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import layer_file
+from sparsekv.formats.device import read_ahead
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import layer_file
+from sparsekv.runtime.cache.kv_store import LayerRows
+
+CHECKED_AHEAD = 8  # layers whose files are checked while one is measured
+
+
+def checked_rows(
+    artifact: Artifact, names: Iterable[str], layers: list[int], device: torch.device
+) -> Iterator[LayerRows]:
+    """Keys and values of each layer on a device; those of the next layer are read meanwhile.
+
+    Threads check the files of several layers at once: a GPU measures a layer sooner than one core has hashed its keys.
+
+    Args:
+        names: methods whose files are checked too.
+
+    Raises:
+        ArtifactError: a file whose content has changed.
+    """
+    names = list(names)
+
+    def check(layer: int) -> int:
+        artifact.check_sums(measured_files(artifact, names, [layer]))
+        return layer
+
+    def read(layer: int) -> LayerRows:
+        rows = LayerRows(artifact, layer)
+        rows.on(device)
+        return rows
+
+    return read_ahead(read_ahead(layers, check, CHECKED_AHEAD), read, 1)
+
+
+def measured_files(artifact: Artifact, names: Iterable[str], layers: Iterable[int]) -> list[str]:
+    """Names of the files that are read to measure methods on some layers."""
+    folders = ["context", "queries", *(name for name in names if name in artifact.manifest.methods)]
+    return [layer_file(folder, layer) for folder in folders for layer in layers]
 
 
 @dataclass(frozen=True)

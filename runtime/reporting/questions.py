@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from sparsekv.kernels.common.cache_argument import with_cache
+from sparsekv.kernels.common.given_rows import with_cache
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
-from sparsekv.runtime.decoding.exclusive import exclusive
 from sparsekv.runtime.decoding.generate import answer_room, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.threads import exclusive
 from sparsekv.runtime.reporting.queries import MeasuredQueries, QueryBlock
 
 

@@ -1,32 +1,173 @@
-"""Measures methods against dense attention on one layer: recall, attention mass, output error and more, per KV head.
+"""Recall, attention mass and output error of methods against dense attention on one layer."""
 
-The oracle's top-K are the K middle tokens of highest probability, averaged over the query group after the softmax over
-everything the query sees; K is the method's own budget, or one reference budget for all methods. Recall is the share of
-these tokens that is chosen. Attention mass is the share of the middle's probability that is chosen. Output error is
-|o_sparse - o_dense| / |o_dense| per query head, with sinks, tail and new tokens exact in both. KV fraction is the bytes
-read for the middle, index included, over the bytes that dense attention reads for it. Missed mass is the share of all
-attention on middle tokens that are not chosen: the true one, and the estimate that a decode step can make.
-"""
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import count
 from typing import Any
 
 import torch
 
-from sparsekv.formats.reader import CPU
-from sparsekv.kernels.scores.logits import attention_logits
-from sparsekv.runtime.attention.guard import Attempt, Outcome, missed_share
-from sparsekv.runtime.cache.layer_rows import LayerRows
+from sparsekv.formats.index.reader import CPU
+from sparsekv.formats.index.schema import LayerFacts
+from sparsekv.kernels.scores.logits import attention_logits, softmax_with_logsumexp
+from sparsekv.runtime.attention.guard import Attempt, Guard, Outcome, missed_share
+from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.prepare import prepare_layer
-from sparsekv.runtime.reporting.measures import Measured, Measures
 from sparsekv.runtime.reporting.queries import QueryBlock
-from sparsekv.runtime.reporting.truth import Truth, joint_softmax, truths, weighted
-from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.capabilities import Covers
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.interface import Selector
-from sparsekv.runtime.selection.selection import CentroidSegment, RowSet, Selection
-from sparsekv.runtime.selection.union import can_unite, unite_groups
+from sparsekv.runtime.selection.interface import (
+    Budget,
+    CentroidSegment,
+    MethodSpec,
+    Queries,
+    RowSet,
+    Selection,
+    Selector,
+)
+from sparsekv.runtime.selection.wrappers import can_unite, unite_groups
+
+
+@dataclass(frozen=True)
+class MeasuredSetting:
+    """A form of a method at a budget.
+
+    A `guard` limits the missed share of a head. Recall and `list_coverage` count the oracle's tokens at the `reference`
+    budget, by default the form's own. Without `outputs` attention outputs are not computed, and output error and
+    missed estimate are NaN. So many queries `together` attend to what any of them chooses.
+    """
+
+    form: MethodSpec
+    budget: Budget
+    guard: Guard | None = None
+    reference: Budget | None = None
+    outputs: bool = True
+    together: int = 1
+
+
+@dataclass
+class Measures:
+    """Sums over queries, per KV head [Hk] float64."""
+
+    queries: int = 0
+    selected_tokens: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    recall: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    attention_mass: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    output_error: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    kv_fraction: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    missed_mass: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    missed_estimate: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    list_coverage: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    raised: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    dense: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    def add(self, **per_query: torch.Tensor) -> None:
+        """Add values [Hk, Q] of each measure; NaN where it is not measured."""
+        self.queries += next(iter(per_query.values())).shape[1]
+        for name, values in per_query.items():
+            setattr(self, name, getattr(self, name) + values.double().sum(1))
+
+    def means(self) -> dict[str, torch.Tensor]:
+        """Mean over queries of each measure, [Hk] on the CPU; one sync."""
+        names = [one.name for one in fields(self) if one.name != "queries"]
+        sums = torch.broadcast_tensors(*(getattr(self, name).to(self.recall.device) for name in names))
+        means = torch.stack(sums).cpu() / self.queries
+        return dict(zip(names, means, strict=True))
+
+
+LOGITS_AT_ONCE = 64 * 2**20  # elements of [Hq, Q, N] float32 logits: 256 MB
+PIECE = 4096  # tokens of one sum
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Queries and their dense attention.
+
+    logits [Hk, G, Q, M] and probability [Hk, Q, M] (the group's mean) are of the middle; exact_logsumexp [Hk, G, Q] and
+    exact_output [Hk, G, Q, D] are the log-sum-exp and the output of attention to exact rows and learned sinks alone;
+    output [Hk, G, Q, D] is of everything. `oracles` caches the oracle's choices by number of tokens.
+    """
+
+    queries: Queries
+    logits: torch.Tensor
+    exact_logsumexp: torch.Tensor
+    exact_output: torch.Tensor
+    probability: torch.Tensor
+    output: torch.Tensor
+    values: torch.Tensor
+    facts: LayerFacts
+    oracles: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def oracle(self, tokens: int) -> torch.Tensor:
+        """[Hk, Q, M] bool: the `tokens` tokens of highest probability."""
+        if tokens not in self.oracles:
+            best = self.probability.topk(tokens, -1).indices
+            self.oracles[tokens] = torch.zeros_like(self.probability, dtype=torch.bool).scatter_(-1, best, True)
+        return self.oracles[tokens]
+
+
+def truths(rows: LayerRows, blocks: Iterable[QueryBlock], device: torch.device, at_least: int = 1) -> Iterator[Truth]:
+    """Dense attention of all blocks' queries, numbered as batches: as many at a time as `LOGITS_AT_ONCE` allows, and
+    `at_least` so many."""
+    batches, tokens = count(), rows.artifact.manifest.split.tokens
+    for block in blocks:
+        Hq, queries, _ = block.queries.shape
+        step = max(at_least, LOGITS_AT_ONCE // (Hq * tokens))
+        for start in range(0, queries, step):
+            yield _truth(rows, block.part(slice(start, start + step), device), next(batches))
+
+
+def _truth(rows: LayerRows, block: QueryBlock, batch: int) -> Truth:
+    manifest = rows.artifact.manifest
+    facts, split = manifest.layers[rows.layer], manifest.split
+    keys, values = rows.on(block.queries.device)
+    middle = slice(split.sinks, split.sinks + split.middle)
+    exact = [
+        torch.cat([stored[:, : split.sinks], stored[:, middle.stop :], new.to(stored)], 1)
+        for stored, new in ((keys, block.keys), (values, block.values))
+    ]
+    grouped = block.queries.unflatten(0, (keys.shape[0], -1)).to(keys)
+    visible = torch.arange(exact[0].shape[1], device=keys.device) < split.sinks + block.visible[:, None]
+    exact_logits = attention_logits(grouped, exact[0], facts.softmax_scale, facts.softcap)
+    exact_logits = exact_logits.masked_fill(~visible, -torch.inf)
+    weights = exact_logits.softmax(-1)
+    exact_lse = exact_logits.logsumexp(-1)
+    if block.sink_logits is not None:
+        sinks = block.sink_logits.view(keys.shape[0], -1)[..., None].float()
+        with_sinks = torch.logaddexp(exact_lse, sinks)
+        weights = weights * (exact_lse - with_sinks).exp()[..., None]
+        exact_lse = with_sinks
+    logits = attention_logits(grouped, keys[:, middle], facts.softmax_scale, facts.softcap)
+    (probability, beside), _ = joint_softmax([logits, exact_lse[..., None]])
+    exact_output = weighted(weights, exact[1])
+    output = weighted(probability, values[:, middle]) + exact_output * beside
+    positions = middle.stop - 1 + block.visible
+    queries = Queries(grouped, lambda: positions, lambda: exact_lse, joint=False, batch=batch)
+    return Truth(queries, logits, exact_lse, exact_output, probability.mean(1), output, values[:, middle], facts)
+
+
+def joint_softmax(parts: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """The weights of one softmax over several parts [..., T] of the logits, part by part, and its log-sum-exp."""
+    weights, total = softmax_with_logsumexp(torch.cat(parts, -1))
+    return weights.split([part.shape[-1] for part in parts], -1), total
+
+
+def weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """[Hk, G, Q, D]: values [Hk, T, D] summed with weights [Hk, G, Q, T], in float32."""
+    Hk, G, Q, tokens = weights.shape
+    # A GPU gives one long sum to a dozen of its many units.
+    piece = PIECE if weights.is_cuda else tokens
+    return sum_in_pieces(weights.flatten(1, 2), values.float(), piece).view(Hk, G, Q, -1)
+
+
+def sum_in_pieces(weights: torch.Tensor, values: torch.Tensor, piece: int) -> torch.Tensor:
+    """[Hk, R, D]: values [Hk, T, D] summed with weights [Hk, R, T], `piece` tokens at a time and then these sums."""
+    whole = values.shape[1] // piece * piece if piece < values.shape[1] else 0
+    sums = torch.bmm(weights[..., whole:], values[:, whole:])
+    if whole:
+        pieces = weights[..., :whole].unflatten(-1, (-1, piece)).transpose(1, 2)  # [Hk, P, R, piece]
+        sums += torch.matmul(pieces, values[:, :whole].unflatten(1, (-1, piece))).sum(1)
+    return sums
+
 
 SharedStates = dict[tuple[str, str], dict[str, Any]]
 """The state shared by all layers, for each method and variant."""
@@ -34,11 +175,11 @@ SharedStates = dict[tuple[str, str], dict[str, Any]]
 
 def measure_layer(
     rows: LayerRows,
-    measured: list[Measured],
+    measured: list[MeasuredSetting],
     blocks: Iterable[QueryBlock],
     states: SharedStates | None = None,
     device: torch.device = CPU,
-) -> dict[Measured, Measures]:
+) -> dict[MeasuredSetting, Measures]:
     """Measure all methods and budgets on one layer, on a device.
 
     Allocates 256 MB of logits at a time, a few times over; on a GPU also the layer's keys and values.
@@ -47,7 +188,7 @@ def measure_layer(
         states: state shared with the layers measured before this one.
     """
     states = {} if states is None else states
-    selectors: dict[Form, Selector] = {}
+    selectors: dict[MethodSpec, Selector] = {}
     for form in dict.fromkeys(one.form for one in measured):
         shared = states.setdefault((form.name, form.variant), {})
         prepared = prepare_layer(rows, form.name, form.method, device, residual=form.residual, shared=shared)
@@ -60,7 +201,7 @@ def measure_layer(
     return results
 
 
-def _measure(one: Measured, selector: Selector, truth: Truth, into: Measures) -> None:
+def _measure(one: MeasuredSetting, selector: Selector, truth: Truth, into: Measures) -> None:
     def attempt(budget: Budget) -> Attempt:
         return _attempt(selector, truth, budget, outputs=one.outputs, together=one.together)
 

@@ -1,8 +1,8 @@
-"""The recall report: every method, variant and budget on all layers, as rows with stable keys."""
+"""The recall report of every method, variant and budget on all layers, and its Pareto front."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from statistics import fmean
 from typing import Any
@@ -10,18 +10,47 @@ from typing import Any
 import torch
 
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.kv_storage import KVStorage
-from sparsekv.formats.reader import CPU, Artifact
+from sparsekv.formats.index.reader import CPU, Artifact
+from sparsekv.formats.index.schema import KVStorage
 from sparsekv.runtime.attention.guard import Guard, estimates_missed
-from sparsekv.runtime.cache.layer_rows import LayerRows
-from sparsekv.runtime.reporting.checked_rows import checked_rows
-from sparsekv.runtime.reporting.measures import Measured
-from sparsekv.runtime.reporting.queries import MeasuredQueries, seen_block
-from sparsekv.runtime.reporting.recall import SharedStates, measure_layer
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.cache.kv_store import LayerRows
+from sparsekv.runtime.decoding.prepare import stored_context
+from sparsekv.runtime.reporting.queries import MeasuredQueries, checked_rows, seen_block, tail_block
+from sparsekv.runtime.reporting.recall import MeasuredSetting, SharedStates, measure_layer
+from sparsekv.runtime.selection.capabilities import DescribesClusters, DescribesLists
+from sparsekv.runtime.selection.cluster_statistics import Clustering, ListShape
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
 from sparsekv.runtime.selection.registry import methods
+
+
+@dataclass(frozen=True)
+class LayerDescription:
+    """One layer of one method: statistics of its clusters and posting lists; None where it has none."""
+
+    layer: int
+    clusters: Clustering | None
+    lists: ListShape | None
+
+
+def describe_layers(
+    artifact: Artifact, name: str, biggest: int, device: torch.device = CPU
+) -> Iterator[LayerDescription]:
+    """Descriptions of each indexed layer for the method called `name`, made on a device.
+
+    Reads the whole context and the method's tensors, one layer at a time.
+
+    Args:
+        biggest: how many of the biggest clusters to list.
+    """
+    method = methods()[name]
+    for layer in artifact.manifest.indexed_layers:
+        rows = LayerRows(artifact, layer)
+        context, middle = stored_context(rows, name, device).context, rows.middle_values(device)
+        queries = tail_block(artifact, layer).queries.unflatten(0, (len(middle), -1)).to(device)
+        clusters = method.describe_clusters(context, middle, biggest) if issubclass(method, DescribesClusters) else None
+        lists = method.describe_lists(context, queries) if issubclass(method, DescribesLists) else None
+        yield LayerDescription(layer, clusters, lists)
+
 
 GROUPS = ("layer", "kv_head")
 """What rows can be averaged for each value of."""
@@ -183,34 +212,38 @@ def recall_report(
     )
 
 
-def forms(artifact: Artifact, name: str, configured: tuple[str, Method] | None = None, *, residual: bool) -> list[Form]:
+def forms(
+    artifact: Artifact, name: str, configured: tuple[str, Method] | None = None, *, residual: bool
+) -> list[MethodSpec]:
     """The forms of a method to compare: the configured one, or its variants. With `residual` also each of them with a
     residual, unless the method has a replacement of its own."""
     record = artifact.manifest.methods.get(name)
     variants = dict([configured]) if configured else methods()[name].variants(record)
-    found = [Form(name, variant, method) for variant, method in variants.items()]
+    found = [MethodSpec(name, variant, method) for variant, method in variants.items()]
     if residual and not any(method.replaces() for method in variants.values()):
         found += [replace(form, variant=f"{form.variant} + residual".strip(), residual=True) for form in found]
     return found
 
 
-def _measured(compared: list[Form], budgets: list[Budget], guard: Guard | None) -> list[Measured]:
+def _measured(compared: list[MethodSpec], budgets: list[Budget], guard: Guard | None) -> list[MeasuredSetting]:
     """Each form at each budget; a method's forms again under the guard, where their missed share can be estimated."""
-    measured: list[Measured] = []
+    measured: list[MeasuredSetting] = []
     for _, of_method in groupby(compared, lambda form: form.name):
         plain = list(of_method)
-        guarded: list[tuple[Form, Guard | None]] = [(form, None) for form in plain]
+        guarded: list[tuple[MethodSpec, Guard | None]] = [(form, None) for form in plain]
         if guard is not None:
             guarded += [
                 (replace(form, variant=f"{form.variant} + guard".strip()), guard)
                 for form in plain
                 if estimates_missed(form.method, residual=form.residual)
             ]
-        measured += [Measured(form, budget, by) for form, by in guarded for budget in budgets]
+        measured += [MeasuredSetting(form, budget, by) for form, by in guarded for budget in budgets]
     return measured
 
 
-def _recall_seen(rows: LayerRows, measured: list[Measured], device: torch.device) -> dict[Measured, torch.Tensor]:
+def _recall_seen(
+    rows: LayerRows, measured: list[MeasuredSetting], device: torch.device
+) -> dict[MeasuredSetting, torch.Tensor]:
     """Recall [Hk] on the document queries that indices were built from, for the methods that learn from queries."""
     learned = [one for one in measured if one.form.method.learns_queries]
     block = seen_block(rows.artifact, rows.layer) if learned else None
@@ -220,7 +253,7 @@ def _recall_seen(rows: LayerRows, measured: list[Measured], device: torch.device
     return {one: measures.means()["recall"] for one, measures in found.items()}
 
 
-def _rows(one: Measured, middle: int, layer: int, means: dict[str, torch.Tensor]) -> list[RecallRow]:
+def _rows(one: MeasuredSetting, middle: int, layer: int, means: dict[str, torch.Tensor]) -> list[RecallRow]:
     """One row for each KV head, from means [Hk] of each measure."""
     of_head: list[dict[str, Any]] = [
         {name: _known(float(values[kv_head])) for name, values in means.items()}
@@ -243,3 +276,44 @@ def _rows(one: Measured, middle: int, layer: int, means: dict[str, torch.Tensor]
 
 def _known(value: float) -> float | None:
     return None if math.isnan(value) else value
+
+
+def pareto_front(rows: Sequence[RecallRow]) -> list[RecallRow]:
+    """Rows for which no other reads at most as much and errs at most as much, and less of one of the two.
+
+    Compared are rows of the same layer, KV head and number of queries together. Bounds, such as the oracle, are no
+    methods to take and are left out.
+    """
+    groups: dict[tuple[int | None, int | None, int], list[RecallRow]] = {}
+    for row in rows:
+        if not methods()[row.method].is_bound:
+            groups.setdefault((row.layer, row.kv_head, row.together), []).append(row)
+    return [row for group in groups.values() for row in _front(group)]
+
+
+def _front(rows: list[RecallRow]) -> Iterator[RecallRow]:
+    least, last = math.inf, (math.inf, math.inf)
+    for row in sorted(rows, key=_costs):
+        if row.output_error < least or _costs(row) == last:
+            yield row
+            least, last = row.output_error, _costs(row)
+
+
+def _costs(row: RecallRow) -> tuple[float, float]:
+    return row.kv_fraction, row.output_error
+
+
+def row_records(rows: Sequence[RecallRow]) -> list[dict[str, Any]]:
+    """Rows as flat dicts, in the order they are given in, each with `front`: whether it is on the Pareto front."""
+    front = set(pareto_front(rows))
+    return [{**asdict(row), "front": row in front} for row in rows]
+
+
+def in_order(rows: Sequence[RecallRow]) -> list[RecallRow]:
+    """Rows by layer, KV head, budget, queries together and error."""
+
+    def key(row: RecallRow) -> tuple[float, ...]:
+        place = [-1 if number is None else number for number in (row.layer, row.kv_head)]
+        return (*place, row.budget_tokens, row.together, row.output_error)
+
+    return sorted(rows, key=key)

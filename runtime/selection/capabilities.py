@@ -7,12 +7,8 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 
 from sparsekv.runtime.cache.kv_store import Pair
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.cluster_statistics import Clustering
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.list_statistics import ListShape
-from sparsekv.runtime.selection.queries import Queries
-from sparsekv.runtime.selection.selection import CentroidSegment, Selection
+from sparsekv.runtime.selection.cluster_statistics import Clustering, ListShape
+from sparsekv.runtime.selection.interface import Budget, CentroidSegment, MiddleContext, Queries, Selection
 
 
 @dataclass(frozen=True)

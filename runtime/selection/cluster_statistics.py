@@ -1,11 +1,139 @@
-"""Statistics of a clustering: sizes and distortion per level, blocks, and the tokens of its biggest clusters."""
+"""Statistics of clusterings and posting lists: sizes, distortion, and shares of the subspaces."""
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
-from sparsekv.runtime.selection.distortion import cluster_spreads, relative_spreads
+
+@dataclass(frozen=True)
+class ListShape:
+    """One layer's posting lists, over all KV heads.
+
+    `lists` is their number, `entries` the length of each. `keys_listed` is the share of the middle's keys that are in
+    at least one list of their head; `in_lists` the share of its head's lists that a key is in, the (lower) median over
+    all keys.
+
+    `subspace_shares` (see the function) are in order of subspace, `ranked_shares` sorted per query from highest to
+    lowest; both are means over queries and heads, and each adds up to 1.
+    """
+
+    lists: int
+    entries: int
+    keys_listed: float
+    in_lists: float
+    subspace_shares: list[float]
+    ranked_shares: list[float]
+
+
+def describe_lists(
+    tensors: dict[str, torch.Tensor], keys: torch.Tensor, queries: torch.Tensor, first_token: int
+) -> ListShape:
+    """Describe a layer from the artifact's tensors; reads all posting lists and keys, one head and subspace at a time.
+
+    Args:
+        keys: [Hk, M, D] of the middle, as attended, in order of position.
+        queries: [Hk, G, R, D].
+        first_token: position in the prompt of the first middle token.
+    """
+    heads, subspaces, centroids, entries = tensors["table_tokens"].shape
+    named = torch.stack([_named(lists, keys.shape[1], first_token) for lists in tensors["table_tokens"]])
+    heads_rows = zip(queries.flatten(1, 2), keys, strict=True)
+    shares = torch.cat([subspace_shares(*rows, tensors["channels"]) for rows in heads_rows])
+    return ListShape(
+        lists=heads * subspaces * centroids,
+        entries=entries,
+        keys_listed=float((named > 0).double().mean()),
+        in_lists=float(named.median()) / (subspaces * centroids),
+        subspace_shares=shares.mean(0).tolist(),
+        ranked_shares=shares.sort(-1, descending=True).values.mean(0).tolist(),
+    )
+
+
+def subspace_shares(queries: torch.Tensor, keys: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
+    """Each subspace's share in the ranking of one head's keys: [R, m] float64, each row adds up to 1.
+
+    A logit q k is the sum over subspaces b of q_b k_b. A term that is the same for all keys does not change their
+    order, so a subspace counts by the standard deviation of q_b k_b over the keys. Its share is its deviation divided
+    by the sum over subspaces; 1 / m for each where all keys are equal.
+
+    The deviation is sqrt(q_b^T V_b q_b) with V_b the keys' covariance, so no logits are made: this allocates one
+    subspace's keys [M, D / m] in float64, twice.
+
+    Args:
+        queries: [R, D]; keys: [M, D]; channels: [m, D / m] of each subspace.
+    """
+    deviations = torch.stack([_deviation(queries[:, part], keys[:, part]) for part in channels.long()], -1)
+    total = deviations.sum(-1, keepdim=True)
+    return torch.where(total > 0, deviations / total, 1 / len(channels))
+
+
+def _deviation(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """[R] float64: the standard deviation of each query's [R, d] products with the keys [M, d]."""
+    queries, keys = queries.double(), keys.double()
+    keys = keys - keys.mean(0)
+    covariance = keys.T @ keys / len(keys)
+    return ((queries @ covariance) * queries).sum(-1).clamp(min=0).sqrt()
+
+
+def _named(lists: torch.Tensor, keys: int, first_token: int) -> torch.Tensor:
+    """[M] int64: in how many of one head's posting lists [m, C, L] each key is."""
+    counts = [torch.bincount(tokens.flatten() - first_token, minlength=keys) for tokens in lists]
+    return torch.stack(counts).sum(0)
+
+
+def relative_spreads(rows: torch.Tensor, tensors: dict[str, torch.Tensor], name: str) -> list[float]:
+    """Distance of rows to their clusters' centroids, relative to their distance to the mean, per level, finest first.
+
+    It is sqrt(sum |r - c|^2 / sum |r - mean|^2) over all KV heads, each with its own mean: 0 where all rows of a
+    cluster are equal, 1 where centroids are no better than the mean. Its square is the share of the variance that is
+    lost when each row is replaced by its centroid. Allocates a few copies of one head's rows in float32.
+
+    Args:
+        rows: [Hk, M, D] of the middle, in order of position.
+        tensors: the artifact's, with token positions counted from the first middle token.
+        name: of the centroids, levelI.NAME [Hk, C_I, D]; levels without them are left out.
+    """
+    levels = sum(key.endswith(f".{name}") for key in tensors)
+    total, left = 0.0, [0.0] * levels
+    for head, of_head in enumerate(rows if levels else ()):
+        ordered = of_head[tensors["token_order"][head].long()].float()
+        total += _square_sum(ordered - ordered.mean(0, dtype=torch.float64).float())
+        counts = tensors["level0.counts"][head].long()
+        labels = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        for level in range(levels):
+            if level:
+                labels = tensors[f"level{level - 1}.parent"][head].long()[labels]
+            left[level] += _square_sum(ordered - tensors[f"level{level}.{name}"][head].float()[labels])
+    # No variance: all rows are equal, so that their centroids lose nothing.
+    return [math.sqrt(one / total) if total else 0.0 for one in left]
+
+
+def cluster_spreads(keys: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """[Hk, C] float64: the distance of each finest cluster's keys to its centroid, relative as in `relative_spreads`.
+
+    Its square, averaged over a head's keys, is that of the head's spread; 0 for a cluster without keys.
+
+    Args:
+        keys: [Hk, M, D] of the middle, in order of position.
+        tensors: the artifact's, with token positions counted from the first middle token.
+    """
+    spreads = []
+    for head, of_head in enumerate(keys):
+        ordered = of_head[tensors["token_order"][head].long()].float()
+        counts = tensors["level0.counts"][head].long()
+        labels = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        apart = (ordered - tensors["level0.centroids"][head].float()[labels]).square().sum(-1, dtype=torch.float64)
+        sums = torch.zeros(len(counts), dtype=torch.float64, device=counts.device).index_add(0, labels, apart)
+        mean = sums / counts.clamp(min=1)
+        total = _square_sum(ordered - ordered.mean(0, dtype=torch.float64).float()) / max(1, len(ordered))
+        spreads.append((mean / total).sqrt() if total else torch.zeros_like(mean))
+    return torch.stack(spreads)
+
+
+def _square_sum(rows: torch.Tensor) -> float:
+    return float(rows.square().sum(dtype=torch.float64))
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,291 @@
-"""The interface of a decoding method: `Method` holds parameters, and prepares a `Selector` for each layer."""
+"""The interface of methods: `Method` prepares a `Selector` for each layer, which selects rows for queries to a
+budget."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar, Self
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Self
 
 import torch
 
-from sparsekv.formats.schema import MethodRecord
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.queries import Queries
-from sparsekv.runtime.selection.selection import Selection
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index.schema import LayerFacts, MethodRecord
+from sparsekv.kernels.attention.types import ScoredCentroids
+from sparsekv.kernels.common.eight_bits import Int8Kernel
+from sparsekv.kernels.common.runs import expand_full_runs, expand_runs
+from sparsekv.kernels.posting_lists.types import ExactKeys
+
+
+@dataclass(frozen=True)
+class RowIndices:
+    """Row indices that a kernel has written: rows [Hk, capacity] int32, of which the first used [Hk] int32 are valid.
+
+    `queue` [Hk] int32 zeros, if there is one, is a work counter for the attention kernel.
+    """
+
+    rows: torch.Tensor
+    used: torch.Tensor
+    queue: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class RowSet:
+    """Rows of the middle, as runs of consecutive rows in the selector's layout: starts, run_lengths [Hk, Q or 1, R].
+
+    run_lengths: None where every run is one row. `capacity` is an upper bound of the rows of any one query. `total`:
+    how many rows each query has, where the host knows it without a sync; 0 where kernels count them. `indices`: the
+    same rows as plain indices, for one query or several that share them. log_weights [Hk, G, Q or 1, capacity] float32:
+    added to the logits of rows that were sampled instead of ranked, in the order of the runs.
+    """
+
+    starts: torch.Tensor
+    run_lengths: torch.Tensor | None
+    capacity: int
+    total: int | None = None
+    indices: RowIndices | None = None
+    log_weights: torch.Tensor | None = None
+
+    def has_all(self, used: int) -> bool:
+        """Whether it is one run of all `used` rows, for one query or several that share them."""
+        return self.starts.shape[1:] == (1, 1) and self.total == used and self.run_lengths is not None
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[Hk, Q or 1, R]."""
+        return torch.ones_like(self.starts) if self.run_lengths is None else self.run_lengths
+
+    def counts(self) -> torch.Tensor | int:
+        """Number of rows of each query [Hk, Q or 1], or `total` where it is known."""
+        return self.lengths.sum(-1) if self.total is None else self.total
+
+    def expand(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Row indices [Hk, Q or 1, capacity] int64, and which of them count, bool; None: all."""
+        if self.run_lengths is None:
+            return self.starts.long(), None
+        if self.total == self.capacity and not self.starts.is_cuda:
+            return expand_full_runs(self.starts, self.run_lengths, self.capacity), None
+        return expand_runs(self.starts, self.run_lengths, self.capacity)
+
+
+def single_rows(rows: torch.Tensor, log_weights: torch.Tensor | None = None) -> RowSet:
+    """A row set of single rows [Hk, Q or 1, K]."""
+    return RowSet(rows, None, rows.shape[-1], rows.shape[-1], log_weights=log_weights)
+
+
+@dataclass(frozen=True)
+class CentroidSegment:
+    """Centroids that represent tokens which are not attended one by one: keys, values [Hk, C, D].
+
+    log_counts [Hk, Q or 1, C] float32: the logarithm of the number of tokens that each represents. `scored`: the same
+    with the logits of one decode step's query on the keys, where the selection has computed them already. `clusters`
+    [Hk, C]: the number of each one's cluster; None: they are all clusters of a level, in order.
+    """
+
+    keys: torch.Tensor
+    log_counts: torch.Tensor
+    values: torch.Tensor
+    scored: ScoredCentroids | None = None
+    clusters: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> "CentroidSegment":
+        """The same on another device."""
+        if self.keys.device == device:
+            return self
+        clusters = None if self.clusters is None else self.clusters.to(device)
+        moved = self.keys.to(device), self.log_counts.to(device), self.values.to(device)
+        return CentroidSegment(*moved, clusters=clusters)
+
+
+@dataclass(frozen=True)
+class Residual:
+    """The tokens that were not chosen: each is represented by one centroid of `segments()`.
+
+    attended: the centroids are attended instead of their tokens (Multipole Attention, equation 2); otherwise they only
+    serve to estimate the missed attention. `in_place`: the same with logits, for kernels that attend in place.
+    index_rows: D-sized rows read for the centroids beside those that scoring has read.
+    """
+
+    segments: Callable[[], tuple[CentroidSegment, ...]]
+    attended: bool
+    in_place: tuple[ScoredCentroids, ...] | None = None
+    index_rows: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """D-sized index rows that were read per KV head to make a selection: a number, or [Hk, Q or 1].
+
+    per_count: rows to add for each count in the counter that kernels were given, where they counted what was read.
+    """
+
+    index_rows: torch.Tensor | float
+    per_count: int = 0
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Rows to attend to, the cost of selecting them, and centroids of the rest; None: there are none."""
+
+    rows: RowSet
+    cost: Cost
+    rest: Residual | None = None
+
+    def rows_read(self) -> torch.Tensor | float:
+        """D-sized rows read per KV head: chosen keys and values, and the index; [Hk, Q or 1] or a number."""
+        # Numbers stay Python numbers: copying one to the GPU as a tensor would wait for the GPU's pending work.
+        return 2 * self.rows.counts() + self.cost.index_rows
+
+    def attended_segments(self) -> tuple[CentroidSegment, ...]:
+        """The centroids that are attended for the tokens that were not chosen."""
+        return self.rest.segments() if self.rest is not None and self.rest.attended else ()
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """Asks for a selection for one query that kernels on the same device will attend to in place.
+
+    counter: [Hk] int64, to which selection kernels may add counts that only the device knows. exact: the keys that are
+    always attended.
+    """
+
+    counter: torch.Tensor
+    exact: ExactKeys
+
+
+_PIECES = 2**20  # more than sequences that are decoded together
+
+
+def piece_batch(start: int) -> int:
+    """What is added to the batch of a question for its piece that begins with query `start`: layers attend to all
+    pieces one after another, so that each needs a ranking of its own."""
+    return (start + 1) * _PIECES
+
+
+def is_piece(batch: int) -> bool:
+    """Whether a batch is that of a question's piece."""
+    return batch >= _PIECES
+
+
+@dataclass(frozen=True)
+class Queries:
+    """query [Hk, G, Q, D], after RoPE.
+
+    `positions()` [Q] int64 are the queries' positions in the sequence; `exact_logsumexp()` [Hk, G, Q] is the
+    log-sum-exp of their logits on the rows that are always attended (sinks, tail, new tokens), and of learned sinks
+    (GPT-OSS). Both are computed only when a method calls them. `joint`: one selection for all Q queries together, as in
+    a question's prefill. `batch` is a number for these tokens, the same in every layer, by which layers find a ranking
+    they share (0 in decoding; see `piece_batch`).
+    """
+
+    query: torch.Tensor
+    positions: Callable[[], torch.Tensor]
+    exact_logsumexp: Callable[[], torch.Tensor]
+    joint: bool
+    batch: int = 0
+    in_place: InPlace | None = None
+
+    def to(self, device: torch.device) -> "Queries":
+        """The same on another device; itself if it is already there. Drops `in_place` when it moves."""
+        if self.query.device == device:
+            return self
+        positions, exact = self.positions, self.exact_logsumexp
+        moved = self.query.to(device)
+        return Queries(moved, lambda: positions().to(device), lambda: exact().to(device), self.joint, self.batch)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A share of the middle (0 < value <= 1, a float) or a count of tokens (an int of 1 or more)."""
+
+    value: float | int
+    is_share: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Kept as a field so that everything (1.0) and one token (1) do not compare equal.
+        object.__setattr__(self, "is_share", isinstance(self.value, float))
+
+    @classmethod
+    def parse(cls, text: str, option: str = "--budget") -> "Budget":
+        """`0.05` and `5%` are shares, `1.0` and `100%` everything, `300` a number of tokens.
+
+        Args:
+            option: the option that an error message names.
+
+        Raises:
+            UsageError: not a number, not above 0, or a share above 1.
+        """
+        try:
+            percent = text.endswith("%")
+            value = float(text.removesuffix("%")) / 100 if percent else float(text)
+        except ValueError:
+            raise UsageError(f"{option} {text or repr(text)}: {_WANTED}") from None
+        if not percent and value >= 1 and text.lstrip("+").isdigit():
+            return cls(int(text))
+        if not 0 < value <= 1:
+            raise UsageError(f"{option} {text}: {_WANTED}")
+        return cls(value)
+
+    @classmethod
+    def parse_each(cls, texts: Iterable[str]) -> list["Budget"]:
+        """Budgets in the order given, each once: 5% and 0.05 are the same. Raises what `parse` raises."""
+        return list(dict.fromkeys(cls.parse(text) for text in texts))
+
+    def tokens(self, middle: int) -> int:
+        """The budget in tokens for a middle of M tokens; at least 1, at most M."""
+        count = self.value if isinstance(self.value, int) else round(self.value * middle)
+        return max(1, min(middle, count))
+
+    def share(self, middle: int) -> float:
+        """The budget as a share of a middle of M tokens."""
+        return self.tokens(middle) / middle
+
+    def __str__(self) -> str:
+        return str(self.value) if isinstance(self.value, int) else f"{100 * self.value:g}%"
+
+
+_WANTED = "give a share of the document such as 0.05 or 5%, at most 1.0, or a number of tokens such as 300"
+
+
+@dataclass(frozen=True)
+class LayerPosition:
+    """A layer's number among the indexed layers, counted from 0, and how many there are.
+
+    `shared` is state shared by all layers of one cache or report: later layers read what earlier ones write under a
+    method's name.
+    """
+
+    number: int = 0
+    layers: int = 1
+    shared: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MiddleContext:
+    """One layer's middle, its attention settings, and the tensors, calibration and parameters of a method's indexer.
+
+    `load_keys()` and `load_values()` read keys and values [Hk, M, D], in order of position, to the device of `tensors`;
+    `load_observed()` reads the queries [Hk, G, W, D] of the tail's first half there: a method may learn from them, for
+    reports measure on the second half. Positions in `token_order` are counted from the first middle token, whose own
+    position in the prompt is `first_token`; those of other tensors are as the indexer gave them. `centroids_in_8_bits`:
+    those of the finest clusters as kernels may read them, where they are stored so; `tensors` has what they mean.
+    """
+
+    load_keys: Callable[[], torch.Tensor]
+    load_values: Callable[[], torch.Tensor]
+    load_observed: Callable[[], torch.Tensor]
+    facts: LayerFacts
+    tensors: dict[str, torch.Tensor]
+    calibration: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Any] = field(default_factory=dict)
+    first_token: int = 0
+    position: LayerPosition = field(default_factory=LayerPosition)
+    centroids_in_8_bits: Int8Kernel | None = None
+
+    @cached_property
+    def keys(self) -> torch.Tensor:
+        """[Hk, M, D], read at first use and cached."""
+        return self.load_keys()
 
 
 class Selector(ABC):
@@ -59,3 +334,22 @@ class Method(ABC):
             record: the method's record in the manifest; None if the index was built without it.
         """
         return {"": cls()}
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A registered method with its parameters; a budget is all that a decode step needs beside it.
+
+    `variant` names the form among those of the method, empty for its only one. With `residual`, centroids represent
+    the tokens that the method does not choose.
+    """
+
+    name: str
+    variant: str
+    method: Method
+    residual: bool = False
+
+    @property
+    def title(self) -> str:
+        """Method and variant, as tables show them."""
+        return f"{self.name} {self.variant}".strip()

@@ -1,13 +1,86 @@
-"""The methods by name: one file each in `runtime/methods`, and those of plugins (entry points `sparsekv.methods`)."""
+"""Methods, indexers and prefills by name, with the parameters that a user set."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from typing import Any, TypeVar
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import UsageError, suggestion
 from sparsekv.formats.hints import add_methods_hint
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.registry import Registry
-from sparsekv.formats.suggestions import suggestion
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.interface import Method, MethodSpec
+
+T = TypeVar("T")
+
+
+def configure(method: type[T], parameters: Mapping[str, Any]) -> T:
+    """An instance of a method with those of the given parameters that it has and that the user set (not None)."""
+    known = {field.name: field for field in fields(method)}  # type: ignore[arg-type]  # methods are dataclasses
+    given = {name: value for name, value in parameters.items() if name in known and value is not None}
+    return method(**{name: _parse(known[name], value) for name, value in given.items()})
+
+
+def configured_form(method: type[T], parameters: Mapping[str, Any]) -> tuple[str, T] | None:
+    """A name and an instance of a method with the parameters that the user set for it; None if the user set none."""
+    names = {field.name for field in fields(method)}  # type: ignore[arg-type]  # methods are dataclasses
+    given = [f"{name}={value}" for name, value in parameters.items() if name in names and value is not None]
+    return (" ".join(given), configure(method, parameters)) if given else None
+
+
+def refuse_unused(
+    chosen: Mapping[str, type], parameters: Mapping[str, Any], among: Mapping[str, type] | None = None
+) -> None:
+    """Raise UsageError for an option that the user set and that none of the chosen methods has.
+
+    Args:
+        among: what could be chosen, to name what has the option.
+    """
+    used = {field.name for method in chosen.values() for field in fields(method)}
+    for name, value in parameters.items():
+        if value is not None and name not in used:
+            owners = [of for of, method in (among or {}).items() if name in {field.name for field in fields(method)}]
+            other = f", or choose a method that has it: {', '.join(owners)}" if owners else ""
+            raise UsageError(f"--{name.replace('_', '-')} means nothing to {', '.join(chosen)}; leave it out{other}")
+
+
+def form_options(form: MethodSpec) -> list[str]:
+    """The options by which a form is chosen besides its method's name: parameters that are not as by default."""
+    return [*(["--residual"] if form.residual else []), *changed_options(form.method)]
+
+
+def changed_options(*methods: object) -> list[str]:
+    """The options by which methods, or their indexers, are not as by default; what several have, once."""
+    options: dict[str, list[str]] = {}
+    for method in methods:
+        usual = type(method)()
+        for one in fields(method):  # type: ignore[arg-type]  # methods are dataclasses
+            value, name = getattr(method, one.name), one.name.replace("_", "-")
+            if value == getattr(usual, one.name):
+                continue
+            if isinstance(value, bool):
+                options[name] = [f"--{name}" if value else f"--no-{name}"]
+            else:
+                options[name] = [f"--{name}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+    return [part for parts in options.values() for part in parts]
+
+
+def _parse(field: Field[Any], value: Any) -> Any:
+    """An option's value as its field's type: tuples of numbers arrive as text with commas."""
+    if not isinstance(field.default, tuple) or not isinstance(value, str):
+        return value
+    kind = type(field.default[0])
+    try:
+        return tuple(kind(part) for part in value.split(","))
+    except ValueError:
+        option = f"--{field.name.replace('_', '-')}"
+        raise UsageError(f"{option} {value}: give numbers with commas, such as {show_default(field)}") from None
+
+
+def show_default(field: Field[Any]) -> str:
+    """A field's default as it is given on the command line."""
+    value = field.default if field.default is not MISSING else ""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
 
 methods: Registry[type[Method]] = Registry("method", "sparsekv.runtime.methods", "sparsekv.methods", Method)
 

@@ -6,12 +6,11 @@ from typing import Any
 import torch
 
 from sparsekv.kernels.attention.attention import Segment, attend
-from sparsekv.runtime.attention.executors import Attended, Fetched, GatherExecutor, attend_in_layout
+from sparsekv.runtime.attention.executors import Fetched, GatherExecutor, LayerOutput, attend_in_layout
 from sparsekv.runtime.attention.step import Step
 from sparsekv.runtime.reporting.recall import chosen_positions
 from sparsekv.runtime.selection.capabilities import NumbersCentroids
-from sparsekv.runtime.selection.interface import Selector
-from sparsekv.runtime.selection.selection import CentroidSegment, Selection
+from sparsekv.runtime.selection.interface import CentroidSegment, Selection, Selector
 
 
 class HidingExecutor(GatherExecutor):
@@ -32,14 +31,14 @@ class HidingExecutor(GatherExecutor):
     def attend_to_everything(self, step: Step) -> torch.Tensor:
         return attend_in_layout(self, step)
 
-    def attend_to(self, step: Step, selection: Selection, selector: Selector) -> Attended:
+    def attend_to(self, step: Step, selection: Selection, selector: Selector) -> LayerOutput:
         hidden = self.hidden.to(step.query.device)
         middle = hidden[self.sinks : self.sinks + self.middle.used]
         beside = torch.cat([hidden[: self.sinks], hidden[self.sinks + self.middle.used :]])
         fetched = self._without(self.fetch(selection, step.query.device), selection, selector, middle)
         chosen, exact, *rest = fetched.segments(step)
         output = attend(step.query, [chosen, _masked(exact, beside), *rest], *step.how)
-        return Attended(output, fetched.rows_read)
+        return LayerOutput(output, fetched.rows_read)
 
     def _without(self, fetched: Fetched, selection: Selection, selector: Selector, hidden: torch.Tensor) -> Fetched:
         """The same rows, of which those of hidden tokens [M] are not valid, and centroids of fewer tokens."""

@@ -1,30 +1,264 @@
-"""Answers a question and records what each token of the answer attended to."""
+"""The trace of an answer: what each of its tokens attended to, and the answer's worth without some passages."""
 
-from collections.abc import Callable, Sequence
+import gc
+import math
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch.nn.functional import log_softmax
 
 from sparsekv.formats.documents.plain_text import encode_text
 from sparsekv.formats.errors import UsageError
+from sparsekv.kernels.common.given_rows import with_cache
+from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.attention.executors import GatherMaker
 from sparsekv.runtime.attention.sparse_layer import appends
-from sparsekv.runtime.decoding.asker import Asker
+from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.generate import Answer, Sampling
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.session import Session
+from sparsekv.runtime.decoding.threads import all_cores, exclusive, free_cores
 from sparsekv.runtime.methods.oracle import Oracle
-from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.selection.interface import MethodSpec
 from sparsekv.runtime.tracing.hiding import HidingExecutor
-from sparsekv.runtime.tracing.passages import Passages, split_passages
-from sparsekv.runtime.tracing.token_texts import token_texts
-from sparsekv.runtime.tracing.tracer import Tracer
-from sparsekv.runtime.tracing.without import log_probability, tokens_of
+from sparsekv.runtime.tracing.recorder import (
+    MEASURES,
+    MOST_IN_MEAN,
+    Largest,
+    LayerRecorder,
+    RecordingExecutor,
+    largest_passages,
+)
+from sparsekv.runtime.tracing.tokens import Passages, TokenRecorder, split_passages, token_texts
+
+MOST_FOUND = 64
+"""Places of one passage: one that is found more often is a word or a mark rather than a passage."""
+
+
+def tokens_of(
+    passages: Iterable[str], texts: Sequence[str], as_stored: Callable[[str], str] = lambda passage: passage
+) -> torch.Tensor:
+    """[N] bool: the tokens of a prompt, by their texts, that have a character of one of the passages, wherever it is
+    found. White space in a passage is any white space.
+
+    Args:
+        as_stored: gives a passage as the tokenizer normalises it, such as with NFC.
+
+    Raises:
+        UsageError: a passage is empty, or not in the prompt, or in more than `MOST_FOUND` places.
+    """
+    whole, stops = "".join(texts), torch.tensor(list(accumulate(map(len, texts))))
+    starts = torch.cat([stops.new_zeros(1), stops[:-1]])
+    found = torch.zeros(len(texts), dtype=torch.bool)
+    for passage in passages:
+        for start, stop in _places(passage, as_stored(passage), whole):
+            # The tokens before the last of a character have no text of their own.
+            found |= (starts < stop) & ((stops > start) | (starts >= start))
+    return found
+
+
+def _places(passage: str, stored: str, whole: str) -> list[tuple[int, int]]:
+    words = stored.split()
+    if not passage.strip():
+        raise UsageError("--without is empty; give a passage of the document")
+    pattern = re.compile(r"\s+".join(map(re.escape, words)))
+    places = [match.span() for match, _ in zip(pattern.finditer(whole), range(MOST_FOUND + 1), strict=False)]
+    if not places:
+        raise UsageError(
+            f"--without {shlex.quote(passage)}: the indexed prompt has no such passage; copy it from the document"
+        )
+    if len(places) > MOST_FOUND:
+        raise UsageError(f"--without {passage}: found in more than {MOST_FOUND} places; give more of the passage")
+    return places
+
+
+@torch.inference_mode()
+def log_probability(
+    index: OpenIndex, cache: IndexCache, question: torch.Tensor, answer: Sequence[int], *, at_once: bool
+) -> float:
+    """The sum of the log-probabilities of an answer's tokens after a question, each given those before it.
+
+    The cache is rewound first. The question is prefilled at once and the answer fed token by token, as when it is made.
+
+    Args:
+        cache: one of this index's.
+        question: [Q] token ids after the stored prompt.
+        at_once: feed the answer with the question: the same where every token attends to everything.
+    """
+    device = index.model.device
+    said = torch.tensor(answer, dtype=question.dtype)
+    fed = [torch.cat([question, said[:-1]])] if at_once else [question, *said[:-1, None]]
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    model = index.model
+    with exclusive(model), route_attention(model, cache.attend), free_cores(model) as cores, all_cores(model):
+        cache.rewind()
+        cache.expect_prompt(index.split.tokens + len(question))
+        for ids, next_ids in zip(fed, said.split(len(said) if at_once else 1), strict=True):
+            cores.follow()
+            model_input = {"input_ids": ids[None].to(device), **with_cache(model, cache)}
+            logits = model(**model_input, logits_to_keep=len(next_ids)).logits[0]
+            total += log_softmax(logits.double(), -1).gather(1, next_ids[:, None].to(device)).sum()
+    return float(total)
+
+
+SHARES = ("exact", "chosen", "stood_for", "missed")
+LEAST = 1e-4
+"""The smallest share that is listed."""
+
+
+def recorded(recorder: TokenRecorder, layers: list[int], first_token: int) -> dict[str, Any]:
+    """The means and the records of an answer; docs/how-to/trace.md says what each key holds.
+
+    Args:
+        layers: numbers of the layers.
+        first_token: position of the middle's first token.
+    """
+    tokens = recorder.tokens
+    totals = torch.stack([one.totals for one in tokens]).double().cpu()  # [T, 3 or 4, L, Hk]
+    # The first token's step is the question's last, whose choice many tokens share; a step of its own has no question.
+    of_steps = torch.stack([one.measures for one in tokens[1:] or tokens]).mean(0).cpu()
+    heads = [(number, layer, head) for number, layer in enumerate(layers) for head in range(totals.shape[3])]
+    of_head = _passages(largest_passages(recorder.sums / len(tokens), MOST_IN_MEAN))
+    with _uncollected():
+        records = list(_records(recorder, totals, layers, first_token))
+    return {
+        "measures": _named(of_steps.mean((1, 2)).tolist()),
+        "by_head_measures": [
+            {"layer": layer, "kv_head": head, **_named(of_steps[:, number, head].tolist())}
+            for number, layer, head in heads
+        ],
+        "by_token": [
+            _shares(of_token, _passages(one.mean))
+            for of_token, one in zip(totals.mean((2, 3)).tolist(), tokens, strict=True)
+        ],
+        "by_head": [
+            {"layer": layer, "kv_head": head, **_shares(of_head_totals, of_head[number][head])}
+            for (number, layer, head), of_head_totals in zip(heads, totals.mean(0).flatten(1).T.tolist(), strict=True)
+        ],
+        "records": records,
+    }
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Within the context Python looks for no cycles of objects: numbers in lists make none, and looking through all
+    objects again and again takes four times as long as making the lists."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _records(
+    recorder: TokenRecorder, totals: torch.Tensor, layers: list[int], first_token: int
+) -> Iterator[dict[str, Any]]:
+    """By answer token, layer and KV head."""
+    of_records = totals.movedim(1, -1).tolist()
+    nothing: Any = [[[]] * totals.shape[3]] * totals.shape[2]
+    for token, one in enumerate(recorder.tokens):
+        passages, chosen = _passages(one.passages), _listed(one.chosen, first_token)
+        missed = nothing if one.missed is None else _listed(one.missed, first_token)
+        measured = _rounded(one.measures.cpu()).movedim(0, -1).tolist()
+        for number, layer in enumerate(layers):
+            for head, of_head in enumerate(of_records[token][number]):
+                yield {
+                    "token": token,
+                    "layer": layer,
+                    "kv_head": head,
+                    **_shares(of_head, passages[number][head]),
+                    **_named(measured[number][head]),
+                    "chosen_tokens": chosen[number][head],
+                    "missed_tokens": missed[number][head],
+                }
+
+
+def _shares(totals: list[float], passages: list[list[float]]) -> dict[str, Any]:
+    """Of totals, 3 or 4: exact, chosen, stood for, missed."""
+    return {**dict(zip(SHARES, [*totals, None], strict=False)), "passages": passages}
+
+
+def _named(measures: list[float]) -> dict[str, float | None]:
+    known = zip(MEASURES, measures, strict=True)
+    return {name: None if math.isnan(value) else value for name, value in known}
+
+
+def _passages(largest: Largest) -> Any:
+    """`_listed`, with nothing missed where that is not known."""
+    shares = largest.shares
+    return _listed(Largest(largest.places, torch.cat([shares, shares.new_zeros(3 - len(shares), *shares.shape[1:])])))
+
+
+def _listed(largest: Largest, first: int = 0) -> Any:
+    """Lists as places [..., K] have them: each place, counted from `first`, with its shares, of at least `LEAST`."""
+    counts = (largest.shares.sum(0) >= LEAST).sum(-1).tolist()
+    shares = _rounded(largest.shares.double()).movedim(0, -1).tolist()
+    return _joined((largest.places + first).tolist(), shares, counts)
+
+
+def _joined(places: Any, shares: Any, counts: Any) -> Any:
+    if isinstance(counts, list):
+        return [_joined(*each) for each in zip(places, shares, counts, strict=True)]
+    return [[place, *of_place] for place, of_place in zip(places[:counts], shares[:counts], strict=True)]
+
+
+def _rounded(shares: torch.Tensor) -> torch.Tensor:
+    """Shares, float64, in four significant digits, and at most 15 behind the point: the double nearest to the decimal,
+    because both parts of the fraction are whole numbers."""
+    behind = (3 - shares.clamp(min=1e-12).log10().floor()).clamp(max=15)
+    whole = 10.0**behind
+    return (shares * whole).round() / whole
+
+
+class Tracer:
+    """Records the steps of one answer, of each layer that selects.
+
+    Args:
+        truth: also compute dense attention of each step's queries: on a GPU the document's keys and values are kept a
+            second time for it.
+    """
+
+    def __init__(self, index: OpenIndex, config: DecodeConfig, passages: Passages, *, truth: bool):
+        manifest, device = index.artifact.manifest, index.model.device
+        self.split = manifest.split
+        first, middle = self.split.sinks, self.split.middle
+        self.recorder = TokenRecorder(len(manifest.indexed_layers), middle)
+        passage_of = passages.of_tokens()[first : first + middle].to(device)
+        lengths = passage_of.bincount(minlength=len(passages))
+        passage_of = torch.cat([passage_of, passage_of.new_tensor([len(passages)])])
+        self.layers = {
+            layer: LayerRecorder(
+                lengths,
+                passage_of,
+                config.budget_of(layer).tokens(middle),
+                LayerRows(index.artifact, layer) if truth else None,
+                self.recorder.add,
+            )
+            for layer in manifest.indexed_layers
+        }
+
+    def gather_maker(self, layer: int) -> GatherMaker:
+        """What makes a layer's executor."""
+        return partial(RecordingExecutor, record=self.layers[layer])
+
+    def shares(self) -> dict[str, Any]:
+        """What was recorded, as `recorded` gives it."""
+        return recorded(self.recorder, list(self.layers), self.split.sinks)
+
 
 VERSION = 1
-EVERYTHING = Form("oracle", "", Oracle())
+EVERYTHING = MethodSpec("oracle", "", Oracle())
 """Dense attention as a method, at a budget of everything."""
 
 
@@ -55,7 +289,7 @@ class TracedIndex:
             truth: compare each step with dense attention of its own queries.
 
         Raises:
-            UsageError: the config moves tokens of the answer into the index; and what `Asker.ask` raises.
+            UsageError: the config moves tokens of the answer into the index; and what `Session.ask` raises.
         """
         tracer = Tracer(self.index, self._attending, self.passages, truth=truth)
         answer = self._asker(self._attending, tracer.gather_maker).ask(question, Sampling(max_new_tokens), on_text)
@@ -112,8 +346,8 @@ class TracedIndex:
     def _hiding(self, hidden: torch.Tensor) -> Callable[[int], GatherMaker]:
         return lambda layer: partial(HidingExecutor, hidden=hidden, sinks=self.index.split.sinks)
 
-    def _asker(self, config: DecodeConfig, gather_makers: Callable[[int], GatherMaker]) -> Asker:
-        asker = Asker.open(self.index, config, gather_makers)
+    def _asker(self, config: DecodeConfig, gather_makers: Callable[[int], GatherMaker]) -> Session:
+        asker = Session.open(self.index, config, gather_makers)
         if appends(asker.cache.stored_layers):
             raise UsageError("--stream: a trace tells of the document's own tokens; leave it out")
         return asker

@@ -1,16 +1,207 @@
-"""The coarse search: all forms of all methods on a sample of layers and queries, for what is worth a closer one.
+"""The search for the cheapest setting: candidates, a coarse search on samples, a fine search on all layers."""
 
-A goal about the model itself cannot be measured on a sample of layers: an error of attention stands in its place.
-"""
+import math
+from dataclasses import dataclass, field
 
 import torch
 
-from sparsekv.formats.reader import Artifact
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.tuning.budget_search import BudgetSearch
-from sparsekv.runtime.tuning.candidates import Candidate
-from sparsekv.runtime.tuning.halves import Halves
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.runtime.decoding.prepare import residual_source
+from sparsekv.runtime.reporting.report import forms
+from sparsekv.runtime.selection.interface import MethodSpec
+from sparsekv.runtime.selection.registry import methods, methods_of
+from sparsekv.runtime.tuning.goals import Halves, Tuned
 from sparsekv.runtime.tuning.meter import AttentionMeter, Point
+
+LEAST, MOST = 0.001, 0.95  # shares: six tokens of a short document; nearly everything, where selecting saves nothing
+
+
+@dataclass
+class BudgetSearch:
+    """Proposes shares to measure, assuming that the gain mostly rises with the share.
+
+    Walks from `start` by growing factors until one share meets the target and a smaller one fails it, then bisects
+    until the two are within a factor `ratio`. It ends early at a share whose gain is at most `slack` above the target.
+    The target may be changed between two proposals; measurements are kept.
+    """
+
+    target: float
+    start: float
+    step: float
+    ratio: float
+    slack: float = 0.0
+    gains: dict[float, float] = field(default_factory=dict)
+
+    @property
+    def high(self) -> float | None:
+        """The smallest measured share that meets the target."""
+        return min((share for share, gain in self.gains.items() if gain >= self.target), default=None)
+
+    @property
+    def best(self) -> float:
+        """`high`, or the measured share of most gain where none meets the target."""
+        return max(self.gains, key=self.gains.__getitem__) if self.high is None else self.high
+
+    @property
+    def low(self) -> float | None:
+        """The largest measured share below `high` that fails the target."""
+        high = self.high
+        failing = (share for share, gain in self.gains.items() if gain < self.target)
+        return max((share for share in failing if high is None or share < high), default=None)
+
+    def propose(self) -> float | None:
+        """The share to measure next; None when the search is done."""
+        share = rounded(self._next())
+        return None if share in self.gains or self._is_close() else share
+
+    def guess(self) -> float:
+        """The share that probably just meets the target, by interpolation; `best` if the target is not bracketed."""
+        low, high = self.low, self.high
+        return self.best if low is None or high is None else self._between(low, high)
+
+    def _is_close(self) -> bool:
+        low, high = self.low, self.high
+        if high is not None and self.slack and self.gains[high] <= self.target + self.slack:
+            return True
+        return low is not None and high is not None and high / low <= self.ratio
+
+    def _next(self) -> float:
+        low, high = self.low, self.high
+        if low is not None and high is not None:
+            return self._between(low, high)
+        if not self.gains:
+            return self.start
+        stride = max(self.step, (max(self.gains) / min(self.gains)) ** 2)
+        return max(self.gains) * stride if high is None else high / stride
+
+    def _between(self, low: float, high: float) -> float:
+        """Interpolates on a log scale, but well inside the two shares, because the slope may change between them."""
+        below, above = self.gains[low], self.gains[high]
+        part = (self.target - below) / (above - below)
+        return low * math.pow(high / low, min(0.75, max(0.25, part)))
+
+
+def rounded(share: float) -> float:
+    """A share between LEAST and MOST, rounded up to three digits, so that a target that is just met stays met."""
+    share = min(MOST, max(LEAST, share))
+    digits = 2 - math.floor(math.log10(share))
+    scale = math.pow(10, digits)
+    return math.ceil(round(share * scale, 6)) / scale
+
+
+@dataclass
+class Candidate:
+    """A form that is searched on all layers. `hopeless`: no form of its method met the target on the sample; `raised`:
+    how often its target was raised."""
+
+    form: MethodSpec
+    search: BudgetSearch
+    hopeless: bool
+    raised: int = 0
+
+    def propose(self) -> float | None:
+        """The share to measure next; only one in all for a hopeless form."""
+        return None if self.hopeless and self.search.gains else self.search.propose()
+
+
+def candidates(artifact: Artifact, names: list[str], *, residual: bool) -> list[MethodSpec]:
+    """Every form of the named methods; without names, of all methods that can run on the index.
+
+    Args:
+        residual: also each form with a residual, if the index has value centroids.
+
+    Raises:
+        UsageError: a method that cannot run, or that is a bound such as the oracle.
+    """
+    known = methods()
+    for name in names:
+        if name in known and known[name].is_bound:
+            raise UsageError(f"--method {name}: it bounds what a choice can do and is none itself; choose another")
+    chosen = [name for name in methods_of(artifact, names) if not known[name].is_bound]
+    residual = residual and _has_centroids(artifact)
+    return [form for name in chosen for form in forms(artifact, name, residual=residual)]
+
+
+def _has_centroids(artifact: Artifact) -> bool:
+    try:
+        residual_source(artifact)
+    except UsageError:
+        return False
+    return True
+
+
+CONTENDERS, CONTENDING_WITHIN = 2, 1.25
+"""How many settings are searched more closely, and their reads at most, as a multiple of the best one's."""
+RAISES = 2
+"""How often a target is raised when the held-out queries miss it."""
+
+
+class FineSearch:
+    """The candidates of one search, which it moves to their smallest share that meets the goal."""
+
+    def __init__(self, halves: Halves, found: list[Candidate]):
+        self.halves, self.found = halves, found
+
+    def run(self) -> list[Candidate]:
+        """Search all, then the cheapest more closely, which it returns."""
+        self._verified(self.found)
+        contenders = self.contenders(self.found)
+        for one in contenders:
+            one.search.ratio = one.search.step = self.halves.goal.precision
+            one.search.slack = 0.0
+        self._verified(contenders)
+        return contenders
+
+    def contenders(self, found: list[Candidate]) -> list[Candidate]:
+        """The few candidates that meet the target and read least."""
+        held_out = self.halves.held_out
+        costs = [
+            (held_out.mean(one.form, shares).kv_fraction, one)
+            for one in found
+            if self.halves.holds(one.form, shares := self.halves.everywhere(one.search.best))
+        ]
+        costs = sorted(costs, key=lambda of: of[0])[:CONTENDERS]
+        return [one for cost, one in costs if cost <= CONTENDING_WITHIN * costs[0][0]]
+
+    def settings(self) -> list[Tuned]:
+        """Each candidate's setting with one budget for all layers, recall and error among its measures."""
+        shares = [(one.form, self.halves.everywhere(one.search.best)) for one in self.found]
+        self.halves.measure(self.halves.attention, shares)
+        return [uniform(self.halves, one) for one in self.found]
+
+    def _verified(self, found: list[Candidate]) -> None:
+        """Search; measure on held-out queries; search those that miss again, with a target raised by the gap."""
+        self._search(found)
+        while found:
+            best = [(one.form, self.halves.everywhere(one.search.best)) for one in found]
+            self.halves.measure(self.halves.held_out, best)
+            found = [one for one in found if self._raise(one)]
+            self._search(found)
+
+    def _search(self, found: list[Candidate]) -> None:
+        while wanted := [(one, share) for one in found if (share := one.propose()) is not None]:
+            settings = [(one.form, self.halves.everywhere(share)) for one, share in wanted]
+            self.halves.measure(self.halves.calibration, settings)
+            for (one, share), (form, shares) in zip(wanted, settings, strict=True):
+                one.search.gains[share] = self.halves.gain(form, shares)
+
+    def _raise(self, one: Candidate) -> bool:
+        gap = self.halves.gap(one.form, self.halves.everywhere(one.search.best))
+        hopeless = one.search.high is None or one.raised == RAISES or one.hopeless
+        if gap <= self.halves.goal.tolerance or hopeless:
+            return False
+        # Raised from the measured gain, because this may exceed the old target by more than the gap.
+        one.search.target = one.search.gains[one.search.best] + gap
+        one.raised += 1
+        return True
+
+
+def uniform(halves: Halves, one: Candidate) -> Tuned:
+    """A candidate's setting with one budget for all layers, as measured on both halves."""
+    share = one.search.best
+    return halves.tuned(one.form, share, halves.everywhere(share), one.search.target, by_layer=False)
+
 
 LAYER_STRIDE, QUERY_STRIDE = 3, 2
 COARSE_START, COARSE_STEP, COARSE_RATIO = 0.1, 4.0, 1.3
@@ -34,15 +225,15 @@ class CoarseSearch:
             device=device,
         )
 
-    def promising(self, forms: list[Form]) -> list[Candidate]:
+    def promising(self, forms: list[MethodSpec]) -> list[Candidate]:
         """Each method's cheapest forms on the sample; the form of most gain if none meets the target there."""
         searches = self._searched(forms)
-        by_method: dict[str, dict[Form, BudgetSearch]] = {}
+        by_method: dict[str, dict[MethodSpec, BudgetSearch]] = {}
         for form, search in searches.items():
             by_method.setdefault(form.name, {})[form] = search
         return [one for of_method in by_method.values() for one in self._best(of_method)]
 
-    def _searched(self, forms: list[Form]) -> dict[Form, BudgetSearch]:
+    def _searched(self, forms: list[MethodSpec]) -> dict[MethodSpec, BudgetSearch]:
         # Slightly above the target, so that the first guess on all layers mostly meets it.
         target = self.rough.gain(self.rough.value) + self.rough.tolerance / 2
         searches = {form: BudgetSearch(target, COARSE_START, COARSE_STEP, COARSE_RATIO) for form in forms}
@@ -53,7 +244,7 @@ class CoarseSearch:
                 searches[form].gains[share] = self.rough.gain(self.rough.of(self._at(form, share)))
         return searches
 
-    def _wanted(self, searches: dict[Form, BudgetSearch]) -> list[tuple[Form, float]]:
+    def _wanted(self, searches: dict[MethodSpec, BudgetSearch]) -> list[tuple[MethodSpec, float]]:
         """The next share to measure for each form that is still searched. A form is dropped when a share that fails the
         target already reads more than its method's best form."""
         best: dict[str, float] = {}
@@ -68,7 +259,7 @@ class CoarseSearch:
                 wanted.append((form, share))
         return wanted
 
-    def _best(self, of_method: dict[Form, BudgetSearch]) -> list[Candidate]:
+    def _best(self, of_method: dict[MethodSpec, BudgetSearch]) -> list[Candidate]:
         """The candidates among one method's forms."""
         costs = {
             form: self._at(form, high).kv_fraction
@@ -87,5 +278,5 @@ class CoarseSearch:
     def _fine(self, coarse: BudgetSearch) -> BudgetSearch:
         return BudgetSearch(self.halves.target, coarse.guess(), FINE_STEP, FINE_RATIO, self.goal.tolerance)
 
-    def _at(self, form: Form, share: float) -> Point:
+    def _at(self, form: MethodSpec, share: float) -> Point:
         return self.meter.mean(form, self.halves.everywhere(share), self.sample)

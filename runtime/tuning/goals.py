@@ -1,4 +1,4 @@
-"""Targets of a tuning search: recall of the oracle's best tokens, error of attention's output, or perplexity."""
+"""Goals of a tuning search, measured on one half of the tail's queries and verified on the other, and its result."""
 
 import math
 from abc import ABC, abstractmethod
@@ -9,12 +9,41 @@ from typing import ClassVar
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import TuneTarget
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import TuneTarget
+from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.tuning.meter import AttentionMeter, Meter, Point
-from sparsekv.runtime.tuning.model_meter import ModelMeter
+from sparsekv.runtime.selection.interface import Budget, MethodSpec
+from sparsekv.runtime.tuning.meter import AttentionMeter, Meter, ModelMeter, Point, Shares
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One method's cheapest setting that meets the target, or the nearest one where none does.
+
+    `budget` is a share of the middle, the mean of `layer_budgets` where there are any. `calibration` and `held_out` are
+    the goal's measure on the two halves of the tail; `recall`, `error` and `kv_fraction` are of the held-out half.
+    `aim` is the target of the search, tighter than the goal where held-out queries missed it. `step_ms` is the time of
+    a decode step of one layer, None where times are not compared, and for a setting that misses the target.
+    """
+
+    form: MethodSpec
+    budget: float
+    layer_budgets: Shares | None
+    aim: float
+    calibration: float
+    held_out: float
+    recall: float
+    error: float
+    kv_fraction: float
+    holds: bool
+    step_ms: float | None = None
+
+    @property
+    def cost(self) -> float:
+        """What makes it cheap: its time where that was measured, else what it reads."""
+        return self.kv_fraction if self.step_ms is None else self.step_ms
+
 
 REFERENCE = Budget(0.05)
 ROUGH_ERROR = 0.05
@@ -152,3 +181,86 @@ class PerplexityGoal(Goal):
 
     def __str__(self) -> str:
         return f"perplexity of {self.bound} {self.value:g} times dense attention's"
+
+
+ROUNDING = 1e-12
+
+Progress = Callable[[str, int, int], None]
+
+
+class Halves:
+    """Measures settings on the calibration and the held-out queries, each setting once.
+
+    Args:
+        progress: called with a round's name, the number of layers or settings done, and the total.
+        device: where attention is measured.
+    """
+
+    def __init__(self, artifact: Artifact, goal: Goal, progress: Progress, device: torch.device):
+        self.goal, self.progress, self.rounds = goal, progress, 0
+        self.target = goal.gain(goal.value)
+        self.layers = artifact.manifest.indexed_layers
+        self.calibration, self.held_out = goal.meters(artifact, device)
+        self.attention = (
+            self.held_out
+            if isinstance(self.held_out, AttentionMeter)
+            else AttentionMeter(artifact, goal.reference, calibration=False, device=device)
+        )
+
+    def measure(self, meter: Meter, settings: list[tuple[MethodSpec, Shares]]) -> None:
+        """Measure settings with one of the meters, as a round of its own."""
+        meter.measure(settings, self.round(len(settings)))
+
+    def round(self, settings: int) -> Callable[[int, int], None]:
+        """The progress of the next round, over so many settings."""
+        self.rounds += 1
+        stage = f"round {self.rounds} of some 20 ({settings} setting{'' if settings == 1 else 's'})"
+        return lambda done, of: self.progress(stage, done, of)
+
+    def everywhere(self, share: float) -> Shares:
+        """The same share for all layers."""
+        return dict.fromkeys(self.layers, share)
+
+    def gain(self, form: MethodSpec, shares: Shares) -> float:
+        """The goal's gain on the calibration queries."""
+        return self.gain_at(self.calibration.mean(form, shares))
+
+    def gain_at(self, point: Point) -> float:
+        """The goal's gain at a measured point."""
+        return self.goal.gain(self.goal.of(point))
+
+    def gap(self, form: MethodSpec, shares: Shares) -> float:
+        """How far the gain on held-out queries is below the target."""
+        return self.target - self.gain_at(self.held_out.mean(form, shares))
+
+    def holds(self, form: MethodSpec, shares: Shares) -> bool:
+        """Whether a setting meets the goal on both halves and reads less than everything."""
+        return (
+            self.gain(form, shares) >= self.target - ROUNDING
+            and self.gap(form, shares) <= self.goal.tolerance
+            and self.held_out.mean(form, shares).kv_fraction < 1
+        )
+
+    def as_it_is(self, form: MethodSpec, config: DecodeConfig) -> Tuned:
+        """A setting that was not searched for, as measured on both halves."""
+        shares = {layer: config.budget_of(layer).value for layer in self.layers}
+        for meter in {id(one): one for one in (self.calibration, self.held_out, self.attention)}.values():
+            self.measure(meter, [(form, shares)])
+        return self.tuned(form, config.budget.value, shares, self.target, by_layer=bool(config.layer_budgets))
+
+    def tuned(self, form: MethodSpec, budget: float, shares: Shares, aim: float, *, by_layer: bool) -> Tuned:
+        """What both halves say of a setting, which was searched for with the gain `aim`."""
+        calibration, held_out = self.calibration.mean(form, shares), self.held_out.mean(form, shares)
+        attention = self.attention.mean(form, shares)
+        return Tuned(
+            form=form,
+            budget=budget,
+            layer_budgets=shares if by_layer else None,
+            aim=self.goal.gain(aim),
+            calibration=self.goal.of(calibration),
+            held_out=self.goal.of(held_out),
+            recall=attention.recall,
+            error=attention.error,
+            kv_fraction=held_out.kv_fraction,
+            holds=self.holds(form, shares),
+        )

@@ -1,4 +1,4 @@
-"""Meters: measure many settings on one half of the tail, and cache the results."""
+"""Measurements of settings on one half of the tail, by attention or by perplexity."""
 
 import math
 from abc import ABC, abstractmethod
@@ -8,13 +8,14 @@ from statistics import fmean
 
 import torch
 
-from sparsekv.formats.reader import CPU, Artifact
-from sparsekv.runtime.cache.layer_rows import LayerRows
-from sparsekv.runtime.reporting.measures import Measured
+from sparsekv.formats.index.reader import CPU, Artifact
+from sparsekv.runtime.attention.config import DecodeConfig
+from sparsekv.runtime.cache.kv_store import LayerRows
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.perplexity import losses
 from sparsekv.runtime.reporting.queries import QueryBlock, tail_block
-from sparsekv.runtime.reporting.recall import SharedStates, measure_layer
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.reporting.recall import MeasuredSetting, SharedStates, measure_layer
+from sparsekv.runtime.selection.interface import Budget, MethodSpec
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Meter(ABC):
     """Measures settings on one half of the tail."""
 
     @abstractmethod
-    def measure(self, wanted: Iterable[tuple[Form, Shares]], progress: Progress) -> None:
+    def measure(self, wanted: Iterable[tuple[MethodSpec, Shares]], progress: Progress) -> None:
         """Measure forms at each layer's share, unless that was measured before.
 
         Args:
@@ -45,7 +46,7 @@ class Meter(ABC):
         """
 
     @abstractmethod
-    def mean(self, form: Form, shares: Shares) -> Point:
+    def mean(self, form: MethodSpec, shares: Shares) -> Point:
         """The measures of a setting, over all layers; it must have been measured."""
 
 
@@ -73,12 +74,12 @@ class AttentionMeter(Meter):
         self.artifact, self.calibration, self.stride, self.device = artifact, calibration, stride, device
         self.reference, self.outputs = reference, outputs
         self.layers = artifact.manifest.indexed_layers
-        self.shared: set[Form] = set()
+        self.shared: set[MethodSpec] = set()
         """Forms whose layers share state: these are measured on all layers or on none."""
-        self._known: dict[tuple[Form, float, int], Point] = {}
+        self._known: dict[tuple[MethodSpec, float, int], Point] = {}
 
     def measure(
-        self, wanted: Iterable[tuple[Form, Shares]], progress: Progress, layers: Sequence[int] | None = None
+        self, wanted: Iterable[tuple[MethodSpec, Shares]], progress: Progress, layers: Sequence[int] | None = None
     ) -> None:
         """Measure layer by layer; needs the memory of one layer.
 
@@ -98,19 +99,19 @@ class AttentionMeter(Meter):
             self._measure_layer(layer, list(dict.fromkeys(here)), states)
             progress(done, len(self.layers))
 
-    def mean(self, form: Form, shares: Shares, layers: Sequence[int] | None = None) -> Point:
+    def mean(self, form: MethodSpec, shares: Shares, layers: Sequence[int] | None = None) -> Point:
         """The mean of the measures over `layers`, all by default."""
         points = [self.at(form, shares[layer], layer) for layer in layers or self.layers]
         return Point(*(fmean(values) for values in zip(*map(astuple, points), strict=True)))
 
-    def at(self, form: Form, share: float, layer: int) -> Point:
+    def at(self, form: MethodSpec, share: float, layer: int) -> Point:
         """The measures of one layer."""
         return self._known[form, share, layer]
 
-    def _knows(self, form: Form, shares: Shares, layers: Sequence[int]) -> bool:
+    def _knows(self, form: MethodSpec, shares: Shares, layers: Sequence[int]) -> bool:
         return all((form, shares[layer], layer) in self._known for layer in layers)
 
-    def _measure_layer(self, layer: int, here: list[tuple[Form, float]], states: SharedStates) -> None:
+    def _measure_layer(self, layer: int, here: list[tuple[MethodSpec, float]], states: SharedStates) -> None:
         if not here:
             return
         measured = {self._measured(form, share): (form, share) for form, share in here}
@@ -120,9 +121,45 @@ class AttentionMeter(Meter):
             point = Point(means["kv_fraction"], means["recall"], means["output_error"])
             self._known[*measured[one], layer] = point
 
-    def _measured(self, form: Form, share: float) -> Measured:
-        return Measured(form, Budget(share), reference=self.reference, outputs=self.outputs)
+    def _measured(self, form: MethodSpec, share: float) -> MeasuredSetting:
+        return MeasuredSetting(form, Budget(share), reference=self.reference, outputs=self.outputs)
 
     def _block(self, layer: int) -> QueryBlock:
         block = tail_block(self.artifact, layer, calibration=self.calibration)
         return replace(block, queries=block.queries[:, :: self.stride], visible=block.visible[:: self.stride])
+
+
+class ModelMeter(Meter):
+    """Perplexity of one half of the tail, each token predicted from sinks, chosen middle tokens and the tail before it.
+
+    The tail is fed token by token, as in generation: for calibration only its first half, else all of it, with only the
+    second half counted. Opens a cache for each setting and runs the model.
+    """
+
+    def __init__(self, index: OpenIndex, *, calibration: bool):
+        split = index.split
+        self.index, self.after = index, split.sinks + split.middle
+        tail, half = index.input_ids[self.after :], split.tail // 2
+        self.fed = tail[:half] if calibration else tail
+        self.counted = slice(0 if calibration else half, None)
+        self.dense: float | None = None
+        self._known: dict[tuple[MethodSpec, tuple[float, ...]], Point] = {}
+
+    def measure(self, wanted: Iterable[tuple[MethodSpec, Shares]], progress: Progress) -> None:
+        new = [(form, shares) for form, shares in wanted if (form, tuple(shares.values())) not in self._known]
+        for done, (form, shares) in enumerate(new, 1):
+            self._known[form, tuple(shares.values())] = self._measured(form, shares)
+            progress(done, len(new))
+
+    def mean(self, form: MethodSpec, shares: Shares) -> Point:
+        return self._known[form, tuple(shares.values())]
+
+    def _measured(self, form: MethodSpec, shares: Shares) -> Point:
+        if self.dense is None:
+            whole = losses(self.index, self.index.dense_cache(self.after), self.fed, self.after)
+            self.dense = float(whole[self.counted].mean())
+        budgets = {layer: Budget(share) for layer, share in shares.items()}
+        first = next(iter(budgets.values()))
+        cache = self.index.cache(DecodeConfig(form, first, budgets), tail=False)
+        found = losses(self.index, cache, self.fed, self.after)[self.counted].mean()
+        return Point(kv_fraction=cache.kv_fraction(), perplexity=float((found - self.dense).exp()))

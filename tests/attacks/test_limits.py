@@ -3,7 +3,7 @@
 import pytest
 from support.sandbox import INDEX, Sandbox, changes, hash_tree
 
-from sparsekv.cli.common.memory_limit import LEAST_LEFT
+from sparsekv.cli.common.process import LEAST_LEFT
 
 MEGABYTE = 1 << 20
 LEAST = LEAST_LEFT // MEGABYTE

@@ -12,8 +12,8 @@ from support.sandbox import INDEX, Sandbox, changes, hash_tree
 
 from sparsekv.cli.app import app
 from sparsekv.cli.common.commands import COMMANDS
-from sparsekv.cli.configuring.apply import leaf_commands
-from sparsekv.cli.configuring.option_values import kinds_of, long_name, refuse_calls_own
+from sparsekv.cli.configuring.project_file import kinds_of, long_name, refuse_calls_own
+from sparsekv.cli.configuring.sources import leaf_commands
 from sparsekv.formats.errors import UsageError
 
 FILE = "sparsekv.toml"

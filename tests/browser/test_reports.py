@@ -10,9 +10,8 @@ import pytest
 from support.browser import Watched, watched
 from support.html_page import HOSTILE
 
-from sparsekv.cli.evaluating.page import evaluation_page
-from sparsekv.cli.pages.page import Page, write_page
-from sparsekv.cli.pages.report_page import report_page
+from sparsekv.cli.evaluating.output import evaluation_page
+from sparsekv.cli.pages.page import Page, report_page, write_page
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

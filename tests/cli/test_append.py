@@ -13,15 +13,14 @@ from support.command import run_here
 from support.configs import sparse
 from support.tiny_models import POSITIONS, tiny_tokenizer
 
-from sparsekv.formats.manifest import manifest_bytes, read_manifest
-from sparsekv.formats.models.identify import identify
-from sparsekv.formats.models.load import load_model
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.writer import ArtifactWriter
+from sparsekv.formats.index.manifest import manifest_bytes, read_manifest
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.writer import ArtifactWriter
+from sparsekv.formats.models.load import identify, load_model
 from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.methods.multipole import Multipole
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 MORE = "One more line, which the index has to take in.\n"
 TOKENS = 12

@@ -11,21 +11,16 @@ import pytest
 import torch
 from support.command import run_here, with_options
 
-from sparsekv.cli.benchmarking.indexers import MixtureIndexer
-from sparsekv.indexing.indexers.interface import Indexer
-from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.cli.benchmarking.output import MixtureIndexer
+from sparsekv.indexing.indexers.interface import Indexer, indexers
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
-from sparsekv.runtime.benchmark import indexed_layers as bench_layers
-from sparsekv.runtime.benchmark.indexed_layers import index_mixture
-from sparsekv.runtime.benchmark.mixture import Shape, mixture
-from sparsekv.runtime.benchmark.rows import Row
+from sparsekv.runtime.benchmark import sources as bench_layers
+from sparsekv.runtime.benchmark.layer import Shape, mixture
+from sparsekv.runtime.benchmark.layer_timer import StepTiming
+from sparsekv.runtime.benchmark.sources import index_mixture
 from sparsekv.runtime.methods.oracle import OracleSelector
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.interface import Method, Selector
-from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.interface import Budget, Method, MiddleContext, Queries, Selection, Selector
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.selection.selection import Selection
 
 SHAPE = ("--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--context", "600")
 BENCH = ("bench", *SHAPE, "--runs", "2", "--warm", "--budget", "10%", "-q")
@@ -63,7 +58,7 @@ def row_of(found: dict[str, Any], method: str) -> dict[str, Any]:
 def test_json_and_csv_say_the_same_of_every_method() -> None:
     found = timed("--method", "all")
     assert set(found) == ABOUT
-    names = {field.name for field in fields(Row)}
+    names = {field.name for field in fields(StepTiming)}
     assert all(set(row) == names for row in found["rows"])
     assert {row["method"] for row in found["rows"]} == {"dense", *methods()}
     fastest = min(row["median_ms"] for row in found["rows"] if row["variant"].startswith("sdpa"))

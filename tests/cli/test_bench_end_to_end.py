@@ -9,8 +9,8 @@ from support.command import run_here
 from support.tiny_models import FAMILIES
 from transformers import AutoModelForCausalLM
 
-from sparsekv.runtime.benchmark.configs import CONFIGS
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.benchmark.end_to_end import CONFIGS
+from sparsekv.runtime.selection.interface import Budget
 
 
 @pytest.fixture(scope="module")

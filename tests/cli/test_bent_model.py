@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sparsekv.formats.errors import IdentityError
-from sparsekv.formats.schema import MANIFEST
+from sparsekv.formats.index.schema import MANIFEST
 from sparsekv.runtime import api
 
 OPENING = {

@@ -9,7 +9,7 @@ from support.command import fails, run_here
 from support.sealing import change_bytes, read_fields, reseal
 
 from sparsekv.formats.checksums import hash_bytes
-from sparsekv.formats.schema import MANIFEST, layer_file
+from sparsekv.formats.index.schema import MANIFEST, layer_file
 
 METHODS = ("--method", "multipole", "--method", "squeezed", "--method", "csattention", "--method", "codes")
 BUILD = ("build-index", "doc.txt", "--model", "model", *METHODS, "--max-tokens", "600", "-q")

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from support.command import fails, run_here
 
 from sparsekv.formats.checksums import hash_bytes
-from sparsekv.formats.manifest import manifest_bytes, read_manifest
+from sparsekv.formats.index.manifest import manifest_bytes, read_manifest
 
 
 def _truncate(folder: Path) -> None:

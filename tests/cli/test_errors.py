@@ -9,8 +9,8 @@ import torch
 from support.command import fails, run_here
 from support.tiny_models import FAMILIES, save_tiny, tiny_tokenizer
 
-from sparsekv.formats.fingerprints import SAMPLES_PER_TENSOR
-from sparsekv.formats.manifest import manifest_bytes, read_manifest
+from sparsekv.formats.index.identity import SAMPLES_PER_TENSOR
+from sparsekv.formats.index.manifest import manifest_bytes, read_manifest
 
 BUILD = ("build-index", "doc.txt", "--model", "model")
 

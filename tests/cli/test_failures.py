@@ -15,9 +15,9 @@ from support.command import EXECUTABLE, environment, fails, run_here, shell, spa
 from sparsekv.cli import main
 from sparsekv.cli.common.commands import COMMANDS
 from sparsekv.cli.common.failures import LESS_MEMORY, REMEDIES, describe
+from sparsekv.formats.distributed import process
 from sparsekv.formats.documents.document import read_document
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.ranks import place
 
 CPU = "[enforce fail at alloc_cpu.cpp:119] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
 
@@ -258,6 +258,6 @@ def test_what_is_called_is_found_behind_options(
 def test_the_call_to_see_more_of_a_fault_is_the_whole_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "argv", ["sparsekv", "--debug", "build-index", "doc.txt"])
     assert "run it again as `sparsekv --debug build-index doc.txt`" in describe(TypeError("x"), "build-index")
-    for name, value in {place.FOLDER: str(tmp_path), "WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1"}.items():
+    for name, value in {process.FOLDER: str(tmp_path), "WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     assert "`sparsekv --gpus 4 --debug build-index doc.txt`" in describe(TypeError("x"), "build-index")

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from support.command import fails, run_here, shell
 
-from sparsekv.formats.defaults import write_defaults
 from sparsekv.formats.hints import command
-from sparsekv.formats.manifest import read_manifest
+from sparsekv.formats.index.manifest import read_manifest, write_defaults
+from sparsekv.formats.index.schema import Defaults, TuneTarget
 from sparsekv.formats.models.embedded import EMBEDDED
-from sparsekv.formats.schema import Defaults, TuneTarget
 
 BUILD = ("build-index", "doc.txt", "--model", "model", "-q")
 SHOWN = re.compile(r"`(sparsekv [^`]+)`")

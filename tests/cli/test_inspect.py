@@ -11,8 +11,8 @@ from support.clusters import spread_by_definition, token_labels
 from support.command import run_here
 from support.sealing import Fields, change_tensors, reseal
 
-from sparsekv.formats.reader import Artifact
-from sparsekv.kernels.kmeans.blocks import block_offsets
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.kernels.kmeans.hierarchy import block_offsets
 
 BLOCK = 512
 PNG = b"\x89PNG"

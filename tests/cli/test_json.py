@@ -13,8 +13,8 @@ from support.doc_pages import ROOT, tables
 
 from sparsekv.cli.app import app
 from sparsekv.cli.common.commands import COMMANDS
-from sparsekv.cli.configuring.apply import leaf_commands
-from sparsekv.cli.configuring.option_values import long_name
+from sparsekv.cli.configuring.project_file import long_name
+from sparsekv.cli.configuring.sources import leaf_commands
 
 PAGE = ROOT / "docs" / "reference" / "json.md"
 FILES = sorted((ROOT / "docs" / "reference" / "schemas").glob("*.json"))

@@ -7,7 +7,7 @@ import pytest
 from support.command import run_here, shell
 from support.tiny_models import save_tiny
 
-from sparsekv.formats.manifest import read_manifest
+from sparsekv.formats.index.manifest import read_manifest
 
 BUILD = ("build-index", "doc.txt", "--model", "model", "-q")
 

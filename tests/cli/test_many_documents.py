@@ -11,8 +11,8 @@ from support.command import fails, run_here, start
 
 from sparsekv.cli.building import recipe
 from sparsekv.formats.checksums import hash_bytes
-from sparsekv.formats.manifest import read_manifest
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.manifest import read_manifest
+from sparsekv.formats.index.reader import Artifact
 
 TAIL = ("--model", "model", "--method", "squeezed", "--tail", "32")
 LETTERS = ("a", "b", "c")

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from support.command import fails, run_here
 
-from sparsekv.formats.manifest import read_manifest
-from sparsekv.formats.schema import Manifest
+from sparsekv.formats.index.manifest import read_manifest
+from sparsekv.formats.index.schema import Manifest
 
 BUILD = ("build-index", "doc.txt", "--model", "model", "-q")
 
@@ -64,7 +64,7 @@ def test_what_is_there_is_not_built_again(place: Path) -> None:
 def test_other_versions_of_what_reads_a_tokenizer_build_nothing_again(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparsekv.formats.models.tokenizer_files.FORM", 0)
+    monkeypatch.setattr("sparsekv.formats.models.load.FORM", 0)
     before = read_manifest(Path("doc.skv"))
     again = run_here("build-index", "doc.skv", "--method", "multipole")
     assert "doc.skv is up to date: nothing to build" in again.stderr

@@ -8,7 +8,7 @@ from support.command import fails, run_here
 from support.forked import zygote
 
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.writer import ArtifactWriter
+from sparsekv.formats.index.writer import ArtifactWriter
 
 BUILD = ("build-index", "doc.txt", "--model", "model")
 

@@ -11,8 +11,8 @@ from support.command import run_here
 from support.tiny_models import END, START, tiny_tokenizer
 
 from sparsekv.formats.checksums import hash_bytes, hash_json
-from sparsekv.formats.manifest import read_manifest
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.manifest import read_manifest
+from sparsekv.formats.index.reader import Artifact
 
 BUILD = ("build-index", "doc.txt", "--model", "model", "--method", "multipole", "--block", "512", "-o", "new.skv")
 # As the fixture's `doc.skv` was built: nothing is left to do.

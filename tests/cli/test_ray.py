@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.command import EXECUTABLE, fails, run_here
 
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
 
 OPTIONS = ("--model", "model", "--method", "squeezed", "--tail", "32", "-q")
 BY_RAY = ("--ray", "local", "--workers", "2", "-o", "by-ray")

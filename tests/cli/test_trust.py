@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.command import run_here
 
-from sparsekv.formats.manifest import manifest_bytes, read_manifest
+from sparsekv.formats.index.manifest import manifest_bytes, read_manifest
 from sparsekv.formats.models.embedded import EMBEDDED
 
 NAMED = "named_models.json"

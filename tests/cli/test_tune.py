@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from support.command import run_here, shell
 
-from sparsekv.formats.defaults import write_defaults
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.manifest import read_manifest
-from sparsekv.formats.schema import Defaults, TuneTarget
+from sparsekv.formats.index.manifest import read_manifest, write_defaults
+from sparsekv.formats.index.schema import Defaults, TuneTarget
 
 TUNE = ("tune", "--target-recall", "0.7", "--method", "squeezed", "--method", "quest", "--method", "window")
 ASK = ("generate", "What is 7 times 7?", "--max-new-tokens", "4", "--model", "model", "--json")

@@ -16,7 +16,7 @@ from support.tiny_models import save_tiny
 # Commands read their options from methods when they are imported: before a test adds one.
 from sparsekv.cli import bench, build_index, eval, generate, recall_report  # noqa: F401
 from sparsekv.formats.registry import Registry
-from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.runtime.selection.registry import methods
 
 PAGE = ROOT / "docs" / "how-to" / "add-a-method.md"

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from support.doc_pages import ROOT, tables
 from support.small_index import INDEXERS, small_plan, with_changes
 
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
 from sparsekv.indexing.build import build_index
 
 PAGE = ROOT / "docs" / "reference" / "artifact.md"

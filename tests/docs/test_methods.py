@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.doc_pages import ROOT, tables
 
-from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.runtime.selection.registry import methods
 
 FOLDER = ROOT / "docs" / "reference" / "methods"

@@ -7,7 +7,7 @@ from filelock import FileLock
 from support.command import sparsekv
 from support.python_help import DOCUMENT
 
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
 
 CLUSTERED = ("--method", "multipole", "--method", "squeezed")
 

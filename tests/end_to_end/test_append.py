@@ -8,8 +8,8 @@ import torch
 from filelock import FileLock
 from support.command import sparsekv
 
+from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.reader import Artifact
 
 BOTH = 6144
 BETWEEN = "\n\n"

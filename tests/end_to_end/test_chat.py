@@ -6,8 +6,8 @@ import torch
 from support.chats import cut
 from support.dialogue import dialogue
 
+from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.reader import Artifact
 
 QUESTIONS = ("What is this text about?", "Say that in one sentence.")
 TOKENS = 8

@@ -6,9 +6,9 @@ from support.python_help import DOCUMENT
 from support.reference import assert_close
 
 from sparsekv.formats.documents.prompt import encode_prompt
+from sparsekv.formats.index.manifest import top_logits
+from sparsekv.formats.index.schema import Probe
 from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.probe import top_logits
-from sparsekv.formats.schema import Probe
 from sparsekv.indexing.capture.capture import CapturedLayer, capture
 
 TOKENS = 560

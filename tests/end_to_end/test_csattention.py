@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.command import sparsekv
 
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
 
 PAPER = ("--subspace-size", "8", "--subspaces", "contiguous", "--alpha", "0.25", "--centroids", "128")
 pytestmark = pytest.mark.slow

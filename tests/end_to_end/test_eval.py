@@ -13,7 +13,7 @@ from support.killed import Command
 from support.python_help import DOCUMENT
 from support.tiny_models import save_tiny
 
-from sparsekv.formats.manifest import read_manifest
+from sparsekv.formats.index.manifest import read_manifest
 
 TASKS = ("--task", "niah-multikey", "--task", "perplexity", "--length", "500", "--contexts", "2", "--questions", "2")
 WAYS = ("--method", "oracle", "--method", "multipole", "--budget", "5%", "--budget", "100%", "--max-new-tokens", "6")

@@ -12,13 +12,12 @@ from support.configs import sparse
 from support.reference import assert_close
 from transformers import DynamicCache
 
-from sparsekv.formats.models.identify import identify
-from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import methods
 
 QUESTION = "Which statement raises an exception?"

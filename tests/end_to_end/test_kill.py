@@ -8,7 +8,7 @@ import pytest
 from support.killed import Command
 from support.tiny_models import save_tiny
 
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
 
 
 def _finished_files(folder: Path) -> dict[str, tuple[int, int]]:

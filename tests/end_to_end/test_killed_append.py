@@ -10,7 +10,7 @@ from support.artifacts import assert_no_strays
 from support.command import run_here
 from support.killed import Command
 
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
 
 FIRST, MORE = 6_000, 3_000  # characters
 

@@ -12,17 +12,15 @@ from support.configs import sparse
 from support.reference import attention_probabilities
 
 from sparsekv.formats.documents.prompt import encode_prompt
-from sparsekv.formats.models.identify import identify
-from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.kernels.common.runs import expand_runs
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.open import open_index
 from sparsekv.runtime.methods.csattention import CSAttention
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.interface import Budget, Queries
 
 STEPS, TOGETHER = 1024, 16
 

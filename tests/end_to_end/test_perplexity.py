@@ -8,9 +8,8 @@ from filelock import FileLock
 from support.configs import sparse
 
 from sparsekv.formats.documents.prompt import encode_prompt
-from sparsekv.formats.models.identify import identify
-from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.plan import BuildConfig, BuildPlan
@@ -18,7 +17,7 @@ from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.perplexity import perplexity
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.window import Window
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 DOCUMENT, CONTINUATION = 6144, 1024
 

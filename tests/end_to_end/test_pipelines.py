@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.command import shell, sparsekv
 
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
 
 
 def test_build_and_ask_in_one_line(embedded_folder: Path, document: Path, tmp_path: Path) -> None:

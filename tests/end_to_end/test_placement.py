@@ -10,7 +10,7 @@ import pytest
 from support.command import environment, sparsekv
 from support.peak import PEAK
 
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
 
 MEASURE = f"""{PEAK}
 import sys

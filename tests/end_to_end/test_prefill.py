@@ -8,12 +8,10 @@ from support.command import sparsekv
 from support.prefill_perplexity import prefill_perplexity
 
 from sparsekv.formats.documents.prompt import encode_prompt
+from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
-from sparsekv.indexing.prefill.keydiff import KeyDiffPrefill
-from sparsekv.indexing.prefill.quoka import QuokaPrefill
-from sparsekv.indexing.prefill.sampleattention import SampleAttentionPrefill
+from sparsekv.indexing.prefill.quoka import KeyDiffPrefill, QuokaPrefill, SampleAttentionPrefill
 
 
 def test_a_document_is_prefilled_sparsely_asked_and_reported_so(

@@ -10,16 +10,15 @@ from support.configs import sparse
 from support.reference import reference_attention
 
 from sparsekv.formats.documents.prompt import encode_prompt
-from sparsekv.formats.models.identify import identify
-from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
-from sparsekv.kernels.kmeans.blocks import block_offsets
+from sparsekv.kernels.kmeans.hierarchy import block_offsets
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.open import open_index
 from sparsekv.runtime.methods.multipole import Multipole
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 STEPS, EVERY, TOGETHER = 1500, 100, 10
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.command import sparsekv
 
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
 
 
 @pytest.mark.slow

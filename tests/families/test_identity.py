@@ -9,7 +9,7 @@ from support.causal_families import families, tiny_config, tiny_model
 from support.small_index import random_ids
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from sparsekv.formats.fingerprints import identify_model
+from sparsekv.formats.index.identity import identify_model
 
 from .test_families import TABLE
 

@@ -4,11 +4,11 @@ import subprocess
 import sys
 import threading
 
-from sparsekv.formats.beside import run_beside
+from sparsekv.formats.device import run_beside
 
 ENDING = """
 import sys, time
-from sparsekv.formats.beside import run_beside
+from sparsekv.formats.device import run_beside
 import torch
 
 def steps():

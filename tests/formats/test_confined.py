@@ -13,11 +13,10 @@ from support.artifacts import CONTEXT, METHOD, assert_holds, files_in, small_art
 from support.sealing import reseal
 
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.journal import JOURNAL
-from sparsekv.formats.lock import LOCK
-from sparsekv.formats.marker import MARKER
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import MANIFEST, TOKENS
+from sparsekv.formats.index.folder import LOCK, MARKER
+from sparsekv.formats.index.manifest import JOURNAL
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import MANIFEST, TOKENS
 
 OUTSIDE = [
     "../.bashrc",

@@ -13,13 +13,11 @@ from support.artifacts import assert_holds, assert_no_strays, small_artifact, sm
 from support.interrupted import interrupted_builds
 
 from sparsekv.formats.checksums import hash_json
-from sparsekv.formats.defaults import write_defaults
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.journal import JOURNAL
-from sparsekv.formats.manifest import read_manifest
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import MANIFEST, Defaults, Manifest, TuneTarget
-from sparsekv.formats.writer import ArtifactWriter
+from sparsekv.formats.index.manifest import JOURNAL, read_manifest, write_defaults
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import MANIFEST, Defaults, Manifest, TuneTarget
+from sparsekv.formats.index.writer import ArtifactWriter
 
 SETTING = Defaults(
     method="squeezed",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsekv.formats.device_memory import GIB, DeviceMemory, MemoryPlan, device_memory, model_bytes, peak_told
+from sparsekv.formats.device import GIB, DeviceMemory, MemoryPlan, device_memory, model_bytes, peak_told
 from sparsekv.formats.errors import SparsekvError
 
 PLAN = MemoryPlan(model=14 * GIB, rows=72 * GIB, work=11 * GIB)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sparsekv.formats.device_read import PIECE, device_reader
-from sparsekv.formats.reader import map_tensors
+from sparsekv.formats.device import PIECE, device_reader
+from sparsekv.formats.index.reader import map_tensors
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)

@@ -10,8 +10,8 @@ from support.random_tensors import normal
 from support.tiny_models import FAMILIES
 from torch.testing._internal.two_tensor import TwoTensor
 
-from sparsekv.formats.fingerprints import KV_FIELDS, fingerprint_weights, identify_model, identify_tokenizer
-from sparsekv.formats.schema import ModelIdentity
+from sparsekv.formats.index.identity import KV_FIELDS, fingerprint_weights, identify_model, identify_tokenizer
+from sparsekv.formats.index.schema import ModelIdentity
 
 State = dict[str, torch.Tensor]
 CONFIG: dict[str, Any] = {"model_type": "llama", "hidden_size": 64, "rope_parameters": {"rope_theta": 10000.0}}

@@ -13,13 +13,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from safetensors.torch import load_file, save
 
-from sparsekv.formats import growing_file
 from sparsekv.formats.checksums import hash_bytes, hash_file
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.folder import Folder
-from sparsekv.formats.growing_file import GrowingFile
-from sparsekv.formats.unfinished_file import UnfinishedFile
-from sparsekv.formats.writer import ArtifactWriter
+from sparsekv.formats.index import growing_file
+from sparsekv.formats.index.folder import Folder, UnfinishedFile
+from sparsekv.formats.index.growing_file import GrowingFile
+from sparsekv.formats.index.writer import ArtifactWriter
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor, TimeoutError
 import pytest
 import torch
 
-from sparsekv.formats.held_tensors import HeldTensors
+from sparsekv.formats.index.growing_file import HeldTensors
 
 KILOBYTE = {"rows": torch.zeros(1024, dtype=torch.uint8)}
 

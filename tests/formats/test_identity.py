@@ -7,7 +7,7 @@ from support.artifacts import small_manifest
 
 from sparsekv.formats.checksums import hash_bytes
 from sparsekv.formats.errors import IdentityError
-from sparsekv.formats.identity import check_model, check_tokenizer
+from sparsekv.formats.index.identity import check_model, check_tokenizer
 
 MANIFEST = small_manifest()
 OTHER = hash_bytes(b"another")

@@ -5,14 +5,14 @@ import torch
 from support.random_tensors import normal
 from support.small_layer import small_layer
 
-from sparsekv.formats.int8_centroids import (
+from sparsekv.formats.index.context_rows import (
+    CENTROID_SCALES,
     KEYS,
-    SCALES,
+    LARGEST,
     VALUES,
     with_centroids_in_8_bits,
     with_restored_centroids,
 )
-from sparsekv.formats.int8_rows import LARGEST
 
 Tensors = dict[str, torch.Tensor]
 
@@ -30,7 +30,7 @@ def clusters(seed: int, number: int, offset: float = 5.0) -> Tensors:
 def test_they_are_off_by_half_a_step_at_most(block: int | None) -> None:
     tensors = small_layer(3, levels=(0.1, 0.02), block=block).context.tensors
     stored = with_centroids_in_8_bits(tensors)
-    scales = {name: stored[name].float() for name in SCALES}
+    scales = {name: stored[name].float() for name in CENTROID_SCALES}
     steps = scales["level0.centroid_scales"][..., None] * scales["level0.centroid_channel_scales"][:, None]
     found = restored(stored)
     assert found.keys() == tensors.keys()

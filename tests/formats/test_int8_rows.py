@@ -7,8 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_tensors import normal
 
-from sparsekv.formats.context_rows import ContextRows, context_rows
-from sparsekv.formats.int8_rows import PIECE, first_tokens, joined, quantise, restore, row_bytes
+from sparsekv.formats.index.context_rows import (
+    PIECE,
+    ContextRows,
+    context_rows,
+    first_tokens,
+    joined,
+    quantise,
+    restore,
+    row_bytes,
+)
 
 TINY = 1e-34  # below it scales have fewer bits, or none
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 193), st.integers(1, 9))
@@ -239,7 +247,7 @@ def test_no_tokens_are_stored_and_continued_as_well(tokens: int) -> None:
 def test_pieces_do_not_show_in_what_is_stored(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, values = normal(0, 2, 100, 4).to(dtype), normal(1, 2, 100, 4).to(dtype)
     whole = quantise(keys, values)
-    monkeypatch.setattr("sparsekv.formats.int8_rows.PIECE", 7)
+    monkeypatch.setattr("sparsekv.formats.index.context_rows.PIECE", 7)
     in_pieces = quantise(keys, values)
     assert all(torch.equal(in_pieces[name], tensor) for name, tensor in whole.items())
 

@@ -9,9 +9,9 @@ from support.artifacts import assert_holds, assert_no_strays, files_in, small_ar
 from support.interrupted import interrupted_builds
 
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.journal import JOURNAL
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import MANIFEST
+from sparsekv.formats.index.manifest import JOURNAL
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import MANIFEST
 
 
 def inodes(folder: Path, paths: set[str]) -> dict[str, int]:

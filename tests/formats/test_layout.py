@@ -11,10 +11,9 @@ from support.earlier_forms import in_blocks
 from support.sealing import Tensors, change_tensors, reseal
 
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.int8_centroids import with_centroids_in_8_bits
-from sparsekv.formats.int8_rows import quantise
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import TOKENS
+from sparsekv.formats.index.context_rows import quantise, with_centroids_in_8_bits
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import TOKENS
 
 Fields = dict[str, Any]
 

@@ -9,9 +9,9 @@ import pytest
 
 from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.manifest import read_manifest
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import MANIFEST, SCHEMA_VERSION, Manifest
+from sparsekv.formats.index.manifest import read_manifest
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import MANIFEST, SCHEMA_VERSION, Manifest
 
 Fields = dict[str, Any]
 

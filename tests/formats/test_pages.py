@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sparsekv.formats.pages import map_pages, release_pages
+from sparsekv.formats.device import map_pages, release_pages
 
 ROWS = 4096
 

@@ -18,14 +18,11 @@ from safetensors.torch import save
 
 from sparsekv.formats.checksums import hash_bytes, hash_file
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.folder import Folder
-from sparsekv.formats.growing_file import HeadPart
-from sparsekv.formats.part_writer import PartWriter
-from sparsekv.formats.reader import CPU
-from sparsekv.formats.schema import TOKENS
-from sparsekv.formats.unfinished_file import JoinedFile, SharedFile
-from sparsekv.formats.whole_file import find_whole
-from sparsekv.formats.writer import ArtifactWriter
+from sparsekv.formats.index.folder import Folder, JoinedFile, SharedFile
+from sparsekv.formats.index.growing_file import HeadPart
+from sparsekv.formats.index.reader import CPU, find_whole
+from sparsekv.formats.index.schema import TOKENS
+from sparsekv.formats.index.writer import ArtifactWriter, PartWriter
 
 NAME = "context/layer_000.safetensors"
 FIRST, SECOND = HeadPart(0, 2), HeadPart(1, 2)

@@ -18,9 +18,9 @@ from support.artifacts import (
 )
 
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.reader import Artifact, map_tensors
-from sparsekv.formats.schema import MANIFEST, TOKENS
-from sparsekv.formats.writer import ArtifactWriter
+from sparsekv.formats.index.reader import Artifact, map_tensors
+from sparsekv.formats.index.schema import MANIFEST, TOKENS
+from sparsekv.formats.index.writer import ArtifactWriter
 
 FILES = small_files()
 

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from support.artifacts import small_manifest
 
-from sparsekv.formats.manifest import manifest_bytes, read_manifest
-from sparsekv.formats.names import FILE_NAME, METHOD_NAME
-from sparsekv.formats.schema import (
+from sparsekv.formats.index.manifest import manifest_bytes, read_manifest
+from sparsekv.formats.index.schema import (
+    FILE_NAME,
     MANIFEST,
+    METHOD_NAME,
     AdditionRecord,
     CanaryToken,
     ChatFrame,

@@ -8,11 +8,9 @@ from support.artifacts import CONTEXT, HEAD_DIM, KV_HEADS, METHOD, QUERIES, smal
 from support.sealing import change_tensors, reseal
 
 from sparsekv.formats.errors import ArtifactError, UsageError
-from sparsekv.formats.int8_centroids import SCALES, with_centroids_in_8_bits
-from sparsekv.formats.int8_rows import quantise
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import TOKENS
-from sparsekv.formats.share import ArtifactShare
+from sparsekv.formats.index.context_rows import CENTROID_SCALES, quantise, with_centroids_in_8_bits
+from sparsekv.formats.index.reader import Artifact, ArtifactShare
+from sparsekv.formats.index.schema import TOKENS
 
 
 def shares(index: Path, heads: int) -> list[ArtifactShare]:
@@ -60,6 +58,6 @@ def test_centroids_in_8_bits_are_shared_out_with_their_scales(index: Path) -> No
     storage = {"dtype": "int8", "errors": [0.01], "measured_ids": "0" * 64, "measured_tokens": 40}
     reseal(index, lambda fields: fields.update(kv_storage=storage))
     whole, parts = Artifact(index).tensors(METHOD), [one.tensors(METHOD) for one in shares(index, KV_HEADS // 2)]
-    assert SCALES & whole.keys()
+    assert CENTROID_SCALES & whole.keys()
     for name, tensor in whole.items():
         assert torch.equal(torch.cat([part[name] for part in parts]), tensor)

@@ -10,7 +10,7 @@ import torch
 from support.artifacts import CONTEXT, assert_holds, small_artifact, small_files, small_manifest
 
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
 
 
 def test_whoever_opens_while_writers_go_on_sees_one_index_whole(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparsekv.formats.suggestions import suggestion
+from sparsekv.formats.errors import suggestion
 
 METHODS = ["codes", "multipole", "tidaldecode", "window", "quest"]
 

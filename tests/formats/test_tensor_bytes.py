@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from safetensors.torch import save
 
-from sparsekv.formats.tensor_bytes import STAGING, safetensors_bytes
+from sparsekv.formats.index.growing_file import STAGING, safetensors_bytes
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8),

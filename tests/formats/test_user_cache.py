@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.formats.user_cache import cache_root, give_home
+from sparsekv.formats.user.cache import cache_root, give_home
 
 
 @pytest.fixture

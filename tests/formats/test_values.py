@@ -7,10 +7,10 @@ import torch
 from support.small_index import INDEXERS, build_small
 
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.int8_centroids import SCALES, with_centroids_in_8_bits
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import layer_file
-from sparsekv.formats.values import check_values
+from sparsekv.formats.index.context_rows import CENTROID_SCALES, with_centroids_in_8_bits
+from sparsekv.formats.index.layout import check_values
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import layer_file
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[torch.Tensor], None]
@@ -132,7 +132,7 @@ def test_a_code_without_a_centroid_is_told(artifact: Artifact) -> None:
         check_values(fewer, artifact.manifest.split, "it")
 
 
-@pytest.mark.parametrize("name", sorted(SCALES))
+@pytest.mark.parametrize("name", sorted(CENTROID_SCALES))
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf, 3e38])
 def test_a_scale_of_centroids_whose_products_are_not_finite_is_told(
     artifact: Artifact, name: str, value: float

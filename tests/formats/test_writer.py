@@ -18,11 +18,10 @@ from support.artifacts import (
 )
 
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.journal import JOURNAL
-from sparsekv.formats.manifest import read_manifest
-from sparsekv.formats.schema import MANIFEST, TensorRecord
-from sparsekv.formats.tensor_bytes import STAGING
-from sparsekv.formats.writer import ArtifactWriter
+from sparsekv.formats.index.growing_file import STAGING
+from sparsekv.formats.index.manifest import JOURNAL, read_manifest
+from sparsekv.formats.index.schema import MANIFEST, TensorRecord
+from sparsekv.formats.index.writer import ArtifactWriter
 
 TENSORS = small_files()[CONTEXT]
 RECIPE = small_recipe(CONTEXT, 0, 0)

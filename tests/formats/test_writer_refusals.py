@@ -19,9 +19,9 @@ from support.artifacts import (
 )
 
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.lock import LOCK
-from sparsekv.formats.schema import MANIFEST
-from sparsekv.formats.writer import ArtifactWriter
+from sparsekv.formats.index.folder import LOCK
+from sparsekv.formats.index.schema import MANIFEST
+from sparsekv.formats.index.writer import ArtifactWriter
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from support.artifacts import CONTEXT, METHOD, small_files, small_recipe
 
-from sparsekv.formats.writer import ArtifactWriter
+from sparsekv.formats.index.writer import ArtifactWriter
 
 RECIPE = small_recipe(CONTEXT, 0, 0)
 

@@ -7,11 +7,11 @@ from random import Random
 import torch
 
 from sparsekv.runtime.attention.sparse_layer import appends
-from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.batch import why_alone
 from sparsekv.runtime.decoding.generate import Answer, Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.decoding.session import Session
+from sparsekv.runtime.selection.interface import MethodSpec
 from sparsekv.runtime.tracing.trace import TracedIndex
 
 from .deeds import deed
@@ -44,13 +44,15 @@ def batch(world: World, index: OpenIndex) -> None:
         expect(_ids(first) == _ids(again), "batch again", f"{_ids(first)}, then {_ids(again)}")
 
 
-def _copies(world: World, index: OpenIndex, asker: Asker, asked: torch.Tensor, number: int, sampling: Sampling) -> None:
+def _copies(
+    world: World, index: OpenIndex, asker: Session, asked: torch.Tensor, number: int, sampling: Sampling
+) -> None:
     """A question beside copies of itself, all of which choose the same, has the answer that it has alone.
 
     Not down a hierarchy with centroids for the rest: alone they are of the clusters scored, together of the finest.
     """
     form = asker.config.attention
-    represented = isinstance(form, Form) and (form.residual or form.method.replaces())
+    represented = isinstance(form, MethodSpec) and (form.residual or form.method.replaces())
     if dict(world.case.options).get("lookup") == "hierarchical" and represented:
         return
     for answer in asker.ask_all([asked] * number, sampling, together=number):

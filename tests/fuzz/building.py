@@ -8,11 +8,10 @@ import torch
 from support.small_index import with_changes
 
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.append import encode_addition, growing_plan
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.indexing.append import adding_plan, encode_addition, growing_plan
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.indexers.registry import indexers
-from sparsekv.indexing.more_methods import adding_plan
+from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.indexing.plan import BuildPlan
 from sparsekv.indexing.prefill.interface import prefills
 from sparsekv.runtime.decoding.open import OpenIndex

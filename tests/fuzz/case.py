@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any
 
-from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.indexing.prefill.interface import prefills
 from sparsekv.runtime.selection.registry import methods
 

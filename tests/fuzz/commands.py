@@ -12,11 +12,11 @@ from unittest import mock
 from support.command import Outcome, run_here
 from transformers import AutoTokenizer
 
-from sparsekv.formats.models.identify import tokenizer_identity
+from sparsekv.formats.models.load import tokenizer_identity
 from sparsekv.runtime.decoding.generate import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.talk import Talk
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.decoding.session import Conversation
+from sparsekv.runtime.selection.interface import Budget
 
 from .case import draw_budget
 from .deeds import deed
@@ -233,7 +233,7 @@ def chat_command(world: World, index: OpenIndex) -> None:
             outcome = ran(world, "chat", "--index", "index.skv", *asking_options(world, case.budget))
     if outcome.code == 0:
         asker = world.asker(index)
-        one = Talk(index, asker.config, raw=case.raw)
+        one = Conversation(index, asker.config, raw=case.raw)
         expected = "".join(f"{one.ask(question, Sampling(case.answer)).text}\n" for question in questions)
         expect(outcome.stdout == expected, "chat's answers", f"{outcome.stdout!r}, not {expected!r}")
 

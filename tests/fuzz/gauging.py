@@ -11,13 +11,11 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.executors import Fetched, GatherExecutor, GatherMaker
 from sparsekv.runtime.attention.guard import estimates_missed
 from sparsekv.runtime.attention.sparse_layer import appends
-from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.generate import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.reporting.recall import chosen_positions
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.interface import Budget, MethodSpec, Queries
 
 from .deeds import deed
 from .oracles import ROUNDING, error_of, expect
@@ -68,7 +66,7 @@ class Gauged:
         def maker(layer: int) -> GatherMaker:
             return partial(Recorder, keep=partial(self._keep, layer))
 
-        self.asker = Asker.open(index, config, gather_makers=maker)
+        self.asker = Session.open(index, config, gather_makers=maker)
 
     def _keep(self, layer: int, query: torch.Tensor, *found: Any) -> None:
         stored = self.asker.cache.stored_layers[layer]
@@ -126,7 +124,7 @@ def gauge(world: World, index: OpenIndex) -> None:
     case = world.case
     asked = question_ids(index, world.question(0), raw=case.raw)
     form = world.config(index, guard=None, ahead=False).attention
-    assert isinstance(form, Form)
+    assert isinstance(form, MethodSpec)
     if not estimates_missed(form.method, residual=form.residual):
         try:
             Gauged(world, index)

@@ -42,7 +42,7 @@ class Fault:
     patch: Patch
 
 
-HOOK, BATCH, TALK = "kernels/common/hook.py", "runtime/decoding/batch.py", "runtime/decoding/talk.py"
+HOOK, BATCH, TALK = "kernels/common/hook.py", "runtime/decoding/batch.py", "runtime/decoding/session.py"
 SHARED, LAYER, ROPE = "indexing/reuse.py", "runtime/attention/sparse_layer.py", "formats/models/rope.py"
 PROMPT, LAYERS = "formats/documents/prompt.py", "runtime/decoding/sparse_layers.py"
 FAULTS = (
@@ -71,7 +71,7 @@ FAULTS = (
     ),
     Fault(
         "one token and everything are one budget",
-        Patch("runtime/selection/budget.py", '"is_share", isinstance(self.value, float))', '"is_share", False)'),
+        Patch("runtime/selection/interface.py", '"is_share", isinstance(self.value, float))', '"is_share", False)'),
     ),
     Fault(
         "positions that change are ignored",
@@ -84,7 +84,11 @@ FAULTS = (
     Fault("a turn ends twice", Patch(TALK, 'finish_reason(turn.answer, ending_tokens(index)) == "stop"', "False")),
     Fault(
         "an offset of 8 bits is taken the wrong way",
-        Patch("formats/int8_rows.py", "rows.mul_(of_channels).add_(offsets)", "rows.mul_(of_channels).sub_(offsets)"),
+        Patch(
+            "formats/index/context_rows.py",
+            "rows.mul_(of_channels).add_(offsets)",
+            "rows.mul_(of_channels).sub_(offsets)",
+        ),
     ),
     Fault(
         "the tail begins a token too early",

@@ -13,16 +13,14 @@ from typing import Any
 import torch
 
 from sparsekv.formats.documents.continuation import encode_question
-from sparsekv.runtime.cache.layer_rows import LayerRows
+from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.generate import Sampling
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.reporting.queries import tail_block
-from sparsekv.runtime.reporting.recall import chosen_positions
+from sparsekv.runtime.reporting.recall import chosen_positions, truths
 from sparsekv.runtime.reporting.report import forms
-from sparsekv.runtime.reporting.truth import truths
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.selection.interface import Budget, MethodSpec
 
 from .case import draw_budget
 from .commands import is_read_back, placed, ran
@@ -47,7 +45,9 @@ class Choices:
         self.layers, self.device = index.artifact.manifest.indexed_layers, index.model.device
         self.truth = {layer: Truth(world, layer, calibration=calibration) for layer in self.layers}
 
-    def measured(self, form: Form, budget_of: Callable[[int], Budget], wanted: Budget | None) -> list[dict[str, Any]]:
+    def measured(
+        self, form: MethodSpec, budget_of: Callable[[int], Budget], wanted: Budget | None
+    ) -> list[dict[str, Any]]:
         """By layer, each measure's means [Hk] in float64; `recall` NaN for heads where rounding decides what is best.
 
         Args:

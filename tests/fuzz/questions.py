@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 
 from sparsekv.kernels.common.hook import AttentionCall, AttentionFunction, route_attention
-from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.generate import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.session import Session
 
 from .case import Case
 from .oracles import ROUNDING, error_of, expect, expect_greedy, plain, plain_over
@@ -86,7 +86,7 @@ class Checks:
                 expect(apart <= most, f"stored {name}", f"of layer {layer} are {apart:.2e} from plain ones")
 
     def held(
-        self, asker: Asker, kind: str, question: int, fed: torch.Tensor, answer: list[int], logits: torch.Tensor
+        self, asker: Session, kind: str, question: int, fed: torch.Tensor, answer: list[int], logits: torch.Tensor
     ) -> None:
         """An answer, and the logits of its steps, are those of an oracle."""
         steps = logits[question - 1 :]
@@ -123,7 +123,7 @@ def fed_with(asked: torch.Tensor, answer: list[int]) -> torch.Tensor:
 
 @torch.inference_mode()
 def stepped(
-    index: OpenIndex, asker: Asker, fed: torch.Tensor, question: int, attend: AttentionFunction | None = None
+    index: OpenIndex, asker: Session, fed: torch.Tensor, question: int, attend: AttentionFunction | None = None
 ) -> torch.Tensor:
     """Logits [T, vocabulary] of tokens [T] after the stored prompt, over an asker's cache: the question's `question` at
     once, then one by one. `attend` takes the place of the cache's own."""
@@ -138,7 +138,7 @@ def stepped(
     return torch.cat([one.logits[0] for one in steps])
 
 
-def rounding_decides(index: OpenIndex, asker: Asker, fed: torch.Tensor, question: int, logits: torch.Tensor) -> bool:
+def rounding_decides(index: OpenIndex, asker: Session, fed: torch.Tensor, question: int, logits: torch.Tensor) -> bool:
     """Whether a choice of the steps with these logits [T, vocabulary] is a tie: it changes with queries whose logits
     are apart by a millionth. Two ways to compute the same need not agree then."""
     for seed in range(4):

@@ -8,7 +8,7 @@ import torch
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import GROUPS, recall_report
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import methods_of
 
 from .deeds import deed

@@ -10,7 +10,7 @@ from sparsekv.cli.answering.session import save_session
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.decoding.generate import Answer, Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.talk import Talk
+from sparsekv.runtime.decoding.session import Conversation
 
 from .deeds import deed
 from .oracles import expect, expect_greedy, plain, plain_over
@@ -34,12 +34,12 @@ def talk(world: World, index: OpenIndex) -> None:
         own = {"question_prefill": "own", "prefill_budget": None, "ahead": False, "placement": "device"}
         configs.append(world.asker(index, "100%", **own).config)
     for config in configs[-1:] if case.more % 3 else configs:
-        one = Talk(index, config, raw=case.raw)
+        one = Conversation(index, config, raw=case.raw)
         for number in range(_turns(world)):
             _turn(world, index, one, number, stored, "talk")
 
 
-def _turn(world: World, index: OpenIndex, one: Talk, number: int, stored: Rows, kind: str) -> None:
+def _turn(world: World, index: OpenIndex, one: Conversation, number: int, stored: Rows, kind: str) -> None:
     question, before = world.question(number), one.before(len(one.turns))
     answer = one.ask(question, Sampling(world.case.answer))
     asked = one.turns[-1].question
@@ -57,7 +57,7 @@ def _truth(world: World, index: OpenIndex, ids: torch.Tensor, stored: Rows) -> t
     return plain_over(world, stored, ids[len(index.input_ids) :])
 
 
-def _follows(world: World, one: Talk, number: int, question: str) -> None:
+def _follows(world: World, one: Conversation, number: int, question: str) -> None:
     """What stands between an answer and the next question's end is what the template puts there."""
     answer, asked = one.turns[number - 1].answer, one.turns[number].question
     if world.case.raw:
@@ -84,7 +84,7 @@ def _follows(world: World, one: Talk, number: int, question: str) -> None:
 def saved(world: World, index: OpenIndex) -> None:
     """A talk that was saved has the talk's tokens, the rows of a build of them, and goes on as the talk would."""
     case = world.case
-    one = Talk(index, world.dense(index).config, raw=case.raw)
+    one = Conversation(index, world.dense(index).config, raw=case.raw)
     stored = stored_rows(world.folder / "index.skv", case.layers)
     for number in range(_turns(world) - 1):
         _turn(world, index, one, number, stored, "talk")

@@ -12,19 +12,18 @@ from support.python_help import BY_NAME
 from support.small_index import with_changes
 
 from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt
-from sparsekv.formats.models.identify import identify
-from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.indexing.plan import BuildConfig, BuildPlan
 from sparsekv.indexing.prefill.interface import prefills
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.attention.guard import Guard, estimates_missed
-from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.choose_config import choose_config
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
-from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.decoding.session import Session
+from sparsekv.runtime.selection.interface import MethodSpec
 from sparsekv.runtime.selection.registry import DENSE
 
 from .case import Case, from_options
@@ -125,9 +124,9 @@ class World:
         """Open the index of a name with the case's model."""
         return open_index(Artifact(self.folder / name), self.model, self.tokenizer, identify(self.loaded))
 
-    def asker(self, index: OpenIndex, budget: str | None = None, **changes: Any) -> Asker:
+    def asker(self, index: OpenIndex, budget: str | None = None, **changes: Any) -> Session:
         """What answers as the case says, at its budget or at another."""
-        return Asker.open(index, self.config(index, budget, **changes))
+        return Session.open(index, self.config(index, budget, **changes))
 
     def config(self, index: OpenIndex, budget: str | None = None, **changes: Any) -> DecodeConfig:
         """How the case's questions are decoded, at its budget or at another."""
@@ -144,7 +143,11 @@ class World:
             ahead=case.ahead,
         )
         form = config.attention
-        if case.guard is not None and isinstance(form, Form) and estimates_missed(form.method, residual=form.residual):
+        if (
+            case.guard is not None
+            and isinstance(form, MethodSpec)
+            and estimates_missed(form.method, residual=form.residual)
+        ):
             config = replace(config, guard=Guard(case.guard))
         return config
 
@@ -154,9 +157,9 @@ class World:
         queries = (files.get(f"queries/layer_{layer:03d}.safetensors", {}) for layer in range(self.case.layers))
         return [stored.get("sink_logits") for stored in queries]
 
-    def dense(self, index: OpenIndex) -> Asker:
+    def dense(self, index: OpenIndex) -> Session:
         """What answers by dense attention."""
-        return Asker.open(index, choose_config(index.artifact, DENSE))
+        return Session.open(index, choose_config(index.artifact, DENSE))
 
 
 def files_of(folder: Path) -> dict[str, dict[str, torch.Tensor]]:

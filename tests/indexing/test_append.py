@@ -15,21 +15,20 @@ from support.tiny_models import POSITIONS
 
 from sparsekv.formats.documents.prompt import encode_prompt
 from sparsekv.formats.errors import ArtifactError, UsageError
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import Manifest, RopeRecord, layer_file
 from sparsekv.formats.models.load import LoadedModel, load_model
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import Manifest, RopeRecord, layer_file
-from sparsekv.indexing.append import encode_addition, growing_plan, online_methods, stored_indexers
+from sparsekv.indexing.append import copied_index, encode_addition, growing_plan, online_methods, stored_indexers
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.copied_index import copied_index
 from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.indexing.plan import BuildConfig, BuildPlan
-from sparsekv.kernels.kmeans.blocks import block_offsets
+from sparsekv.kernels.kmeans.hierarchy import block_offsets
 from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 FIRST, MORE = TEXT[:600], TEXT[600:800]
 MULTIPOLE = MultipoleIndexer(levels=(0.2, 0.06), block=64)

@@ -13,8 +13,8 @@ from support.tiny_models import FAMILIES, POSITIONS
 
 from sparsekv.formats.documents.prompt import encode_prompt
 from sparsekv.formats.errors import ArtifactError, SparsekvError, UsageError
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import MANIFEST, layer_file
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import MANIFEST, layer_file
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.indexing.plan import BuildPlan

@@ -2,7 +2,7 @@
 
 from support.small_index import small_plan
 
-from sparsekv.indexing.builder import Builder
+from sparsekv.indexing.build import Builder
 from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.plan import BuildConfig

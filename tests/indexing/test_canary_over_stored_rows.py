@@ -13,14 +13,13 @@ from support.sealing import read_fields, seal
 from support.small_index import INDEXERS, build_small, plain_logits, reopen, small_plan, with_changes, without_window
 
 from sparsekv.formats.errors import IdentityError, SparsekvError
-from sparsekv.formats.manifest import read_manifest
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import MANIFEST, Manifest
-from sparsekv.indexing.append import encode_addition, growing_plan
+from sparsekv.formats.index.manifest import read_manifest
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import MANIFEST, Manifest
+from sparsekv.indexing.append import adding_plan, encode_addition, growing_plan
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.more_methods import adding_plan
 from sparsekv.indexing.plan import BuildPlan
-from sparsekv.indexing.prefill.keydiff import KeyDiffPrefill
+from sparsekv.indexing.prefill.quoka import KeyDiffPrefill
 
 STORED: dict[str, dict[str, Any]] = {
     "dense": {},

@@ -9,15 +9,15 @@ import torch
 from support.configs import sparse
 from support.small_index import INDEXERS, reopen, small_plan
 
-from sparsekv.formats.int8_centroids import KEYS, VALUES, with_restored_centroids
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import Manifest
+from sparsekv.formats.index.context_rows import KEYS, VALUES, with_restored_centroids
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import Manifest
 from sparsekv.indexing.append import encode_addition, growing_plan
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.indexers.layer_work import LayerWork
 from sparsekv.indexing.plan import BuildPlan
 from sparsekv.runtime.methods.multipole import Multipole
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 SCALED = ("level0.centroid_scales", "level0.value_centroid_scales")
 
@@ -84,7 +84,7 @@ def test_an_index_of_exact_centroids_still_opens_and_is_built_anew(
     """Those of earlier versions, beside keys and values in 8 bits."""
     folder, plan = tmp_path / "a.skv", _plan(methods={"multipole": INDEXERS["multipole"]})
     with monkeypatch.context() as patch:
-        patch.setattr("sparsekv.indexing.method_stage.FORM", "earlier")
+        patch.setattr("sparsekv.indexing.build.CENTROID_FORM", "earlier")
         patch.setattr(LayerWork, "stored", lambda self, tensors, before=None: tensors)
         build_index(plan, folder)
     old = Artifact(folder).method_tensors("multipole", 0)
@@ -106,7 +106,7 @@ def test_files_of_exact_centroids_are_not_reused(tmp_path: Path, monkeypatch: py
 
     for name, progress in (("whole.skv", lambda *_: None), ("stopped.skv", stop)):
         with monkeypatch.context() as patch, suppress(_Stopped):
-            patch.setattr("sparsekv.indexing.method_stage.FORM", "earlier")
+            patch.setattr("sparsekv.indexing.build.CENTROID_FORM", "earlier")
             patch.setattr(LayerWork, "stored", lambda self, tensors, before=None: tensors)
             build_index(plan, tmp_path / name, progress)
         assert _sums(build_index(plan, tmp_path / name)) == _sums(straight)

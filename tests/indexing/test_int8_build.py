@@ -11,13 +11,13 @@ from support.reference import assert_close
 from support.sealing import change_tensors
 from support.small_index import INDEXERS, TEXT, prefilled, recorded_attention, small_plan, with_changes
 
-from sparsekv.formats.int8_rows import OF_CHANNELS, quantise
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import LayerFacts, Manifest, layer_file
+from sparsekv.formats.index.context_rows import OF_CHANNELS, quantise
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import LayerFacts, Manifest, layer_file
 from sparsekv.indexing.append import encode_addition, growing_plan
 from sparsekv.indexing.build import build_index
+from sparsekv.indexing.context_files import storing_error
 from sparsekv.indexing.plan import BuildPlan
-from sparsekv.indexing.storing_error import storing_error
 from sparsekv.kernels.attention.attention import Segment, attend, causal_mask
 
 
@@ -89,7 +89,7 @@ def test_the_cost_counts_learned_sinks_and_is_the_same_in_pieces(monkeypatch: py
     tensors, sinks = quantise(keys, values), torch.tensor([0.5, 3.0])
     whole = storing_error(queries[:, :20], (keys, values), tensors, facts, sinks)
     with monkeypatch.context() as patch:
-        patch.setattr("sparsekv.indexing.storing_error.LOGITS_AT_ONCE", 2 * 90 * 3)
+        patch.setattr("sparsekv.indexing.context_files.LOGITS_AT_ONCE", 2 * 90 * 3)
         assert storing_error(queries[:, :20], (keys, values), tensors, facts, sinks) == pytest.approx(whole, rel=1e-5)
     mask = causal_mask(20, 90, None, torch.device("cpu"))
     with_sinks = attend(queries[:, None, :20], [Segment(keys, values, mask)], 0.4, None, sinks[:, None])

@@ -6,8 +6,7 @@ from support.small_index import small_plan
 from support.tiny_models import FAMILIES
 
 from sparsekv.indexing.capture.capture import capture
-from sparsekv.indexing.memory import plan_memory
-from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.plan import BuildPlan, plan_memory
 
 
 def _held(plan: BuildPlan, positions: torch.Tensor) -> int:

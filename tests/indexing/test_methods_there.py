@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.small_index import small_plan, with_changes
 
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import layer_file
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import layer_file
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.methods.codes import CodesIndexer

@@ -18,16 +18,14 @@ from transformers import Gemma2Config
 
 from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import Manifest, layer_file
-from sparsekv.indexing.append import encode_addition, growing_plan
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import Manifest, layer_file
+from sparsekv.indexing.append import adding_plan, encode_addition, growing_plan
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.indexers.layer_work import LayerWork
-from sparsekv.indexing.more_methods import adding_plan
 from sparsekv.indexing.plan import BuildPlan
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
-from sparsekv.indexing.prefill.keydiff import KeyDiffPrefill
-from sparsekv.indexing.prefill.quoka import QuokaPrefill
+from sparsekv.indexing.prefill.quoka import KeyDiffPrefill, QuokaPrefill
 
 PREFILLS: dict[str, Prefill] = {
     "dense": DensePrefill(),

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from sparsekv.indexing.partial_folder import cannot_write, partial_folder
+from sparsekv.indexing.append import cannot_write, partial_folder
 
 WRITER = """
 import sys
 from pathlib import Path
-from sparsekv.indexing.partial_folder import partial_folder
+from sparsekv.indexing.append import partial_folder
 with partial_folder(Path(sys.argv[1])) as folder:
     (folder / "context").mkdir()
     (folder / "context" / "layer").write_text("half")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsekv.indexing.same_document import LEAST_IN_COMMON, RUN, is_cut, share_that_stays
+from sparsekv.indexing.existing_index import LEAST_IN_COMMON, RUN, is_cut, share_that_stays
 
 
 def _words(tokens: int, seed: int) -> torch.Tensor:

@@ -15,15 +15,14 @@ from support.small_index import TEXT, prefilled, recorded_attention, small_plan,
 from support.tiny_models import FAMILIES, VOCABULARY, tiny_tokenizer
 
 from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import Split, layer_file
 from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import Split, layer_file
 from sparsekv.indexing.append import encode_addition, growing_plan
-from sparsekv.indexing.build import build_index
-from sparsekv.indexing.builder import Builder
-from sparsekv.indexing.capture import single_tokens
+from sparsekv.indexing.build import Builder, build_index
+from sparsekv.indexing.capture import rotation
 from sparsekv.indexing.capture.capture import capture
-from sparsekv.indexing.capture.single_tokens import queries_of_tokens
+from sparsekv.indexing.capture.rotation import queries_of_tokens
 from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
@@ -75,7 +74,7 @@ def test_what_is_kept_are_the_queries_at_these_positions_wherever_chunks_end(fam
 def test_single_tokens_have_the_queries_of_a_whole_prefill(
     family: str, chunk_size: int, logit_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(single_tokens, "LOGIT_BYTES", logit_bytes)
+    monkeypatch.setattr(rotation, "LOGIT_BYTES", logit_bytes)
     model, positions = FAMILIES[family](), torch.tensor([0, 6, 7, 63, 140])
     every = capture(model, IDS, tail=len(IDS))
     layers = [every.take(layer) for layer in range(model.config.num_hidden_layers)]

@@ -6,9 +6,8 @@ import pytest
 from support.reference import assert_close
 from support.small_index import TEXT, prefilled, recorded_attention, small_plan
 
-from sparsekv.formats.kv_storage import KVDtype
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import layer_file
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import KVDtype, layer_file
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.indexing.plan import BuildPlan

@@ -28,16 +28,13 @@ from sparsekv.kernels.clusters.cluster_choice_triton import (
 from sparsekv.kernels.clusters.types import Children, ClusterChoice
 from sparsekv.kernels.kmeans.kmeans import assign_plainly, cluster_means_plainly
 from sparsekv.kernels.kmeans.kmeans_triton import NearestCentres, cluster_means
+from sparsekv.kernels.posting_lists.list_ranks import rank_rows_reference, rank_tokens_reference, top_ranked_reference
+from sparsekv.kernels.posting_lists.list_ranks_triton import rank_tokens_triton
+from sparsekv.kernels.posting_lists.posting_lists import encode_lists
+from sparsekv.kernels.posting_lists.top_ranks_triton import rank_rows_triton, top_ranked_triton
+from sparsekv.kernels.posting_lists.types import ExactKeys
 from sparsekv.kernels.scores.quoka import best_keys, quoka_scores, subselect_queries
 from sparsekv.kernels.scores.quoka_triton import far_directions_triton, nearest_keys_triton
-from sparsekv.kernels.tables.list_codes import encode_lists
-from sparsekv.kernels.tables.list_ranks import rank_tokens_reference
-from sparsekv.kernels.tables.list_ranks_triton import rank_tokens_triton
-from sparsekv.kernels.tables.row_ranks import rank_rows_reference
-from sparsekv.kernels.tables.row_ranks_triton import rank_rows_triton
-from sparsekv.kernels.tables.top_ranks import top_ranked_reference
-from sparsekv.kernels.tables.top_ranks_triton import top_ranked_triton
-from sparsekv.kernels.tables.types import ExactKeys
 
 # In the interpreter numpy warns of each such number.
 pytestmark = [*compiled_or_interpreted, pytest.mark.filterwarnings("ignore::RuntimeWarning")]

@@ -6,10 +6,9 @@ from pathlib import Path
 import torch
 
 from sparsekv.formats.checksums import chained_block_hashes, hash_bytes, hash_json, hash_tokens
-from sparsekv.formats.lock import LOCK
-from sparsekv.formats.marker import MARKER
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import (
+from sparsekv.formats.index.folder import LOCK, MARKER
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import (
     MANIFEST,
     TOKENS,
     LayerFacts,
@@ -23,7 +22,7 @@ from sparsekv.formats.schema import (
     TokenizerIdentity,
     layer_file,
 )
-from sparsekv.formats.writer import ArtifactWriter
+from sparsekv.formats.index.writer import ArtifactWriter
 
 KV_HEADS, QUERY_HEADS, HEAD_DIM, CLUSTERS = 2, 4, 8, 5
 SPLIT = Split(sinks=4, middle=24, tail=12)

@@ -10,10 +10,7 @@ import torch
 
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Selector
-from sparsekv.runtime.selection.queries import Queries
-from sparsekv.runtime.selection.selection import Selection
+from sparsekv.runtime.selection.interface import Budget, Queries, Selection, Selector
 
 from .small_layer import all_chosen
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import torch
 
-from sparsekv.formats.schema import Split
+from sparsekv.formats.index.schema import Split
 from sparsekv.indexing.indexers.interface import LayerInput
 from sparsekv.indexing.methods.codes import CodesIndexer
-from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import MiddleContext
 
 from .kernel_runs import DEVICE
 from .random_tensors import normal

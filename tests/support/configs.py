@@ -3,11 +3,9 @@
 from typing import Any
 
 from sparsekv.runtime.attention.config import DecodeConfig
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
 
 
 def sparse(name: str, method: Method, budget: Budget, *, residual: bool = False, **others: Any) -> DecodeConfig:
     """The config of a method at a budget; `others` are fields of `DecodeConfig`."""
-    return DecodeConfig(Form(name, "", method, residual), budget, **others)
+    return DecodeConfig(MethodSpec(name, "", method, residual), budget, **others)

@@ -2,7 +2,7 @@
 
 import torch
 
-from sparsekv.formats.schema import LayerFacts
+from sparsekv.formats.index.schema import LayerFacts
 
 
 def double_logits(query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts) -> torch.Tensor:

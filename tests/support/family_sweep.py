@@ -12,7 +12,7 @@ from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.indexing.build import build_index
 from sparsekv.runtime.methods.codes import Codes
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 from .causal_families import tiny_config, tiny_model
 from .configs import sparse

@@ -16,24 +16,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsekv.kernels.attention import (
-    decode_attention_triton,
-    exact_logsumexp_triton,
-    running_softmax_triton,
-    shared_decode_triton,
-)
-from sparsekv.kernels.attention.shared_attention import OwnRows
+from sparsekv.kernels.attention import decode_attention_triton, running_softmax_triton, shared_decode_triton
+from sparsekv.kernels.attention.attention import OwnRows
 from sparsekv.kernels.attention.types import Centroids, RunRows, ScoredCentroids
-from sparsekv.kernels.clusters import cluster_choice_triton, shared_choice_triton, token_scores_triton
-from sparsekv.kernels.codes import code_ranks_triton, joined_triton, joint_ranks_triton, product_tables_triton
+from sparsekv.kernels.clusters import cluster_choice_triton, shared_choice_triton
+from sparsekv.kernels.codes import code_ranks_triton, joint_ranks_triton
 from sparsekv.kernels.codes.types import KeyCodes, LaidOutCodes, WeighedClusters
-from sparsekv.kernels.common import slot_rows_triton
-from sparsekv.kernels.common.eight_bits import RowScales, RowsOf8Bits
-from sparsekv.kernels.ranks import sum_triton
-from sparsekv.kernels.ranks.shared_memory import bytes_shared
-from sparsekv.kernels.tables import list_look_up_triton, top_ranks_triton
-from sparsekv.kernels.tables.list_codes import ListCodes
-from sparsekv.kernels.tables.types import ExactKeys, KeyGroups
+from sparsekv.kernels.common import run_rows_triton
+from sparsekv.kernels.common.eight_bits import Int8Kernel, RowScales
+from sparsekv.kernels.distributed import sum_triton
+from sparsekv.kernels.distributed.shared_memory import bytes_shared
+from sparsekv.kernels.posting_lists import list_ranks_triton, top_ranks_triton
+from sparsekv.kernels.posting_lists.posting_lists import ListCodes
+from sparsekv.kernels.posting_lists.types import ExactKeys, KeyGroups
 
 from .summing_ranks import add_up_all
 
@@ -108,14 +103,14 @@ def launch(D: int, dtype: torch.dtype, *, in_8_bits: bool, more: bool) -> None:
     own, together = OwnRows(kept, kept, numbers, numbers, numbers), torch.zeros(H, G, B, D, dtype=dtype)
     centroids = [Centroids(exact, exact, torch.zeros(H, 70))] if more else []
     shared_decode_triton.shared_decode_triton(together, runs, (exact, exact), centroids, own, 0.1, cap, sinks)
-    exact_logsumexp_triton.exact_logsumexp_triton(together, exact, own, 0.1, cap, sinks)
-    slot_rows_triton.store_in_slots_triton((kept, kept), (exact[:, :B], exact[:, :B]), numbers, numbers)
+    shared_decode_triton.exact_logsumexp_triton(together, exact, own, 0.1, cap, sinks)
+    run_rows_triton.store_in_slots_triton((kept, kept), (exact[:, :B], exact[:, :B]), numbers, numbers)
 
 
 def score(D: int, dtype: torch.dtype) -> None:
     """Centroids in 8 bits."""
     rows, counts = torch.zeros(H, 48, D, dtype=torch.int8), torch.zeros(H, 48, dtype=torch.int32)
-    rounded = RowsOf8Bits(rows, rows, some_scales(48, D))
+    rounded = Int8Kernel(rows, rows, some_scales(48, D))
     cluster_choice_triton._launch(torch.zeros(H, G, D, dtype=dtype), rounded, counts, 0.1, 3.0)
 
 
@@ -127,7 +122,7 @@ def weigh(D: int, dtype: torch.dtype, *, more: bool) -> None:
     books, words = torch.zeros(H, 8, 256, D // 8).half(), torch.zeros(H, 2, 4096, dtype=torch.int32)
     codes = LaidOutCodes(torch.zeros(H, D, D).half(), books, words, 4096)
     clusters = WeighedClusters(torch.zeros(H, 64, D, dtype=dtype), torch.zeros(H, 64).int(), torch.zeros(H, 64))
-    made = product_tables_triton.make_tables(query, codes, clusters, *about)
+    made = code_ranks_triton.make_tables(query, codes, clusters, *about)
     groups = KeyGroups(torch.zeros(H, 4096, dtype=torch.int16), torch.zeros(H, 64, dtype=torch.int32))
     for few, many in ((1, 1), (0, 1), (0, 0)) if more else ((1, 1),):  # tiles of an SM; there is less than one
         with patch.multiple(code_ranks_triton, MANY_TILES=few, MOST_TILES=many):
@@ -137,7 +132,7 @@ def weigh(D: int, dtype: torch.dtype, *, more: bool) -> None:
     channels, steps = torch.arange(D, dtype=torch.int32).view(8, -1), torch.zeros(H, 8, 6)
     centroids, lists = torch.zeros(H, 8, 6, D // 8), torch.zeros(H, 8, 6, 512, dtype=torch.int32)
     found = ListCodes(lists, steps, steps, True, centroids, channels, torch.ones(H, 8), 4096)
-    list_look_up_triton.look_up_lists(query, found, about[0], 1, *about[1:])
+    list_ranks_triton.look_up_lists(query, found, about[0], 1, *about[1:])
 
 
 def several(D: int, dtype: torch.dtype, softcap: float | None) -> None:
@@ -151,10 +146,10 @@ def several(D: int, dtype: torch.dtype, softcap: float | None) -> None:
     exact = ExactKeys(torch.zeros(H, 0, D, dtype=dtype), sinks=torch.zeros(H * B, G))
     laid_out = LaidOutCodes(codes.turn, books, words, 4096)
     query = torch.zeros(H * B, G, D, dtype=dtype)
-    made = product_tables_triton.make_tables(query, laid_out, clusters, exact, 0.1, softcap)
+    made = code_ranks_triton.make_tables(query, laid_out, clusters, exact, 0.1, softcap)
     code_ranks_triton._scan(made, laid_out, 9, softcap)
     groups = KeyGroups(torch.zeros(H, 4096, dtype=torch.int16), torch.zeros(H, 64, dtype=torch.int32))
-    joined_triton.join_chosen_triton(torch.zeros(H, B, 9, dtype=torch.int32), 27, groups)
+    joint_ranks_triton.join_chosen_triton(torch.zeros(H, B, 9, dtype=torch.int32), 27, groups)
 
 
 def choose(D: int, dtype: torch.dtype, questions: int, softcap: float | None) -> None:
@@ -174,21 +169,21 @@ def main() -> None:
         Compiler(shared_decode_triton._shared_kernel),
         Compiler(shared_decode_triton._own_kernel),
         Compiler(running_softmax_triton._merge_kernel),
-        Compiler(product_tables_triton._tables_kernel),
+        Compiler(code_ranks_triton._tables_kernel),
         Compiler(code_ranks_triton._scan_kernel),
         Compiler(top_ranks_triton._place_kernel),
-        Compiler(list_look_up_triton._look_up_kernel),
+        Compiler(list_ranks_triton._look_up_kernel),
         Compiler(cluster_choice_triton._logits_kernel),
         Compiler(sum_triton._sum_kernel),
         Compiler(joint_ranks_triton._joint_kernel),
         Compiler(joint_ranks_triton._coarse_kernel),
-        Compiler(joined_triton._flag_kernel),
-        Compiler(joined_triton._count_flags_kernel),
-        Compiler(joined_triton._list_flags_kernel),
-        Compiler(exact_logsumexp_triton._logsumexp_kernel),
-        Compiler(slot_rows_triton._store_kernel),
-        Compiler(token_scores_triton._sums_kernel),
-        Compiler(token_scores_triton._scores_kernel),
+        Compiler(joint_ranks_triton._flag_kernel),
+        Compiler(joint_ranks_triton._count_flags_kernel),
+        Compiler(joint_ranks_triton._list_flags_kernel),
+        Compiler(shared_decode_triton._logsumexp_kernel),
+        Compiler(run_rows_triton._store_kernel),
+        Compiler(shared_choice_triton._sums_kernel),
+        Compiler(shared_choice_triton._scores_kernel),
         Compiler(shared_choice_triton._take_kernel),
         Compiler(shared_choice_triton._list_kernel),
     ]  # fmt: skip
@@ -197,18 +192,18 @@ def main() -> None:
         patch.multiple(decode_attention_triton, _partial_kernel=partial, **multiprocessors),
         patch.multiple(shared_decode_triton, _shared_kernel=shared, _own_kernel=own, **multiprocessors),
         patch.object(running_softmax_triton, "_merge_kernel", merging),
-        patch.object(exact_logsumexp_triton, "_logsumexp_kernel", total),
-        patch.object(slot_rows_triton, "_store_kernel", store),
-        patch.object(product_tables_triton, "_tables_kernel", tables),
+        patch.object(shared_decode_triton, "_logsumexp_kernel", total),
+        patch.object(run_rows_triton, "_store_kernel", store),
+        patch.object(code_ranks_triton, "_tables_kernel", tables),
         patch.multiple(code_ranks_triton, _scan_kernel=scan, **multiprocessors),
         patch.multiple(top_ranks_triton, _place_kernel=place, **multiprocessors),
-        patch.object(list_look_up_triton, "_look_up_kernel", look_up),
+        patch.object(list_ranks_triton, "_look_up_kernel", look_up),
         patch.multiple(cluster_choice_triton, _logits_kernel=logits, **multiprocessors),
         patch.object(sum_triton, "_sum_kernel", summing),
         patch.multiple(joint_ranks_triton, _joint_kernel=joint, _coarse_kernel=coarse),
-        patch.multiple(token_scores_triton, _sums_kernel=sums, _scores_kernel=scores, **multiprocessors),
+        patch.multiple(shared_choice_triton, _sums_kernel=sums, _scores_kernel=scores, **multiprocessors),
         patch.multiple(shared_choice_triton, _take_kernel=take, _list_kernel=taken, **multiprocessors),
-        patch.multiple(joined_triton, _flag_kernel=flag, _count_flags_kernel=count, _list_flags_kernel=lists),
+        patch.multiple(joint_ranks_triton, _flag_kernel=flag, _count_flags_kernel=count, _list_flags_kernel=lists),
     ):
         launch(16, torch.float32, in_8_bits=True, more=False)
         launch(128, torch.bfloat16, in_8_bits=False, more=True)

@@ -6,7 +6,7 @@ import random
 import shutil
 from pathlib import Path
 
-from sparsekv.formats.schema import MANIFEST
+from sparsekv.formats.index.schema import MANIFEST
 
 from .sealing import Damage, Damager, read_fields
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv.formats.checksums import hash_bytes
-from sparsekv.formats.schema import MANIFEST
+from sparsekv.formats.index.schema import MANIFEST
 
 from .sealing import Damage, Damager, Fields, read_fields, seal
 

@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from transformers import Cache, PreTrainedModel
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.capture.context_layer import ContextLayer
+from sparsekv.indexing.capture.capture import ContextLayer
 from sparsekv.indexing.prefill.interface import Prefill
 from sparsekv.kernels.common.hook import route_attention
 

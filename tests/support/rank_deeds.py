@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsekv.formats import growing_file
-from sparsekv.formats.part_writer import PartWriter
-from sparsekv.formats.whole_file import WholeFile
+from sparsekv.formats.index import growing_file
+from sparsekv.formats.index.reader import WholeFile
+from sparsekv.formats.index.writer import PartWriter
 from sparsekv.indexing.indexers.layer_work import LayerWork
 
 

@@ -11,23 +11,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sparsekv.cli.building.by_ranks import index_by_ranks
-from sparsekv.cli.building.recipe import BuildRecipe
-from sparsekv.cli.building.targets import Target
+from sparsekv.cli.building.recipe import BuildRecipe, Target, index_by_ranks
 from sparsekv.cli.common.loading import load_for
-from sparsekv.cli.ranks.join import join_ranks
-from sparsekv.formats.kv_storage import AUTO, kv_dtype_named
-from sparsekv.formats.models.identify import identify
-from sparsekv.formats.models.load import load_model
-from sparsekv.formats.ranks.ranks import Ranks
-from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.cli.distributed.join import join_ranks
+from sparsekv.formats.distributed.group import Ranks
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import AUTO, kv_dtype_named
+from sparsekv.formats.models.load import identify, load_model
+from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.indexing.plan import BuildConfig
-from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.choose_config import choose_config
+from sparsekv.runtime.decoding.distributed import join_answer
 from sparsekv.runtime.decoding.generate import Sampling
 from sparsekv.runtime.decoding.open import open_index
-from sparsekv.runtime.decoding.share import join_answer
+from sparsekv.runtime.decoding.session import Session
 
 from .rank_deeds import Deeds
 
@@ -63,7 +60,7 @@ def asked(artifact: Path, model: Path, method: str, ranks: Ranks | None) -> dict
         opened = open_index(index, loaded.model, loaded.tokenizer, identify(loaded))
     else:
         opened = load_for(index, str(model), "auto", "auto", quiet=True, hold=True, ranks=ranks)
-    answer = Asker.open(opened, config).ask(QUESTION, Sampling(max_new_tokens=TOKENS))
+    answer = Session.open(opened, config).ask(QUESTION, Sampling(max_new_tokens=TOKENS))
     answer = answer if ranks is None else join_answer(ranks, answer)
     return {"ids": answer.ids, "kv_fraction": answer.kv_fraction}
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from sparsekv.kernels.tables.list_ranks import laid_out, laid_out_counted
-from sparsekv.kernels.tables.types import TokenRanks
+from sparsekv.kernels.posting_lists.list_ranks import laid_out, laid_out_counted
+from sparsekv.kernels.posting_lists.types import TokenRanks
 
 from .reference import assert_close
 

@@ -6,13 +6,11 @@ in which a token that a cluster stands for has the cluster's mean key and mean v
 
 import torch
 
-from sparsekv.formats.schema import LayerFacts
+from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.attention.attention import causal_mask
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention.guard import Guard, MissedMeter
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Selector
-from sparsekv.runtime.selection.selection import Selection
+from sparsekv.runtime.selection.interface import Budget, Selection, Selector
 
 from .clusters import member_means, token_labels
 from .random_tensors import normal
@@ -61,8 +59,8 @@ def replaced_attention(
     Hk, _, Q, _ = query.shape
     rows = []
     for inside, outside in zip(middle, exact, strict=True):
-        stand_ins = _substituted(inside, tensors, level).expand(-1, Q, -1, -1)
-        whole = torch.cat([stand_ins, outside.double()[:, None].expand(-1, Q, -1, -1)], 2)
+        centroids = _substituted(inside, tensors, level).expand(-1, Q, -1, -1)
+        whole = torch.cat([centroids, outside.double()[:, None].expand(-1, Q, -1, -1)], 2)
         rows.append(whole.flatten(0, 1))
     mask = causal_mask(Q, rows[0].shape[1], None, query.device).repeat(Hk, 1)[:, None, None]
     sinks = None if sink_logits is None else sink_logits.repeat_interleave(Q, 0)

@@ -2,7 +2,7 @@
 
 import torch
 
-from sparsekv.formats.schema import RopeFacts
+from sparsekv.formats.index.schema import RopeFacts
 
 from .random_tensors import normal
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from sparsekv.formats.checksums import hash_bytes, hash_json
-from sparsekv.formats.schema import MANIFEST
+from sparsekv.formats.index.schema import MANIFEST
 
 Fields = dict[str, Any]
 Tensors = dict[str, torch.Tensor]

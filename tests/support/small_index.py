@@ -10,12 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from sparsekv.formats.documents.prompt import encode_prompt
-from sparsekv.formats.models.identify import identify
-from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.capture.canary import RUN
-from sparsekv.indexing.capture.preflight import SINGLE, TOKENS
+from sparsekv.indexing.capture.canary import RUN, SINGLE, TOKENS
 from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.indexing.methods.h2o import H2OIndexer

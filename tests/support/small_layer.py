@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from sparsekv.formats.schema import LayerFacts, RopeFacts, Split
+from sparsekv.formats.index.schema import LayerFacts, RopeFacts, Split
 from sparsekv.indexing.indexers.interface import BuiltLayer, LayerInput
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
@@ -14,11 +14,7 @@ from sparsekv.runtime.attention.plan import LayerParts, plan_layer
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.kv_store import MemoryRows
 from sparsekv.runtime.methods.multipole import Multipole
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.interface import Selector
-from sparsekv.runtime.selection.queries import Queries
-from sparsekv.runtime.selection.selection import Selection
+from sparsekv.runtime.selection.interface import Budget, MiddleContext, Queries, Selection, Selector
 
 from .configs import sparse
 from .random_tensors import clustered, normal

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.formats.schema import LayerFacts, RopeFacts, Split
+from sparsekv.formats.index.schema import LayerFacts, RopeFacts, Split
 from sparsekv.indexing.indexers.interface import BuiltLayer, LayerInput
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
-from sparsekv.kernels.tables.table_lookup import Tables
-from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.kernels.posting_lists.posting_lists import Tables
+from sparsekv.runtime.selection.interface import MiddleContext
 
 from .random_tensors import normal
 from .small_layer import SINKS, TAIL, SmallLayer

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from sparsekv.formats.distributed.group import join
+from sparsekv.formats.distributed.process import Place
 from sparsekv.formats.models.load import load_model
-from sparsekv.formats.ranks.place import Place
-from sparsekv.formats.ranks.ranks import join
-from sparsekv.kernels.ranks import row_style
+from sparsekv.kernels.distributed import row_style
 from support.summing_ranks import as_seen_by
 
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from sparsekv.kernels.ranks.shared_memory import MOST_BYTES, PROGRAMS, SharedMemory
-from sparsekv.kernels.ranks.sum_triton import sum_triton
+from sparsekv.kernels.distributed.shared_memory import MOST_BYTES, PROGRAMS, SharedMemory
+from sparsekv.kernels.distributed.sum_triton import sum_triton
 
 # More numbers, then fewer, of other dtypes: each sum uses the same memory as those before it, in turns.
 PARTS = (

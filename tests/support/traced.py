@@ -7,15 +7,13 @@ import torch
 
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.generate import Answer, Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.reporting.report import forms
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.selection.interface import Budget, MethodSpec
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.tracing.recorder import RecordingExecutor
-from sparsekv.runtime.tracing.shares import AttendedStep, Shares
+from sparsekv.runtime.tracing.recorder import AttendedStep, RecordingExecutor, Shares
 
 SOME = Budget(0.1)
 DENSE, OWN = Dense(), Own()
@@ -31,18 +29,22 @@ class Answered:
     cache: IndexCache
 
 
-def every_form(index: OpenIndex) -> dict[str, Form]:
+def every_form(index: OpenIndex) -> dict[str, MethodSpec]:
     """Every method of an index in every variant, and with a residual where it has no replacement of its own."""
     found = [form for name in methods() for form in forms(index.artifact, name, residual=True)]
     return {form.title: form for form in found}
 
 
 def answered(
-    index: OpenIndex, form: Form, budget: Budget = SOME, tokens: int = 3, prefill: Dense | Own | QuestionPrefill = OWN
+    index: OpenIndex,
+    form: MethodSpec,
+    budget: Budget = SOME,
+    tokens: int = 3,
+    prefill: Dense | Own | QuestionPrefill = OWN,
 ) -> Answered:
     """Answers a question of the index with a form of a method."""
     steps: dict[int, list[AttendedStep]] = {layer: [] for layer in index.artifact.manifest.indexed_layers}
-    asker = Asker.open(
+    asker = Session.open(
         index,
         DecodeConfig(form, budget, question=prefill),
         gather_makers=lambda layer: partial(RecordingExecutor, record=steps[layer].append),

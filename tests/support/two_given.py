@@ -5,8 +5,8 @@ from threading import Thread
 
 import torch
 
-from sparsekv.formats.ranks.place import Place
-from sparsekv.formats.ranks.ranks import Ranks, join
+from sparsekv.formats.distributed.group import Ranks, join
+from sparsekv.formats.distributed.process import Place
 
 GIVEN: dict[str, torch.Tensor] = {
     "strided": torch.arange(12).view(3, 4).T,

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsekv.cli.building.targets import Target
-from sparsekv.formats.kv_storage import AUTO
-from sparsekv.formats.manifest import read_manifest
-from sparsekv.formats.ranks.place import FOLDER
+from sparsekv.cli.building.recipe import Target
+from sparsekv.formats.distributed.process import FOLDER
+from sparsekv.formats.index.manifest import read_manifest
+from sparsekv.formats.index.schema import AUTO
 
 from . import rank_job
 from .command import environment

@@ -1,31 +1,45 @@
-"""Selecting clusters by their centroids, flat or down a hierarchy; centroids represent the clusters not chosen."""
+"""Selecting clusters by their centroids, flat or down a hierarchy, with centroids for the clusters not selected, and
+the methods' base class."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
-from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.manifest import REBUILD
+from sparsekv.formats.errors import ArtifactError, UsageError, choose_one
+from sparsekv.formats.index.manifest import REBUILD
+from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best
-from sparsekv.kernels.clusters.best_clusters import CountedClusters
-from sparsekv.kernels.clusters.cluster_choice import until_enough
-from sparsekv.kernels.clusters.shared_choice import MOST_CLUSTERS
-from sparsekv.kernels.clusters.tree import Tree, child_scores, fewest_tokens
-from sparsekv.kernels.clusters.types import MOST_TOKENS
-from sparsekv.kernels.common.eight_bits import RowsOf8Bits
+from sparsekv.kernels.clusters.cluster_choice import MOST_CLUSTERS, CountedClusters, until_enough
+from sparsekv.kernels.clusters.types import MOST_TOKENS, Tree, child_scores, fewest_tokens
+from sparsekv.kernels.common.eight_bits import Int8Kernel
 from sparsekv.kernels.common.runs import fill_budget
 from sparsekv.kernels.scores.logits import cluster_scores
-from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.capabilities import Appended
-from sparsekv.runtime.selection.clusters.remainders import LevelCentroids, Scored, of_clusters
-from sparsekv.runtime.selection.clusters.steps import ClusterSteps
+from sparsekv.runtime.selection.cluster_statistics import Clustering, describe_clusters
+from sparsekv.runtime.selection.clusters.steps import (
+    ClusterSteps,
+    LevelCentroids,
+    Scored,
+    Thresholds,
+    WindowedRope,
+    of_clusters,
+)
 from sparsekv.runtime.selection.clusters.stream import BlockClustering, ClusterStream, lookup_tensors
-from sparsekv.runtime.selection.clusters.thresholds import Thresholds
-from sparsekv.runtime.selection.clusters.windowed_rope import WindowedRope
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.interface import Selector
-from sparsekv.runtime.selection.queries import InPlace, Queries
-from sparsekv.runtime.selection.selection import CentroidSegment, Cost, Rest, RowSet, Selection
+from sparsekv.runtime.selection.interface import (
+    Budget,
+    CentroidSegment,
+    Cost,
+    InPlace,
+    Method,
+    MiddleContext,
+    Queries,
+    Residual,
+    RowSet,
+    Selection,
+    Selector,
+)
 
 OPENED = 4.0  # times the budget's share; measured: scoring half of the clusters finds hardly more attention mass
 OF_LEVELS = ("centroids", "lookup_centroids", "value_centroids", "counts", "parent", "first_child", "children")
@@ -73,7 +87,7 @@ class ClusterSelector(Selector):
             self.stream = ClusterStream(context.tensors, clustering, windowed_rope)
             self._look_in(self.stream.found())
 
-    def _look_in(self, found: dict[str, torch.Tensor], in_8_bits: RowsOf8Bits | None = None) -> None:
+    def _look_in(self, found: dict[str, torch.Tensor], in_8_bits: Int8Kernel | None = None) -> None:
         """Set the clusters to choose from, `lookup_tensors`; one sync if there are several levels.
 
         Args:
@@ -156,7 +170,7 @@ class ClusterSelector(Selector):
         return Selection(
             RowSet(of_clusters(self.starts, scored[-1].clusters), lengths, capacity),
             Cost(read * self._rows_of_a_cluster()),
-            Rest(lambda: self._centroids.remainders(scored, lengths), attended=self.replace),
+            Residual(lambda: self._centroids.remainders(scored, lengths), attended=self.replace),
         )
 
     def centroid_of(self, rest: Sequence[CentroidSegment]) -> torch.Tensor:
@@ -181,7 +195,7 @@ class ClusterSelector(Selector):
         rows, replace = self._rows_of_a_cluster(), self.replace
         return self.steps.together(query, ends, tokens, capacity, limits, rows=rows, replace=replace, counter=counter)
 
-    def rest_of(self, chosen: torch.Tensor) -> Rest:
+    def rest_of(self, chosen: torch.Tensor) -> Residual:
         """Of the finest clusters, all of which are read: down a hierarchy, queries that share a choice have scored
         different ones."""
         before = torch.nn.functional.pad(chosen.cumsum(-1), (1, 0))
@@ -190,7 +204,7 @@ class ClusterSelector(Selector):
         keys = self.keys[0]
         centroids = CentroidSegment(keys, (counts - taken).float().log()[:, None], (self.values or self.keys)[0])
         read = 2.0 * keys.shape[1] if self.hierarchical else 0.0
-        return Rest(lambda: (centroids,), attended=self.replace, index_rows=read)
+        return Residual(lambda: (centroids,), attended=self.replace, index_rows=read)
 
     def attend_fused(
         self,
@@ -297,3 +311,50 @@ class ClusterSelector(Selector):
         tokens = budget.tokens(self.middle)
         lengths = fill_budget(scored.counts.gather(-1, order).long(), tokens)
         return torch.zeros_like(lengths).scatter_(-1, order, lengths), tokens
+
+
+LOOKUPS = ("flat", "hierarchical")
+
+
+@dataclass(frozen=True)
+class ClusterMethod(Method):
+    """Scores clusters flat (all of the finest level) or hierarchically (down the levels of the index)."""
+
+    needs_index: ClassVar[bool] = True
+    estimates_missed: ClassVar[bool] = True
+    lookup: str = field(
+        default="flat",
+        metadata={
+            "help": f"Which clusters are scored: all of the finest level, or level by level: {', '.join(LOOKUPS)}."
+        },
+    )
+    opened: float = field(
+        default=OPENED,
+        kw_only=True,
+        metadata={
+            "help": "With --lookup hierarchical, the share of a finer level's clusters that is scored, as a multiple "
+            "of the budget's share: 4 at a budget of 5% scores 20%. At most half, halved again per further level."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.lookup not in LOOKUPS:
+            raise UsageError(f"--lookup {self.lookup}: {choose_one(self.lookup, LOOKUPS)}")
+        if not self.opened > 0:
+            raise UsageError(f"--opened {self.opened:g}: give a number above 0, such as {OPENED:g}")
+
+    def is_hierarchical(self, context: MiddleContext) -> bool:
+        """Whether the lookup is hierarchical; UsageError when it is and the index has only one level."""
+        if self.lookup == "hierarchical" and "level1.centroids" not in context.tensors:
+            raise UsageError("this index has one level; build it with two, such as --levels 0.05,0.01")
+        return self.lookup == "hierarchical"
+
+    @classmethod
+    def lookups(cls, record: MethodRecord | None) -> tuple[str, ...]:
+        """The lookups that an index supports: hierarchical only if it has several levels."""
+        levels = () if record is None else record.parameters.get("levels")
+        return LOOKUPS if isinstance(levels, Sequence) and len(levels) > 1 else LOOKUPS[:1]
+
+    @classmethod
+    def describe_clusters(cls, context: MiddleContext, values: torch.Tensor, biggest: int) -> Clustering:
+        return describe_clusters(context.tensors, context.keys, values, context.first_token, biggest)

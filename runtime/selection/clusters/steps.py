@@ -1,18 +1,189 @@
-"""Selecting clusters for one decode step's query, by kernels whose logits and row indices the attention reuses."""
+"""Selecting clusters for one decode step's query, with centroids of those not selected and calibrated thresholds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Self
 
+import numpy as np
 import torch
 
-from sparsekv.formats.schema import LayerFacts
+from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.attention.types import ScoredCentroids
-from sparsekv.kernels.clusters.best_clusters import CountedClusters, best_clusters
-from sparsekv.kernels.clusters.cluster_choice import choose_clusters, choose_listed, keep_clusters, open_clusters
-from sparsekv.kernels.clusters.shared_choice import choose_together
-from sparsekv.kernels.clusters.tree import Tree
-from sparsekv.kernels.clusters.types import Children, ClusterChoice
-from sparsekv.kernels.common.eight_bits import RowsOf8Bits
-from sparsekv.runtime.selection.selection import CentroidSegment, Cost, Rest, RowIndices, RowSet, Selection
+from sparsekv.kernels.clusters.cluster_choice import (
+    CountedClusters,
+    best_clusters,
+    choose_clusters,
+    choose_listed,
+    choose_together,
+    keep_clusters,
+    open_clusters,
+)
+from sparsekv.kernels.clusters.types import Children, ClusterChoice, Tree
+from sparsekv.kernels.common.eight_bits import Int8Kernel
+from sparsekv.kernels.common.runs import rotate
+from sparsekv.runtime.selection.interface import (
+    CentroidSegment,
+    Cost,
+    MiddleContext,
+    Queries,
+    Residual,
+    RowIndices,
+    RowSet,
+    Selection,
+)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Clusters of one level that were scored: numbers, scores and token counts [Hk, Q or 1, S]; `read` is how many."""
+
+    level: int
+    clusters: torch.Tensor
+    scores: torch.Tensor
+    counts: torch.Tensor
+    read: torch.Tensor | float
+
+
+@dataclass(frozen=True)
+class LevelCentroids:
+    """Each level's centroids [Hk, C, D], as they are attended; counts and parents [Hk, C] of clusters, parents of all
+    levels but the coarsest. Without value centroids the keys are passed in their place, unread. layout [Hk, M]: the
+    position of each row; starts [Hk, C]: the first row of each finest cluster."""
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+    counts: tuple[torch.Tensor, ...]
+    parents: tuple[torch.Tensor, ...]
+    layout: torch.Tensor
+    starts: torch.Tensor
+
+    @cached_property
+    def labels(self) -> torch.Tensor:
+        """[Hk, M] int64: the finest cluster of each token, in order of position."""
+        rows = torch.arange(self.layout.shape[1], device=self.layout.device).expand_as(self.layout).contiguous()
+        cluster = torch.searchsorted(self.starts, rows, right=True) - 1
+        return torch.zeros_like(cluster).scatter_(1, self.layout, cluster)
+
+    def remainders(self, scored: list[Scored], taken: torch.Tensor) -> tuple[CentroidSegment, ...]:
+        """For the tokens not chosen, by how many of each finest cluster are: each token is represented by the finest of
+        its clusters scored."""
+        parts = []
+        for above, below in pairwise(scored):
+            handed = above.scores.new_zeros(*above.scores.shape[:2], self.counts[above.level].shape[1])
+            handed.scatter_add_(-1, of_clusters(self.parents[below.level], below.clusters), below.counts.to(handed))
+            # An unused slot has the number of cluster 0 and a count of 0, so the difference may be negative.
+            left = (above.counts - handed.gather(-1, above.clusters)).clamp(min=0)
+            parts.append(self._remainder(above, left))
+        return (*parts, self._remainder(scored[-1], scored[-1].counts - taken))
+
+    def of_tokens(self, rest: Sequence[CentroidSegment]) -> torch.Tensor:
+        """[Hk, M] int64, in order of position: which centroid represents each token, counted through the segments of
+        `remainders`, the coarsest level's first; anything for tokens that were chosen."""
+        if len(rest) == 1:
+            return self.labels
+        numbers, before = _own_numbers(rest[0], self.counts[len(rest) - 1]), rest[0].keys.shape[1]
+        for level, part in zip(range(len(rest) - 2, -1, -1), rest[1:], strict=True):
+            own = _own_numbers(part, self.counts[level])
+            numbers = torch.where(own < 0, numbers.gather(1, self.parents[level].long()), own + before)
+            before += part.keys.shape[1]
+        return numbers.clamp(min=0).gather(1, self.labels)
+
+    def _remainder(self, scored: Scored, left: torch.Tensor) -> CentroidSegment:
+        """Scored centroids, each representing `left` [Hk, Q or 1, S] of its tokens; gathered for a joint selection."""
+        keys = self.keys[scored.level]
+        values = self.values[scored.level] if self.values else keys
+        if scored.clusters.shape[2] == keys.shape[1]:
+            everything = torch.zeros_like(left).scatter_add_(-1, scored.clusters, left)
+            return CentroidSegment(keys, everything.float().log(), values)
+        if scored.clusters.shape[1] == 1:
+            clusters = scored.clusters[:, 0]
+            rows = clusters[..., None].expand(-1, -1, keys.shape[2])
+            picked = keys.gather(1, rows), left.float().log(), values.gather(1, rows)
+            return CentroidSegment(*picked, clusters=clusters)
+        spread = left.new_zeros(*left.shape[:2], keys.shape[1]).scatter_add_(-1, scored.clusters, left)
+        return CentroidSegment(keys, spread.float().log(), values)
+
+
+def _own_numbers(part: CentroidSegment, counts: torch.Tensor) -> torch.Tensor:
+    """[Hk, C]: the place in a segment of each cluster of its level; -1 for those that represent no token there."""
+    places = torch.arange(part.keys.shape[1], device=counts.device).expand(len(counts), -1)
+    used = places.where(part.log_counts[:, 0] > -torch.inf, -1)
+    if part.clusters is None:
+        return used
+    # An unused slot has the number of cluster 0.
+    nowhere = torch.full_like(counts, -1, dtype=torch.int64)
+    return nowhere.scatter_reduce_(1, part.clusters.long(), used, "amax")
+
+
+def of_clusters(values: torch.Tensor, clusters: torch.Tensor) -> torch.Tensor:
+    """Entries of values [Hk, C] for clusters [Hk, Q or 1, S]."""
+    return values[:, None].expand(-1, clusters.shape[1], -1).gather(-1, clusters)
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """An indexer's calibration of one lookup: for decoding, and for a question's prefill, where scores are flatter."""
+
+    calibration: dict[str, Any]
+    lookup: str
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, KeyError or TypeError for a malformed calibration, which comes from a manifest."""
+        for joint in (False, True):
+            found = self._of(joint)
+            kept, thresholds = np.array(found["curve"], dtype=float).T
+            coarse = np.array(found["coarse_thresholds"], dtype=float)
+            finite = all(np.isfinite(numbers).all() for numbers in (kept, thresholds, coarse))
+            if coarse.ndim != 1 or not finite or (kept <= 0).any() or not (thresholds > 0).any():
+                raise ValueError("a calibration curve is no list of shares and thresholds")
+
+    def coarse(self, depth: int, *, joint: bool) -> float:
+        """Threshold of a coarse level: depth 1 is the coarsest. `joint`: for a question's prefill."""
+        return float(self._of(joint)["coarse_thresholds"][depth - 1])
+
+    def finest(self, share: float, *, joint: bool) -> float:
+        """Threshold for a target share, interpolated between calibrated points on log axes; 0 for share 1 or more."""
+        if share >= 1:
+            return 0.0
+        kept, thresholds = np.array(self._of(joint)["curve"]).T
+        known = thresholds > 0
+        return float(np.exp(np.interp(np.log(share), np.log(kept[known]), np.log(thresholds[known]))))
+
+    def _of(self, joint: bool) -> dict[str, Any]:
+        found: dict[str, Any] = self.calibration["prefill" if joint else "decode"][self.lookup]
+        return found
+
+
+@dataclass(frozen=True)
+class WindowedRope:
+    """A layer's RoPE (frequencies [P] float32), the lookup distance, and the position of the middle's first token."""
+
+    frequencies: torch.Tensor
+    interleaved: bool
+    distance: int
+    first_token: int
+
+    @classmethod
+    def of_layer(cls, context: MiddleContext, distance: int) -> Self:
+        """For a layer whose keys were clustered with RoPE undone; the index then has its RoPE frequencies."""
+        rope = context.facts.rope
+        if rope is None:
+            raise ValueError("the layer has no RoPE frequencies")
+        frequencies = torch.tensor(rope.frequencies, dtype=torch.float32, device=context.tensors["token_order"].device)
+        return cls(frequencies, rope.interleaved, distance, context.first_token)
+
+    def query(self, queries: Queries) -> torch.Tensor:
+        """The queries [Hk, G, Q, D], rotated from their own positions to position `distance`."""
+        turned = rotate(queries.query, self.distance - queries.positions(), self.frequencies, self.interleaved)
+        return turned.to(queries.query.dtype)
+
+    def undo(self, keys: torch.Tensor, first: int) -> torch.Tensor:
+        """Keys [Hk, T, D] of the middle's tokens from `first` on, rotated back to position 0; float32."""
+        start = self.first_token + first
+        positions = torch.arange(start, start + keys.shape[1], device=keys.device)
+        return rotate(keys, -positions, self.frequencies, self.interleaved)
 
 
 @dataclass(frozen=True)
@@ -35,7 +206,7 @@ class ClusterSteps:
     below: tuple[torch.Tensor, torch.Tensor] | None
     facts: LayerFacts
     own: bool
-    in_8_bits: RowsOf8Bits | None = None
+    in_8_bits: Int8Kernel | None = None
 
     def flat(
         self,
@@ -75,7 +246,7 @@ class ClusterSteps:
         return Selection(
             self._rows(chosen, self.starts, tokens, tokens if threshold is None else 0),
             Cost(float(counts.shape[1] * rows), per_count=0 if threshold is None else 2),
-            Rest(lambda: (left,), attended=replace),
+            Residual(lambda: (left,), attended=replace),
         )
 
     def together(
@@ -110,7 +281,7 @@ class ClusterSteps:
         return Selection(
             RowSet(self.starts[:, None], chosen.lengths[:, None], capacity, 0, indices),
             Cost(float(counts.shape[1] * rows), per_count=2),
-            Rest(lambda: (left,), attended=replace),
+            Residual(lambda: (left,), attended=replace),
         )
 
     def down(
@@ -159,7 +330,7 @@ class ClusterSteps:
         return Selection(
             self._rows(chosen, listed.starts, tokens, tokens),
             Cost((coarse.shape[1] + (0.0 if in_place else opened.used[:, None])) * rows, rows if in_place else 0),
-            Rest(left, attended=replace, in_place=scored if replace and in_place else None),
+            Residual(left, attended=replace, in_place=scored if replace and in_place else None),
         )
 
     def _rows(self, chosen: ClusterChoice, starts: torch.Tensor, tokens: int, total: int) -> RowSet:
@@ -181,5 +352,5 @@ class ClusterSteps:
         return Selection(
             RowSet(starts, best.lengths.unsqueeze(1), tokens, tokens),
             Cost(float(keys.shape[1] * rows)),
-            Rest(left, attended=replace),
+            Residual(left, attended=replace),
         )

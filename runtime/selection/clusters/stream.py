@@ -1,27 +1,87 @@
-"""Appends new tokens to the last block of a layer's clusters while a model decodes (Multipole Attention, section 3.3).
-
-Only the open block changes until it closes, and only its rows are rewritten, so the cost of an update depends on the
-block size and not on the context length. For the next question the last stored block is restored: rows are only ever
-permuted, so that takes no copy of its keys and values. Results are deterministic for a seed.
-"""
+"""Appending new tokens to a layer's clusters during decoding (Multipole Attention, section 3.3)."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Self
 
 import torch
 
-from sparsekv.kernels.clusters.best_clusters import logs_and_shares
-from sparsekv.kernels.clusters.tree import tree_from_tensors
-from sparsekv.kernels.kmeans.blocks import block_offsets
-from sparsekv.kernels.kmeans.hierarchy import join_blocks, level_sizes, level_tensors, number_neighbours
+from sparsekv.kernels.clusters.cluster_choice import logs_and_shares
+from sparsekv.kernels.clusters.types import tree_from_tensors
+from sparsekv.kernels.kmeans.hierarchy import (
+    REFINEMENTS,
+    block_offsets,
+    finest_size,
+    join_blocks,
+    join_in_order,
+    join_tokens,
+    level_sizes,
+    level_tensors,
+    number_neighbours,
+    online_levels,
+    sampling_order,
+    single_out,
+)
 from sparsekv.kernels.kmeans.kmeans import random_kmeans, to_space
-from sparsekv.kernels.kmeans.online import REFINEMENTS, join_tokens, online_levels
-from sparsekv.kernels.kmeans.outliers import finest_size, single_out
-from sparsekv.runtime.cache.growing import GrowingRows
+from sparsekv.runtime.cache.buffers import GrowingRows, captured
 from sparsekv.runtime.selection.capabilities import Appended
-from sparsekv.runtime.selection.clusters.join_graph import join_by_graph
-from sparsekv.runtime.selection.clusters.windowed_rope import WindowedRope
+from sparsekv.runtime.selection.clusters.steps import WindowedRope
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A graph's cache key: heads, tokens, channels, old tokens, clusters before and after, device."""
+
+    heads: int
+    tokens: int
+    dims: int
+    old: int
+    clusters: int
+    all_clusters: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A graph, its input buffers (points, old labels, order of the new tokens), and the labels that it writes."""
+
+    graph: torch.cuda.CUDAGraph
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    labels: torch.Tensor
+
+
+@torch.inference_mode()
+def join_by_graph(
+    points: torch.Tensor, labels: torch.Tensor, clusters: int, all_clusters: int, generator: torch.Generator
+) -> torch.Tensor:
+    """`join_tokens` on a GPU, replayed from a CUDA graph that is recorded at the first call with new shapes.
+
+    The graph keeps buffers for its arguments and intermediate results, among them the points in float16 and the
+    centres. Only the graph of the last shapes is kept.
+    """
+    (heads, tokens, dims), old = points.shape, labels.shape[1]
+    recorded = _recorded(_Shape(heads, tokens, dims, old, clusters, all_clusters, points.device))
+    if recorded is None:
+        return join_tokens(points, labels, clusters, all_clusters, generator)
+    given = points, labels, sampling_order(points, labels, generator)
+    for held, tensor in zip(recorded.given, given, strict=True):
+        held.copy_(tensor)
+    recorded.graph.replay()
+    return recorded.labels.clone()
+
+
+@lru_cache(maxsize=1)
+def _recorded(shape: _Shape) -> _Recorded | None:
+    """The graph for a shape; None where it cannot be captured."""
+    heads, device = shape.heads, shape.device
+    points = torch.zeros(heads, shape.tokens, shape.dims, device=device)
+    labels = torch.zeros(heads, shape.old, dtype=torch.int64, device=device)
+    order = torch.arange(shape.tokens - shape.old, device=device).repeat(heads, 1)
+    with torch.cuda.device(device):
+        found = captured(lambda: join_in_order(points, labels, shape.clusters, shape.all_clusters, order), device)
+    return None if found is None else _Recorded(found[0], (points, labels, order), found[1])
+
 
 Tensors = dict[str, torch.Tensor]
 

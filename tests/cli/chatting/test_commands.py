@@ -11,7 +11,7 @@ from support.dialogue import Dialogue, dialogue
 from support.doc_pages import ROOT
 from support.trace_page import read_trace_page
 
-from sparsekv.cli.common.printable import printable
+from sparsekv.cli.common.streams import printable
 
 COMMANDS = ("/help", "/save", "/method", "/budget", "/stats", "/forget", "/quit", "/trace")
 

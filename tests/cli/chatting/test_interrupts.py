@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from sparsekv.cli.chatting.interrupts import Interrupts
+from sparsekv.cli.chatting.session import Interrupts
 
 
 def _press() -> None:

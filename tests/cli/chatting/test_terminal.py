@@ -8,7 +8,7 @@ from support.chats import ANSWER, FRAME, answer, chat, cut, prompt_tokens, shown
 from support.command import run_here
 from support.dialogue import dialogue
 
-from sparsekv.cli.common.printable import printable
+from sparsekv.cli.common.streams import printable
 
 
 def test_an_answer_is_what_generate_gives_with_what_steers_made_visible(place: Path) -> None:

@@ -6,8 +6,8 @@ import textwrap
 import pytest
 from rich.cells import cell_len
 
-from sparsekv.cli.common import answer_stream
-from sparsekv.cli.common.answer_stream import AnswerStream
+from sparsekv.cli.common import questions
+from sparsekv.cli.common.questions import AnswerStream
 
 TEXT = "It was said that an index holds what attention reads, and some words are unquestionablylong.\n  Then\n\nmore."
 
@@ -18,7 +18,7 @@ class _Terminal(io.StringIO):
 
 
 def _printed(monkeypatch: pytest.MonkeyPatch, out: io.StringIO, columns: int, pieces: list[str]) -> str:
-    monkeypatch.setattr(answer_stream.sys, "stdout", out)
+    monkeypatch.setattr(questions.sys, "stdout", out)
     monkeypatch.setenv("COLUMNS", str(columns))
     stream = AnswerStream()
     for piece in pieces:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sparsekv.cli.common.collector import rest_collector, resume_collector
+from sparsekv.cli.common.process import rest_collector, resume_collector
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import pytest
 from support.command import EXECUTABLE, environment, run_here, start
 from support.dialogue import Dialogue
 
-from sparsekv.cli.common.interruption import Interruption
+from sparsekv.cli.common.process import Interruption
 
 LATE = 120
 """Seconds after which a command that was interrupted is stuck."""

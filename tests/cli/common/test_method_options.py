@@ -8,7 +8,7 @@ import pytest
 
 from sparsekv.cli.common.method_options import with_method_options
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.selection.configure import configure, refuse_unused
+from sparsekv.runtime.selection.registry import configure, refuse_unused
 
 
 @dataclass(frozen=True)

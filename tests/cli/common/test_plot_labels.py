@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekv.cli.common.plot_labels import HIGHEST, spread
+from sparsekv.cli.common.plots import HIGHEST, spread
 
 
 @given(st.lists(st.floats(-0.2, 1.2), min_size=1, max_size=60))

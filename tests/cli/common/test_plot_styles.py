@@ -5,7 +5,7 @@ from itertools import product
 import matplotlib.pyplot as plt
 from matplotlib.colors import to_rgb
 
-from sparsekv.cli.common.plot_styles import LINES, form_numbers, in_percent, style_of
+from sparsekv.cli.common.plots import LINES, form_numbers, in_percent, style_of
 from sparsekv.runtime.selection.registry import DENSE, methods
 
 

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 from support.command import run_here
 
-from sparsekv.cli.common import progress_lines
-from sparsekv.cli.common.console import waiting
-from sparsekv.cli.common.progress_lines import ProgressLines, telling
+from sparsekv.cli.common import console
+from sparsekv.cli.common.console import ProgressLines, telling, waiting
 
 
 def test_the_last_stage_is_told_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_lines, "EVERY", 0.001)
+    monkeypatch.setattr(console, "EVERY", 0.001)
     told: list[str] = []
     several = threading.Event()
 
@@ -40,7 +39,7 @@ def test_a_stage_that_has_ended_is_not_told_as_if_it_went_on() -> None:
 
 
 def test_commands_tell_on_stderr_alone_and_not_when_quiet(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_lines, "EVERY", 0.001)
+    monkeypatch.setattr(console, "EVERY", 0.001)
     build = ("build-index", "doc.txt", "--model", "model", "--method", "multipole")
     built = run_here(*build, "-o", "new.skv")
     assert (built.code, built.stdout) == (0, "new.skv\n")
@@ -52,14 +51,14 @@ def test_commands_tell_on_stderr_alone_and_not_when_quiet(place: Path, monkeypat
 
 
 def test_loading_is_told_of(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_lines, "EVERY", 0.001)
+    monkeypatch.setattr(console, "EVERY", 0.001)
     asked = ("generate", "-i", "doc.skv", "Why?", "--max-new-tokens", "4")
     assert re.search(r"^loading \S*model and opening doc\.skv, 0 s$", run_here(*asked).stderr, re.MULTILINE)
     assert run_here(*asked, "-q").stderr == ""
 
 
 def test_one_line_at_a_time_tells_what_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_lines, "EVERY", 1000)
+    monkeypatch.setattr(console, "EVERY", 1000)
     with ProgressLines(lambda line: None) as lines:
         lines.show("prefill", 1, 2)
         with waiting("loading", quiet=False):

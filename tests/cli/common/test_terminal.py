@@ -8,8 +8,8 @@ import pytest
 from support.command import run_here, sparsekv
 from support.terminal import on_terminal
 
-from sparsekv.cli.common.printable import json_text, printable
-from sparsekv.formats.manifest import manifest_bytes, read_manifest
+from sparsekv.cli.common.streams import json_text, printable
+from sparsekv.formats.index.manifest import manifest_bytes, read_manifest
 
 TITLE = "\x1b]0;title\x07"
 NAMES = ("a[/x] $x_{$.skv", "notes [draft] :smile:.skv", f"[red]x[/red] {TITLE}.skv")

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tiny_models import tiny_tokenizer
 
-from sparsekv.cli.common.words import telling_words, words_of
+from sparsekv.cli.inspecting.page import telling_words, words_of
 
 
 def test_each_token_stands_in_its_word() -> None:

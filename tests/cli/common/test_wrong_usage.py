@@ -5,7 +5,7 @@ import shlex
 import pytest
 from support.command import run_here
 
-from sparsekv.cli.common.wrong_usage import described_usage
+from sparsekv.cli.common.failures import described_usage
 
 NUMBER = "Invalid value for '--outliers': Input should be a valid number, unable to parse string as a number."
 WHOLE = "Invalid value for '--seed': Input should be a valid integer, unable to parse string as an integer."

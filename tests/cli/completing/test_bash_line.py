@@ -5,7 +5,7 @@ import shlex
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekv.cli.completing.bash_line import read_bash_line
+from sparsekv.cli.completing.candidates import read_bash_line
 
 BREAKS = " \t\n\"'><=;|&(:"
 WORD = st.text(st.sampled_from("abz.-_/~=: '\"\\$`*?;&|()é"), min_size=1, max_size=12)

@@ -11,9 +11,9 @@ from support.command import EXECUTABLE, environment, run_here
 
 from sparsekv.cli.app import app
 from sparsekv.cli.common.commands import COMMANDS
-from sparsekv.cli.configuring.apply import leaf_commands
-from sparsekv.formats.user_cache import cache_root
-from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.cli.configuring.sources import leaf_commands
+from sparsekv.formats.user.cache import cache_root
+from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.runtime.selection.registry import methods
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from support.command import fails, run_here
 
-from sparsekv.formats.defaults import write_defaults
-from sparsekv.formats.manifest import read_manifest
+from sparsekv.formats.index.manifest import read_manifest, write_defaults
+from sparsekv.formats.index.schema import Defaults, TuneTarget
 from sparsekv.formats.models.embedded import EMBEDDED
-from sparsekv.formats.schema import Defaults, TuneTarget
 
 ASK = ("generate", "Why?", "--json", "--max-new-tokens", "1", "-q")
 

@@ -8,17 +8,17 @@ import pytest
 from matplotlib.colors import same_color
 
 from sparsekv.cli.evaluating import plots
-from sparsekv.runtime.evaluation.table import Cell, Row
+from sparsekv.runtime.evaluation.table import Cell, Score
 
 NO_DIFFERENCE: dict[str, Any] = dict.fromkeys(("difference", "difference_low", "difference_high"))
 
 
-def _row(prefill: str, method: str, budget: float | None, score: float, read: float, **changes: Any) -> Row:
+def _row(prefill: str, method: str, budget: float | None, score: float, read: float, **changes: Any) -> Score:
     about = {"task": "niah-single", "length": 600, "tokens": 600.0, "metric": "match-all", "unit": "%"}
     counted = {"contexts": 10, "questions": 40, "seconds": 1.0, "score_low": score - 5, "score_high": score + 5}
     differs = {"difference": -5.0, "difference_low": -9.0, "difference_high": 1.0}
     values = about | counted | differs | changes
-    return Row(prefill=prefill, method=method, variant="", budget=budget, score=score, kv_fraction=read, **values)
+    return Score(prefill=prefill, method=method, variant="", budget=budget, score=score, kv_fraction=read, **values)
 
 
 def _cell(method: str, score: float) -> Cell:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.html_page import HOSTILE, WrittenPage, source_of
 
-from sparsekv.cli.common.printable import printable
+from sparsekv.cli.common.streams import printable
 from sparsekv.cli.pages import page as pages
 from sparsekv.cli.pages.page import Page, refuse_unwritable_page, write_page
 from sparsekv.formats.errors import SparsekvError, UsageError

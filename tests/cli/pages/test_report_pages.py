@@ -12,7 +12,7 @@ from support.report_pages import ASKED, EVAL, REPORT, page_of, printed
 from support.tiny_models import tiny_tokenizer
 
 from sparsekv.cli.inspecting.page import token_texts
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
 
 COMMANDS = [REPORT, ("inspect", "-q"), (*EVAL, *ASKED)]
 ELEMENTS = ["html", "head", "meta", "meta", "meta", "meta", "title", "style", "body", "noscript", "script", "script"]

@@ -11,7 +11,7 @@ from support.html_page import HOSTILE, WrittenPage
 from support.trace_document import synthetic_trace
 from support.trace_page import read_column, read_trace_page
 
-from sparsekv.cli.pages.columns import share_column, whole_column
+from sparsekv.cli.pages.page import share_column, whole_column
 from sparsekv.cli.pages.trace import write_trace_page
 from sparsekv.formats.errors import SparsekvError
 

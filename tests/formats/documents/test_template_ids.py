@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from support.tokenizers_of_families import CHATML, KINDS, tokenizer_of
 
 from sparsekv.formats.documents.continuation import border_behind, encode_more, encode_question
-from sparsekv.formats.documents.prompt import departure, encode_prompt
-from sparsekv.formats.documents.turns import end_of_turn, next_turn
+from sparsekv.formats.documents.prompt import departure, encode_prompt, end_of_turn, next_turn
 
 PIECES = st.sampled_from(
     [

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from sparsekv.formats.documents import text_source
-from sparsekv.formats.documents.text_source import open_source, read_bytes
+from sparsekv.formats.documents import document
+from sparsekv.formats.documents.document import open_source, read_bytes
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.schema import MANIFEST
+from sparsekv.formats.index.schema import MANIFEST
 
 DATA = bytes(range(256)) * 5000
 
@@ -64,7 +64,7 @@ def test_standard_input_that_does_not_wait_is_read_to_its_end() -> None:
     command = [
         sys.executable,
         "-c",
-        "from sparsekv.formats.documents.text_source import *; print(len(read_bytes('-')))",
+        "from sparsekv.formats.documents.document import *; print(len(read_bytes('-')))",
     ]
     with subprocess.Popen(command, stdin=ours, stdout=subprocess.PIPE, text=True) as reading:
         os.write(theirs, b"first")
@@ -76,7 +76,7 @@ def test_standard_input_that_does_not_wait_is_read_to_its_end() -> None:
 
 
 def test_closed_standard_input_is_named() -> None:
-    script = "from sparsekv.formats.documents.text_source import read_bytes\nread_bytes('-')"
+    script = "from sparsekv.formats.documents.document import read_bytes\nread_bytes('-')"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, preexec_fn=lambda: os.close(0), capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1].endswith("UsageError: standard input is closed; name a file, or pass it a text")
@@ -93,7 +93,7 @@ def test_a_pipe_is_read_to_its_end(pipe: str) -> None:
 
 
 def test_a_writer_that_is_slow_is_waited_for(pipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_source, "PATIENCE", 0.2)
+    monkeypatch.setattr(document, "PATIENCE", 0.2)
 
     def write(file: int) -> None:
         for piece in (b"late ", b"but there"):
@@ -106,7 +106,7 @@ def test_a_writer_that_is_slow_is_waited_for(pipe: str, monkeypatch: pytest.Monk
 
 
 def test_a_pipe_that_nobody_writes_to_is_given_up(pipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_source, "PATIENCE", 0.2)
+    monkeypatch.setattr(document, "PATIENCE", 0.2)
     with pytest.raises(SparsekvError, match=r"pipe: nobody writes to this pipe; start what writes"):
         read_bytes(pipe)
 
@@ -121,8 +121,8 @@ def test_a_pipe_whose_writer_wrote_nothing_is_empty(pipe: str) -> None:
 def test_process_substitution(command: str, text: bytes) -> None:
     """A pipe whose writer wrote nothing is at its end already, and is not waited for."""
     script = (
-        "import sys\nfrom sparsekv.formats.documents import text_source\ntext_source.PATIENCE = 0.2\n"
-        "sys.stdout.buffer.write(text_source.read_bytes(sys.argv[1]))"
+        "import sys\nfrom sparsekv.formats.documents import document\ndocument.PATIENCE = 0.2\n"
+        "sys.stdout.buffer.write(document.read_bytes(sys.argv[1]))"
     )
     done = subprocess.run(
         ["bash", "-c", f'"$0" -c "$1" <({command})', sys.executable, script], capture_output=True, check=False

@@ -3,9 +3,8 @@
 import pytest
 from support.tiny_models import CHAT_TEMPLATE, END, VOCABULARY, tiny_tokenizer
 
-from sparsekv.formats.documents.prompt import chat_frame
-from sparsekv.formats.documents.turns import end_of_turn, next_turn
-from sparsekv.formats.schema import ChatFrame
+from sparsekv.formats.documents.prompt import chat_frame, end_of_turn, next_turn
+from sparsekv.formats.index.schema import ChatFrame
 
 DOCUMENT, QUESTION, ANSWER, NEXT = "The document.", "Why?", "Because.", "And then?"
 UNUSED = VOCABULARY - 1

@@ -8,8 +8,7 @@ import torch
 from support.artifacts import small_manifest
 from support.tiny_models import FAMILIES, tiny_tokenizer
 
-from sparsekv.formats.models.identify import identify
-from sparsekv.formats.models.load import LoadedModel
+from sparsekv.formats.models.load import LoadedModel, identify
 
 
 def _loaded(family: str = "llama", template: str | None = None) -> LoadedModel:

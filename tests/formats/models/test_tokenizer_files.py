@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from sparsekv.formats.models import tokenizer_files
-from sparsekv.formats.models.tokenizer_files import TokenizerFiles
+from sparsekv.formats.models import load
+from sparsekv.formats.models.load import TokenizerFiles
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_the_versions_of_who_reads_them_count(folder: Path, library: str, monkey
 
 def test_there_is_none_of_files_that_are_large_or_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert TokenizerFiles(folder / "nowhere").hash() is None
-    monkeypatch.setattr(tokenizer_files, "MOST", 1)
+    monkeypatch.setattr(load, "MOST", 1)
     assert TokenizerFiles(folder).hash() is None
 
 

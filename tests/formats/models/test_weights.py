@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.models.causal_model import mapped_weights, weights_on
 from sparsekv.formats.models.load import load_model
-from sparsekv.formats.models.weights import mapped_weights, weights_on
 
 GPU = torch.device("cuda", 0)
 

@@ -12,10 +12,8 @@ from support.tiny_models import COMMON, FAMILIES, POSITIONS
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.formats.kv_storage import KVDtype
-from sparsekv.formats.manifest import read_manifest
-from sparsekv.formats.probe import PROBE_TOLERANCE, STORING_TOLERANCE, difference
-from sparsekv.formats.schema import MANIFEST
+from sparsekv.formats.index.manifest import PROBE_TOLERANCE, STORING_TOLERANCE, difference, read_manifest
+from sparsekv.formats.index.schema import MANIFEST, KVDtype
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.capture.canary import CanaryRun, canary_positions, judge_canary
 

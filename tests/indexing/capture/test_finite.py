@@ -7,7 +7,7 @@ import torch
 from support.small_index import reopen, small_plan
 
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.formats.schema import MANIFEST
+from sparsekv.formats.index.schema import MANIFEST
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.plan import BuildPlan
 

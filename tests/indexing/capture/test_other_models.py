@@ -11,8 +11,8 @@ from support.tiny_models import VOCABULARY, tiny_tokenizer
 from transformers import BloomConfig, BloomForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel
 
 from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.index.schema import MANIFEST
 from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.schema import MANIFEST
 from sparsekv.indexing.build import build_index
 
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import RopeFacts
+from sparsekv.formats.index.schema import RopeFacts
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.capture.capture import capture
 from sparsekv.indexing.capture.rotation import measure_rotations

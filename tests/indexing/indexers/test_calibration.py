@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_tensors import normal
 
-from sparsekv.indexing.indexers.calibration import KeepCurve
+from sparsekv.indexing.indexers.interface import KeepCurve
 
 ONE_BIN = 2.0**0.01
 properties = settings(max_examples=40, deadline=None)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.random_tensors import clustered, normal
 from support.reference import assert_close
 
-from sparsekv.indexing.indexers.clustering import kmeans
+from sparsekv.indexing.indexers.cluster_indexer import kmeans
 from sparsekv.kernels.kmeans.kmeans import SPACES, cluster_means, random_kmeans, to_space
 
 KMeans = Callable[[torch.Tensor, int, int, int, torch.Tensor], torch.Tensor]

@@ -11,12 +11,11 @@ import torch
 from support.kernel_runs import with_threads
 from support.small_index import small_plan, with_changes
 
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import layer_file
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import layer_file
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.indexers.cores import MOST, MOST_TOKENS, share_cores
-from sparsekv.indexing.indexers.interface import LayerInput
-from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.indexing.indexers.cluster_indexer import MOST, MOST_TOKENS, share_cores
+from sparsekv.indexing.indexers.interface import LayerInput, indexers
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 
 

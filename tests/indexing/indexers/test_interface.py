@@ -3,8 +3,7 @@
 import pytest
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.indexers.interface import LARGEST_SEED
-from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.indexing.indexers.interface import LARGEST_SEED, indexers
 
 
 @pytest.mark.parametrize("seed", [-1, LARGEST_SEED + 1])

@@ -9,13 +9,12 @@ from support.random_tensors import clustered, normal
 from support.reference import assert_close
 from support.rotation import turned
 
-from sparsekv.formats.schema import LayerFacts, RopeFacts, Split
+from sparsekv.formats.index.schema import LayerFacts, RopeFacts, Split
+from sparsekv.indexing.indexers.cluster_indexer import finest_labels, split_blocks
 from sparsekv.indexing.indexers.interface import LARGEST_SEED, LayerInput
-from sparsekv.indexing.indexers.online_blocks import finest_labels, split_blocks
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
-from sparsekv.kernels.kmeans.blocks import block_offsets
-from sparsekv.kernels.kmeans.hierarchy import join_blocks
+from sparsekv.kernels.kmeans.hierarchy import block_offsets, join_blocks
 from sparsekv.kernels.kmeans.kmeans import cluster_means
 
 SINKS = 3

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsekv.indexing.indexers.query_turn import key_turn, query_turn
+from sparsekv.indexing.indexers.product_codes import key_turn, query_turn
 
 
 def random_rows(seed: int, D: int = 16) -> tuple[torch.Tensor, torch.Tensor]:

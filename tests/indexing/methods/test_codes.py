@@ -13,10 +13,8 @@ from support.small_index import small_plan
 from support.small_tables import layer_input
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.indexers.fitted_rest import PRIOR, TAKEN, attended
-from sparsekv.indexing.indexers.interface import LayerInput
-from sparsekv.indexing.indexers.query_turn import key_turn, query_turn
-from sparsekv.indexing.indexers.registry import choose_indexers
+from sparsekv.indexing.indexers.interface import LayerInput, choose_indexers
+from sparsekv.indexing.indexers.product_codes import PRIOR, TAKEN, attended, key_turn, query_turn
 from sparsekv.indexing.methods import codes
 from sparsekv.indexing.methods.codes import FIT_EVERY, CodesIndexer
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer

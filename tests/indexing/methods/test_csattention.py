@@ -13,11 +13,10 @@ from support.small_layer import SINKS
 from support.small_tables import HALVES, SMALL, layer_input
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import RopeFacts
-from sparsekv.indexing.indexers.interface import BuiltLayer, LayerInput
-from sparsekv.indexing.indexers.registry import choose_indexers, indexers
+from sparsekv.formats.index.schema import RopeFacts
+from sparsekv.indexing.indexers.interface import BuiltLayer, LayerInput, choose_indexers, indexers
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
-from sparsekv.kernels.tables.tables import split_channels
+from sparsekv.kernels.posting_lists.posting_lists import split_channels
 
 properties = settings(max_examples=15, deadline=None)
 

@@ -14,7 +14,7 @@ from support.small_layer import SINKS
 from support.small_tables import layer_input
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.indexers.registry import choose_indexers
+from sparsekv.indexing.indexers.interface import choose_indexers
 from sparsekv.indexing.methods.h2o import H2OIndexer
 
 properties = settings(max_examples=15, deadline=None)

@@ -13,11 +13,10 @@ from support.random_tensors import clustered, normal
 from support.reference import assert_close
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import LayerFacts, Split
-from sparsekv.indexing.indexers.interface import LayerInput
-from sparsekv.indexing.indexers.registry import choose_indexers, indexers
+from sparsekv.formats.index.schema import LayerFacts, Split
+from sparsekv.indexing.indexers.interface import LayerInput, choose_indexers, indexers
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
-from sparsekv.kernels.kmeans.blocks import block_offsets
+from sparsekv.kernels.kmeans.hierarchy import block_offsets
 
 SINKS = 3
 FACTS = LayerFacts(softmax_scale=0.3, softcap=None, sliding_window=None, attention_sinks=False)

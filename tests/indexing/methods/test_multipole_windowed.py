@@ -12,9 +12,8 @@ from support.reference import assert_close
 from support.rotation import ROPES, turned, turned_kinds
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import LayerFacts, RopeFacts, Split
-from sparsekv.indexing.indexers.interface import LayerInput
-from sparsekv.indexing.indexers.registry import choose_indexers
+from sparsekv.formats.index.schema import LayerFacts, RopeFacts, Split
+from sparsekv.indexing.indexers.interface import LayerInput, choose_indexers
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
 

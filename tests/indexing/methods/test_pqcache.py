@@ -12,8 +12,7 @@ from support.small_index import small_plan
 from support.small_tables import layer_input
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.indexers.interface import LayerInput
-from sparsekv.indexing.indexers.registry import choose_indexers, indexers
+from sparsekv.indexing.indexers.interface import LayerInput, choose_indexers, indexers
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 
 properties = settings(max_examples=10, deadline=None)

@@ -10,9 +10,8 @@ from support.random_tensors import clustered, normal
 from support.reference import assert_close
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import LayerFacts, Split
-from sparsekv.indexing.indexers.interface import BuiltLayer, LayerInput
-from sparsekv.indexing.indexers.registry import choose_indexers, indexers
+from sparsekv.formats.index.schema import LayerFacts, Split
+from sparsekv.indexing.indexers.interface import BuiltLayer, LayerInput, choose_indexers, indexers
 from sparsekv.indexing.methods.squeezed import QUESTION_TOKENS, SqueezedIndexer
 
 SPLIT = Split(sinks=3, middle=400, tail=64)

@@ -15,8 +15,8 @@ from support.small_index import TEXT, build_small, plain_logits, reopen, small_p
 from support.tiny_models import FAMILIES, VOCABULARY
 
 from sparsekv.formats.errors import ArtifactError, UsageError
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import LayerFacts
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.indexing.append import encode_addition, growing_plan
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.capture.capture import Capture, capture
@@ -28,9 +28,7 @@ from sparsekv.indexing.prefill.interface import (
     prefill_name,
     prefills,
 )
-from sparsekv.indexing.prefill.keydiff import KeyDiffPrefill
-from sparsekv.indexing.prefill.quoka import QuokaPrefill
-from sparsekv.indexing.prefill.sampleattention import SampleAttentionPrefill
+from sparsekv.indexing.prefill.quoka import KeyDiffPrefill, QuokaPrefill, SampleAttentionPrefill
 from sparsekv.kernels.attention.attention import causal_mask
 from sparsekv.kernels.common.hook import AttentionCall
 

@@ -54,7 +54,7 @@ def test_segments_share_one_softmax(
 @pytest.mark.parametrize(("T", "Hk", "G", "D"), [(1, 1, 1, 16), (60, 2, 3, 64), (257, 3, 5, 96)])
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["uncapped", "capped"])
 @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
-def test_one_query_attends_to_rows_and_stand_ins_at_once(
+def test_one_query_attends_to_rows_and_centroids_at_once(
     T: int, Hk: int, G: int, D: int, dtype: torch.dtype, tolerance: float, softcap: float | None, sinks: bool
 ) -> None:
     query, keys, values = random_attention(Hk=Hk, G=G, Q=1, T=T + 9, D=D, dtype=dtype)

@@ -4,8 +4,7 @@ import pytest
 import torch
 from support.reference import assert_close, random_attention, reference_attention
 
-from sparsekv.kernels.attention.attention import causal_attention, causal_mask
-from sparsekv.kernels.attention.chunk_causal import chunk_causal, takes_chunk
+from sparsekv.kernels.attention.attention import causal_attention, causal_mask, chunk_causal, takes_chunk
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 

@@ -5,7 +5,7 @@ import torch
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 
-from sparsekv.kernels.attention.chunk_rows import chunk_rows, chunk_rows_reference
+from sparsekv.kernels.attention.chunk_attention import chunk_rows, chunk_rows_reference
 from sparsekv.kernels.attention.chunk_rows_triton import chunk_rows_triton
 
 pytestmark = compiled_or_interpreted

@@ -12,9 +12,13 @@ from support.kernel_runs import poisoned_memory, uneven_counts, with_threads
 from support.random_tensors import normal
 from support.reference import assert_close, random_attention, reference_attention
 
-from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best, attend_to_best_reference
-from sparsekv.kernels.attention.compiled import compiled_kernels
-from sparsekv.kernels.clusters.best_clusters import CountedClusters, logs_and_shares
+from sparsekv.kernels.attention.cluster_step import (
+    StepClusters,
+    attend_to_best,
+    attend_to_best_reference,
+    compiled_kernels,
+)
+from sparsekv.kernels.clusters.cluster_choice import CountedClusters, logs_and_shares
 from sparsekv.kernels.common.runs import fill_budget
 
 SCALE = 0.1
@@ -139,7 +143,7 @@ def test_numba_is_there_to_be_tested() -> None:
 
 
 @every_form
-def test_nothing_but_chosen_rows_and_stand_ins_may_be_attended(form: str) -> None:
+def test_nothing_but_chosen_rows_and_centroids_may_be_attended(form: str) -> None:
     """With no exact row, and more threads than rows."""
     step = some_step(C=3, E=0, share=0.1)
     with with_threads(3), poisoned_memory():
@@ -213,9 +217,9 @@ import sys
 sys.modules["numba"] = None  # as `import` finds it where it is not installed
 import torch
 
-from sparsekv.kernels.clusters.best_clusters import CountedClusters, logs_and_shares
+from sparsekv.kernels.clusters.cluster_choice import CountedClusters, logs_and_shares
 from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best
-from sparsekv.kernels.attention.compiled import compiled_kernels
+from sparsekv.kernels.attention.cluster_step import compiled_kernels
 
 counts = torch.tensor([[2, 3]], dtype=torch.int32)
 logs, shares = logs_and_shares(counts)

@@ -10,8 +10,7 @@ from support.kernel_runs import poisoned_memory, uneven_counts, with_threads
 from support.random_tensors import normal
 from support.reference import assert_close, random_attention, reference_attention
 
-from sparsekv.kernels.attention.code_step import StepCodes, attend_by_codes, choose_by_codes
-from sparsekv.kernels.attention.compiled import compiled_kernels
+from sparsekv.kernels.attention.cluster_step import StepCodes, attend_by_codes, choose_by_codes, compiled_kernels
 
 SCALE = 0.1
 APART = 1e-4  # as a share of the last chosen score: rows that are nearer may take each other's place

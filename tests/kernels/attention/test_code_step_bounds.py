@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsekv.kernels.attention import code_choice_numba, code_scan_numba
-from sparsekv.kernels.attention.code_memory_numba import BINS
+from sparsekv.kernels.attention import code_step_numba
+from sparsekv.kernels.attention.code_step_numba import BINS
 
 
 @settings(max_examples=150, deadline=None)
@@ -24,11 +24,11 @@ def test_the_best_are_kept_in_order(scores: list[float], budget: int, threads: i
     bins, found = np.zeros((threads, BINS), np.int32), np.full(len(ranks), -1, np.int32)
     for thread in range(threads):
         ends = len(ranks) * thread // threads, len(ranks) * (thread + 1) // threads
-        code_scan_numba.count_ranks.py_func(ranks, *ends, bins[thread])
-    lowest, listed = code_choice_numba.lowest_rank.py_func(bins, wanted), ranks.copy()
-    number = code_choice_numba.list_ranks.py_func(listed, lowest, found)
-    last = code_choice_numba.last_rank.py_func(listed, number, lowest, wanted)
-    code_choice_numba.keep_best.py_func(listed, number, last, wanted, found)
+        code_step_numba.count_ranks.py_func(ranks, *ends, bins[thread])
+    lowest, listed = code_step_numba.lowest_rank.py_func(bins, wanted), ranks.copy()
+    number = code_step_numba.list_ranks.py_func(listed, lowest, found)
+    last = code_step_numba.last_rank.py_func(listed, number, lowest, wanted)
+    code_step_numba.keep_best.py_func(listed, number, last, wanted, found)
     assert found[:wanted].tolist() == sorted(np.argsort(-ranks.astype(np.int64), kind="stable")[:wanted].tolist())
 
 

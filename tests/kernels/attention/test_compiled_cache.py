@@ -6,18 +6,18 @@ import pytest
 from numba import cfunc, types
 from support.house import ROOT, files, imports
 
-from sparsekv.kernels.attention import step_threads_numba
+from sparsekv.kernels.attention import step_memory_numba
 
 
 def test_the_version_is_of_every_file_that_is_compiled(tmp_path: Path) -> None:
     for path in (ROOT / "kernels" / "attention").glob("*_numba.py"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    version = step_threads_numba.sources(tmp_path)
-    assert version == step_threads_numba.VERSION
+    version = step_memory_numba.sources(tmp_path)
+    assert version == step_memory_numba.VERSION
     for path in tmp_path.iterdir():
         before = path.read_bytes()
         path.write_bytes(before + b"\n")
-        assert step_threads_numba.sources(tmp_path) != version
+        assert step_memory_numba.sources(tmp_path) != version
         path.write_bytes(before)
 
 

@@ -106,9 +106,9 @@ def test_the_reference_by_the_definition(stands: int) -> None:
 def test_rows_in_a_buffer_with_room(stands: int) -> None:
     """Exact rows of a cache have such a layout, and so do values of clusters to which tokens are appended."""
     step = some_step(exact=40)
-    query, runs, exact, stand_ins = step.on(DEVICE).arguments(stands)
+    query, runs, exact, centroids = step.on(DEVICE).arguments(stands)
     keys, values = (with_room(rows) for rows in exact)
-    roomy = [replace(part, values=with_room(part.values)) for part in stand_ins]
+    roomy = [replace(part, values=with_room(part.values)) for part in centroids]
     output = decode_attention_triton(query, runs, (keys, values), roomy, 0.125)
     assert_close(output.cpu(), expected(step, True, 0.125, None, None), 1e-5)
 
@@ -116,7 +116,7 @@ def test_rows_in_a_buffer_with_room(stands: int) -> None:
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("slots", [1, 16, 75])
-def test_stand_ins_that_are_listed(slots: int, D: int, counted: bool) -> None:
+def test_centroids_that_are_listed(slots: int, D: int, counted: bool) -> None:
     """Listed centroids are indices into all clusters' values, beside plain ones; their number may be on the device."""
     step = some_step(slots, D=D)
     rows = torch.rand(2, 40, generator=torch.Generator().manual_seed(slots)).argsort(-1)

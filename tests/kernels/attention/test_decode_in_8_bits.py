@@ -34,13 +34,13 @@ def in_8_bits(step: Step, seed: int) -> tuple[Step, Callable[[RunRows], RunRows]
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_rows_in_8_bits(softcap: float | None, D: int, dtype: torch.dtype, tolerance: float) -> None:
     step, put = in_8_bits(some_step(D, D=D, dtype=dtype), D)
-    query, runs, exact, stand_ins = step.on(DEVICE).arguments(1)
+    query, runs, exact, centroids = step.on(DEVICE).arguments(1)
     truth = expected(step, True, D**-0.5, softcap, None)
     with poisoned_memory():
-        output = decode_attention_triton(query, put(runs), exact, stand_ins, D**-0.5, softcap)
+        output = decode_attention_triton(query, put(runs), exact, centroids, D**-0.5, softcap)
     assert output.dtype == dtype
     assert_close(output.cpu(), truth, tolerance)
-    plain = decode_attention_reference(query, put(runs), exact, stand_ins, D**-0.5, softcap)
+    plain = decode_attention_reference(query, put(runs), exact, centroids, D**-0.5, softcap)
     assert_close(plain.cpu(), truth, tolerance)
 
 

@@ -5,9 +5,9 @@ import torch
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 
-from sparsekv.kernels.attention.exact_logsumexp import exact_logsumexp_reference
-from sparsekv.kernels.attention.exact_logsumexp_triton import exact_logsumexp_triton
-from sparsekv.kernels.attention.shared_attention import OwnRows
+from sparsekv.kernels.attention.attention import OwnRows
+from sparsekv.kernels.attention.shared_decode import exact_logsumexp_reference
+from sparsekv.kernels.attention.shared_decode_triton import exact_logsumexp_triton
 
 pytestmark = compiled_or_interpreted
 TOLERANCE = 1e-5  # absolute: what is added to a logarithm multiplies what it is of

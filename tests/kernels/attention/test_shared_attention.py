@@ -7,8 +7,7 @@ import torch
 from support.random_tensors import normal
 from support.reference import assert_close, reference_attention
 
-from sparsekv.kernels.attention.attention import Segment
-from sparsekv.kernels.attention.shared_attention import OwnRows, shared_attention
+from sparsekv.kernels.attention.attention import OwnRows, Segment, shared_attention
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 TIMES = 3  # tokens that a centroid stands for

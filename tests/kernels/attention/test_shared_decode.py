@@ -11,7 +11,7 @@ from support.random_tensors import normal
 from support.reference import assert_close
 
 from sparsekv.kernels.attention import shared_decode_triton as module
-from sparsekv.kernels.attention.shared_attention import OwnRows
+from sparsekv.kernels.attention.attention import OwnRows
 from sparsekv.kernels.attention.shared_decode import shared_decode_reference
 from sparsekv.kernels.attention.shared_decode_triton import shared_decode_triton
 from sparsekv.kernels.attention.types import Centroids, RunRows
@@ -28,7 +28,7 @@ class Case:
     query: torch.Tensor
     runs: RunRows
     exact: tuple[torch.Tensor, torch.Tensor]
-    stand_ins: list[Centroids]
+    centroids: list[Centroids]
     own: OwnRows
     sinks: torch.Tensor | None
     scale: float
@@ -37,12 +37,12 @@ class Case:
     def by_kernels(self) -> torch.Tensor:
         with poisoned_memory():
             return shared_decode_triton(
-                self.query, self.runs, self.exact, self.stand_ins, self.own, self.scale, self.softcap, self.sinks
+                self.query, self.runs, self.exact, self.centroids, self.own, self.scale, self.softcap, self.sinks
             ).cpu()
 
     def by_torch(self) -> torch.Tensor:
         return shared_decode_reference(
-            self.query, self.runs, self.exact, self.stand_ins, self.own, self.scale, self.softcap, self.sinks
+            self.query, self.runs, self.exact, self.centroids, self.own, self.scale, self.softcap, self.sinks
         ).cpu()
 
     def by_definition(self) -> torch.Tensor:
@@ -61,7 +61,7 @@ class Case:
                     if self.softcap is not None:
                         logits = self.softcap * torch.tanh(logits / self.softcap)
                     of_value = [*values]
-                    for part in self.stand_ins:
+                    for part in self.centroids:
                         stood = part.keys[h].double() @ self.query[h, g, b].double() * self.scale
                         stood = stood if self.softcap is None else self.softcap * torch.tanh(stood / self.softcap)
                         logits = torch.cat([logits, stood + part.log_counts[h, :C].double()])
@@ -94,7 +94,7 @@ def some_case(
         query=query,
         runs=RunRows(rows(4, Hk, M), rows(5, Hk, M), chosen.int().to(DEVICE), None, M, counts),
         exact=(rows(6, Hk, exact), rows(7, Hk, exact)),
-        stand_ins=[Centroids(centroids, rows(8, Hk, C), log_counts)] if stands else [],
+        centroids=[Centroids(centroids, rows(8, Hk, C), log_counts)] if stands else [],
         own=own,
         sinks=normal(9, Hk, G).to(DEVICE) if sinks else None,
         scale=D**-0.5,

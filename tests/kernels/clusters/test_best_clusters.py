@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reference import assert_close, random_attention
 
-from sparsekv.kernels.clusters.best_clusters import BestClusters, CountedClusters, best_clusters, logs_and_shares
+from sparsekv.kernels.clusters.cluster_choice import BestClusters, CountedClusters, best_clusters, logs_and_shares
 
 SCALE = 0.125
 G = 3

@@ -9,7 +9,7 @@ from support.reference import assert_close
 
 from sparsekv.kernels.clusters.cluster_choice import choose_clusters_reference
 from sparsekv.kernels.clusters.cluster_choice_triton import choose_clusters_triton, keep_clusters_triton
-from sparsekv.kernels.common.eight_bits import RowsOf8Bits
+from sparsekv.kernels.common.eight_bits import Int8Kernel
 from sparsekv.kernels.scores.logits import attention_logits, cluster_scores
 
 pytestmark = compiled_or_interpreted
@@ -17,8 +17,8 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 by_dtype = pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=lambda value: str(value))
 
 
-def on_device(rows: EightBits) -> RowsOf8Bits:
-    return RowsOf8Bits(rows.keys.to(DEVICE), rows.values.to(DEVICE), scales_on(rows.scales, DEVICE))
+def on_device(rows: EightBits) -> Int8Kernel:
+    return Int8Kernel(rows.keys.to(DEVICE), rows.values.to(DEVICE), scales_on(rows.scales, DEVICE))
 
 
 def logits_of(query: torch.Tensor, rows: EightBits, counts: torch.Tensor, softcap: float | None) -> torch.Tensor:

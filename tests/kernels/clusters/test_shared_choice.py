@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory, uneven_counts, with_room
 from support.random_tensors import normal
 
-from sparsekv.kernels.clusters import shared_choice_triton, token_scores_triton
-from sparsekv.kernels.clusters.cluster_choice import choose_clusters_reference
-from sparsekv.kernels.clusters.shared_choice import choose_together_reference
+from sparsekv.kernels.clusters import shared_choice_triton
+from sparsekv.kernels.clusters.cluster_choice import choose_clusters_reference, choose_together_reference
 from sparsekv.kernels.clusters.shared_choice_triton import choose_together_triton
 from sparsekv.kernels.clusters.types import MOST_TOKENS, SharedChoice
 from sparsekv.kernels.common.runs import expand_runs
@@ -154,7 +153,7 @@ def test_a_head_of_empty_clusters_takes_nothing() -> None:
 
 
 def test_many_rows_and_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_scores_triton, "PROGRAMS_PER_SM", 16)
+    monkeypatch.setattr(shared_choice_triton, "PROGRAMS_PER_SM", 16)
     monkeypatch.setattr(shared_choice_triton, "CLUSTERS_A_WARP", 32)
     counts, (query, ends) = uneven_counts(7, 2, 400), some_query(2, 2, 8, [1, 40, 3], 64)
     centroids, capacity = normal(3, 2, 400, 64), int(counts.sum(-1).max())

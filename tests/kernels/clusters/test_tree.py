@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.reference import assert_close, random_attention
 
-from sparsekv.kernels.clusters.tree import Tree, child_scores, tree_from_tensors
+from sparsekv.kernels.clusters.types import Tree, child_scores, tree_from_tensors
 from sparsekv.kernels.common.runs import expand_runs
 from sparsekv.kernels.scores.logits import cluster_scores
 

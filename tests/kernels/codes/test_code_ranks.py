@@ -14,7 +14,7 @@ from support.reference import assert_close
 from sparsekv.kernels.codes.code_ranks import code_logits, rank_codes_reference
 from sparsekv.kernels.codes.code_ranks_triton import rank_codes_triton
 from sparsekv.kernels.codes.types import PER_OCTAVE, CodeRanks, LaidOutCodes, WeighedClusters, lay_out
-from sparsekv.kernels.tables.types import (
+from sparsekv.kernels.posting_lists.types import (
     FEW_RANKS,
     FINE,
     FINE_FROM,

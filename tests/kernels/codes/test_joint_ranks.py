@@ -8,10 +8,10 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 from support.ranks import assert_ranks, on_cpu
 
-from sparsekv.kernels.codes.joint_ranks import rank_jointly_reference
+from sparsekv.kernels.codes.code_ranks import rank_jointly_reference
 from sparsekv.kernels.codes.joint_ranks_triton import rank_jointly_triton
 from sparsekv.kernels.codes.types import HEADROOM, KeyCodes, as_stored
-from sparsekv.kernels.tables.types import FRACTION_BITS, RANKS, TokenRanks, lowest_rank
+from sparsekv.kernels.posting_lists.types import FRACTION_BITS, RANKS, TokenRanks, lowest_rank
 
 pytestmark = compiled_or_interpreted
 SCALE = 0.3

@@ -6,7 +6,7 @@ import torch
 from support.tiny_models import FAMILIES
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from sparsekv.kernels.common.cache_argument import cache_argument, with_cache
+from sparsekv.kernels.common.given_rows import cache_argument, with_cache
 
 
 class Older(PreTrainedModel):

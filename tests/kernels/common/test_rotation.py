@@ -8,8 +8,8 @@ from support.random_tensors import normal
 from support.reference import assert_close
 from support.rotation import turned
 
-from sparsekv.formats.schema import RopeFacts
-from sparsekv.kernels.common.rotation import rotate
+from sparsekv.formats.index.schema import RopeFacts
+from sparsekv.kernels.common.runs import rotate
 
 properties = settings(max_examples=40, deadline=None)
 ropes = st.builds(RopeFacts, frequencies=st.lists(st.floats(0, 1, width=32), max_size=4), interleaved=st.booleans())

@@ -7,8 +7,8 @@ import torch
 from support.kernel_runs import DEVICE, compiled_or_interpreted
 from support.random_tensors import normal
 
-from sparsekv.kernels.common.slot_rows import store_in_slots_reference
-from sparsekv.kernels.common.slot_rows_triton import store_in_slots_triton
+from sparsekv.kernels.common.run_rows_triton import store_in_slots_triton
+from sparsekv.kernels.common.runs import store_in_slots_reference
 
 pytestmark = compiled_or_interpreted
 S, ROOM = 5, 9

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekv.kernels.kmeans.blocks import block_offsets, equal_neighbours
+from sparsekv.kernels.kmeans.hierarchy import block_offsets, equal_neighbours
 
 block_sizes = st.integers(2, 300)
 

@@ -10,7 +10,7 @@ from support.clusters import member_means, token_labels
 from support.random_tensors import clustered, normal
 from support.reference import assert_close
 
-from sparsekv.indexing.indexers.clustering import kmeans
+from sparsekv.indexing.indexers.cluster_indexer import kmeans
 from sparsekv.kernels.kmeans.hierarchy import (
     Level,
     join_blocks,

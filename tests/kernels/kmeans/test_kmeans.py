@@ -10,7 +10,9 @@ from support.random_tensors import clustered, normal
 from support.reference import assert_close
 
 from sparsekv.kernels.kmeans.kmeans import (
+    CENTRES,
     SCORES_AT_ONCE,
+    ShortPoints,
     assign,
     cluster_means,
     lloyd,
@@ -18,7 +20,6 @@ from sparsekv.kernels.kmeans.kmeans import (
     random_kmeans,
     random_points,
 )
-from sparsekv.kernels.kmeans.nearest_faiss import CENTRES, ShortPoints
 
 properties = settings(max_examples=25, deadline=None)
 seeds = st.integers(0, 10**6)

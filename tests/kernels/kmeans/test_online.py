@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from support.random_tensors import clustered, normal
 from support.reference import assert_close
 
+from sparsekv.kernels.kmeans.hierarchy import join_tokens, online_levels
 from sparsekv.kernels.kmeans.kmeans import cluster_means, random_kmeans
-from sparsekv.kernels.kmeans.online import join_tokens, online_levels
 
 
 def _seeded(seed: int = 0) -> torch.Generator:

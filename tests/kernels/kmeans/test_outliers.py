@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from support.clusters import member_means
 from support.random_tensors import normal
 
-from sparsekv.kernels.kmeans.outliers import finest_size, single_out
+from sparsekv.kernels.kmeans.hierarchy import finest_size, single_out
 
 
 @settings(max_examples=25, deadline=None)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsekv.kernels.scores.best import best_tokens
+from sparsekv.kernels.scores.logits import best_tokens
 
 
 @settings(deadline=None)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.reference import assert_close
 
-from sparsekv.kernels.scores.softmax import softmax_beside, softmax_with_logsumexp
+from sparsekv.kernels.scores.logits import softmax_beside, softmax_with_logsumexp
 
 
 @pytest.mark.parametrize("spread", [0.01, 4, 60])

@@ -6,11 +6,16 @@ from typing import ClassVar
 import torch
 
 from sparsekv.indexing.indexers.interface import Indexer, LayerInput
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.interface import Method, Selector
-from sparsekv.runtime.selection.queries import Queries
-from sparsekv.runtime.selection.selection import Cost, RowSet, Selection
+from sparsekv.runtime.selection.interface import (
+    Budget,
+    Cost,
+    Method,
+    MiddleContext,
+    Queries,
+    RowSet,
+    Selection,
+    Selector,
+)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.interface import Budget, Method
 
 METHODS: dict[str, Method] = {
     "squeezed": Squeezed(),

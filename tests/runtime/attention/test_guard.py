@@ -14,10 +14,8 @@ from sparsekv.runtime.attention.guard import DOUBLINGS, Attempt, Guard, check_es
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.interface import Method, Selector
-from sparsekv.runtime.selection.residual import ResidualSelector, residual_clusters
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, Selector
+from sparsekv.runtime.selection.wrappers import ResidualSelector, residual_clusters
 
 TELLING: dict[str, Method] = {
     "squeezed": Squeezed(),
@@ -169,8 +167,8 @@ def test_a_guard_is_a_share(share: float) -> None:
 
 def test_a_method_that_cannot_tell_needs_centroids() -> None:
     with pytest.raises(UsageError, match="quest cannot tell"):
-        check_estimates_missed("--guard", Form("quest", "", Quest()))
-    check_estimates_missed("--guard", Form("quest", "", Quest(), residual=True))
+        check_estimates_missed("--guard", MethodSpec("quest", "", Quest()))
+    check_estimates_missed("--guard", MethodSpec("quest", "", Quest(), residual=True))
     layer = _layer("multipole", 3, levels=(1.0,))
     selector = ResidualSelector(Quest().prepare(layer.context), residual_clusters(layer.context.tensors))
     step = Step(layer, selector, Budget(0.1), gauge=True)

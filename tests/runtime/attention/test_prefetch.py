@@ -10,18 +10,15 @@ from support.small_layer import SmallLayer, as_queries, small_layer, sparse_laye
 
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention.executors import GatherExecutor
-from sparsekv.runtime.attention.prefetch import Prefetcher, tensors_in
+from sparsekv.runtime.attention.policies import Prefetcher, tensors_in
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.kv_store import MemoryRows
 from sparsekv.runtime.methods.magicpig import MagicPIG
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.capabilities import Appendable, Appended
-from sparsekv.runtime.selection.interface import Method, Selector
-from sparsekv.runtime.selection.queries import Queries
-from sparsekv.runtime.selection.selection import Selection
+from sparsekv.runtime.selection.interface import Budget, Method, Queries, Selection, Selector
 
 METHODS: dict[str, Method] = {
     "squeezed": Squeezed("hierarchical"),

@@ -13,11 +13,10 @@ from support.small_index import INDEXERS, build_small, plain_logits, random_ids,
 from support.small_layer import as_queries, small_layer
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill
-from sparsekv.runtime.attention.question import QuestionSearch
+from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill, QuestionSearch
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.cache.mapped_rows import MappedRows
+from sparsekv.runtime.cache.kv_store import MappedRows
 from sparsekv.runtime.decoding.batch import Batch
 from sparsekv.runtime.decoding.generate import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
@@ -27,9 +26,7 @@ from sparsekv.runtime.methods.quoka import Quoka
 from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.window import Window
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method
-from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.interface import Budget, Method, Queries
 
 DENSE, OWN = Dense(), Own()
 

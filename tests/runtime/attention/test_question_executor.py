@@ -11,8 +11,7 @@ from support.small_layer import small_layer, sparse_layer
 from sparsekv.kernels.attention.attention import Segment, attend
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention import executors
-from sparsekv.runtime.attention.executors import GatherExecutor
-from sparsekv.runtime.attention.question_executor import QuestionExecutor
+from sparsekv.runtime.attention.executors import GatherExecutor, QuestionExecutor
 from sparsekv.runtime.attention.step import Step, step_of
 from sparsekv.runtime.cache.kv_store import MemoryRows, Pair
 from sparsekv.runtime.methods.magicpig import MagicPIG
@@ -20,8 +19,7 @@ from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.methods.sparq import SparQ
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.interface import Budget, Method, Selector
 
 IN_PLACE: dict[str, Method] = {
     "squeezed": Squeezed(),

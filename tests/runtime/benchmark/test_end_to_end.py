@@ -12,17 +12,15 @@ from support.tiny_models import FAMILIES
 from transformers import PreTrainedModel
 
 from sparsekv.kernels.common.hook import route_attention
-from sparsekv.runtime.benchmark.configs import make_queries_alike
-from sparsekv.runtime.benchmark.dense import dense_forms
-from sparsekv.runtime.benchmark.layer import LayerData, lay_out, sparse_layer
-from sparsekv.runtime.benchmark.mixture import Shape, mixture
-from sparsekv.runtime.benchmark.model_steps import DenseFormLayer, QuestionSteps
+from sparsekv.runtime.benchmark.end_to_end import DenseFormLayer, QuestionSteps, make_queries_alike
+from sparsekv.runtime.benchmark.layer import LayerData, Shape, lay_out, mixture, sparse_layer
+from sparsekv.runtime.benchmark.layer_timer import dense_forms
 from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.decoding.step import DecodeStep
 from sparsekv.runtime.methods.quest import Quest
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 BATCH, SEQUENCE_TOKENS = 3, 4
 SHAPE = Shape(600, heads=4, kv_heads=2, head_dim=32)

@@ -7,8 +7,7 @@ from support.reference import attention_probabilities
 
 from sparsekv.indexing.indexers.interface import LayerInput
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
-from sparsekv.runtime.benchmark.layer import LayerData
-from sparsekv.runtime.benchmark.mixture import Shape, mixture
+from sparsekv.runtime.benchmark.layer import LayerData, Shape, mixture
 
 SHAPE = Shape(context=4096, heads=6, kv_heads=2, head_dim=32)
 

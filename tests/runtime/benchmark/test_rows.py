@@ -6,22 +6,27 @@ import pytest
 import torch
 from support.reference import assert_close, reference_attention
 
-from sparsekv.cli.benchmarking.indexers import MixtureIndexer
+from sparsekv.cli.benchmarking.output import MixtureIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.runtime.benchmark.clock import CudaClock, WallClock
-from sparsekv.runtime.benchmark.dense import dense_steps
-from sparsekv.runtime.benchmark.indexed_layers import index_mixture
-from sparsekv.runtime.benchmark.layer import LayerData, exact_output, layer_step, relative_error
-from sparsekv.runtime.benchmark.mixture import SINKS, TAIL, Shape, mixture
-from sparsekv.runtime.benchmark.rows import OWN, Bench, RefusedError, Row
+from sparsekv.runtime.benchmark.layer import (
+    SINKS,
+    TAIL,
+    LayerData,
+    Shape,
+    exact_output,
+    layer_step,
+    mixture,
+    relative_error,
+)
+from sparsekv.runtime.benchmark.layer_timer import OWN, Bench, RefusedError, StepTiming, dense_steps
+from sparsekv.runtime.benchmark.sources import index_mixture
 from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.window import Window
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
 
 CPU = torch.device("cpu")
 SHAPE = Shape(context=600, heads=4, kv_heads=2, head_dim=16)
@@ -39,12 +44,12 @@ def bench(data: LayerData) -> Bench:
     return Bench(data, WallClock(CPU, 3, cold=False), COPY)
 
 
-def rows_of(at: Bench, name: str, method: Method, *budgets: Budget) -> list[Row]:
+def rows_of(at: Bench, name: str, method: Method, *budgets: Budget) -> list[StepTiming]:
     """A method that has no index, at budgets."""
-    return list(at.sparse(Form(name, "", method), at.data.context({}), list(budgets)))
+    return list(at.sparse(MethodSpec(name, "", method), at.data.context({}), list(budgets)))
 
 
-def by_hand(data: LayerData, name: str, method: Method, budget: Budget) -> Row:
+def by_hand(data: LayerData, name: str, method: Method, budget: Budget) -> StepTiming:
     at = bench(data)
     at.dense()
     return rows_of(at, name, method, budget)[0]
@@ -138,7 +143,7 @@ def test_a_gpu_replays_a_step_unless_it_waits(method: Squeezed, timed: str) -> N
     at = Bench(data, CudaClock(cuda, 3, cold=True), COPY)
     assert {row.timed for row in at.dense()} == {"graph"}
     context = index_mixture(data, MixtureIndexer(SqueezedIndexer())).context
-    some, everything = at.sparse(Form("squeezed", "", method), context, [Budget(0.2), Budget(1.0)])
+    some, everything = at.sparse(MethodSpec("squeezed", "", method), context, [Budget(0.2), Budget(1.0)])
     # A budget of everything goes without the levels.
     assert (some.timed, everything.timed) == (timed, "graph")
     assert everything.output_error < 1e-2

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_tensors import normal
 
-from sparsekv.runtime.cache.growing import LEAST_ROOM, GrowingRows
+from sparsekv.runtime.cache.buffers import LEAST_ROOM, GrowingRows
 
 
 @settings(max_examples=30, deadline=None)

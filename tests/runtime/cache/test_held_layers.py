@@ -12,10 +12,7 @@ from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.methods.oracle import OracleSelector
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.queries import Queries
-from sparsekv.runtime.selection.selection import Selection
+from sparsekv.runtime.selection.interface import Budget, MiddleContext, Queries, Selection
 
 HEADS, GROUP, SIZE, STEPS = 2, 3, 16, 4
 

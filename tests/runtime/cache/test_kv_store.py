@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from support.random_tensors import normal
 from support.small_index import build_small
 
-from sparsekv.formats.reader import Artifact
-from sparsekv.runtime.cache.kv_store import DiskRows, MemoryRows, MiddleRows, lay_out
-from sparsekv.runtime.cache.mapped_rows import MappedRows
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.runtime.cache.kv_store import DiskRows, MappedRows, MemoryRows, MiddleRows, lay_out
 
 CPU = torch.device("cpu")
 

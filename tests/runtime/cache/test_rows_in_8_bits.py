@@ -7,17 +7,14 @@ from hypothesis import strategies as st
 from support.random_tensors import normal
 from support.reference import assert_close
 
-from sparsekv.formats.context_rows import context_rows
-from sparsekv.formats.int8_rows import quantise
+from sparsekv.formats.index.context_rows import context_rows, quantise
 from sparsekv.kernels.attention.attention import Segment, attend
 from sparsekv.kernels.attention.decode_attention import decode_attention
 from sparsekv.kernels.attention.types import RunRows
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.cache.dense_layer import DenseLayer
-from sparsekv.runtime.cache.dense_layer_in_8_bits import DenseLayerIn8Bits
-from sparsekv.runtime.cache.kv_store import MemoryRows
-from sparsekv.runtime.cache.rows_in_8_bits import RowsIn8Bits, of_tokens
-from sparsekv.runtime.cache.stored_layer import StepRow
+from sparsekv.runtime.cache.dense_layer import DenseLayer, DenseLayerIn8Bits
+from sparsekv.runtime.cache.kv_store import Int8Middle, MemoryRows, of_tokens
+from sparsekv.runtime.cache.stored_layer import DynamicSlot
 
 HK, TOKENS, D = 2, 90, 16
 CPU = torch.device("cpu")
@@ -39,7 +36,7 @@ def test_they_are_what_restored_rows_are(seed: int, start: int, added: int) -> N
     stored = quantise(3 + normal(seed, HK, TOKENS, D), normal(1, HK, TOKENS, D))
     order, middle = _order(seed, 70), slice(10, 80)
     keys, values = context_rows(stored, torch.float32).part(middle)
-    rows, restored = RowsIn8Bits(of_tokens(stored, middle), order, torch.float32), MemoryRows(keys, values, order, CPU)
+    rows, restored = Int8Middle(of_tokens(stored, middle), order, torch.float32), MemoryRows(keys, values, order, CPU)
     new = normal(seed + 1, HK, added, D), normal(seed + 2, HK, added, D)
     rounded = context_rows(quantise(*new, like=stored), torch.float32).part(slice(None)) if added else new
     after = _order(seed + 3, 70 - start + added)
@@ -53,7 +50,7 @@ def test_they_are_what_restored_rows_are(seed: int, start: int, added: int) -> N
 
 
 def test_kernels_read_them_where_they_lie(stored: dict[str, torch.Tensor]) -> None:
-    rows, query = RowsIn8Bits(stored, _order(4, TOKENS), torch.float32), normal(5, HK, 3, D)
+    rows, query = Int8Middle(stored, _order(4, TOKENS), torch.float32), normal(5, HK, 3, D)
     placed, chosen = rows.in_place(), _order(6, TOKENS)[:, :30]
     nothing = torch.empty(HK, 0, D)
     runs = RunRows(placed.keys, placed.values, chosen, None, 30, scales=placed.scales)
@@ -84,7 +81,7 @@ def test_a_dense_layer_decodes_at_a_step_row(stored: dict[str, torch.Tensor]) ->
     layers = _both(stored)
     call, outputs = AttentionCall(0, normal(1, 3 * HK, 1, D), *[normal(2, HK, 1, D)] * 2, 0.3, None, None, None), []
     for layer in layers:
-        step_row = StepRow(torch.tensor([0]), torch.tensor([1], dtype=torch.int32))
+        step_row = DynamicSlot(torch.tensor([0]), torch.tensor([1], dtype=torch.int32))
         layer.reserve(step_row, 3)
         layer.update(call.keys[None], call.values[None])
         outputs.append(layer.attend(call))

@@ -14,16 +14,14 @@ from support.reference import assert_close
 from support.small_index import INDEXERS, build_small
 
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.kernels.attention.attention import Segment
-from sparsekv.kernels.attention.shared_attention import OwnRows, shared_attention
+from sparsekv.kernels.attention.attention import OwnRows, Segment, shared_attention
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill
 from sparsekv.runtime.attention.guard import Guard
-from sparsekv.runtime.attention.packed_layers import PackedInPlace, PackedSparse
-from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.attention.sparse_layer import PackedInPlace, PackedSparse, SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
-from sparsekv.runtime.cache.slots import PackedStep, Piece
+from sparsekv.runtime.cache.packed_cache import PackedStep, Piece
 from sparsekv.runtime.decoding.batch import Batch, why_alone
 from sparsekv.runtime.decoding.generate import Answer, Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
@@ -38,11 +36,8 @@ from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.methods.sparq import SparQ
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.tidaldecode import TidalDecode
-from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.capabilities import ChoosesTogether
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.interface import Method
-from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, Queries
 
 QUESTIONS = (
     "What is an expression?",
@@ -290,12 +285,12 @@ def test_some_things_cannot_be_shared(
     full_index: OpenIndex, name: str, method: Method, changes: dict[str, object]
 ) -> None:
     cache = full_index.cache(sparse(name, method, Budget(0.2), **changes))  # type: ignore[arg-type]
-    assert why_alone(full_index, Form(name, "", method), cache)
+    assert why_alone(full_index, MethodSpec(name, "", method), cache)
 
 
 def test_keys_that_turn_by_a_sequences_length_cannot_be_shared(index: OpenIndex) -> None:
     cache, manifest = index.cache(sparse("squeezed", Squeezed(), Budget(0.2))), index.artifact.manifest
-    assert not why_alone(index, Form("squeezed", "", Squeezed()), cache)
+    assert not why_alone(index, MethodSpec("squeezed", "", Squeezed()), cache)
     rope = manifest.rope.model_copy(update={"parameters": {"rope_type": "dynamic", "factor": 2.0}})
     turned = SimpleNamespace(artifact=SimpleNamespace(manifest=manifest.model_copy(update={"rope": rope})))
-    assert "turns keys by the length" in why_alone(turned, Form("squeezed", "", Squeezed()), cache)  # type: ignore[arg-type]
+    assert "turns keys by the length" in why_alone(turned, MethodSpec("squeezed", "", Squeezed()), cache)  # type: ignore[arg-type]

@@ -22,10 +22,7 @@ from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection import code_scan
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method
-from sparsekv.runtime.selection.queries import Queries
-from sparsekv.runtime.selection.selection import Selection
+from sparsekv.runtime.selection.interface import Budget, Method, Queries, Selection
 
 pytestmark = pytest.mark.gpu
 QUESTIONS = ("What is an expression?", "x", "Which statement raises an exception, and when?", "Why?", "And how?", "No.")

@@ -12,13 +12,13 @@ from support.sealing import read_fields, seal
 from support.small_index import build_small, random_ids, reopen, small_plan, stepped_logits, without_window
 
 from sparsekv.formats.errors import ArtifactError, IdentityError
-from sparsekv.formats.kv_storage import KVDtype
-from sparsekv.formats.models.identify import identify
-from sparsekv.formats.reader import Artifact
-from sparsekv.runtime.cache.built_layers import BuiltLayers
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import KVDtype
+from sparsekv.formats.models.load import identify
+from sparsekv.runtime.cache.index_cache import BuiltLayers
 from sparsekv.runtime.decoding.open import open_index
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 
 @pytest.mark.parametrize("hold", [False, True])

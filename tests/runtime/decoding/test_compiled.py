@@ -21,7 +21,7 @@ from sparsekv.runtime.decoding.compiled import WORTH_IT, compile_layers, worth_c
 from sparsekv.runtime.decoding.generate import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 STEPS = 6
 

@@ -10,9 +10,9 @@ from support.reference import assert_close, attention_probabilities, random_atte
 from support.replaced_decoding import decoding_errors
 from support.small_index import INDEXERS, both_outputs, plain_logits, random_ids, reopen, small_plan, stepped_logits
 
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.indexers.clustering import kmeans
+from sparsekv.indexing.indexers.cluster_indexer import kmeans
 from sparsekv.kernels.attention.attention import Segment, attend
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.kernels.kmeans.kmeans import cluster_means
@@ -38,8 +38,7 @@ from sparsekv.runtime.methods.tidaldecode import TidalDecode
 from sparsekv.runtime.methods.window import Window
 from sparsekv.runtime.reporting.questions import question_queries
 from sparsekv.runtime.reporting.report import recall_report
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.interface import Budget, Method
 from sparsekv.runtime.selection.registry import choose_methods
 
 pytestmark = pytest.mark.gpu

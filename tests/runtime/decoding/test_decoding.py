@@ -29,8 +29,7 @@ from sparsekv.runtime.methods.sparq import SparQ
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.tidaldecode import TidalDecode
 from sparsekv.runtime.methods.window import Window
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.interface import Budget, Method
 
 TABLES = CSAttentionIndexer(subspace_size=8, centroids=4, iterations=2, query_sample=100)
 

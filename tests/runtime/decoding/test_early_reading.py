@@ -15,25 +15,22 @@ from support.small_index import build_small, small_plan
 from support.tiny_models import save_tiny
 
 from sparsekv.formats.errors import ArtifactError, IdentityError, SparsekvError
-from sparsekv.formats.models.identify import identify
-from sparsekv.formats.models.load import load_model
-from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import layer_file
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import layer_file
+from sparsekv.formats.models.load import identify, load_model
 from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.config import Dense
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.cache.layer_rows import LayerRows
-from sparsekv.runtime.decoding import early_reading, prepare
-from sparsekv.runtime.decoding.early_reading import EarlyReading
+from sparsekv.runtime.cache.kv_store import LayerRows
+from sparsekv.runtime.decoding import prepare
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
-from sparsekv.runtime.decoding.prepare import files_read
+from sparsekv.runtime.decoding.prepare import EarlyReading, files_read
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.selection.interface import Budget, MethodSpec
 from sparsekv.runtime.selection.registry import methods
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -62,7 +59,7 @@ def stored(tmp_path: Path) -> Stored:
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_and_weights_are_those_that_are_stored(stored: Stored, device: str) -> None:
     artifact = stored.artifact
-    early = EarlyReading(artifact, device, files_read(artifact, Form("squeezed", "", Squeezed())), hold=True)
+    early = EarlyReading(artifact, device, files_read(artifact, MethodSpec("squeezed", "", Squeezed())), hold=True)
     opened = load_and_open(artifact, stored.model, device, hold=True, early=early)
     plain = load_and_open(stored.artifact, stored.model, device)
     for layer in artifact.manifest.indexed_layers:
@@ -100,8 +97,8 @@ def test_a_wrong_model_or_device_is_told_by_opening(stored: Stored, model: str, 
 
 def test_sums_are_checked_once(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     artifact = stored.artifact
-    files = files_read(artifact, Form("squeezed", "", Squeezed()))
-    assert files_read(artifact, Form("quest", "", Quest())) == [one for one in files if one.startswith("queries")]
+    files = files_read(artifact, MethodSpec("squeezed", "", Squeezed()))
+    assert files_read(artifact, MethodSpec("quest", "", Quest())) == [one for one in files if one.startswith("queries")]
     assert files_read(artifact, Dense()) == []
     EarlyReading(artifact, "cpu", files)
     _wait_for_reading()
@@ -118,7 +115,7 @@ def _wait_for_reading() -> None:
 def _early(stored: Stored) -> EarlyReading:
     """What is read early of an index that squeezed will answer from, once all of it is read."""
     artifact = stored.artifact
-    files, form = files_read(artifact, Form("squeezed", "", Squeezed())), Form("squeezed", "", Squeezed())
+    files, form = files_read(artifact, MethodSpec("squeezed", "", Squeezed())), MethodSpec("squeezed", "", Squeezed())
     early = EarlyReading(artifact, "cpu", files, hold=True, form=form)
     _wait_for_reading()
     return early
@@ -155,8 +152,8 @@ def test_nothing_is_prepared_while_the_model_is_loaded(
 ) -> None:
     """Torch's default dtype, which a method may take for its numbers, is the model's then."""
     begun: list[Iterator[None]] = []
-    monkeypatch.setattr(early_reading, "run_beside", lambda steps, name: begun.append(steps))
-    early = EarlyReading(stored.artifact, "cpu", hold=True, form=Form("squeezed", "", Squeezed()))
+    monkeypatch.setattr(prepare, "run_beside", lambda steps, name: begun.append(steps))
+    early = EarlyReading(stored.artifact, "cpu", hold=True, form=MethodSpec("squeezed", "", Squeezed()))
     if loading:
         early.begin_loading()
     for steps in begun:  # here, not beside: the thread may be done before the loading begins
@@ -227,8 +224,8 @@ ENDING = """
 import sys, threading
 from concurrent.futures.thread import _python_exit
 from pathlib import Path
-from sparsekv.formats.reader import Artifact
-from sparsekv.runtime.decoding.early_reading import EarlyReading
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.runtime.decoding.prepare import EarlyReading
 artifact = Artifact(Path(sys.argv[1]))
 _python_exit()
 EarlyReading(artifact, "cpu", [*artifact.manifest.files], hold=True)

@@ -10,17 +10,14 @@ from tokenizers import AddedToken
 
 from sparsekv.formats.documents.prompt import encode_prompt
 from sparsekv.runtime.attention.config import DecodeConfig
-from sparsekv.runtime.decoding.asker import Asker
-from sparsekv.runtime.decoding.endings import ending_tokens
-from sparsekv.runtime.decoding.generate import Answer, Sampling, question_ids
+from sparsekv.runtime.decoding.generate import Answer, Sampling, ending_tokens, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.talk import Talk
+from sparsekv.runtime.decoding.session import Conversation, Session
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.selection.interface import Budget, MethodSpec
 from sparsekv.runtime.tracing.trace import TracedIndex
 
-SETTING = DecodeConfig(Form("squeezed", "", Squeezed(), False), Budget(1.0))
+SETTING = DecodeConfig(MethodSpec("squeezed", "", Squeezed(), False), Budget(1.0))
 SAMPLING = Sampling(max_new_tokens=24)
 QUESTION = "What is an expression?"
 
@@ -41,7 +38,7 @@ def end_turns_with(index: OpenIndex, answer: Answer) -> int:
 
 def test_an_answer_ends_with_the_templates_turn(index: OpenIndex) -> None:
     """One alone, one of several together and a traced one; the token is not part of the text, marked special or not."""
-    asker, question = Asker.open(index, SETTING), question_ids(index, QUESTION)
+    asker, question = Session.open(index, SETTING), question_ids(index, QUESTION)
     long = asker.ask(question, SAMPLING)
     place = end_turns_with(index, long)
     assert ending_tokens(index) == {END, long.ids[place]}
@@ -54,8 +51,8 @@ def test_an_answer_ends_with_the_templates_turn(index: OpenIndex) -> None:
 
 
 def test_the_turn_is_ended_once_for_the_next_question(index: OpenIndex) -> None:
-    place = end_turns_with(index, Talk(index, SETTING).ask(QUESTION, SAMPLING))
-    talk = Talk(index, SETTING)
+    place = end_turns_with(index, Conversation(index, SETTING).ask(QUESTION, SAMPLING))
+    talk = Conversation(index, SETTING)
     answer = talk.ask(QUESTION, SAMPLING)
     assert answer.finish_reason == "stop"
     assert talk.turns[0].said.tolist() == answer.ids[:-1]
@@ -69,7 +66,7 @@ def test_the_turn_is_ended_once_for_the_next_question(index: OpenIndex) -> None:
 def test_without_a_chat_frame_only_the_models_tokens_end_an_answer(tmp_path: Path, index: OpenIndex) -> None:
 
     raw = build_small(tmp_path / "raw.skv", prompt=encode_prompt(index.tokenizer, TEXT, raw=True, max_tokens=300))
-    asker = Asker.open(raw, SETTING)
+    asker = Session.open(raw, SETTING)
     long = asker.ask(torch.tensor([65, 66]), SAMPLING)
     end_turns_with(raw, long)
     assert ending_tokens(raw) == {END}

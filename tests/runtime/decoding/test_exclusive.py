@@ -16,21 +16,18 @@ from support.small_index import INDEXERS, build_small
 
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.kernels.common.hook import route_attention
-from sparsekv.runtime.attention.append import Appender
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
-from sparsekv.runtime.decoding.asker import Asker
+from sparsekv.runtime.attention.plan import Appender
 from sparsekv.runtime.decoding.batch import Batch
 from sparsekv.runtime.decoding.generate import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.perplexity import perplexity
-from sparsekv.runtime.decoding.talk import Talk
+from sparsekv.runtime.decoding.session import Conversation, Session
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
 from sparsekv.runtime.tracing.trace import TracedIndex
 
 QUESTIONS = ("What is an assertion?", "And what raises one? Say it in a few words.", "Why?", "Which one came first?")
@@ -58,11 +55,11 @@ def every_index(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
 
 def setting(name: str) -> DecodeConfig:
     method = METHODS[name]
-    return DecodeConfig(Dense()) if method is None else DecodeConfig(Form(name, "", method), Budget(0.3))
+    return DecodeConfig(Dense()) if method is None else DecodeConfig(MethodSpec(name, "", method), Budget(0.3))
 
 
-def asker(index: OpenIndex, name: str) -> Asker:
-    return Asker.open(index, replace(setting(name), ahead=name == "squeezed"))
+def asker(index: OpenIndex, name: str) -> Session:
+    return Session.open(index, replace(setting(name), ahead=name == "squeezed"))
 
 
 @dataclass
@@ -86,12 +83,12 @@ class Alone:
 
     def talk(self, name: str) -> list[list[int]]:
         if name not in self.known:
-            self.known[name] = [Talk(self.index, setting(name)).ask(QUESTIONS[0], SAMPLINGS[0]).ids]
+            self.known[name] = [Conversation(self.index, setting(name)).ask(QUESTIONS[0], SAMPLINGS[0]).ids]
         return self.known[name]
 
 
-def batcher(index: OpenIndex, name: str) -> Asker:
-    return Asker.open(index, setting(name))
+def batcher(index: OpenIndex, name: str) -> Session:
+    return Session.open(index, setting(name))
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +110,7 @@ def breaks_off(after: int) -> Callable[[str], None]:
 class Deeds:
     """What one thread may do with the askers that all of them share; each compares with the answer given alone."""
 
-    def __init__(self, alone: Alone, askers: dict[str, Asker], batchers: dict[str, Asker], draw: random.Random):
+    def __init__(self, alone: Alone, askers: dict[str, Session], batchers: dict[str, Session], draw: random.Random):
         self.alone, self.askers, self.batchers, self.draw = alone, askers, batchers, draw
 
     def one(self) -> tuple[str, str, Sampling]:
@@ -167,7 +164,7 @@ class Deeds:
 
     def talk(self) -> None:
         name = self.draw.choice(list(METHODS))
-        talk = Talk(self.alone.index, setting(name))
+        talk = Conversation(self.alone.index, setting(name))
         with suppress(CallbackError):
             talk.ask(QUESTIONS[1], SAMPLINGS[0], breaks_off(self.draw.randrange(3)))
             talk.forget()
@@ -329,7 +326,7 @@ def test_a_batch_that_another_question_came_into_is_refused(alone: Alone) -> Non
 @pytest.mark.parametrize("deed", ["batch", "talk", "forget", "switch", "trace", "perplexity", "asker"])
 def test_nothing_that_runs_the_model_is_called_by_a_callback(alone: Alone, deed: str) -> None:
     index, other = alone.index, batcher(alone.index, "squeezed")
-    talk, ids = Talk(index, setting("dense")), question_ids(index, QUESTIONS[0])
+    talk, ids = Conversation(index, setting("dense")), question_ids(index, QUESTIONS[0])
     deeds: dict[str, Callable[[], object]] = {
         "batch": lambda: other.ask_all(QUESTIONS),
         "talk": lambda: talk.ask(QUESTIONS[0], SAMPLINGS[0]),

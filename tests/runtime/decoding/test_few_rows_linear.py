@@ -11,9 +11,9 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
-from sparsekv.runtime.decoding import few_rows_linear
+from sparsekv.runtime.decoding import threads as few_rows_linear
 from sparsekv.runtime.decoding.compiled import compile_layers
-from sparsekv.runtime.decoding.few_rows_linear import FewRowsLinear, all_cores, split_pays
+from sparsekv.runtime.decoding.threads import FewRowsLinear, all_cores, split_pays
 
 
 @pytest.fixture(autouse=True)

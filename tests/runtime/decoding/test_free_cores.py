@@ -13,9 +13,9 @@ import torch
 from support.tiny_models import FAMILIES
 from transformers import PreTrainedModel
 
-from sparsekv.runtime.decoding import free_cores as module
+from sparsekv.runtime.decoding import threads as module
 from sparsekv.runtime.decoding.compiled import compile_layers
-from sparsekv.runtime.decoding.free_cores import (
+from sparsekv.runtime.decoding.threads import (
     CHOSEN_BY_USER,
     Usage,
     busy_seconds,

@@ -17,7 +17,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.decoding.generate import Answer, Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 QUESTION = "What is an expression?"
 

@@ -9,14 +9,12 @@ from support.random_tensors import normal
 from support.reference import assert_close
 from support.small_index import INDEXERS, random_ids, reopen, small_plan, stepped_logits
 
-from sparsekv.formats.context_rows import context_rows
-from sparsekv.formats.int8_rows import quantise
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.context_rows import context_rows, quantise
+from sparsekv.formats.index.reader import Artifact
 from sparsekv.indexing.build import build_index
 from sparsekv.runtime.attention.config import QuestionPrefill
 from sparsekv.runtime.attention.guard import Guard
-from sparsekv.runtime.cache.kv_store import PLACEMENTS
-from sparsekv.runtime.cache.rows_in_8_bits import RowsIn8Bits
+from sparsekv.runtime.cache.kv_store import PLACEMENTS, Int8Middle
 from sparsekv.runtime.decoding.batch import Batch
 from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
@@ -25,8 +23,7 @@ from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.quoka import Quoka
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.interface import Budget, Method
 
 pytestmark = pytest.mark.gpu
 
@@ -129,6 +126,6 @@ def test_questions_that_decode_together_answer_as_each_alone(on_gpu: OpenIndex, 
 def test_less_of_a_gpu_is_taken_than_by_restored_rows(on_gpu: OpenIndex) -> None:
     layer = on_gpu.artifact.manifest.indexed_layers[0]
     rows = on_gpu.cache(sparse("squeezed", Squeezed(), Budget(0.2))).layers[layer].plan.middle
-    assert isinstance(rows, RowsIn8Bits)
+    assert isinstance(rows, Int8Middle)
     restored = sum(one.nbytes for one in rows.from_row(0))
     assert sum(one.buffer.nbytes for one in rows.rows.values()) < 0.6 * restored * 2 / on_gpu.dtype.itemsize

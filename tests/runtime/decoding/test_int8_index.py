@@ -21,13 +21,12 @@ from support.small_index import (
 from support.tiny_models import FAMILIES_OF_STEPS, WINDOW
 from transformers import DynamicCache
 
-from sparsekv.formats.context_rows import ContextRows, context_rows
 from sparsekv.formats.errors import ArtifactError, IdentityError
-from sparsekv.formats.reader import CPU, Artifact
-from sparsekv.formats.schema import layer_file
+from sparsekv.formats.index.context_rows import ContextRows, context_rows
+from sparsekv.formats.index.reader import CPU, Artifact
+from sparsekv.formats.index.schema import layer_file
 from sparsekv.indexing.build import build_index
-from sparsekv.runtime.cache.kv_store import PLACEMENTS
-from sparsekv.runtime.cache.layer_rows import LayerRows
+from sparsekv.runtime.cache.kv_store import PLACEMENTS, LayerRows
 from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import prepare_layer, stored_context
@@ -38,8 +37,7 @@ from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.pqcache import PQCache
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.interface import Budget, Method
 
 METHODS: dict[str, Method] = {
     "squeezed": Squeezed(),

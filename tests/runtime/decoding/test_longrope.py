@@ -16,9 +16,9 @@ from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.batch import Batch
 from sparsekv.runtime.decoding.generate import Sampling, answer_room, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.talk import Talk
+from sparsekv.runtime.decoding.session import Conversation
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 TOKENS = 300
 DENSE = DecodeConfig(Dense())
@@ -59,7 +59,7 @@ def test_an_answer_ends_at_the_switch_and_a_question_beyond_it_is_refused(tmp_pa
     batch = Batch(index, index.dense_cache(), sampling, slots=2)
     with pytest.raises(UsageError, match=told):
         list(batch.answers([question, random_ids(90)]))
-    talk = Talk(index, DENSE)
+    talk = Conversation(index, DENSE)
     with pytest.raises(UsageError, match=told):
         talk.ask("Who? " * 30, sampling)
     assert not talk.turns

@@ -17,16 +17,14 @@ from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache import stored_layer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding import step as decode_step
-from sparsekv.runtime.decoding.generate import question_ids
-from sparsekv.runtime.decoding.loop import DecodeLoop
+from sparsekv.runtime.decoding.generate import DecodeLoop, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.step import DecodeStep
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.tidaldecode import TidalDecode
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.interface import Budget, Method
 
 QUESTIONS = ("What is an expression?", "And a much longer question: which statement is it that raises an exception?")
 METHODS: dict[str, Method] = {

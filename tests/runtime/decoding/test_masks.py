@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.index.schema import MANIFEST
 from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.schema import MANIFEST
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.plan import BuildPlan
 from sparsekv.kernels.attention.attention import causal_attention
@@ -31,7 +31,7 @@ from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.decoding.batch import Batch
 from sparsekv.runtime.decoding.generate import Sampling
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MIXED: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}

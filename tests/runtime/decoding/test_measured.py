@@ -10,14 +10,13 @@ from support.configs import sparse
 from support.reference import assert_close, relative_error
 from support.small_index import build_small, random_ids, stepped_logits
 
-from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.runtime.attention.guard import Guard, estimates_missed
-from sparsekv.runtime.attention.prefetch import Prefetcher, wait_for_searches
+from sparsekv.runtime.attention.policies import Prefetcher, wait_for_searches
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.lessismore import LessIsMore
 from sparsekv.runtime.methods.tidaldecode import TidalDecode
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.interface import Budget, Method
 from sparsekv.runtime.selection.registry import methods
 
 QUESTION = 40

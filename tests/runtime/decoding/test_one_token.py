@@ -12,7 +12,7 @@ from support.reference import assert_close
 from support.small_index import INDEXERS, build_small, plain_logits_after, random_ids, stepped_logits
 from support.small_layer import as_queries
 
-from sparsekv.kernels.attention import compiled
+from sparsekv.kernels.attention import cluster_step
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.attention.guard import Guard
@@ -21,7 +21,7 @@ from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.batch import Batch
 from sparsekv.runtime.decoding.generate import Answer, Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.talk import Talk
+from sparsekv.runtime.decoding.session import Conversation
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.lessismore import LessIsMore
@@ -29,10 +29,8 @@ from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.capabilities import ChoosesTogether
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
 
 FEW = Budget(0.05)
 PREFILL = Dense()
@@ -56,12 +54,12 @@ def full_index(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
 @pytest.fixture(params=["numba", "torch"])
 def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A CPU's steps by compiled kernels, and by torch alone as where numba is not installed."""
-    compiled.compiled_kernels.cache_clear()
+    cluster_step.compiled_kernels.cache_clear()
     if request.param == "torch":
         for name in ("code_step_numba", "cluster_step_numba"):
             monkeypatch.setitem(sys.modules, f"sparsekv.kernels.attention.{name}", None)
     yield
-    compiled.compiled_kernels.cache_clear()
+    cluster_step.compiled_kernels.cache_clear()
 
 
 def _cache(index: OpenIndex, name: str, budget: Budget = FEW, **options: object) -> IndexCache:
@@ -144,10 +142,12 @@ def test_a_batch_of_one_answers_it_as_it_does_alone(
 def test_turns_of_one_token_are_prefilled_also_under_another_setting(full_index: OpenIndex) -> None:
     """With answers of one token nothing is decoded, so that every answer is the plain model's at any budget."""
     sampling, said = Sampling(max_new_tokens=1), full_index.input_ids
-    talk = Talk(full_index, DecodeConfig(Form("codes", "", Codes(), False), FEW, question=PREFILL), raw=True)
+    talk = Conversation(
+        full_index, DecodeConfig(MethodSpec("codes", "", Codes(), False), FEW, question=PREFILL), raw=True
+    )
     for number, question in enumerate("abcd"):
         if number == 3:
-            talk.switch(DecodeConfig(Form("quest", "", Quest(), False), FEW, question=PREFILL))
+            talk.switch(DecodeConfig(MethodSpec("quest", "", Quest(), False), FEW, question=PREFILL))
         said = torch.cat([said, full_index.tokenizer(question, return_tensors="pt").input_ids[0]])
         expected = plain_answer(full_index, said)[:1]
         assert talk.ask(question, sampling).ids == expected

@@ -12,14 +12,13 @@ from support.small_index import INDEXERS, build_small, plain_logits, random_ids,
 from support.tiny_models import CHAT_TEMPLATE, FAMILIES, tiny_tokenizer
 
 from sparsekv.formats.errors import ArtifactError, IdentityError
-from sparsekv.formats.fingerprints import SAMPLES_PER_TENSOR
-from sparsekv.formats.models.identify import identify
-from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.reader import CPU, Artifact
-from sparsekv.formats.schema import layer_file
+from sparsekv.formats.index.identity import SAMPLES_PER_TENSOR
+from sparsekv.formats.index.reader import CPU, Artifact
+from sparsekv.formats.index.schema import layer_file
+from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
-from sparsekv.runtime.cache.layer_rows import LayerRows
+from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.prepare import prepare_layer, stored_context
 from sparsekv.runtime.methods.codes import Codes
@@ -27,8 +26,7 @@ from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.multipole_windowed import WindowedMultipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.interface import Budget, Method
 from sparsekv.runtime.selection.registry import methods
 
 

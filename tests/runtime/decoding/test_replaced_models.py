@@ -15,19 +15,16 @@ from support.tiny_models import FAMILIES_OF_STEPS
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
-from sparsekv.runtime.cache.layer_rows import LayerRows
+from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import prepare_layer, stored_context
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.multipole_windowed import WindowedMultipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.reporting.measures import Measured
 from sparsekv.runtime.reporting.queries import tail_block
-from sparsekv.runtime.reporting.recall import measure_layer
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.reporting.recall import MeasuredSetting, measure_layer
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
 
 METHODS: dict[str, tuple[Method, str]] = {
     "multipole": (Multipole(), "multipole"),
@@ -91,7 +88,7 @@ def test_a_report_measures_the_output_that_the_definition_gives(index: OpenIndex
         for level in (stands, torch.full_like(stands, EXACT))
     )
     expected = ((sparse - dense).norm(dim=-1) / dense.norm(dim=-1)).mean((1, 2))
-    one = Measured(Form(name, "", method, residual=True), FEW)
+    one = MeasuredSetting(MethodSpec(name, "", method, residual=True), FEW)
     measured = measure_layer(LayerRows(artifact, number), [one], [tail_block(artifact, number)])[one].means()
     assert measured["output_error"].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
     rows_of_index = READ.get(name, 2) * tensors["level0.counts"].shape[1]

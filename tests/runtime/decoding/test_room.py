@@ -4,10 +4,9 @@ from pathlib import Path
 
 from support.small_index import build_small
 
-from sparsekv.formats.int8_rows import OF_TOKENS
-from sparsekv.runtime.cache.layer_rows import LayerRows
-from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.room import plan_opening
+from sparsekv.formats.index.context_rows import OF_TOKENS
+from sparsekv.runtime.cache.kv_store import LayerRows
+from sparsekv.runtime.decoding.open import OpenIndex, plan_opening
 
 
 def test_rows_are_those_that_are_read(family_index: OpenIndex) -> None:

@@ -5,7 +5,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from sparsekv.runtime.decoding.streaming import Streamer
+from sparsekv.runtime.decoding.generate import Streamer
 
 WORDS = ["<s>", "</s>", "def", "\u2581f", ":", "\n", "\u2581\u2581\u2581\u2581", "return", "\u2581x", "\u2581"]
 

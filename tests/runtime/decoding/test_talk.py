@@ -16,8 +16,8 @@ from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.decoding import generate
 from sparsekv.runtime.decoding.generate import Sampling
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.session import Conversation, Place, Turn, add_turn
 from sparsekv.runtime.decoding.step import DecodeStep
-from sparsekv.runtime.decoding.talk import Place, Talk, Turn, add_turn
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.oracle import Oracle
@@ -25,9 +25,7 @@ from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.tidaldecode import TidalDecode
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
 
 METHODS: dict[str, Method] = {
     "squeezed": Squeezed(),
@@ -39,7 +37,7 @@ METHODS: dict[str, Method] = {
 
 
 def setting(name: str, budget: float = 1.0) -> DecodeConfig:
-    return DecodeConfig(Form(name, "", METHODS[name], False), Budget(budget))
+    return DecodeConfig(MethodSpec(name, "", METHODS[name], False), Budget(budget))
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +55,7 @@ def plain(every_index: OpenIndex) -> list[list[int]]:
 
 def test_a_talk_that_reads_everything_is_the_plain_models(family_index: OpenIndex) -> None:
     """Longer than the window of layers that have one."""
-    talk = Talk(family_index, setting("squeezed"))
+    talk = Conversation(family_index, setting("squeezed"))
     answers = [talk.ask(question, SAMPLING).ids for question in QUESTIONS]
     assert answers == list(plain_talk(family_index))
 
@@ -67,14 +65,14 @@ def test_steps_whose_lengths_lie_on_the_device_go_on_too(
 ) -> None:
     """As on a GPU: each answer's rows are written to slots, each question's behind them."""
     monkeypatch.setattr(generate, "captured_step", partial(DecodeStep, capture=False))
-    talk = Talk(family_index, setting("squeezed"))
+    talk = Conversation(family_index, setting("squeezed"))
     answers = [talk.ask(question, SAMPLING).ids for question in QUESTIONS]
     assert answers == list(plain_talk(family_index))
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_talk_goes_on_by_every_kind_of_method(every_index: OpenIndex, plain: list[list[int]], name: str) -> None:
-    talk = Talk(every_index, setting(name))
+    talk = Conversation(every_index, setting(name))
     assert [talk.ask(question, SAMPLING).ids for question in QUESTIONS] == plain
 
 
@@ -83,7 +81,7 @@ def test_another_setting_sees_the_same_turns(
     every_index: OpenIndex, plain: list[list[int]], before: str, name: str
 ) -> None:
     """Also where the method before had moved the turns' tokens into its clusters."""
-    talk = Talk(every_index, setting(before))
+    talk = Conversation(every_index, setting(before))
     answers = [talk.ask(question, SAMPLING).ids for question in QUESTIONS[:2]]
     talk.switch(setting(name))
     answers.append(talk.ask(QUESTIONS[2], SAMPLING).ids)
@@ -95,7 +93,7 @@ def test_a_dense_prefill_of_questions_changes_nothing_at_a_full_budget(
     every_index: OpenIndex, plain: list[list[int]], name: str
 ) -> None:
     """Nor with tokens that move into the index: it has them too."""
-    talk = Talk(every_index, replace(setting(name), question=Dense()))
+    talk = Conversation(every_index, replace(setting(name), question=Dense()))
     assert [talk.ask(question, SAMPLING).ids for question in QUESTIONS] == plain
 
 
@@ -103,8 +101,8 @@ def test_what_moves_into_an_index_and_a_prefill_of_its_own_exclude_each_other(ev
     """The prefill's method knows the document's tokens alone."""
     prefill = QuestionPrefill("snapkv", METHODS["snapkv"], Budget(1.0), 7)
     with pytest.raises(UsageError, match=r"--stream: .* would be lost to --prefill snapkv"):
-        Talk(every_index, replace(setting("multipole"), question=prefill))
-    talk = Talk(every_index, replace(setting("snapkv"), question=prefill))
+        Conversation(every_index, replace(setting("multipole"), question=prefill))
+    talk = Conversation(every_index, replace(setting("snapkv"), question=prefill))
     with pytest.raises(UsageError, match="--stream"):
         talk.switch(replace(setting("multipole"), question=prefill))
 
@@ -112,7 +110,7 @@ def test_what_moves_into_an_index_and_a_prefill_of_its_own_exclude_each_other(ev
 def test_a_talk_is_forgotten_whose_answers_outgrew_their_buffer(every_index: OpenIndex) -> None:
     """The buffer that an answer made is as good as the first one."""
     method = Multipole(stream=True, buffer=96)
-    talk = Talk(every_index, DecodeConfig(Form("multipole", "", method, False), Budget(0.3)))
+    talk = Conversation(every_index, DecodeConfig(MethodSpec("multipole", "", method, False), Budget(0.3)))
     long = Sampling(max_new_tokens=150)
     first = talk.ask(QUESTIONS[0], long).ids
     assert len(first) > 100
@@ -122,19 +120,19 @@ def test_a_talk_is_forgotten_whose_answers_outgrew_their_buffer(every_index: Ope
 
 def test_a_question_is_ranked_by_its_own_window(every_index: OpenIndex) -> None:
     """A method that observes questions observes each of a talk, and a setting that is switched to the last one."""
-    talk = Talk(every_index, setting("snapkv", 0.1))
+    talk = Conversation(every_index, setting("snapkv", 0.1))
     orders = []
     for question in QUESTIONS[:2]:
         talk.ask(question, SAMPLING)
         orders.append(_order(talk))
     assert not torch.equal(*orders)
-    again = Talk(every_index, setting("snapkv", 0.1))
+    again = Conversation(every_index, setting("snapkv", 0.1))
     again.turns = talk.turns[:1]
     again.switch(setting("snapkv", 0.1))
-    assert not torch.equal(_order(again), _order(Talk(every_index, setting("snapkv", 0.1))))
+    assert not torch.equal(_order(again), _order(Conversation(every_index, setting("snapkv", 0.1))))
 
 
-def _order(talk: Talk) -> torch.Tensor:
+def _order(talk: Conversation) -> torch.Tensor:
     """The ranking of the middle's tokens in the last layer."""
     layer = talk._cache().stored_layers[-1]
     assert isinstance(layer, SparseLayer)
@@ -143,7 +141,7 @@ def _order(talk: Talk) -> torch.Tensor:
 
 
 def test_what_came_of_a_stopped_answer_stays(every_index: OpenIndex, plain: list[list[int]]) -> None:
-    talk, pieces, tokens = Talk(every_index, setting("squeezed")), list[str](), count(1)
+    talk, pieces, tokens = Conversation(every_index, setting("squeezed")), list[str](), count(1)
     answer = talk.ask(QUESTIONS[0], SAMPLING, pieces.append, stop=lambda: next(tokens) >= 5)
     assert answer.finish_reason == "interrupted"
     assert answer.ids == plain[0][:5]
@@ -161,7 +159,7 @@ def test_what_came_of_a_stopped_answer_stays(every_index: OpenIndex, plain: list
 def test_a_failure_leaves_the_talk_as_it_was(
     every_index: OpenIndex, plain: list[list[int]], failure: type[BaseException]
 ) -> None:
-    talk = Talk(every_index, setting("multipole"))
+    talk = Conversation(every_index, setting("multipole"))
 
     def fail(piece: str) -> None:
         raise failure
@@ -174,17 +172,17 @@ def test_a_failure_leaves_the_talk_as_it_was(
 
 
 def test_a_setting_that_cannot_be_leaves_the_old_one(every_index: OpenIndex, plain: list[list[int]]) -> None:
-    talk = Talk(every_index, setting("squeezed"))
+    talk = Conversation(every_index, setting("squeezed"))
     talk.ask(QUESTIONS[0], SAMPLING)
     before = talk.config
     with pytest.raises(UsageError, match="--select-layer 9: the index has 3 layers"):
-        talk.switch(DecodeConfig(Form("tidaldecode", "", TidalDecode(select_layer=9), False), Budget(0.1)))
+        talk.switch(DecodeConfig(MethodSpec("tidaldecode", "", TidalDecode(select_layer=9), False), Budget(0.1)))
     assert talk.config is before
     assert talk.ask(QUESTIONS[1], SAMPLING).ids == plain[1]
 
 
 def test_a_forgotten_talk_begins_anew(every_index: OpenIndex) -> None:
-    talk = Talk(every_index, setting("multipole"))
+    talk = Conversation(every_index, setting("multipole"))
     first = [talk.ask(question, SAMPLING).ids for question in QUESTIONS[:2]]
     talk.forget()
     assert not talk.turns
@@ -194,7 +192,7 @@ def test_a_forgotten_talk_begins_anew(every_index: OpenIndex) -> None:
 def test_a_talk_that_is_not_quite_forgotten_is_as_it_was(
     every_index: OpenIndex, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talk = Talk(every_index, setting("multipole"))
+    talk = Conversation(every_index, setting("multipole"))
     answers = [talk.ask(QUESTIONS[0], SAMPLING).ids]
     layers = talk._cache().stored_layers
 
@@ -210,16 +208,16 @@ def test_a_talk_that_is_not_quite_forgotten_is_as_it_was(
 
 
 def test_each_answer_counts_what_it_read_itself(every_index: OpenIndex) -> None:
-    talk = Talk(every_index, DecodeConfig(Form("quest", "", Quest(page_size=8), False), Budget(0.2)))
+    talk = Conversation(every_index, DecodeConfig(MethodSpec("quest", "", Quest(page_size=8), False), Budget(0.2)))
     first, second = (talk.ask(question, SAMPLING).kv_fraction for question in QUESTIONS[:2])
     assert first == pytest.approx(second)
-    talk.switch(DecodeConfig(Form("oracle", "", Oracle(), False), Budget(1.0)))
+    talk.switch(DecodeConfig(MethodSpec("oracle", "", Oracle(), False), Budget(1.0)))
     assert talk.ask(QUESTIONS[2], SAMPLING).kv_fraction > first
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["chat", "raw"])
 def test_questions_have_their_frame_or_none(every_index: OpenIndex, raw: bool) -> None:
-    talk = Talk(every_index, setting("squeezed"), raw=raw)
+    talk = Conversation(every_index, setting("squeezed"), raw=raw)
     for question in QUESTIONS[:2]:
         talk.ask(question, Sampling(max_new_tokens=3))
     asked = [str(every_index.tokenizer.decode(turn.question)) for turn in talk.turns]
@@ -248,7 +246,7 @@ def test_a_turn_ends_once(every_index: OpenIndex, ending: list[int], closed: boo
 
 
 def test_a_full_model_is_told_from_a_long_question(every_index: OpenIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    talk = Talk(every_index, setting("squeezed"))
+    talk = Conversation(every_index, setting("squeezed"))
     monkeypatch.setattr(every_index.model.config, "max_position_embeddings", len(every_index.input_ids) + 90)
     with pytest.raises(UsageError, match=r"--rope-scaling$"):
         talk.ask("?" * 100, SAMPLING)

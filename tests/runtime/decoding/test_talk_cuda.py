@@ -7,14 +7,12 @@ from support.small_index import INDEXERS, reopen, small_plan
 from sparsekv.indexing.build import build_index
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.talk import Talk
+from sparsekv.runtime.decoding.session import Conversation
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
 
 pytestmark = pytest.mark.gpu
 METHODS: dict[str, Method] = {
@@ -27,7 +25,7 @@ METHODS: dict[str, Method] = {
 
 def setting(name: str) -> DecodeConfig:
     """A method that reads everything."""
-    return DecodeConfig(Form(name, "", METHODS[name]), Budget(1.0))
+    return DecodeConfig(MethodSpec(name, "", METHODS[name]), Budget(1.0))
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2"])
@@ -41,13 +39,13 @@ def on_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_talk_goes_on_by_captured_steps(on_gpu: OpenIndex, name: str) -> None:
-    talk = Talk(on_gpu, setting(name))
+    talk = Conversation(on_gpu, setting(name))
     assert [talk.ask(question, SAMPLING).ids for question in QUESTIONS] == list(plain_talk(on_gpu))
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_another_setting_sees_the_same_turns(on_gpu: OpenIndex, name: str) -> None:
-    talk = Talk(on_gpu, setting("multipole"))
+    talk = Conversation(on_gpu, setting("multipole"))
     answers = [talk.ask(question, SAMPLING).ids for question in QUESTIONS[:2]]
     talk.switch(setting(name))
     assert [*answers, talk.ask(QUESTIONS[2], SAMPLING).ids] == list(plain_talk(on_gpu))

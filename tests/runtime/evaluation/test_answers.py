@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.runtime.evaluation.answers import FILE, Answers, Given, answer_key
+from sparsekv.runtime.evaluation.table import FILE, Answers, ScoredAnswer, answer_key
 
 
-def _write(folder: Path, number: int) -> dict[str, Given]:
+def _write(folder: Path, number: int) -> dict[str, ScoredAnswer]:
     with Answers(folder) as answers:
         for one in range(number):
-            answers.add(answer_key({"question": one}), Given(f"text\n{one} é", None, 0.1, 1.5), {"task": "niah"})
+            answers.add(answer_key({"question": one}), ScoredAnswer(f"text\n{one} é", None, 0.1, 1.5), {"task": "niah"})
         return dict(answers.known)
 
 
@@ -22,9 +22,9 @@ def test_answers_come_back_as_they_were(tmp_path: Path) -> None:
     written = _write(tmp_path, 3)
     with Answers(tmp_path) as answers:
         assert answers.known == written
-        answers.add("more", Given("", 2.5, 1.0, 0.1), {})
+        answers.add("more", ScoredAnswer("", 2.5, 1.0, 0.1), {})
     with Answers(tmp_path) as answers:
-        assert answers.known == written | {"more": Given("", 2.5, 1.0, 0.1)}
+        assert answers.known == written | {"more": ScoredAnswer("", 2.5, 1.0, 0.1)}
 
 
 @given(st.integers(0, 10_000))

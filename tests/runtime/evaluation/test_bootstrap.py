@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekv.runtime.evaluation.bootstrap import interval, paired_difference
+from sparsekv.runtime.evaluation.table import interval, paired_difference
 
 NORMAL = 1.959964  # half of a 95% interval, in standard errors
 

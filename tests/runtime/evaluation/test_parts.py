@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from sparsekv.runtime.evaluation.answers import Answers, Given
-from sparsekv.runtime.evaluation.parts import Parts
+from sparsekv.runtime.evaluation.engine import Parts
+from sparsekv.runtime.evaluation.table import Answers, ScoredAnswer
 from sparsekv.runtime.evaluation.tasks import Context
 
 ONE, TWO = Context("niah", "one", "a text", ()), Context("niah", "two", "a text", ())
 
 
-def _given(text: str) -> Given:
-    return Given(text, None, 0.1, 1.5)
+def _given(text: str) -> ScoredAnswer:
+    return ScoredAnswer(text, None, 0.1, 1.5)
 
 
 def test_a_parts_answers_are_taken_over_once(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ import pytest
 from support.eval_tasks import count_words
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.evaluation.longbench import DATASETS
 from sparsekv.runtime.evaluation.metrics import METRICS
-from sparsekv.runtime.evaluation.published import read_pairs, read_published, shorten
+from sparsekv.runtime.evaluation.published import DATASETS, read_pairs, read_published, shorten
 from sparsekv.runtime.evaluation.tasks import Context
 
 LONGBENCH = {

@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from sparsekv.runtime.evaluation.answers import Given
-from sparsekv.runtime.evaluation.table import Result, Way, cells, rows
+from sparsekv.runtime.evaluation.table import Result, ScoredAnswer, Variant, cells, rows
 from sparsekv.runtime.evaluation.tasks import Context, Question
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
-DENSE, QUEST = Way("dense", "dense"), Way("dense", "quest", "", Budget(0.05))
+DENSE, QUEST = Variant("dense", "dense"), Variant("dense", "quest", "", Budget(0.05))
 
 
 def _context(name: str, *depths: float, metric: str = "match-all", length: int = 1000) -> Context:
@@ -18,8 +17,10 @@ def _context(name: str, *depths: float, metric: str = "match-all", length: int =
     return Context("niah", name, "text", asked, length)
 
 
-def _result(context: Context, number: int, way: Way, text: str, loss: float | None = None) -> Result:
-    return Result(context, context.questions[number], way, Given(text, loss, 1.0 if way == DENSE else 0.1, 2.0), 100)
+def _result(context: Context, number: int, way: Variant, text: str, loss: float | None = None) -> Result:
+    return Result(
+        context, context.questions[number], way, ScoredAnswer(text, loss, 1.0 if way == DENSE else 0.1, 2.0), 100
+    )
 
 
 def test_scores_and_differences() -> None:
@@ -81,7 +82,7 @@ def test_cells_are_tenths_of_the_depth() -> None:
 
 def test_one_token_and_everything_are_two_ways() -> None:
     context = _context("one", 0.1)
-    token, everything = (Way("dense", "quest", "", Budget.parse(text)) for text in ("1", "100%"))
+    token, everything = (Variant("dense", "quest", "", Budget.parse(text)) for text in ("1", "100%"))
     results = [_result(context, 0, way, text) for way, text in ((DENSE, "yes"), (token, "no"), (everything, "yes"))]
     _, few, whole = rows(results)
     assert (few.budget, type(few.budget), few.score) == (1, int, 0.0)

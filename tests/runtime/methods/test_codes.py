@@ -14,14 +14,13 @@ from support.reference import assert_close
 from support.small_layer import SINKS, TAIL, SmallLayer, all_chosen, as_queries, small_layer
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import Split
+from sparsekv.formats.index.schema import Split
 from sparsekv.indexing.indexers.interface import LayerInput
-from sparsekv.indexing.indexers.query_turn import key_turn
+from sparsekv.indexing.indexers.product_codes import key_turn
 from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.runtime.methods.codes import Codes
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.code_estimates import CodeEstimates
-from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.code_scan import CodeEstimates
+from sparsekv.runtime.selection.interface import Budget, MiddleContext
 
 properties = settings(max_examples=10, deadline=None)
 choices = pytest.mark.parametrize("shared", [False, True], ids=["each its own", "shared"])

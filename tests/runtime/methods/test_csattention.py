@@ -18,14 +18,14 @@ from support.small_tables import SMALL, TabledLayer, layer_input, tabled_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
-from sparsekv.kernels.tables.table_lookup import SCORINGS, cosines, estimate_logits, look_up
+from sparsekv.kernels.posting_lists.posting_lists import SCORINGS, cosines, estimate_logits, look_up
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 properties = settings(max_examples=15, deadline=None)
 EXACT = CSAttentionIndexer(subspace_size=16, centroids=40, alpha=1.0, query_sample=64)

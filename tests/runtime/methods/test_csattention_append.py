@@ -11,11 +11,10 @@ from support.small_layer import SINKS, as_queries
 from support.small_tables import SMALL, layer_input, tabled_layer
 
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
-from sparsekv.kernels.tables.tables import split_channels
+from sparsekv.kernels.posting_lists.posting_lists import split_channels
 from sparsekv.runtime.methods.csattention import CSAttention
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.tables.selector import NEW_CENTROIDS, TableSelector
+from sparsekv.runtime.selection.interface import Budget, MiddleContext
+from sparsekv.runtime.selection.posting_lists import NEW_CENTROIDS, TableSelector
 
 properties = settings(max_examples=15, deadline=None)
 EXACT = CSAttentionIndexer(subspace_size=16, centroids=40, alpha=1.0, query_sample=64)

@@ -16,7 +16,7 @@ from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.h2o import H2O
 from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from support.choices import assert_best
 from support.small_layer import all_chosen, as_queries, small_layer
 
 from sparsekv.runtime.methods.keydiff import KeyDiff
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 properties = settings(max_examples=20, deadline=None)
 

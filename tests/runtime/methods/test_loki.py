@@ -15,7 +15,7 @@ from support.small_layer import TAIL, all_chosen, as_queries, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.methods.loki import Loki
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 properties = settings(max_examples=10, deadline=None)
 choices = pytest.mark.parametrize("shared", [False, True], ids=["each its own", "shared"])

@@ -13,21 +13,17 @@ from support.reference import assert_close, reference_attention
 from support.small_layer import SmallLayer, as_queries, small_layer, sparse_layer
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import LayerFacts
+from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.attention.attention import causal_mask
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention.guard import check_estimates_missed
-from sparsekv.runtime.cache.layer_rows import LayerRows
+from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.methods.magicpig import MagicPIG
-from sparsekv.runtime.reporting.measures import Measured
 from sparsekv.runtime.reporting.queries import tail_block
-from sparsekv.runtime.reporting.recall import measure_layer
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import LayerPosition
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.selection import Selection
+from sparsekv.runtime.reporting.recall import MeasuredSetting, measure_layer
+from sparsekv.runtime.selection.interface import Budget, LayerPosition, MethodSpec, Selection
 
 properties = settings(max_examples=10, deadline=None)
 choices = pytest.mark.parametrize("shared", [False, True], ids=["each its own", "shared"])
@@ -156,7 +152,7 @@ def test_a_layer_attends_to_what_was_drawn_by_its_weights(queries: int) -> None:
 
 def test_a_report_measures_what_was_drawn_by_its_weights(index: OpenIndex) -> None:
     artifact, split = index.artifact, index.split
-    one = Measured(Form("magicpig", "", FEW), Budget(0.5))
+    one = MeasuredSetting(MethodSpec("magicpig", "", FEW), Budget(0.5))
     means = measure_layer(LayerRows(artifact, 0), [one], [tail_block(artifact, 0)])[one].means()
 
     (keys, values), facts, inside = artifact.context(0), artifact.manifest.layers[0], slice(4, 4 + split.middle)
@@ -176,7 +172,7 @@ def test_a_report_measures_what_was_drawn_by_its_weights(index: OpenIndex) -> No
 
 def test_no_guard_is_told_what_is_left() -> None:
     with pytest.raises(UsageError, match="--guard: magicpig cannot tell"):
-        check_estimates_missed("--guard", Form("magicpig", "", FEW, residual=True))
+        check_estimates_missed("--guard", MethodSpec("magicpig", "", FEW, residual=True))
 
 
 def test_a_seed_and_a_layer_have_projections_of_their_own() -> None:

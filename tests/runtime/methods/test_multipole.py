@@ -15,14 +15,13 @@ from support.rotation import ROPES, windowed_query
 from support.small_layer import SmallLayer, as_queries, most_children, small_layer
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import MethodRecord, RopeFacts
+from sparsekv.formats.index.schema import MethodRecord, RopeFacts
 from sparsekv.kernels.kmeans.hierarchy import Level, level_tensors, number_neighbours
 from sparsekv.kernels.kmeans.kmeans import cluster_means
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.multipole_windowed import WindowedMultipole
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.selection import Selection
+from sparsekv.runtime.selection.interface import Budget, Selection
 
 HALF = 10.0  # `opened` for half of the clusters at a budget of 5%
 FLAT, HIERARCHICAL = Multipole("flat"), Multipole("hierarchical", opened=HALF)

@@ -7,12 +7,11 @@ from support.rotation import ROPES, turned, windowed_query
 from support.small_layer import SmallLayer, all_chosen, as_queries, most_children, small_layer
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import MethodRecord, RopeFacts
+from sparsekv.formats.index.schema import MethodRecord, RopeFacts
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.multipole_windowed import WindowedMultipole
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget, Selection
 from sparsekv.runtime.selection.registry import choose_methods, methods
-from sparsekv.runtime.selection.selection import Selection
 
 every_rope = pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 that_turn = pytest.mark.parametrize("rope", [ROPES["halves"], ROPES["interleaved"]], ids=["halves", "interleaved"])

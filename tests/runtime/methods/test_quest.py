@@ -14,7 +14,7 @@ from sparsekv.kernels.common.runs import expand_runs
 from sparsekv.kernels.scores.logits import scores_from_logits
 from sparsekv.runtime.methods.oracle import OracleSelector
 from sparsekv.runtime.methods.quest import Quest
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 properties = settings(max_examples=20, deadline=None)
 pages = st.integers(1, 40)

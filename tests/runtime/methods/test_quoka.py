@@ -12,7 +12,7 @@ from support.small_layer import all_chosen, as_queries, small_layer
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.methods.quoka import Quoka
 from sparsekv.runtime.methods.sampleattention import SampleAttention
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 properties = settings(max_examples=15, deadline=None)
 middles, budgets, seeds = st.integers(5, 80), st.integers(1, 90), st.integers(0, 10**6)

@@ -16,8 +16,8 @@ from support.small_layer import SmallLayer, all_chosen, as_queries, small_layer
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.snapkv import SnapKV
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.residual import ResidualSelector, residual_clusters
+from sparsekv.runtime.selection.interface import Budget
+from sparsekv.runtime.selection.wrappers import ResidualSelector, residual_clusters
 
 properties = settings(max_examples=15, deadline=None)
 FORMS = st.builds(

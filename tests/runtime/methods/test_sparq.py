@@ -13,11 +13,10 @@ from support.reference import assert_close
 from support.small_layer import TAIL, SmallLayer, all_chosen, as_queries, small_layer
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import LayerFacts
+from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.attention.attention import Segment, attend
 from sparsekv.runtime.methods.sparq import SparQ
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import Budget, MiddleContext
 
 properties = settings(max_examples=10, deadline=None)
 choices = pytest.mark.parametrize("shared", [False, True], ids=["each its own", "shared"])

@@ -11,12 +11,11 @@ from support.random_tensors import normal
 from support.small_layer import TAIL, SmallLayer, all_chosen, as_queries, most_children, small_layer
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import MethodRecord
+from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.runtime.methods.oracle import OracleSelector
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.clusters.selector import ClusterSelector
-from sparsekv.runtime.selection.selection import Selection
+from sparsekv.runtime.selection.interface import Budget, Selection
 
 FLAT, HIERARCHICAL = Squeezed("flat"), Squeezed("hierarchical")
 BY_THRESHOLD = Squeezed("flat", "threshold")

@@ -5,8 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekv.runtime.reporting.front import in_order, pareto_front
-from sparsekv.runtime.reporting.report import RecallRow
+from sparsekv.runtime.reporting.report import RecallRow, in_order, pareto_front
 
 ROW = RecallRow(
     method="quest",

@@ -11,12 +11,12 @@ from support.reference import attention_probabilities, reference_attention
 from support.small_index import build_small
 from support.small_layer import as_queries, chosen_tokens
 
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
 from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.indexing.methods.h2o import H2OIndexer
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
-from sparsekv.runtime.cache.layer_rows import LayerRows
+from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.h2o import H2O
@@ -29,13 +29,9 @@ from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.methods.sparq import SparQ
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.window import Window
-from sparsekv.runtime.reporting.measures import Measured, Measures
 from sparsekv.runtime.reporting.queries import tail_block
-from sparsekv.runtime.reporting.recall import measure_layer
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.interface import Method, Selector
-from sparsekv.runtime.selection.selection import Selection
+from sparsekv.runtime.reporting.recall import MeasuredSetting, Measures, measure_layer
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, Selection, Selector
 
 NAMES = ("selected_tokens", "recall", "attention_mass", "output_error", "kv_fraction", "missed_mass")
 METHODS: dict[str, tuple[str, Method]] = {
@@ -160,7 +156,7 @@ def _by_definition(
 
 def _measured(artifact: Artifact, layer: int, method: str, budget: Budget) -> dict[str, torch.Tensor]:
     name, parameters = METHODS[method]
-    one = Measured(Form(name, method, parameters), budget)
+    one = MeasuredSetting(MethodSpec(name, method, parameters), budget)
     return measure_layer(LayerRows(artifact, layer), [one], iter([tail_block(artifact, layer)]))[one].means()
 
 
@@ -181,7 +177,7 @@ def test_recall_can_be_of_a_fixed_number_of_tokens(artifact: Artifact, method: s
     layer, reference = artifact.manifest.indexed_layers[-1], Budget(0.15)
     expected = _by_definition(artifact, layer, method, budget, reference)
     name, parameters = METHODS[method]
-    one = Measured(Form(name, method, parameters), budget, reference=reference, outputs=False)
+    one = MeasuredSetting(MethodSpec(name, method, parameters), budget, reference=reference, outputs=False)
     measured = measure_layer(LayerRows(artifact, layer), [one], [tail_block(artifact, layer)])[one].means()
     for measure in ("selected_tokens", "recall", "attention_mass", "kv_fraction", "missed_mass"):
         assert measured[measure].tolist() == pytest.approx(expected[measure].tolist(), abs=2e-5), measure
@@ -193,7 +189,9 @@ def test_recall_can_be_of_a_fixed_number_of_tokens(artifact: Artifact, method: s
 def test_no_choice_recalls_more_than_it_has_tokens(artifact: Artifact, tokens: int, reference: int) -> None:
     layer, middle = artifact.manifest.indexed_layers[0], artifact.manifest.split.middle
     wanted = [
-        Measured(Form(name, name, METHODS[name][1]), Budget(tokens), reference=Budget(reference), outputs=False)
+        MeasuredSetting(
+            MethodSpec(name, name, METHODS[name][1]), Budget(tokens), reference=Budget(reference), outputs=False
+        )
         for name in ("oracle", "quest")
     ]
     oracle, quest = measure_layer(LayerRows(artifact, layer), wanted, [tail_block(artifact, layer)]).values()
@@ -234,7 +232,7 @@ def test_the_window_recalls_nothing_and_reads_nothing(artifact: Artifact) -> Non
 def test_queries_measured_in_pieces_give_the_same_means(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = artifact.manifest.indexed_layers[0]
     whole = _measured(artifact, layer, "flat", Budget(0.1))
-    monkeypatch.setattr("sparsekv.runtime.reporting.truth.LOGITS_AT_ONCE", 3 * 4 * artifact.manifest.split.tokens)
+    monkeypatch.setattr("sparsekv.runtime.reporting.recall.LOGITS_AT_ONCE", 3 * 4 * artifact.manifest.split.tokens)
     pieces = _measured(artifact, layer, "flat", Budget(0.1))
     for name, values in whole.items():
         assert pieces[name].tolist() == pytest.approx(values.tolist(), abs=1e-6, nan_ok=True)

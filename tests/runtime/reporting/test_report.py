@@ -10,7 +10,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import MEASURES, RecallReport, recall_report
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import choose_methods, methods
 
 BUDGETS = [Budget(0.05), Budget(60), Budget(1.0)]

@@ -13,7 +13,7 @@ from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.reporting.queries import MeasuredQueries, seen_block, tail_block
 from sparsekv.runtime.reporting.report import recall_report
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 TABLES = CSAttentionIndexer(subspace_size=16, centroids=10_000, query_sample=10_000, alpha=0.25)
 INDEXERS: dict[str, Indexer] = {"squeezed": SqueezedIndexer(), "csattention": TABLES}

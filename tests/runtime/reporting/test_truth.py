@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.reference import assert_close
 
-from sparsekv.runtime.reporting.truth import PIECE, sum_in_pieces, weighted
+from sparsekv.runtime.reporting.recall import PIECE, sum_in_pieces, weighted
 
 
 @pytest.mark.parametrize("tokens", [1, 99, 100, 101, 377])

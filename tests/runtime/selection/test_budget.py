@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,11 @@ from support.clusters import spread_by_definition, token_labels
 from support.random_tensors import normal
 from support.small_layer import SINKS, SmallLayer, small_layer
 
-from sparsekv.kernels.kmeans.blocks import block_offsets
+from sparsekv.kernels.kmeans.hierarchy import block_offsets
 from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.capabilities import DescribesClusters
-from sparsekv.runtime.selection.cluster_statistics import Clustering, describe_clusters
-from sparsekv.runtime.selection.distortion import relative_spreads
+from sparsekv.runtime.selection.cluster_statistics import Clustering, describe_clusters, relative_spreads
 
 properties = settings(max_examples=15, deadline=None)
 seeds = st.integers(0, 10**6)

@@ -12,13 +12,11 @@ from support.random_tensors import normal
 from support.small_layer import SmallLayer, as_queries
 
 from sparsekv.kernels.codes.types import PER_OCTAVE
-from sparsekv.kernels.tables.types import ExactKeys
+from sparsekv.kernels.posting_lists.types import ExactKeys
 from sparsekv.runtime.methods.codes import Codes, CodesSelector
 from sparsekv.runtime.selection import code_scan
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.queries import InPlace, Queries
-from sparsekv.runtime.selection.residual import residual_clusters
+from sparsekv.runtime.selection.interface import Budget, InPlace, MiddleContext, Queries
+from sparsekv.runtime.selection.wrappers import residual_clusters
 
 EXACT, SEEDS = 20, [3, 11, 12, 13, 14]
 # Factors between scores above which ranks tell them apart. A rank is a sixteenth of the mantissas, and kernels may be

@@ -10,9 +10,8 @@ from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.configure import configure, form_options
-from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.interface import Method, MethodSpec
+from sparsekv.runtime.selection.registry import configure, form_options
 
 
 @pytest.mark.parametrize(
@@ -26,13 +25,13 @@ from sparsekv.runtime.selection.interface import Method
     ],
 )
 def test_options(method: Method, options: str) -> None:
-    found = form_options(Form("some", "", method))
+    found = form_options(MethodSpec("some", "", method))
     assert sorted(found) == sorted(shlex.split(options))
     assert configure(type(method), _parsed(method, found)) == method
 
 
 def test_a_residual_is_an_option() -> None:
-    assert form_options(Form("quest", "", Quest(), residual=True)) == ["--residual"]
+    assert form_options(MethodSpec("quest", "", Quest(), residual=True)) == ["--residual"]
 
 
 def _parsed(method: Method, options: list[str]) -> dict[str, Any]:

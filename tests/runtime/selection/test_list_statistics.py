@@ -14,7 +14,7 @@ from support.small_tables import SMALL, TabledLayer, tabled_layer
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.capabilities import DescribesClusters, DescribesLists
-from sparsekv.runtime.selection.list_statistics import ListShape, subspace_shares
+from sparsekv.runtime.selection.cluster_statistics import ListShape, subspace_shares
 
 properties = settings(max_examples=10, deadline=None)
 seeds = st.integers(0, 10**6)

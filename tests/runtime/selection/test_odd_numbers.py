@@ -15,17 +15,15 @@ from support.small_layer import as_queries
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention.guard import Guard
-from sparsekv.runtime.cache.layer_rows import LayerRows
+from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import stored_context
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.interface import Budget, Method, Selection
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.selection.selection import Selection
 
 STORED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "huge": lambda rows: 3e38 * rows.sign(),

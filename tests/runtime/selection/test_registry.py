@@ -10,19 +10,23 @@ from support.configs import sparse
 from support.reference import assert_close
 from support.small_index import plain_logits, random_ids, reopen, small_plan, stepped_logits, with_changes
 
-from sparsekv.formats.schema import layer_file
+from sparsekv.formats.index.schema import layer_file
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.indexers.interface import Indexer, LayerInput
-from sparsekv.indexing.indexers.registry import choose_indexers, indexers
+from sparsekv.indexing.indexers.interface import Indexer, LayerInput, choose_indexers, indexers
 from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
 from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.interface import Method, Selector
-from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.interface import (
+    Budget,
+    Cost,
+    Method,
+    MiddleContext,
+    Queries,
+    Selection,
+    Selector,
+    single_rows,
+)
 from sparsekv.runtime.selection.registry import choose_methods, methods
-from sparsekv.runtime.selection.selection import Cost, Selection, single_rows
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from support.tiny_models import save_tiny
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
-from sparsekv.runtime.cache.layer_rows import LayerRows
+from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.prepare import prepare_layer, residual_source
 from sparsekv.runtime.methods.loki import Loki
 from sparsekv.runtime.methods.oracle import Oracle
@@ -29,9 +29,8 @@ from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.tidaldecode import TidalDecode
 from sparsekv.runtime.methods.window import Window
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method, Selector
-from sparsekv.runtime.selection.residual import ResidualSelector, residual_clusters
+from sparsekv.runtime.selection.interface import Budget, Method, Selector
+from sparsekv.runtime.selection.wrappers import ResidualSelector, residual_clusters
 
 METHODS: dict[str, Method] = {
     "quest": Quest(page_size=7),

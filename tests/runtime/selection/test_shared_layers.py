@@ -26,11 +26,8 @@ from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.tidaldecode import TidalDecode
 from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import LayerPosition
-from sparsekv.runtime.selection.interface import Selector
-from sparsekv.runtime.selection.layer_sharing import LayerSharing
-from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.interface import Budget, LayerPosition, Queries, Selector
+from sparsekv.runtime.selection.token_choice import LayerSharing
 
 properties = settings(max_examples=15, deadline=None)
 every_method = pytest.mark.parametrize("method", [TidalDecode(), LessIsMore()], ids=["tidaldecode", "lessismore"])
@@ -202,7 +199,7 @@ def test_a_report_follows_the_layers(deep: OpenIndex, at_once: int | None, monke
     """Recall of a taking layer is the overlap of its best tokens with those of the layer that chose."""
     split, heads, tokens = deep.split, 4, 30
     if at_once is not None:
-        monkeypatch.setattr("sparsekv.runtime.reporting.truth.LOGITS_AT_ONCE", at_once * heads * split.tokens)
+        monkeypatch.setattr("sparsekv.runtime.reporting.recall.LOGITS_AT_ONCE", at_once * heads * split.tokens)
     report = recall_report(deep.artifact, ["tidaldecode"], [Budget(10), Budget(tokens)], MeasuredQueries(deep.artifact))
     rows = {(row.layer, row.kv_head): row for row in report.rows if row.budget_tokens == tokens}
     first = split.tokens - split.tail + split.tail // 2

@@ -15,10 +15,8 @@ from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.window import Window
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Selector
-from sparsekv.runtime.selection.residual import ResidualSelector, residual_clusters
-from sparsekv.runtime.selection.union import RepresentsRest, unite
+from sparsekv.runtime.selection.interface import Budget, Selector
+from sparsekv.runtime.selection.wrappers import RepresentsRest, ResidualSelector, residual_clusters, unite
 
 METHODS: dict[str, Any] = {
     "flat": Squeezed("flat"),

@@ -10,19 +10,16 @@ from support.traced import DENSE, SOME, answered, chosen_tokens, every_form
 
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.attention.config import DecodeConfig
-from sparsekv.runtime.cache.layer_rows import LayerRows
-from sparsekv.runtime.decoding.asker import Asker
+from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.generate import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import prepare_layer
-from sparsekv.runtime.reporting.measures import Measured
-from sparsekv.runtime.reporting.recall import SharedStates, measure_layer
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.decoding.session import Session
+from sparsekv.runtime.reporting.recall import MeasuredSetting, SharedStates, measure_layer
 from sparsekv.runtime.selection.capabilities import NumbersCentroids, ObservesQuestion
-from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.selection.interface import Budget, MethodSpec
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.tracing.recorder import MEASURES, last_query
-from sparsekv.runtime.tracing.shares import own_shares
+from sparsekv.runtime.tracing.recorder import MEASURES, last_query, own_shares
 from sparsekv.runtime.tracing.trace import TracedIndex
 
 SHARES = ("exact", "chosen", "stood_for", "missed")
@@ -35,11 +32,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def forms(full_index: OpenIndex, name: str) -> list[Form]:
+def forms(full_index: OpenIndex, name: str) -> list[MethodSpec]:
     return [form for form in every_form(full_index).values() if form.name == name]
 
 
-def test_the_chosen_tokens_are_those_that_the_method_chooses(full_index: OpenIndex, forms: list[Form]) -> None:
+def test_the_chosen_tokens_are_those_that_the_method_chooses(full_index: OpenIndex, forms: list[MethodSpec]) -> None:
     """A second selector is asked the same, step by step."""
     middle = full_index.split.middle
     for form in forms:
@@ -61,7 +58,7 @@ def test_the_chosen_tokens_are_those_that_the_method_chooses(full_index: OpenInd
                     assert weighed == set(chosen) or (selection.rows.log_weights is not None and weighed < set(chosen))
 
 
-def test_shares_add_up_to_all_attention(full_index: OpenIndex, forms: list[Form]) -> None:
+def test_shares_add_up_to_all_attention(full_index: OpenIndex, forms: list[MethodSpec]) -> None:
     for form in forms:
         for steps in answered(full_index, form).steps.values():
             for one in steps:
@@ -71,7 +68,7 @@ def test_shares_add_up_to_all_attention(full_index: OpenIndex, forms: list[Form]
                 assert float(shares.nowhere.sum()) == 0
 
 
-def test_every_token_that_is_not_chosen_is_represented_once(full_index: OpenIndex, forms: list[Form]) -> None:
+def test_every_token_that_is_not_chosen_is_represented_once(full_index: OpenIndex, forms: list[MethodSpec]) -> None:
     """A centroid counts as many tokens as are said to be represented by it, and gives each the same."""
     middle = full_index.split.middle
     for form in forms:
@@ -94,7 +91,7 @@ def test_every_token_that_is_not_chosen_is_represented_once(full_index: OpenInde
             assert_close(given, one.weights[:, :, -1, rows + exact :].mean(1), 1e-5)
 
 
-def test_everything_chosen_leaves_nothing(full_index: OpenIndex, forms: list[Form]) -> None:
+def test_everything_chosen_leaves_nothing(full_index: OpenIndex, forms: list[MethodSpec]) -> None:
     """Samples and methods with a choice of another size are what they are at any budget."""
     form = forms[0]
     if form.name in ("window", "magicpig", "sampleattention"):
@@ -109,7 +106,7 @@ def test_everything_chosen_leaves_nothing(full_index: OpenIndex, forms: list[For
 
 
 def test_a_dense_question_is_recorded_by_the_tokens_that_it_attends_to(
-    full_index: OpenIndex, forms: list[Form]
+    full_index: OpenIndex, forms: list[MethodSpec]
 ) -> None:
     """Whatever order the rows have that it reads."""
     sinks, middle = full_index.split.sinks, full_index.split.middle
@@ -122,17 +119,19 @@ def test_a_dense_question_is_recorded_by_the_tokens_that_it_attends_to(
             assert_close(chosen_tokens(own_shares(first, middle)), expected, 1e-5)
 
 
-def test_the_answer_and_its_cost_are_those_of_generate(full_index: OpenIndex, forms: list[Form]) -> None:
+def test_the_answer_and_its_cost_are_those_of_generate(full_index: OpenIndex, forms: list[MethodSpec]) -> None:
     question = question_ids(full_index, QUESTION)
     for form in forms:
         setting = DecodeConfig(form, SOME)
-        plain = Asker.open(full_index, setting).ask(question, Sampling(4))
+        plain = Session.open(full_index, setting).ask(question, Sampling(4))
         answer, trace = TracedIndex(full_index, setting).trace(question, 4)
         assert answer.ids == plain.ids
         assert trace["measures"]["kv_fraction"] == pytest.approx(plain.kv_fraction, rel=1e-6)
 
 
-def test_measures_are_a_reports_of_the_same_queries_to_the_last_digit(full_index: OpenIndex, forms: list[Form]) -> None:
+def test_measures_are_a_reports_of_the_same_queries_to_the_last_digit(
+    full_index: OpenIndex, forms: list[MethodSpec]
+) -> None:
     question = question_ids(full_index, QUESTION)
     for form in forms:
         steps = answered(full_index, form, tokens=2).steps
@@ -142,7 +141,7 @@ def test_measures_are_a_reports_of_the_same_queries_to_the_last_digit(full_index
         states: SharedStates = {}
         expected = {}
         for layer, (_, one) in steps.items():
-            rows, measured = LayerRows(full_index.artifact, layer), Measured(form, SOME)
+            rows, measured = LayerRows(full_index.artifact, layer), MeasuredSetting(form, SOME)
             found = measure_layer(rows, [measured], [last_query(one.step, rows)], states)[measured].means()
             expected[layer] = {name: found[name].tolist() for name in MEASURES}
         for row in trace["by_head_measures"]:
@@ -223,7 +222,7 @@ def test_every_family_is_traced_in_the_layers_that_select(family_index: OpenInde
         DecodeConfig(every_form(family_index)["squeezed flat"], SOME),
         question_ids(family_index, QUESTION),
     )
-    plain = Asker.open(family_index, setting).ask(question, Sampling(3))
+    plain = Session.open(family_index, setting).ask(question, Sampling(3))
     answer, trace = TracedIndex(family_index, setting).trace(question, 3, truth=True)
     assert answer.ids == plain.ids
     assert trace["layers"] == family_index.artifact.manifest.indexed_layers

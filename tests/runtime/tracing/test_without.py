@@ -13,27 +13,25 @@ from support.tiny_models import tiny_tokenizer
 from support.traced import SOME, answered, chosen_tokens, every_form
 from tokenizers import normalizers
 
-from sparsekv.formats.border import Border
 from sparsekv.formats.documents.prompt import encode_prompt
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.models.identify import identify
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import Border
+from sparsekv.formats.models.load import identify
 from sparsekv.indexing.build import build_index
 from sparsekv.kernels.attention.attention import Segment, attend
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
-from sparsekv.runtime.cache.mapped_rows import MappedRows
-from sparsekv.runtime.decoding.asker import Asker
+from sparsekv.runtime.cache.kv_store import MappedRows
 from sparsekv.runtime.decoding.generate import question_ids
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
+from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.methods.codes import Codes
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.selection.interface import Budget, MethodSpec
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.tracing.hiding import HidingExecutor
-from sparsekv.runtime.tracing.shares import AttendedStep, own_shares
-from sparsekv.runtime.tracing.trace import EVERYTHING, TracedIndex
-from sparsekv.runtime.tracing.without import MOST_FOUND, log_probability, tokens_of
+from sparsekv.runtime.tracing.recorder import AttendedStep, own_shares
+from sparsekv.runtime.tracing.trace import EVERYTHING, MOST_FOUND, TracedIndex, log_probability, tokens_of
 
 TEXTS = ["The", " cat", " sat", ".\n", "A", " dog", "", "", "\U0001f511", " ran", ".", " The", " cat", " ran"]
 
@@ -71,7 +69,7 @@ def test_a_passage_in_many_places_is_refused() -> None:
         tokens_of(["a"], [" a"] * (MOST_FOUND + 1))
 
 
-def _forms(index: OpenIndex, name: str) -> list[Form]:
+def _forms(index: OpenIndex, name: str) -> list[MethodSpec]:
     return [form for form in every_form(index).values() if form.name == name]
 
 
@@ -171,7 +169,7 @@ def _expected(one: AttendedStep, hidden: torch.Tensor, beside: torch.Tensor) -> 
 def test_the_log_probability_is_the_plain_models(full_index: OpenIndex) -> None:
     """With everything attended, summed over the answer's tokens, each after those before it."""
     question, answer = torch.tensor([70, 80, 90, 100]), [101, 5, 66]
-    cache = Asker.open(full_index, DecodeConfig(EVERYTHING)).cache
+    cache = Session.open(full_index, DecodeConfig(EVERYTHING)).cache
     logits = plain_logits_after(full_index, torch.cat([question, torch.tensor(answer)]))
     expected = logits.double().log_softmax(-1)[3:-1].gather(1, torch.tensor(answer)[:, None]).sum()
     for at_once in (False, True):

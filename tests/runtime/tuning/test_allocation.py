@@ -6,7 +6,7 @@ from statistics import fmean
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsekv.runtime.tuning.allocation import Option, allocate
+from sparsekv.runtime.tuning.tuning import Option, allocate
 
 parts = st.integers(0, 40).map(lambda part: part / 40)
 curves = st.integers(2, 5).flatmap(

@@ -8,14 +8,14 @@ from torch.nn.functional import cross_entropy
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.perplexity import losses
-from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.selection.interface import MethodSpec
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.tuning.goals import PerplexityGoal
-from sparsekv.runtime.tuning.model_meter import ModelMeter
+from sparsekv.runtime.tuning.meter import ModelMeter
 from sparsekv.runtime.tuning.tuning import tune
 
 
-def _ratio(index: OpenIndex, form: Form, share: float, *, calibration: bool) -> tuple[float, float]:
+def _ratio(index: OpenIndex, form: MethodSpec, share: float, *, calibration: bool) -> tuple[float, float]:
     """Perplexity over that of dense attention, and KV fraction."""
     shares = dict.fromkeys(index.artifact.manifest.indexed_layers, share)
     meter = ModelMeter(index, calibration=calibration)
@@ -24,8 +24,8 @@ def _ratio(index: OpenIndex, form: Form, share: float, *, calibration: bool) -> 
     return point.perplexity, point.kv_fraction
 
 
-def _plain(name: str) -> Form:
-    return Form(name, "", methods()[name](), residual=False)
+def _plain(name: str) -> MethodSpec:
+    return MethodSpec(name, "", methods()[name](), residual=False)
 
 
 def _dense_losses(index: OpenIndex) -> torch.Tensor:

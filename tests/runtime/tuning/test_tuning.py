@@ -13,24 +13,19 @@ from support.configs import sparse
 from support.small_index import build_small, random_ids, stepped_logits
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.index.reader import Artifact
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
-from sparsekv.runtime.cache.layer_rows import LayerRows
+from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.window import Window, WindowSelector
-from sparsekv.runtime.reporting.measures import Measured
 from sparsekv.runtime.reporting.queries import MeasuredQueries, tail_block
-from sparsekv.runtime.reporting.recall import measure_layer
+from sparsekv.runtime.reporting.recall import MeasuredSetting, measure_layer
 from sparsekv.runtime.reporting.report import recall_report
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.selection.interface import Budget, MethodSpec, MiddleContext
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.tuning.budget_search import LEAST, MOST, BudgetSearch, rounded
-from sparsekv.runtime.tuning.candidates import candidates
-from sparsekv.runtime.tuning.goals import REFERENCE, ErrorGoal, RecallGoal
+from sparsekv.runtime.tuning.coarse_search import LEAST, MOST, BudgetSearch, candidates, rounded
+from sparsekv.runtime.tuning.goals import REFERENCE, ErrorGoal, RecallGoal, Tuned
 from sparsekv.runtime.tuning.meter import AttentionMeter
-from sparsekv.runtime.tuning.tuned import Tuned
 from sparsekv.runtime.tuning.tuning import tune
 
 NAMES = ["squeezed", "quest", "window"]
@@ -102,7 +97,7 @@ def test_shares_are_rounded_up_to_three_digits(share: float) -> None:
 def _half(artifact: Artifact, one: Tuned, share: float, *, calibration: bool) -> tuple[float, float]:
     """Recall and KV fraction of a tuned form at one share, on one half of the tail, mean over layers and heads."""
     form = one.form
-    measured = Measured(form, Budget(share), reference=REFERENCE)
+    measured = MeasuredSetting(form, Budget(share), reference=REFERENCE)
     means = [
         measure_layer(LayerRows(artifact, layer), [measured], [tail_block(artifact, layer, calibration=calibration)])[
             measured
@@ -196,7 +191,7 @@ class _Chained(Window):
 
 def test_layers_that_depend_on_one_another_are_never_measured_alone(index: OpenIndex) -> None:
     layers = index.artifact.manifest.indexed_layers
-    chained, alone = Form("window", "chained", _Chained(), False), Form("window", "alone", Window(), False)
+    chained, alone = MethodSpec("window", "chained", _Chained(), False), MethodSpec("window", "alone", Window(), False)
     meter, shares = AttentionMeter(index.artifact, REFERENCE, calibration=True), dict.fromkeys(layers, 0.5)
     with torch.inference_mode():
         meter.measure([(chained, shares), (alone, shares)], lambda done, of: None, layers[:1])

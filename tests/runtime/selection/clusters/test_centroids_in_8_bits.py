@@ -7,13 +7,12 @@ import torch
 from support.reference import assert_close
 from support.small_layer import small_layer
 
-from sparsekv.formats.int8_centroids import with_centroids_in_8_bits
-from sparsekv.runtime.cache.rows_in_8_bits import read_centroids
+from sparsekv.formats.index.context_rows import with_centroids_in_8_bits
+from sparsekv.runtime.cache.kv_store import read_centroids
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.clusters.selector import ClusterSelector
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.interface import Method, MiddleContext
 
 
 def stored_context(block: int | None) -> MiddleContext:

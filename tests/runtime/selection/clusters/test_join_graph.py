@@ -4,9 +4,9 @@ import pytest
 import torch
 from support.random_tensors import clustered
 
+from sparsekv.kernels.kmeans.hierarchy import join_tokens
 from sparsekv.kernels.kmeans.kmeans import random_kmeans
-from sparsekv.kernels.kmeans.online import join_tokens
-from sparsekv.runtime.selection.clusters.join_graph import join_by_graph
+from sparsekv.runtime.selection.clusters.stream import join_by_graph
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.small_layer import all_chosen, as_queries, small_layer
 
 from sparsekv.runtime.methods.multipole import Multipole
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 LEVELS = {"flat": (0.2,), "two": (0.3, 0.1), "three": (0.4, 0.2, 0.1)}
 

@@ -13,9 +13,8 @@ from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method
-from sparsekv.runtime.selection.residual import ResidualSelector, residual_clusters
+from sparsekv.runtime.selection.interface import Budget, Method
+from sparsekv.runtime.selection.wrappers import ResidualSelector, residual_clusters
 
 Tensors = dict[str, torch.Tensor]
 

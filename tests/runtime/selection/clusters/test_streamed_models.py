@@ -8,12 +8,12 @@ from support.small_index import build_small, plain_logits_after, random_ids, ste
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
-from sparsekv.kernels.kmeans.blocks import block_offsets
+from sparsekv.kernels.kmeans.hierarchy import block_offsets
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 EVERYTHING = Budget(1.0)
 

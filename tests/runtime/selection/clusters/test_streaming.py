@@ -12,18 +12,15 @@ from support.reference import assert_close, reference_attention
 from support.rotation import ROPES, turned
 from support.small_layer import SmallLayer, as_queries, small_layer, sparse_layer
 
-from sparsekv.formats.schema import RopeFacts
+from sparsekv.formats.index.schema import RopeFacts
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.kernels.kmeans.blocks import block_offsets
-from sparsekv.kernels.kmeans.online import REFINEMENTS
+from sparsekv.kernels.kmeans.hierarchy import REFINEMENTS, block_offsets
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.multipole_windowed import WindowedMultipole
-from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.clusters.selector import ClusterSelector
-from sparsekv.runtime.selection.interface import Selector
-from sparsekv.runtime.selection.selection import Selection
+from sparsekv.runtime.selection.interface import Budget, Selection, Selector
 
 HEADS, GROUP, SIZE, MIDDLE, TAIL = 2, 3, 16, 70, 32
 LEVELS = {"flat": (0.25,), "two levels": (0.25, 0.1), "three levels": (0.4, 0.2, 0.1)}

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.methods.multipole import Multipole
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Budget
 
 LEVELS, BLOCK, BUFFER, HEADS, GROUP, SIZE = (1 / 16,), 1024, 16, 2, 3, 16
 

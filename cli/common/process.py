@@ -1,0 +1,137 @@
+"""Settings of a command's process: warnings of libraries, Python's garbage collector, memory limits, and Ctrl-C."""
+
+import gc
+import logging
+import os
+import resource
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from sparsekv.formats.errors import SparsekvError
+
+_RESTING = 1_000_000  # new objects before it looks for garbage
+_USUAL = gc.get_threshold()
+
+
+def rest_collector() -> None:
+    """Let it look for garbage seldom, until `resume_collector`."""
+    gc.set_threshold(_RESTING, *_USUAL[1:])
+
+
+def resume_collector() -> None:
+    """Let it work as usual from here on, if it rests; what there is already it no longer looks at."""
+    if gc.get_threshold()[0] == _RESTING:
+        gc.freeze()
+        gc.set_threshold(*_USUAL)
+
+
+LEAST = 768 * 2**20
+"""Bytes of address space that torch and transformers need to load."""
+LEAST_LEFT = (560 + 72 * (os.cpu_count() or 1)) * 2**20
+"""Bytes of address space that a small model takes after everything is loaded, and a thread a core, of some 70 MiB:
+libraries may abort when a thread cannot start. Measured on 2 cores: an append aborted at 650 MiB, never at 660."""
+
+
+def refuse_small_limit() -> None:
+    """Raise SparsekvError if a limit (`ulimit -v`) is too small to load the libraries."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < LEAST:
+        _refuse(limit, LEAST)
+
+
+def refuse_little_room() -> None:
+    """Raise SparsekvError if, with the libraries loaded, a limit leaves less than LEAST_LEFT."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    pages = Path("/proc/self/statm")
+    if limit == resource.RLIM_INFINITY or not pages.exists():
+        return
+    needed = int(pages.read_text().split()[0]) * resource.getpagesize() + LEAST_LEFT
+    if limit < needed:
+        _refuse(limit, needed)
+
+
+def _refuse(limit: int, needed: int) -> None:
+    raise SparsekvError(
+        f"there is not enough memory to start: a limit (ulimit -v) allows {limit >> 20} MiB; raise it to "
+        f"{needed >> 20} MiB at least, and what the model needs"
+    )
+
+
+INTERRUPTED = 130
+KEPT = {
+    "build-index": "what is whole is kept, and the same command goes on; a prefill begins anew",
+    "append": "the index is as it was; what is whole is kept, and the same command goes on; a prefill begins anew",
+    "eval": "the answers are kept, and the same command goes on from there",
+    "generate": "the index is as it was",
+    "chat": "the index is as it was",
+    "tune": "the index is as it was",
+}
+"""What a command keeps when it is interrupted; the others keep nothing and change nothing."""
+
+
+class Interruption:
+    """Remembers whether Ctrl-C was pressed: libraries turn KeyboardInterrupt into other errors, or lose it."""
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def told(self, command: str) -> str:
+        """The line to print: what the interrupted command keeps."""
+        resumes = any(one == "--resume" or one.startswith("--resume=") for one in sys.argv)
+        return f"interrupted; {KEPT.get('eval' if resumes else command, 'nothing was changed')}"
+
+    def take(self, number: int, frame: FrameType | None) -> None:
+        if self.came:  # a second Ctrl-C does not wait for the cleanup
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+        self.came = True
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def interruptions() -> Iterator[Interruption]:
+    """Records Ctrl-C inside the context; afterwards Ctrl-C kills the process. Under nohup SIGINT stays ignored."""
+    interruption = Interruption()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield interruption
+        return
+    hook = sys.unraisablehook
+
+    def again(unraisable: Any) -> None:
+        """Raise an interrupt again that came during a finaliser: Python would only print it."""
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            interruption.came = False
+            signal.raise_signal(signal.SIGINT)
+        else:
+            hook(unraisable)
+
+    sys.unraisablehook = again
+    signal.signal(signal.SIGINT, interruption.take)
+    try:
+        yield interruption
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        sys.unraisablehook = hook
+
+
+@contextmanager
+def quiet_libraries(*, debug: bool) -> Iterator[None]:
+    """Context manager that hides libraries' warnings and log records; with `debug` it hides nothing."""
+    if debug:
+        yield
+        return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    shown, level = warnings.showwarning, logging.root.manager.disable
+    warnings.showwarning = lambda *told, **more: None
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        warnings.showwarning = shown
+        logging.disable(level)

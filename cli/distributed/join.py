@@ -1,0 +1,84 @@
+"""A process of a distributed command: it meets the others, refuses what they cannot do together, and one of them
+prints."""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NoReturn
+
+from sparsekv.cli.common.failures import causes, end, fail
+from sparsekv.cli.distributed.launch import refuse_other_commands
+from sparsekv.formats.distributed.process import LAUNCHER, Place, own_place
+from sparsekv.formats.errors import SparsekvError, UsageError
+
+if TYPE_CHECKING:  # torch.distributed is for ranks alone
+    from sparsekv.formats.distributed.group import Ranks
+
+
+_PARENT_DIED = 1  # PR_SET_PDEATHSIG of prctl
+_stderr = -1
+
+
+def enter(place: Place) -> None:
+    """Begin as a rank: end with the process that started it, and print nothing unless it is the first.
+
+    Raises:
+        UsageError: the command is for one process.
+    """
+    global _stderr
+    if place.folder is not None:
+        ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGTERM)
+        if str(os.getppid()) != os.environ.get(LAUNCHER, str(os.getppid())):  # it died before that call
+            os.kill(os.getpid(), signal.SIGTERM)
+    if place.number:
+        _stderr = os.dup(2)
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        for number in (1, 2):
+            os.dup2(nothing, number)
+        os.close(nothing)
+    refuse_other_commands(sys.argv[1:])
+
+
+def fail_as_rank(place: Place, error: BaseException, command: str, *, debug: bool) -> NoReturn:
+    """End with an error, and tell it if no other rank has told one."""
+    from sparsekv.formats.distributed.group import is_first_to_tell, is_lost_rank
+
+    lost = is_lost_rank(list(causes(error)))
+    # Who started the ranks by --gpus knows which of them has ended, and tells that.
+    if (lost and place.folder is not None) or not is_first_to_tell(place):
+        end(int(getattr(error, "exit_code", 1)))
+    if place.number:
+        os.dup2(_stderr, 2)
+    if lost and not debug:
+        error = SparsekvError("another rank has ended or no longer answers; run the same command again")
+    fail(error, command, debug=debug)
+
+
+def join_ranks(device: str) -> "Ranks | None":
+    """This process among the others; None for one process.
+
+    Args:
+        device: as `--device` names it.
+
+    Raises:
+        UsageError: it names other devices than ranks take.
+    """
+    place = own_place()
+    if place is None:
+        return None
+    from sparsekv.formats.distributed.group import join
+
+    ranks = join(place)
+    if device not in ("auto", ranks.device.type):
+        hide = "; to use CPUs, hide the GPUs: CUDA_VISIBLE_DEVICES=" if ranks.device.type == "cuda" else ""
+        raise UsageError(f"--device {device}: each rank takes the device of its number; leave it out{hide}")
+    return ranks
+
+
+def refuse_with_ranks(given: Mapping[str, object]) -> None:
+    """Raise UsageError for the first of some options that is given: it is for one process."""
+    for option, value in given.items():
+        if value:
+            raise UsageError(f"with several ranks there is no {option}; leave it out, or --gpus")

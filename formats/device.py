@@ -1,0 +1,323 @@
+"""A command's device: its name, its memory, and files read into its memory or mapped, with threads that read ahead."""
+
+import ctypes
+import errno
+import json
+import mmap
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import cache
+from queue import SimpleQueue
+from threading import Lock, Thread, main_thread
+from typing import TypeVar
+
+import torch
+
+from sparsekv.formats.errors import SparsekvError, UsageError, choose_one
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of a GPU's memory: all of them, and those that this process can still get."""
+
+    total: int
+    left: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that torch takes of a GPU's memory: the model, which is there already; `rows`, keys and values with the
+    queries that are kept beside them; and what is needed to work with them, an estimate."""
+
+    model: int
+    rows: int
+    work: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.model + self.rows + self.work
+
+    def told(self, memory: DeviceMemory) -> str:
+        """One line: what is needed, of what, and what a user can do where it may not be there."""
+        needed = (
+            f"needs some {_gib(self.total)} GiB of the GPU's {_gib(memory.total)}: {_gib(self.model)} the model, "
+            f"{_gib(self.rows)} keys and values, {_gib(self.work)} to work with them"
+        )
+        if self.rows + self.work <= memory.left:
+            return needed
+        return f"{needed}; {_gib(memory.left)} are left beside the model, so that it may run out"
+
+    def check(self, memory: DeviceMemory, remedy: str) -> None:
+        """Raise SparsekvError, which ends with a remedy, if not even keys and values fit beside the model."""
+        if self.rows > memory.left:
+            raise SparsekvError(
+                f"keys and values take {_gib(self.rows)} GiB, and beside the model {_gib(memory.left)} of the GPU's "
+                f"{_gib(memory.total)} are left; {remedy}"
+            )
+
+
+def device_memory(model: torch.nn.Module) -> DeviceMemory | None:
+    """The memory of the GPU that a model is on; None where it is on a CPU, or on several devices."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or (device := devices.pop()).type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    # What torch has got and does not use is this process's too.
+    return DeviceMemory(total, free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def model_bytes(model: torch.nn.Module) -> int:
+    """Bytes of a model's parameters and buffers; of what modules share once."""
+    return sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+
+
+def peak_told(model: torch.nn.Module) -> str | None:
+    """What torch has taken at most of the GPU that a model is on; None where it is on none, or on several."""
+    if device_memory(model) is None:
+        return None
+    most = torch.cuda.max_memory_reserved(next(model.parameters()).device)
+    return f"took at most {_gib(most)} GiB of the GPU's memory"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.1f}"
+
+
+THREADS = 8
+PIECE = 16 << 20
+"""Bytes that one thread reads at a time. With each piece threads wait for Python's lock: in pieces of half the size,
+39 GB take 0.4 s more."""
+_BUFFERS = 2 * THREADS
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """Page-locked memory [PIECE] uint8, and an event at the end of the last copy out of it; copies run in order."""
+
+    memory: torch.Tensor
+    copied: torch.cuda.Event
+    stream: torch.cuda.Stream
+
+
+class DeviceReader:
+    """Reads files to one GPU. Holds 256 MiB of page-locked memory and `THREADS` threads for the life of the process."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._buffers: SimpleQueue[_Buffer] = SimpleQueue()
+        with torch.cuda.device(device):
+            # A thread begins on the first GPU, where a rank of another one would take half a gigabyte for its context.
+            self._threads = ThreadPoolExecutor(
+                THREADS, "sparsekv-read", initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),)
+            )
+            memory = torch.empty(_BUFFERS * PIECE, dtype=torch.uint8, pin_memory=True)
+            for piece in memory.split(PIECE):
+                self._buffers.put(_Buffer(piece, torch.cuda.Event(), torch.cuda.Stream()))
+
+    def read(
+        self, descriptor: int, like: Mapping[str, torch.Tensor], skipped: Mapping[str, int]
+    ) -> dict[str, torch.Tensor]:
+        """Tensors of an open safetensors file that the safetensors library has accepted, or some rows of each.
+
+        Returns once all of them are read; the current stream waits for the copies to the GPU. Whoever fails or is
+        interrupted has no thread that still reads from the descriptor.
+
+        Args:
+            like: tensors of the same names, shapes and dtypes, such as views of the file's mapping.
+            skipped: bytes that a tensor has in the file before those that are wanted, by name; none where not named.
+
+        Raises:
+            OSError: the file ends early or cannot be read.
+        """
+        starts = _starts(descriptor)
+        found = {name: torch.empty_like(tensor, device=self.device) for name, tensor in like.items()}
+        ready = torch.cuda.current_stream(self.device).record_event()
+        jobs = []
+        for name, tensor in found.items():
+            flat, start = tensor.flatten().view(torch.uint8), starts[name] + skipped.get(name, 0)
+            for first in range(0, len(flat), PIECE):
+                target = flat[first : first + PIECE]
+                jobs.append(self._threads.submit(self._copy, descriptor, start + first, target, ready))
+        try:
+            wait(jobs, return_when=FIRST_EXCEPTION)
+        finally:
+            for job in jobs:
+                job.cancel()
+            ended = [job for job in wait(jobs).done if not job.cancelled()]
+            # Memory that is given back is not written to any more when the current stream uses it again.
+            for job in ended:
+                if job.exception() is None:
+                    torch.cuda.current_stream(self.device).wait_event(job.result())
+        for job in ended:
+            job.result()
+        return found
+
+    def _copy(self, descriptor: int, start: int, target: torch.Tensor, ready: torch.cuda.Event) -> torch.cuda.Event:
+        """Read bytes from `start` on to a target [n] uint8; returns an event at the end of the copy to the GPU."""
+        buffer = self._buffers.get()
+        try:
+            buffer.copied.synchronize()
+            piece = buffer.memory[: len(target)]
+            _read_all(descriptor, piece.numpy().data, start)
+            # The tensors may be made in inference mode, which is a thread's own.
+            with torch.inference_mode(), torch.cuda.stream(buffer.stream):
+                # The target's memory may still be in use by what the current stream was given before.
+                buffer.stream.wait_event(ready)
+                target.copy_(piece, non_blocking=True)
+                buffer.copied.record()
+            return buffer.copied
+        finally:
+            self._buffers.put(buffer)
+
+
+_readers: dict[torch.device, DeviceReader] = {}
+_making = Lock()
+
+
+def device_reader(device: torch.device) -> DeviceReader:
+    """The reader of a GPU, made at first use, by whichever thread wants it first."""
+    with _making:
+        if device not in _readers:
+            _readers[device] = DeviceReader(device)
+        return _readers[device]
+
+
+def _starts(descriptor: int) -> dict[str, int]:
+    """Where the bytes of each tensor of a safetensors file begin."""
+    size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    header = json.loads(os.pread(descriptor, size, 8))
+    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+
+
+def _read_all(descriptor: int, into: memoryview, start: int) -> None:
+    done = 0
+    while done < len(into):
+        count = os.preadv(descriptor, [into[done:]], start + done)
+        if not count:
+            raise OSError(errno.EIO, "it is shorter than it was when it was opened")
+        done += count
+
+
+AT_ONCE = 64 << 20
+DONTNEED, POPULATE_READ = 4, 22  # MADV_DONTNEED and, since 5.14, MADV_POPULATE_READ of Linux
+
+
+def release_pages(mapped: torch.Tensor) -> None:
+    """Release the memory pages of a tensor, which must be a view of a mapped file and never written to.
+
+    They are read from the file again when they are accessed. A tensor in any other memory would lose its content. Does
+    nothing outside Linux.
+    """
+    _advise(*_whole_pages(mapped), DONTNEED)
+
+
+def map_pages(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Map all memory pages of tensors that are views of mapped files, a system call and a step for each AT_ONCE bytes.
+
+    Who reads them first would stop for every sixteen pages. Other tensors have theirs already. Does nothing where the
+    system cannot; other threads run meanwhile.
+    """
+    for tensor in tensors:
+        first, length = _whole_pages(tensor)
+        for start in range(first, first + length, AT_ONCE):
+            _advise(start, min(AT_ONCE, first + length - start), POPULATE_READ)
+            yield
+
+
+def _whole_pages(mapped: torch.Tensor) -> tuple[int, int]:
+    """Address and length of the whole pages of a tensor's storage."""
+    storage = mapped.untyped_storage()
+    start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    return first, max(0, end // mmap.PAGESIZE * mmap.PAGESIZE - first)
+
+
+def _advise(first: int, length: int, advice: int) -> None:
+    """Give advice about pages."""
+    madvise = _madvise()
+    if madvise is not None and length:
+        madvise(first, length, advice)
+
+
+@cache
+def _madvise() -> "ctypes._NamedFuncPointer | None":
+    if not sys.platform.startswith("linux"):
+        return None
+    function = ctypes.CDLL(None, use_errno=True).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
+
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def read_ahead(
+    items: Iterable[S], read: Callable[[S], T], count: int, begin: Callable[[], None] = lambda: None
+) -> Generator[T, None, None]:
+    """Yields `read(item)` for each item, in order, while threads read the next `count` ones.
+
+    Whoever ends before the last item, or is interrupted, does not wait for what has begun.
+
+    Args:
+        begin: called once in each thread.
+    """
+    threads = ThreadPoolExecutor(count, initializer=begin)
+    ahead, whole = deque[Future[T]](), False
+    try:
+        for item in items:
+            ahead.append(threads.submit(read, item))
+            if len(ahead) > count:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+        whole = True
+    finally:
+        threads.shutdown(wait=whole, cancel_futures=True)
+
+
+def run_beside(steps: Iterator[object], name: str) -> None:
+    """Have a thread run through some steps, as far as it comes before the program ends.
+
+    It is no daemon: Python lets these go on while it ends, and aborts where one is in torch then. So a program that
+    ends waits for the step that has begun; each should be short.
+
+    Args:
+        steps: does its work as it is iterated, and raises nothing.
+        name: the thread's.
+    """
+    Thread(target=_run, args=[steps], name=name).start()
+
+
+def _run(steps: Iterator[object]) -> None:
+    for _ in steps:
+        if not main_thread().is_alive():
+            return
+
+
+def choose_device(text: str) -> torch.device:
+    """A device by its name, a GPU with its number; `auto` is the GPU if there is one.
+
+    Raises:
+        UsageError: an unknown or missing device.
+    """
+    if text == "auto":
+        text = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {text}: {choose_one(text, ('auto', 'cpu', 'cuda', 'cuda:N'))}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            f"--device {text}: this machine (or this build of torch) has {torch.cuda.device_count()} CUDA devices; "
+            "use --device cpu or auto"
+        )
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

@@ -1,0 +1,243 @@
+"""The processes (ranks) that share one model: their messages through `torch.distributed`, and each one's part of the
+model."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
+
+from sparsekv.formats.distributed.process import TOLD, Place
+from sparsekv.formats.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Channel:
+    """A way of its own to the first rank, beside what `Ranks` sends; one thread of each rank may use it at a time.
+
+    Raises, where the other rank is gone, what `is_lost_rank` knows.
+    """
+
+    group: dist.ProcessGroup
+
+    def send(self, data: bytes) -> None:
+        """Send some bytes to the first rank; returns once that takes them."""
+        dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, self.group)
+
+    def receive(self, size: int, number: int) -> bytes:
+        """Wait for so many bytes of a rank."""
+        data = torch.empty(size, dtype=torch.uint8)
+        dist.recv(data, number, self.group)
+        return data.numpy().tobytes()
+
+
+_KEYS = ("k_proj", "qkv_proj", "query_key_value")  # projections whose output holds keys, alone or with others
+
+
+def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConfig:
+    """How transformers is to split a model over `size` ranks.
+
+    By its tensor-parallel plan; a model that has one for its experts alone keeps the rest whole on each rank.
+
+    Args:
+        name: what error messages call the model.
+
+    Raises:
+        UsageError: transformers has no plan for it, or its heads or experts cannot be shared out evenly, which
+            transformers itself would find in the middle of a forward pass.
+    """
+    text: Any = config.get_text_config()
+    plan, experts = text.base_model_tp_plan or {}, text.base_model_ep_plan or {}
+    if plan:
+        heads = text.num_key_value_heads
+        if _splits_keys(plan) and heads % size:
+            raise UsageError(
+                f"model '{name}' has {heads} KV heads, which {size} ranks cannot share evenly; {_divisors(heads)}"
+            )
+        return DistributedConfig(tp_size=size)
+    if not experts:
+        raise UsageError(f"transformers has no plan to split model '{name}' ({config.model_type}); use one GPU")
+    if text.num_experts % size:
+        raise UsageError(
+            f"model '{name}' has {text.num_experts} experts, which {size} ranks cannot share evenly; "
+            f"{_divisors(text.num_experts)}"
+        )
+    new = any(one.name == "ep_size" for one in fields(DistributedConfig))
+    experts_alone: dict[str, Any] = {"ep_size": size} if new else {"enable_expert_parallel": True}  # transformers 5.17
+    return DistributedConfig(tp_size=size, **experts_alone)
+
+
+def _divisors(number: int) -> str:
+    """What to do where so many heads or experts do not divide."""
+    found = [f"--gpus {one}" for one in range(2, number + 1) if number % one == 0]
+    return f"give {' or '.join(found)}" if found else "use one GPU"
+
+
+def splits_heads(model: PreTrainedModel) -> bool:
+    """Whether each rank attends with KV heads of its own; False: all of them attend with all heads."""
+    return _splits_keys(model.tp_plan or {})
+
+
+def _splits_keys(plan: Mapping[str, str]) -> bool:
+    """Whether a plan leaves each rank with its share of the keys; with another style it gathers what it has split."""
+    return any(name.rsplit(".", 1)[-1] in _KEYS and style == "colwise" for name, style in plan.items())
+
+
+T = TypeVar("T")
+Tensors = Mapping[str, torch.Tensor]
+TensorForm = tuple[torch.Size, torch.dtype, str]
+"""A tensor's shape, dtype and kind of device."""
+PATIENCE = timedelta(minutes=30)
+"""How long a rank waits for another before it gives up: longer than any disk delays one layer, or one shard."""
+_ANSWER = 60.0  # seconds after which a rank that waits for its disk tells the others that it is there
+_STORE = "store"
+_TOLD = "sparsekv/told"
+_LOST = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "Timed out waiting",
+    "remote process exited",
+    "Socket Timeout",
+    "failed to recv",
+)
+"""Parts of what gloo, NCCL and their stores say where another process is gone; they have no error class for it."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that share a model; every method but `first` is called by all of them, in one order."""
+
+    number: int
+    size: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes, asks and prints."""
+        return self.number == 0
+
+    def share(self, value: T | None) -> T:
+        """The first rank's value, which any Python object can be; those of the others are not looked at."""
+        box: list[T | None] = [value]
+        dist.broadcast_object_list(box, 0, device=torch.device("cpu"))
+        return box[0]  # type: ignore[return-value]  # the first rank gives one
+
+    def collect(self, value: T) -> list[T]:
+        """Every rank's value, in their order."""
+        found: list[T | None] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found  # type: ignore[return-value]  # each rank gives one
+
+    def wait_for_all(self, done: Callable[[float], bool]) -> None:
+        """Return once every rank's `done`, which is given seconds to wait for it, says so; it may take hours."""
+        while not all(self.collect(done(_ANSWER))):
+            pass
+
+    def open_channel(self) -> Channel:
+        """A way for threads of the ranks to tell the first one something meanwhile."""
+        return Channel(dist.new_group(backend="gloo", timeout=PATIENCE))
+
+    def spread(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor's numbers by those that the first rank has."""
+        dist.broadcast(tensor, 0)
+
+    def join_heads(self, own: torch.Tensor) -> torch.Tensor | None:
+        """The heads of all ranks, [heads, ...] on the first rank's device; None on the others.
+
+        Besides the result, nothing is allocated.
+
+        Args:
+            own: [heads / size, ...], of one shape on all ranks.
+        """
+        own = own.contiguous()
+        if not self.first:
+            dist.send(own, 0)
+            return None
+        heads = len(own)
+        whole = own.new_empty(self.size * heads, *own.shape[1:])
+        whole[:heads] = own
+        for number in range(1, self.size):
+            dist.recv(whole[number * heads : (number + 1) * heads], number)
+        return whole
+
+    def give(self, own: Tensors | None) -> None:
+        """Send tensors of any shapes and types, or none, to the first rank, which calls `take` meanwhile."""
+        self.collect(None if own is None else {name: _form(tensor) for name, tensor in own.items()})
+        for tensor in (own or {}).values():
+            if tensor.numel():
+                dist.send(_bytes(tensor.contiguous()), 0)
+
+    def take(self) -> Iterator[Tensors]:
+        """Yields what each of the others gives, in their order, as it comes; all of it must be taken."""
+        forms: list[dict[str, TensorForm] | None] = self.collect(None)
+        for number, given in enumerate(forms):
+            if given is not None:
+                yield self._received(given, number)
+
+    def _received(self, given: Mapping[str, TensorForm], number: int) -> Tensors:
+        found = {}
+        for name, (shape, dtype, kind) in given.items():
+            # A backend sends within one kind of device: what was on a CPU there is on a CPU here.
+            found[name] = torch.empty(shape, dtype=dtype, device=self.device if kind == self.device.type else kind)
+            if found[name].numel():
+                dist.recv(_bytes(found[name]), number)
+        return found
+
+
+def _form(tensor: torch.Tensor) -> TensorForm:
+    return tensor.shape, tensor.dtype, tensor.device.type
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes [n] uint8: a backend need not know each type."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def join(place: Place) -> Ranks:
+    """Meet the other ranks: over gloo in host memory, over NCCL between GPUs, of which each rank takes its own.
+
+    Raises:
+        UsageError: there are fewer GPUs than ranks.
+    """
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        if place.local >= torch.cuda.device_count():
+            raise UsageError(
+                f"{place.size} ranks need as many GPUs, and this machine has {torch.cuda.device_count()}; start fewer"
+            )
+        device = torch.device("cuda", place.local)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        init_method="env://" if place.folder is None else f"file://{place.folder / _STORE}",
+        rank=place.number,
+        world_size=place.size,
+        timeout=PATIENCE,
+    )
+    return Ranks(place.number, place.size, device)
+
+
+def is_first_to_tell(place: Place) -> bool:
+    """Whether no rank has told the user of an error yet; True once for all ranks together."""
+    if place.folder is not None:
+        try:
+            with (place.folder / TOLD).open("x") as file:
+                file.write(str(place.number))
+        except OSError:  # also where the folder is gone, with the user's command
+            return False
+        return True
+    if not dist.is_initialized():
+        return place.number == 0
+    store = dist.distributed_c10d._get_default_store()
+    return int(store.add(_TOLD, 1)) == 1
+
+
+def is_lost_rank(errors: Sequence[BaseException]) -> bool:
+    """Whether an error, with its causes, is that another rank has ended or no longer answers."""
+    return any(isinstance(one, RuntimeError) and any(part in str(one) for part in _LOST) for one in errors)

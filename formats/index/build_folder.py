@@ -1,0 +1,232 @@
+"""The folder of an index during a build: its lock, the previous index in it, and leftovers of earlier builds."""
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from sparsekv.formats.checksums import hash_descriptor
+from sparsekv.formats.errors import ArtifactError, WaysOut
+from sparsekv.formats.index.folder import LOCK, MARKER, Folder, acquire_lock, is_marked, mark
+from sparsekv.formats.index.layout import check_layout, check_names, in_this_form
+from sparsekv.formats.index.manifest import JOURNAL, KeptJournal, is_index, manifest_bytes, manifest_in, read_journal
+from sparsekv.formats.index.reader import CPU, map_tensors, on_device
+from sparsekv.formats.index.schema import MANIFEST, FileRecord, Manifest
+
+_BEFORE_ALL = re.compile(rf"{re.escape(LOCK)}|{re.escape(MARKER)}(\.[0-9a-f]{{8}}\.tmp)?")
+"""Files that a build can leave if it dies at its beginning."""
+
+
+def refuse_foreign(folder: Folder) -> None:
+    """Raise ArtifactError for a folder that has files in it but is no index: it has no marker, and no intact manifest
+    or journal, by which indices of earlier versions are recognised."""
+    others = [name for name in folder.names() if not _BEFORE_ALL.fullmatch(name)]
+    if others and not is_marked(folder) and not is_index(folder) and read_journal(folder) is None:
+        raise ArtifactError(
+            f"{folder.path} is a folder with other things in it ({others[0]}) and no index; name an index in it, such "
+            f"as --output {folder.path}/NAME.skv, or another place"
+        )
+
+
+def check_output(path: Path) -> None:
+    """Check that an index can be written to a path, before a model is loaded.
+
+    Raises:
+        ArtifactError: the path is a file or below one, a folder of other things, or cannot be read or written.
+    """
+    if os.path.lexists(path):
+        if not path.is_dir():
+            raise ArtifactError(f"{path} is a file, where an index is a folder; choose another name with --output")
+        try:
+            refuse_foreign(Folder(path))
+        except OSError as error:
+            raise ArtifactError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not there.is_dir():
+        raise ArtifactError(f"cannot write {path}: {there} is a file, not a folder; choose another name with --output")
+    if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+        raise ArtifactError(f"cannot write {path}: permission denied; allow it, or choose another folder with --output")
+
+
+def is_there(folder: Folder, record: FileRecord) -> bool:
+    """Whether the file of a record exists with its size; its content is not read."""
+    with suppress(OSError), _opened(folder, record) as descriptor:
+        return os.fstat(descriptor).st_size == record.bytes
+    return False
+
+
+def is_whole(folder: Folder, record: FileRecord) -> bool:
+    """Whether the file of a record exists with the content that was written."""
+    # The hash, not only the size: a kill between rename and journal leaves another recipe's file at the path.
+    with suppress(OSError), _opened(folder, record) as descriptor:
+        return os.fstat(descriptor).st_size == record.bytes and hash_descriptor(descriptor) == record.sha256
+    return False
+
+
+@contextmanager
+def _opened(folder: Folder, record: FileRecord) -> Iterator[int]:
+    descriptor = folder.open(record.path)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read_recorded(folder: Folder, record: FileRecord, what: str, device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors of a record's file on a device; `what` is what messages call it. OSError if it cannot be read."""
+    with _opened(folder, record) as descriptor:
+        return on_device(map_tensors(descriptor, what), descriptor, what, device, {})
+
+
+class BuildFolder:
+    """The folder of one build, whose lock it takes when it is entered.
+
+    Args:
+        folder: the artifact, `NAME.skv`; created when missing.
+        force: reuse nothing; a finished index in the folder still stays valid until it is replaced.
+
+    Raises:
+        ArtifactError: the folder cannot be written, is not an index of sparsekv, or another build has its lock.
+    """
+
+    def __init__(self, folder: Path, *, force: bool = False, ways_out: WaysOut | None = None):
+        self.folder = folder
+        self.force = force
+        self.base: Manifest | None = None
+        self._ways_out = ways_out or WaysOut()
+        self._journal: KeptJournal
+        self._left = 0
+        self._whole = set[tuple[str, str]]()
+
+    def __enter__(self) -> Self:
+        with self._writing():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._folder = Folder(self.folder)
+            refuse_foreign(self._folder)
+            self._lock = acquire_lock(self.folder)
+        try:
+            self._recover()
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    @property
+    def unfinished(self) -> int:
+        """How many files an interrupted build has left to this one."""
+        return self._left
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """Notes of this build, and of the interrupted builds that it resumes."""
+        return self._journal.notes
+
+    def note(self, name: str, value: Any) -> None:
+        """Store a small JSON value until the manifest is written; `notes` returns it after an interruption."""
+        with self._writing():
+            self._journal.note(name, value)
+
+    def need_space(self, size: int) -> None:
+        """Raise ArtifactError if the disk has fewer than `size` free bytes; called before hours of work are spent."""
+        free = shutil.disk_usage(self.folder).free
+        if free < size:
+            raise self._ways_out.no_space(self.folder, size, free)
+
+    def read_base(self, name: str, device: torch.device = CPU) -> dict[str, torch.Tensor]:
+        """Tensors of a file of the base, the finished index that was in the folder, on a device."""
+        assert self.base is not None
+        return self._read(name, self.base.files[name], device)
+
+    def is_whole(self, record: FileRecord) -> bool:
+        """Whether the file of a record exists with the content that was written."""
+        content = record.path, record.sha256
+        # Hashed once: an index may be larger than memory.
+        if content not in self._whole and is_whole(self._folder, record):
+            self._whole.add(content)
+        return content in self._whole
+
+    def _earlier(self, name: str, recipe: str) -> FileRecord | None:
+        """The record of a whole file that the journal or the base has, made by a recipe."""
+        records = (self._journal.files.get(name), self.base.files.get(name) if self.base else None)
+        return next((one for one in records if one and one.recipe == recipe and self.is_whole(one)), None)
+
+    def is_there(self, record: FileRecord) -> bool:
+        """Whether the file of a record exists with its size; its content is not read."""
+        return is_there(self._folder, record)
+
+    def leave_as_it_was(self) -> None:
+        """End a build that changed nothing in the finished index."""
+        assert self.base is not None
+        self._remove_strays(self.base)
+
+    def clear_finished(self) -> None:
+        """Remove leftovers of a build that was interrupted after it wrote the manifest; keep those of one to resume."""
+        assert self.base is not None
+        if all(record in self.base.files.values() for record in self._journal.files.values()):
+            self._remove_strays(self.base)
+
+    def _seal(self, manifest: Manifest) -> Manifest:
+        """Write the manifest in place of an earlier one, and remove files that are no longer named."""
+        data, sealed = manifest_bytes(manifest)
+        with self._writing():
+            self._journal.write()
+            self._folder.write(MANIFEST, [data])
+        self._remove_strays(sealed)
+        self.base, self._journal = sealed, KeptJournal(self._folder, forget=True)
+        return sealed
+
+    def _read(self, name: str, record: FileRecord, device: torch.device) -> dict[str, torch.Tensor]:
+        return read_recorded(self._folder, record, f"{name} of {self.folder}", device)
+
+    def _recover(self) -> None:
+        base = None
+        try:
+            if MANIFEST in self._folder.names():
+                base = manifest_in(self._folder)
+                check_names(base, self.folder)
+                if in_this_form(base):  # or else it is built again, from nothing that is there
+                    check_layout(base, self.folder)
+                self.base = base
+        except ArtifactError:
+            if not self.force:
+                raise
+        self._journal = KeptJournal(self._folder, forget=self.force)
+        known = self.base.files if self.base else {}
+        self._left = sum(known.get(name) != record for name, record in self._journal.files.items())
+        # What a killed build had written of its files may be as large as the index.
+        with contextlib.suppress(OSError):
+            self._folder.remove([], leftovers_of=self._journal.paths)
+        if base is not None:
+            # So that they are still known once a new manifest has replaced the one that names them.
+            self._journal.know(record.path for record in base.files.values())
+        with self._writing():
+            mark(self._folder)
+
+    def _free_path(self, name: str, recipe: str) -> str:
+        """The logical name itself, or one with the recipe's hash while the base still uses the name."""
+        in_use = {record.path for record in self.base.files.values()} if self.base else set()
+        if name not in in_use:
+            return name
+        stem, suffix = os.path.splitext(name)
+        return f"{stem}.{recipe[:8]}{suffix}"
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raise ArtifactError, with what the user can do, where the system refuses to write."""
+        try:
+            yield
+        except OSError as error:
+            raise self._ways_out.cannot_write(self.folder, error) from None
+
+    def _remove_strays(self, manifest: Manifest) -> None:
+        kept = {record.path for record in manifest.files.values()}
+        with self._writing():
+            self._folder.remove(self._journal.paths - kept, leftovers_of={*kept, MANIFEST, MARKER})
+            # Last, because it lists what is still to be removed if this process dies.
+            self._folder.remove([JOURNAL])

@@ -1,0 +1,324 @@
+"""Safetensors files written chunk by chunk during a prefill, and tensors that wait to be written."""
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import torch
+
+from sparsekv.formats.checksums import hash_descriptor
+from sparsekv.formats.index.folder import Folder, OpenFile, SharedFile, UnfinishedFile
+from sparsekv.formats.index.reader import WholeFile
+from sparsekv.formats.index.schema import FileRecord, TensorRecord
+
+# In the order in which the safetensors library writes them.
+_CODES = {
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ORDER = list(_CODES)
+STAGING = 16 << 20  # bytes of page-locked memory through which tensors are copied from a GPU
+
+
+def safetensors_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
+    """The first bytes of a safetensors file, and where in it each tensor begins, in the order of the file."""
+    header, starts, end = {}, {}, 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (_ORDER.index(item[1].dtype), item[0])):
+        starts[name], end = end, end + tensor.nbytes
+        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [starts[name], end]}
+    encoded = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    first = len(encoded).to_bytes(8, "little") + encoded
+    return first, {name: len(first) + start for name, start in starts.items()}
+
+
+def safetensors_bytes(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """Pieces of the bytes of a safetensors file, the same bytes as the safetensors library writes.
+
+    A piece is valid until the next one is requested, as of `host_pieces`.
+    """
+    first, starts = safetensors_header(tensors)
+    yield first
+    for name in starts:
+        yield from host_pieces(tensors[name].detach().contiguous().flatten().view(torch.uint8))
+
+
+def host_pieces(flat: torch.Tensor, ready: torch.cuda.Event | None = None) -> Iterator[memoryview]:
+    """Bytes [n] uint8 of a tensor on any device, in pieces.
+
+    A piece is valid until the next one is requested: it may be the tensor's own memory, or staging memory that all
+    pieces from a GPU share.
+
+    Args:
+        ready: the event on the tensor's GPU after which the bytes are there; by default all that it was given so far.
+    """
+    if flat.device.type == "cpu":
+        yield flat.numpy().data
+        return
+    staging = torch.empty(min(STAGING, len(flat)), dtype=torch.uint8, pin_memory=True)
+    # On a stream of its own, which does not wait for what the device is given meanwhile.
+    stream = torch.cuda.Stream(flat.device)
+    stream.wait_event(ready or torch.cuda.current_stream(flat.device).record_event())
+    for piece in flat.split(STAGING):
+        with torch.cuda.stream(stream):
+            staged = staging[: len(piece)].copy_(piece, non_blocking=True)
+        stream.synchronize()
+        yield staged.numpy().data
+
+
+def write_tensors(folder: Folder, path: str, tensors: Mapping[str, torch.Tensor], recipe: str) -> FileRecord:
+    """Write tensors as a safetensors file of a folder, atomically, and return its record. OSError if it fails."""
+    sha256, size = hashlib.sha256(), 0
+
+    def counted() -> Iterator[bytes | memoryview]:
+        nonlocal size
+        for piece in safetensors_bytes(tensors):
+            sha256.update(piece)
+            size += len(piece)
+            yield piece
+
+    folder.write(path, counted())
+    return file_record(path, size, sha256.hexdigest(), recipe, tensors)
+
+
+def file_record(path: str, size: int, sha256: str, recipe: str, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
+    """The record of a file that holds these tensors."""
+    shapes = {
+        key: TensorRecord(shape=list(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+        for key, tensor in tensors.items()
+    }
+    return FileRecord(path=path, bytes=size, sha256=sha256, recipe=recipe, tensors=shapes)
+
+
+class HeldTensors:
+    """The tensors of files that threads write, by the file's name, until they are written.
+
+    Args:
+        most: bytes that those may have together for which `add` waits; one larger file may be there alone. The others
+            are not counted: their memory is needed anyway.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+        self._held: dict[str, Mapping[str, torch.Tensor]] = {}
+        self._counted: dict[str, int] = {}
+        # Always enter this lock, never the condition: the condition's __enter__ is Python code, and Ctrl-C inside it
+        # would leave the lock held for ever.
+        self._guard = threading.RLock()
+        self._changed = threading.Condition(self._guard)
+
+    def add(self, name: str, tensors: Mapping[str, torch.Tensor], *, wait: bool) -> None:
+        """Hold a file's tensors; with `wait` once there is room for them."""
+        with self._guard:
+            if wait:
+                size = sum(tensor.nbytes for tensor in tensors.values())
+                self._changed.wait_for(lambda: not self._counted or sum(self._counted.values()) + size <= self._most)
+                self._counted[name] = size
+            self._held[name] = tensors
+
+    def get(self, name: str) -> Mapping[str, torch.Tensor] | None:
+        """A file's tensors; None once they are written."""
+        with self._guard:
+            return self._held.get(name)
+
+    def drop(self, name: str) -> None:
+        """Let go of a file's tensors, if any are held."""
+        with self._guard:
+            self._held.pop(name, None)
+            self._counted.pop(name, None)
+            self._changed.notify_all()
+
+
+RemoteSum = Callable[[], str | None]
+"""Waits for the sha256 that another process makes of a file, and returns it; None if this one has to make it."""
+FLUSHED = 64 << 20  # bytes after which a file's are sent to the disk: else all of them would wait for its end
+
+
+@dataclass(frozen=True)
+class HeadPart:
+    """Which of `parts` equal parts of a file's heads a process has; by default all of them."""
+
+    number: int = 0
+    parts: int = 1
+
+
+ALL_HEADS = HeadPart()
+
+
+class GrowingPart:
+    """One process's heads of a safetensors file of tensors [H, N, D] that are filled from the front along N; that of
+    the first process, which also begins, names and records the file, is a `GrowingFile`.
+
+    Memory: 16 MiB of page-locked memory for each thread, where the tensors are on a GPU.
+
+    Args:
+        file: what they are written to.
+        tensors: this part, [H / parts, N, D], allocated as a whole; bytes are read when `put` says that they are there.
+    """
+
+    def __init__(self, file: OpenFile, tensors: Mapping[str, torch.Tensor], part: HeadPart):
+        self._file, self._tensors, self._part, self._end, self._unflushed = file, tensors, part, 0, 0
+        self._whole = {
+            name: torch.empty(len(own) * part.parts, *own.shape[1:], dtype=own.dtype, device="meta")
+            for name, own in tensors.items()
+        }
+        self._header, self._starts = safetensors_header(self._whole)
+        self._puts: list[Future[None]] = []
+
+    def put(self, end: int, threads: ThreadPoolExecutor) -> None:
+        """Have a thread write the rows before `end`. Raises OSError if an earlier one could not be written."""
+        for put in self._puts:
+            if put.done():
+                put.result()
+        device = next(iter(self._tensors.values())).device
+        ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        self._puts.append(threads.submit(self._write, self._end, end, ready))
+        self._end = end
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until all of them are written, or for so long, and let go of the tensors; returns whether they are.
+
+        Raises:
+            OSError: one could not be written.
+        """
+        # All of them first: whoever hears of a failure closes the file, whose descriptor the others would still use.
+        if wait(self._puts, seconds).not_done:
+            return False
+        for put in self._puts:
+            put.result()
+        self._tensors = {}
+        return True
+
+    def _write(self, start: int, end: int, ready: torch.cuda.Event | None) -> None:
+        for name, first in self._starts.items():
+            tensor = self._tensors[name]
+            # A thread begins on the first GPU, where a rank of another one would take half a gigabyte for its context.
+            with torch.cuda.device_of(tensor):
+                for head, rows in enumerate(tensor[:, start:end], self._part.number * len(tensor)):
+                    place = first + (head * tensor.shape[1] + start) * tensor.shape[2] * tensor.itemsize
+                    for piece in host_pieces(rows.flatten().view(torch.uint8), ready):
+                        self._file.write(piece, place)
+                        place += len(piece)
+                    self._unflushed += rows.nbytes
+        if self._unflushed >= FLUSHED:
+            self._unflushed = 0
+            os.fdatasync(self._file.descriptor)
+
+
+class GrowingFile(GrowingPart):
+    """The part of the process that begins the file, names it and records it.
+
+    Args:
+        file: an empty one.
+        tensors: those heads that this process has.
+    """
+
+    def __init__(self, file: UnfinishedFile, tensors: Mapping[str, torch.Tensor], part: HeadPart = ALL_HEADS):
+        super().__init__(file, tensors, part)
+        self._unfinished = file
+        file.write(self._header, 0)
+
+    def finish(self, path: str, recipe: str, remote_sum: RemoteSum | None = None) -> FileRecord:
+        """Wait until all rows are written, give the file its name, and return its record. Raises OSError if it fails.
+
+        Its hash is of what is read back, which the page cache holds. Other processes must be done with it.
+
+        Args:
+            remote_sum: gives the hash, if another process makes it.
+        """
+        try:
+            self.wait()
+            sha256 = (remote_sum and remote_sum()) or hash_descriptor(self._unfinished.descriptor)
+            self._unfinished.keep()
+        except BaseException:
+            self.discard()
+            raise
+        size = len(self._header) + sum(tensor.nbytes for tensor in self._whole.values())
+        return file_record(path, size, sha256, recipe, self._whole)
+
+    @property
+    def descriptor(self) -> int:
+        """Of the file, until it has its name or is removed."""
+        return self._unfinished.descriptor
+
+    def discard(self) -> None:
+        """Remove it, once no thread writes to it."""
+        self._unfinished.discard()
+
+
+class GrowingFiles:
+    """Unfinished files by their names; threads may finish them. Every method but `in` raises OSError if it fails.
+
+    Args:
+        begin: begins the file of a name and a recipe.
+        threads: write the rows.
+    """
+
+    def __init__(self, begin: Callable[[str, str], UnfinishedFile], threads: ThreadPoolExecutor):
+        self._begin, self._threads = begin, threads
+        self._begun: dict[str, UnfinishedFile] = {}
+        self._growing: dict[str, GrowingFile] = {}
+        self._whole: dict[str, WholeFile] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._growing
+
+    def share(self, name: str, recipe: str) -> SharedFile:
+        """Begin a file before its tensors are there, and return what other processes find it by."""
+        self._begun[name] = self._begin(name, recipe)
+        return self._begun[name].shared
+
+    def put(self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str, end: int, part: HeadPart) -> None:
+        """Have a thread write the rows before `end` of a part of the heads; begin the file where it is not."""
+        if name not in self._growing:
+            if name not in self._begun:
+                self._begun[name] = self._begin(name, recipe)
+            self._growing[name] = GrowingFile(self._begun[name], tensors, part)
+            del self._begun[name]
+        self._growing[name].put(end, self._threads)
+
+    def wait(self, name: str, seconds: float) -> bool:
+        """Wait so long until this process's rows of a file are written; returns whether they are."""
+        return self._growing[name].wait(seconds)
+
+    def end(self, name: str, what: str) -> None:
+        """Make a file readable, by `whole`, that has no name yet, once this process has written its rows as all others.
+
+        Args:
+            what: what messages call it.
+        """
+        self._growing[name].wait()
+        self._whole[name] = WholeFile(self._growing[name].descriptor, what)
+
+    def whole(self, name: str) -> WholeFile | None:
+        """A file that has ended and has no name yet; None for all others."""
+        return self._whole.get(name)
+
+    def finish(self, name: str, path: str, recipe: str, remote_sum: RemoteSum | None) -> FileRecord:
+        """Name a file whose rows are all there, and return its record."""
+        return self._growing.pop(name).finish(path, recipe, remote_sum)
+
+    def drop(self, name: str) -> None:
+        """Forget that a file is whole: it is read by its name from now on, or has been given up."""
+        self._whole.pop(name, None)
+
+    def discard(self) -> None:
+        """Remove all of them; no thread writes."""
+        for files in (self._begun, self._growing):
+            while files:
+                files.popitem()[1].discard()

@@ -1,0 +1,181 @@
+"""The identity of a model and a tokenizer: fingerprints of what decides keys and values, compared with an index's."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from sparsekv.formats.checksums import hash_bytes, hash_json
+from sparsekv.formats.errors import IdentityError
+from sparsekv.formats.index.schema import Manifest, ModelIdentity, TokenizerIdentity
+
+# Every config field that changes K, V or how they are attended, over the families that can be indexed: a test changes
+# each number of their configs and looks.
+KV_FIELDS = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "rms_norm_eps",
+    "hidden_act",
+    "hidden_activation",
+    "num_experts_per_tok",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "no_rope_layers",
+    "layer_types",
+    "sliding_window",
+    "attn_logit_softcapping",
+    "query_pre_attn_scalar",
+    "attention_multiplier",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "norm_eps",
+    "norm_epsilon",
+    "mup_enabled",
+    "scale_attn_weights",
+    "use_bidirectional_attention",
+    "altup_active_idx",
+    "altup_correct_scale",
+    "swiglu_alpha",
+    "swiglu_limit",
+    "moe_k",
+    "moe_topk",
+    "moe_norm_min",
+    "n_group",
+    "topk_group",
+    "norm_topk_prob",
+    "route_scale",
+    "routed_scaling_factor",
+    "router_scaling_factor",
+    "moe_routed_scaling_factor",
+    "moe_router_logit_softcapping",
+    "router_jitter_noise",
+)
+SAMPLES_PER_TENSOR = 256
+
+
+def fingerprint_weights(state: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Hash of names, shapes and 256 evenly spaced values of each tensor, rounded to bfloat16.
+
+    Reading only a sample keeps opening fast for large models; rounding makes the hashes of one checkpoint equal in
+    float32 and bfloat16. The manifest's probe is there for changes that the sample misses.
+    """
+    named = sorted(_stored_tensors(state), key=itemgetter(0))
+    digests = _hash_samples([_sample(tensor.detach()) for _, tensor in named])
+    return hash_json(
+        [[name, list(tensor.shape), digest] for (name, tensor), digest in zip(named, digests, strict=True)]
+    )
+
+
+def _stored_tensors(state: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Named tensors, and in place of those that only wrap others, as quantised weights may, the tensors inside."""
+    for name, tensor in state:
+        inner = getattr(tensor, "__tensor_flatten__", None)
+        if inner is None or hasattr(tensor, "full_tensor"):
+            yield name, tensor
+        else:
+            yield from _stored_tensors((f"{name}.{part}", getattr(tensor, part)) for part in inner()[0])
+
+
+def _hash_samples(samples: Sequence[torch.Tensor]) -> list[str]:
+    """Each sample's hash; those of one dtype and device are read in one operation, and copied at once."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, sample in enumerate(samples):
+        kinds.setdefault((sample.dtype, sample.device), []).append(place)
+    digests = [""] * len(samples)
+    for places in kinds.values():
+        values = torch.cat([samples[place] for place in places])
+        values = values.to(torch.bfloat16) if values.is_floating_point() else values
+        pieces = values.cpu().split([samples[place].numel() for place in places])
+        for place, piece in zip(places, pieces, strict=True):
+            digests[place] = hash_bytes(piece.view(torch.uint8).numpy().tobytes())
+    return digests
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Evenly spaced values of a tensor: a view, or, where ranks share it, a copy of some of the whole.
+
+    Ranks gather one tensor at a time, together.
+    """
+    whole = getattr(tensor, "full_tensor", None)  # of a DTensor, which a single process need not import
+    flat = (tensor if whole is None else whole()).reshape(-1)
+    stride = max(1, flat.numel() // SAMPLES_PER_TENSOR)
+    sample = flat[::stride][:SAMPLES_PER_TENSOR]
+    return sample if whole is None else sample.clone()
+
+
+def identify_model(
+    name: str,
+    revision: str | None,
+    config: Mapping[str, Any],
+    weights_hash: str,
+    adapter: str | None,
+) -> ModelIdentity:
+    """Identity of a model from its text config as a mapping and the `fingerprint_weights` of its named weights."""
+    kv_config = {field: config[field] for field in KV_FIELDS if config.get(field) is not None}
+    kv_config = json.loads(json.dumps(kv_config))
+    quantisation = config.get("quantization_config")
+    return ModelIdentity(
+        id=name,
+        revision=revision,
+        kv_config=kv_config,
+        config_hash=hash_json(kv_config),
+        weights_hash=weights_hash,
+        adapter=adapter,
+        quantisation=None if quantisation is None else json.dumps(quantisation, sort_keys=True, default=str),
+    )
+
+
+def identify_tokenizer(
+    serialized: str, chat_template: str | None, special_tokens: Mapping[str, Any]
+) -> TokenizerIdentity:
+    """Identity of a tokenizer from its own serialisation, its chat template and its special tokens."""
+    return TokenizerIdentity(
+        tokenizer_hash=hash_bytes(serialized.encode()),
+        chat_template_hash=None if chat_template is None else hash_bytes(chat_template.encode()),
+        special_tokens_hash=hash_json({name: str(token) for name, token in special_tokens.items()}),
+    )
+
+
+def check_model(manifest: Manifest, model: ModelIdentity, dtype: str) -> None:
+    """Raise IdentityError at the first field in which the index's model and this one, loaded as `dtype`, differ.
+
+    One checkpoint has the same weight hash in float32 and bfloat16. float16 rounds differently, so hashes are not
+    compared between float16 and the others: there only the probe can find a difference.
+    """
+    stored, remedy = manifest.model, _model_remedy(manifest)
+    for field in sorted(stored.kv_config.keys() | model.kv_config.keys()):
+        _compare(f"model config {field}", stored.kv_config.get(field), model.kv_config.get(field), remedy)
+    _compare("quantisation", stored.quantisation, model.quantisation, remedy)
+    _compare("adapter", stored.adapter, model.adapter, remedy)
+    if (dtype == "float16") == (manifest.dtype == "float16"):
+        _compare("model weights", stored.weights_hash[:12], model.weights_hash[:12], remedy)
+
+
+def check_tokenizer(manifest: Manifest, tokenizer: TokenizerIdentity) -> None:
+    """Raise IdentityError when the tokenizer, its special tokens or its chat template differs."""
+    stored, remedy = manifest.tokenizer, _model_remedy(manifest)
+    _compare("tokenizer", stored.tokenizer_hash[:12], tokenizer.tokenizer_hash[:12], remedy)
+    _compare("special tokens", stored.special_tokens_hash[:12], tokenizer.special_tokens_hash[:12], remedy)
+    _compare("chat template", _short(stored.chat_template_hash), _short(tokenizer.chat_template_hash), remedy)
+
+
+def _short(digest: str | None) -> str:
+    return "none" if digest is None else digest[:12]
+
+
+def _model_remedy(manifest: Manifest) -> str:
+    return f"use the model it was built with (--model {manifest.model.id}) or build the index again for this one"
+
+
+def _compare(field: str, built_with: Any, found: Any, remedy: str) -> None:
+    if built_with != found:
+        raise IdentityError(field, built_with, found, remedy)

@@ -1,0 +1,343 @@
+"""Shapes, dtypes and value ranges that the tensors of an index must have."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.index import context_rows
+from sparsekv.formats.index.context_rows import CENTROID_NAMES, bounds, numbers_of
+from sparsekv.formats.index.manifest import REBUILD
+from sparsekv.formats.index.schema import TOKENS, FileRecord, Manifest, Split, TensorRecord, layer_file
+
+Tensors = dict[str, torch.Tensor]
+IN_EVERY = {"value_centroids", "lookup_centroids"}
+"""What levels of clusters have all, or none."""
+Faults = dict[str, torch.Tensor]
+"""By tensor name: a bool on the tensor's device, True if it holds invalid numbers."""
+
+
+def not_finite(tensors: Tensors) -> str | None:
+    """Name of the first tensor with a number that is not finite; None if all are finite."""
+    return _first({name: ~_is_finite(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()})
+
+
+def check_values(tensors: Tensors, split: Split, what: str) -> None:
+    """Raise ArtifactError if a method's tensors of one layer hold indices out of bounds, inconsistent structure, or
+    numbers that are not finite.
+
+    Args:
+        tensors: of the shapes that `formats.layout` requires, on the device that will use them; positions are those in
+            the prompt.
+        what: the layer's name in error messages.
+    """
+    floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    faults = {name: ~_is_finite(tensor) for name, tensor in (floating | _scales(tensors)).items()}
+    try:
+        faults |= _positions(tensors, split) | _clusters(tensors, split.middle) | _blocks(tensors, split)
+        wrong = _first(faults | _codes(tensors))
+    except KeyError as error:
+        raise ArtifactError(f"{error.args[0]} is not in {what}; {REBUILD}") from None
+    except ValueError:
+        raise ArtifactError(f"{what} has a tensor whose name names no level; {REBUILD}") from None
+    if wrong is not None:
+        raise ArtifactError(f"{wrong} in {what} holds numbers that no build of ours writes; {REBUILD}")
+
+
+def _scales(tensors: Tensors) -> Tensors:
+    """What must be finite of centroids in 8 bits, by the names of a method's tensors."""
+    return {CENTROID_NAMES[name]: largest for name, largest in bounds(numbers_of(tensors) or {}).items()}
+
+
+def _first(faults: Faults) -> str | None:
+    if not faults:
+        return None
+    found = torch.stack(list(faults.values())).tolist()
+    return next((name for name, is_wrong in zip(faults, found, strict=True) if is_wrong), None)
+
+
+def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.numel() or tensor.dtype.itemsize == 1:  # torch finds no extremes of these
+        return tensor.float().isfinite().all()
+    # The extremes suffice, since NaN propagates to them, and are many times as fast as testing each number.
+    return torch.stack(torch.aminmax(tensor)).isfinite().all()
+
+
+def _outside(tensor: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    if not tensor.numel():
+        return torch.zeros((), dtype=torch.bool, device=tensor.device)
+    least, most = torch.aminmax(tensor)
+    return (least < first) | (most >= end)
+
+
+def _positions(tensors: Tensors, split: Split) -> Faults:
+    """Positions must be in the middle; those of sampled queries ascend; `token_order` has each token once."""
+    first, end = split.sinks, split.sinks + split.middle
+    listed = [name for name in tensors if name in ("table_tokens", "positions")]
+    faults = {name: _outside(tensors[name], first, end) for name in listed}
+    if "positions" in tensors:
+        faults["positions"] |= (tensors["positions"].diff() < 1).any()
+    if "token_order" in tensors:
+        order = tensors["token_order"].long() - first
+        seen = torch.zeros(order.shape, dtype=torch.bool, device=order.device)
+        seen.scatter_(1, order.clamp(0, split.middle - 1), True)
+        faults["token_order"] = _outside(order, 0, split.middle) | ~seen.all()
+    return faults
+
+
+def _clusters(tensors: Tensors, middle: int) -> Faults:
+    """Levels must be numbered without gaps, counts sum to the middle's tokens, and offsets match the counts."""
+    faults = {}
+    for level in range(_levels(tensors)):
+        counts = tensors[f"level{level}.counts"]
+        faults[f"level{level}.counts"] = _outside(counts, 0, middle + 1) | (counts.sum(1) != middle).any()
+        if level:
+            name = f"level{level - 1}.parent"
+            faults[name] = _wrong_parents(tensors[name], tensors[f"level{level - 1}.counts"], counts)
+    if "token_offsets" in tensors:
+        offsets, counts = tensors["token_offsets"], tensors["level0.counts"]
+        faults["token_offsets"] = (offsets[:, :1] != 0).any() | (offsets.diff(dim=1) != counts).any()
+    return faults
+
+
+def _levels(tensors: Tensors) -> int:
+    """Number of levels; KeyError if one lacks a tensor, or what another one has."""
+    of_levels = [name.removeprefix("level").split(".") for name in tensors if name.startswith("level")]
+    numbers, parts = {int(number) for number, _ in of_levels}, {part for _, part in of_levels}
+    for level in range(len(numbers)):
+        for part in ("centroids", "counts", *(["parent"] if level + 1 < len(numbers) else []), *(parts & IN_EVERY)):
+            _ = tensors[f"level{level}.{part}"]
+    return len(numbers)
+
+
+def _wrong_parents(parents: torch.Tensor, counts: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
+    """Whether parents are wrong: out of bounds, with counts that do not sum to those above, descending (so that a
+    parent's children are not contiguous), or with an empty child before one that is not."""
+    within = parents.clamp(0, above.shape[1] - 1).long()
+    sums = torch.zeros_like(above, dtype=torch.int64).scatter_add_(1, within, counts.long())
+    steps = parents.diff(dim=1)
+    filled_after_empty = (steps == 0) & (counts[:, :-1] == 0) & (counts[:, 1:] > 0)
+    return (within != parents).any() | (sums != above).any() | (steps < 0).any() | filled_after_empty.any()
+
+
+def _blocks(tensors: Tensors, split: Split) -> Faults:
+    """Blocks must cover the middle, and each must have its own clusters, which contain its tokens and no others."""
+    if "block_offsets" not in tensors:
+        return {}
+    offsets, order = tensors["block_offsets"], tensors["token_order"].long() - split.sinks
+    ends = torch.tensor([0, split.middle], device=offsets.device)
+    slots = torch.arange(split.middle, device=offsets.device)
+    strayed = torch.searchsorted(offsets, order, right=True) != torch.searchsorted(offsets, slots, right=True)
+    return {
+        "block_offsets": (offsets[[0, -1]] != ends).any() | (offsets.diff() < 1).any() | strayed.any(),
+        "block_clusters": _wrong_first_clusters(tensors),
+    }
+
+
+def _wrong_first_clusters(tensors: Tensors) -> torch.Tensor:
+    """Whether the first clusters of blocks are wrong: not the same in all heads, not ascending, not starting at the
+    block's first token, or with the same parent as the block before."""
+    firsts = tensors["block_clusters"].long()
+    count = tensors["level0.counts"].shape[1]
+    begins = tensors["token_offsets"].gather(1, firsts.clamp(0, count))
+    wrong = (firsts[:, 0] != 0).any() | (firsts[:, -1] != count).any() | (begins != tensors["block_offsets"]).any()
+    wrong = wrong | (firsts.diff(dim=1) < 1).any() | (firsts != firsts[:1]).any()
+    inner = firsts[:, 1:-1].clamp(1, max(1, count - 1))
+    for level in range(_levels(tensors) - 1):
+        parents = tensors[f"level{level}.parent"].long()
+        own, before = (parents.gather(1, at.clamp(0, parents.shape[1] - 1)) for at in (inner, inner - 1))
+        wrong = wrong | (own <= before).any() | (own != own[:1]).any()
+        inner = own.clamp(min=1)
+    return wrong
+
+
+def _codes(tensors: Tensors) -> Faults:
+    """Codes must be below the number of centroids, and each channel must be in exactly one subspace."""
+    faults = {}
+    if "codes" in tensors:
+        # Compared as int64: 256 centroids would be 0 as uint8.
+        faults["codes"] = tensors["codes"].amax().long() >= tensors["codebooks"].shape[2]
+    if "channels" in tensors:
+        channels = tensors["channels"].flatten().sort().values
+        faults["channels"] = (channels != torch.arange(len(channels), device=channels.device)).any()
+    return faults
+
+
+Letters = dict[str, int]
+Shape = tuple[str, tuple[str, ...]]
+"""A dtype (`rows` for that of the index, empty for any) and the axes; `X+1` is one more than X."""
+
+_CONTEXT: dict[str, Shape] = {"keys": ("rows", ("Hk", "N", "D")), "values": ("rows", ("Hk", "N", "D"))}
+_CONTEXT_INT8: dict[str, Shape] = {
+    "keys": ("int8", ("Hk", "N", "D")),
+    "values": ("int8", ("Hk", "N", "D")),
+    "key_scales": ("bfloat16", ("Hk", "N")),
+    "value_scales": ("bfloat16", ("Hk", "N")),
+    "channel_scales": ("bfloat16", ("Hk", "D")),
+    "channel_offsets": ("bfloat16", ("Hk", "D")),
+}
+_QUERIES: dict[str, Shape] = {"tail": ("rows", ("Hq", "R", "D")), "sink_logits": ("", ("Hq",))}
+_SAMPLES: dict[str, Shape] = {"queries": ("rows", ("Hq", "P", "D")), "positions": ("int32", ("P",))}
+_OF_LEVELS: dict[str, Shape] = {
+    "centroids": ("rows", ("Hk", "C{level}", "D")),
+    "lookup_centroids": ("rows", ("Hk", "C{level}", "D")),
+    "value_centroids": ("rows", ("Hk", "C{level}", "D")),
+    "counts": ("int32", ("Hk", "C{level}")),
+    "parent": ("int32", ("Hk", "C{level}")),
+}
+_OF_METHODS: dict[str, Shape] = {
+    "token_order": ("int32", ("Hk", "M")),
+    "token_offsets": ("int32", ("Hk", "C0+1")),
+    "block_offsets": ("int32", ("blocks+1",)),
+    "block_clusters": ("int32", ("Hk", "blocks+1")),
+    "channels": ("int32", ("m", "d")),
+    "centroids": ("float16", ("Hk", "m", "C", "d")),
+    "table_tokens": ("int32", ("Hk", "m", "C", "L")),
+    "table_scores": ("float16", ("Hk", "m", "C", "L")),
+    "key_mean": ("float32", ("Hk", "m", "d")),
+    "part_weights": ("float32", ("Hk", "m")),
+    "codes": ("uint8", ("Hk", "M", "m")),
+    "codebooks": ("float16", ("Hk", "m", "C", "d")),
+    "query_turn": ("float16", ("Hk", "D", "D")),
+    "rest_bias": ("float32", ("Hk", "C0")),
+    "rest_values": ("rows", ("Hk", "C0", "D")),
+    "scores": ("float32", ("Hk", "M")),
+}
+_CENTROIDS_INT8: dict[str, Shape] = {
+    context_rows.CENTROID_NAMES[name]: (dtype, tuple("C0" if axis == "N" else axis for axis in axes))
+    for name, (dtype, axes) in _CONTEXT_INT8.items()
+}
+_LEVEL = re.compile(r"level(\d{1,2})\.(\w+)")
+
+
+def in_this_form(manifest: Manifest) -> bool:
+    """Whether keys and values in 8 bits, if an index has them, are stored as this version does it: formerly 64 tokens
+    shared scales."""
+    first = manifest.files[layer_file("context", 0)]
+    return manifest.kv_storage is None or first.tensors.keys() >= _CONTEXT_INT8.keys()
+
+
+def check_names(manifest: Manifest, folder: Path) -> None:
+    """Raise ArtifactError if a manifest lacks a file that its layers need, whatever form this has."""
+    needed = [layer_file(one, layer) for one in ("context", "queries") for layer in range(len(manifest.layers))]
+    methods = [layer_file(one, layer) for one in manifest.methods for layer in manifest.indexed_layers]
+    for name in (TOKENS, *needed, *methods):
+        if name not in manifest.files:
+            raise ArtifactError(f"the manifest of {folder} contradicts itself: {name} is not in it; {REBUILD}")
+
+
+def check_layout(manifest: Manifest, folder: Path) -> None:
+    """Raise ArtifactError if files are missing from a manifest, or the shapes of their tensors contradict each other.
+
+    Tensors with names that are not listed here, which another package's method may have, are not checked.
+    """
+    split, remedy = manifest.split, f"the manifest of {folder} contradicts itself: {{}}; {REBUILD}"
+    if split.tokens != manifest.prompt.tokens:
+        raise ArtifactError(remedy.format(f"its split has {split.tokens} tokens, its prompt {manifest.prompt.tokens}"))
+    if not manifest.indexed_layers:
+        raise ArtifactError(remedy.format("no layer is indexed"))
+    if any(token.position >= split.tokens for token in manifest.canary):
+        raise ArtifactError(remedy.format("its canary is behind its prompt"))
+    if len({record.path for record in manifest.files.values()}) < len(manifest.files):
+        raise ArtifactError(remedy.format("two files lie at one path"))
+    stored = manifest.kv_storage
+    if stored is not None and len(stored.errors) != len(manifest.layers):
+        told = f"errors of {len(stored.errors)} layers for {len(manifest.layers)}"
+        raise ArtifactError(remedy.format(f"its kv_storage has {told}"))
+    try:
+        _check(TOKENS, manifest.files[TOKENS], {"input_ids": ("int64", ("N",))}, {"N": split.tokens}, manifest.dtype)
+        indexed = set(manifest.indexed_layers)
+        for layer in range(len(manifest.layers)):
+            letters = {"N": split.tokens, "M": split.middle, "R": split.tail}
+            _check_layer(manifest, layer, letters, indexed=layer in indexed)
+    except KeyError as error:
+        raise ArtifactError(remedy.format(f"{error.args[0]} is not in it")) from None
+    except ValueError as error:
+        raise ArtifactError(remedy.format(error)) from None
+
+
+def _check_layer(manifest: Manifest, layer: int, letters: Letters, *, indexed: bool) -> None:
+    context, queries = (layer_file(folder, layer) for folder in ("context", "queries"))
+    rows = _CONTEXT if manifest.kv_storage is None else _CONTEXT_INT8
+    _check_all(context, manifest.files[context], rows, letters, manifest.dtype)
+    wanted = _QUERIES if manifest.layers[layer].attention_sinks else {"tail": _QUERIES["tail"]}
+    _check(queries, manifest.files[queries], wanted, letters, manifest.dtype)
+    rope = manifest.layers[layer].rope
+    if rope is not None and 2 * len(rope.frequencies) > letters["D"]:
+        raise ValueError(f"layer {layer} turns {len(rope.frequencies)} pairs of {letters['D']} channels")
+    if letters["Hq"] % letters["Hk"]:
+        raise ValueError(f"layer {layer} has {letters['Hq']} query heads on {letters['Hk']} KV heads")
+    if not indexed:
+        return
+    samples = layer_file("samples", layer)
+    if samples in manifest.files:
+        _check(samples, manifest.files[samples], _SAMPLES, dict(letters), manifest.dtype)
+    for method in manifest.methods:
+        name = layer_file(method, layer)
+        record = manifest.files[name]
+        known = _known_shapes(name, record, in_8_bits=manifest.kv_storage is not None)
+        _check(name, record, known, own := dict(letters), manifest.dtype)
+        if own.get("m", 1) * own.get("d", own["D"]) != own["D"]:
+            raise ValueError(f"{name} has {own['m']} parts of {own['d']} channels for {own['D']}")
+        if own.get("L", 1) > own["M"]:
+            raise ValueError(f"{name} has lists of {own['L']} tokens, and the middle {own['M']}")
+
+
+def first_axis(folder: str, tensor: str) -> str | None:
+    """The letter of a tensor's first axis, in the files of one folder of an index; None for one not listed here."""
+    known = {"context": _CONTEXT_INT8, "queries": _QUERIES, "samples": _SAMPLES}
+    shape = known[folder].get(tensor) if folder in known else _CENTROIDS_INT8.get(tensor) or _of_method(tensor)
+    return None if shape is None else shape[1][0]
+
+
+def _check_all(name: str, record: FileRecord, wanted: dict[str, Shape], letters: Letters, rows: str) -> None:
+    """`_check`, and ValueError for a tensor that is not wanted: scales decide how a context is read."""
+    _check(name, record, wanted, letters, rows)
+    if more := sorted(record.tensors.keys() - wanted.keys()):
+        raise ValueError(f"{name} has a tensor {more[0][:80]}, which keys and values so stored have not")
+
+
+def _known_shapes(name: str, record: FileRecord, *, in_8_bits: bool) -> dict[str, Shape]:
+    """The shapes that tensors of a method's file must have, with all that centroids in 8 bits need if one is there.
+
+    Raises:
+        ValueError: centroids in 8 bits in an index that stores none so.
+    """
+    known = {tensor: shape for tensor in record.tensors if (shape := _of_method(tensor)) is not None}
+    scales = sorted(record.tensors.keys() & context_rows.CENTROID_SCALES)
+    if not scales:
+        return known
+    if not in_8_bits:
+        raise ValueError(f"{name} has a tensor {scales[0]}, and the index stores nothing in 8 bits")
+    has_values = any("value" in tensor for tensor in record.tensors.keys() & _CENTROIDS_INT8.keys())
+    return known | {tensor: shape for tensor, shape in _CENTROIDS_INT8.items() if has_values or "value" not in tensor}
+
+
+@cache
+def _of_method(tensor: str) -> Shape | None:
+    if level := _LEVEL.fullmatch(tensor):
+        shape = _OF_LEVELS.get(level[2])
+        return None if shape is None else (shape[0], tuple(axis.format(level=int(level[1])) for axis in shape[1]))
+    return _OF_METHODS.get(tensor)
+
+
+def _check(name: str, record: FileRecord, wanted: dict[str, Shape], letters: Letters, rows: str) -> None:
+    """Raise ValueError for a tensor that does not fit; the first tensor with a letter sets the letter's size."""
+    for tensor, (dtype, axes) in wanted.items():
+        if tensor not in record.tensors:
+            raise ValueError(f"{tensor} is not in {name}")
+        if not _fits(record.tensors[tensor], rows if dtype == "rows" else dtype, axes, letters):
+            shape = ", ".join(map(str, record.tensors[tensor].shape))
+            raise ValueError(f"{tensor} of {name} is {record.tensors[tensor].dtype} [{shape}]")
+
+
+def _fits(found: TensorRecord, dtype: str, axes: tuple[str, ...], letters: Letters) -> bool:
+    if (dtype and found.dtype != dtype) or len(found.shape) != len(axes):
+        return False
+    for size, axis in zip(found.shape, axes, strict=True):
+        count = size - 1 if axis.endswith("+1") else size
+        if count < 1 or letters.setdefault(axis.removesuffix("+1"), count) != count:
+            return False
+    return True

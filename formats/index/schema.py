@@ -1,0 +1,371 @@
+"""Schema 1 of the artifact: the fields of `manifest.json` and the files beside it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from sparsekv.formats.errors import UsageError, choose_one
+
+_PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
+
+METHOD_NAME = rf"^{_PART}$"
+FILE_NAME = rf"^({_PART}/)?{_PART}\.safetensors$"
+"""For the name of a logical file, and for the path where it is stored below the index's folder."""
+
+
+def stored_parameters(method: Any) -> dict[str, Any]:
+    """The fields of a dataclass as they are read back, so that both compare equal."""
+    stored: dict[str, Any] = json.loads(json.dumps(asdict(method)))
+    return stored
+
+
+def given_parameters(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """What a dataclass is made of again."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
+
+
+CHOICES = {
+    "quoka_subset": ("far", "random", "all"),
+    "quoka_similarity": ("cosine", "dot"),
+    "quoka_across": ("max", "mean"),
+}
+"""The paper's choice first, then its ablations."""
+
+
+@dataclass(frozen=True)
+class QuokaOptions:
+    """Which queries choose a chunk's keys, how keys are ranked, and how the scores of several queries are combined."""
+
+    prefill_queries: int = field(
+        default=16, metadata={"help": "How many of a chunk's queries rank the tokens that the whole chunk attends to."}
+    )
+    quoka_subset: str = field(
+        default="far",
+        metadata={
+            "help": "Which of a chunk's queries rank the tokens: those far from (of lowest cosine to) the chunk's mean "
+            f"query, random ones, or all: {', '.join(CHOICES['quoka_subset'])}."
+        },
+    )
+    quoka_similarity: str = field(
+        default="cosine", metadata={"help": f"Score of a key for a query: {', '.join(CHOICES['quoka_similarity'])}."}
+    )
+    quoka_across: str = field(
+        default="max",
+        metadata={
+            "help": f"How a key's scores for several queries are combined: {', '.join(CHOICES['quoka_across'])}."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        check_prefill_queries(self.prefill_queries)
+        for name, known in CHOICES.items():
+            if (value := getattr(self, name)) not in known:
+                raise UsageError(f"--{name.replace('_', '-')} {value}: {choose_one(str(value), known)}")
+
+
+def check_prefill_queries(count: int) -> None:
+    """Raise UsageError if there would be no query to choose keys by."""
+    if count < 1:
+        raise UsageError(f"--prefill-queries {count}: give at least 1")
+
+
+MOST_TOKENS = 2**31 - 1  # positions are int32
+
+FileName = Annotated[str, StringConstraints(pattern=FILE_NAME)]
+MethodName = Annotated[str, StringConstraints(pattern=METHOD_NAME)]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Size = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+
+
+class Record(BaseModel):
+    """Base class of everything in the manifest: immutable. Fields that a newer, readable schema adds are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=(), allow_inf_nan=False)
+
+
+KVDtype: TypeAlias = Literal["int8"]
+"""What keys and values can be stored in, beside the model's dtype."""
+AUTO = "auto"
+KV_DTYPES: tuple[str, ...] = (AUTO, *get_args(KVDtype))
+"""Values of `--kv-dtype`; `auto` is the model's dtype."""
+
+
+def kv_dtype_named(name: str) -> KVDtype | None:
+    """What a value of `--kv-dtype` stores keys and values in, None for the model's dtype; UsageError for another."""
+    found: KVDtype | None = next((known for known in get_args(KVDtype) if known == name), None)
+    if found is None and name != AUTO:
+        raise UsageError(f"--kv-dtype {name}: {choose_one(name, KV_DTYPES)}")
+    return found
+
+
+class KVStorage(Record):
+    """How keys and values are stored where not in the index's dtype, and what dense attention loses by it.
+
+    `errors` has for each layer the relative error of dense attention over the stored rows against dense attention over
+    the exact ones, the mean over the tail's queries and the heads. It was measured on a prompt of `measured_tokens`
+    tokens whose hash is `measured_ids`: an earlier one than the index's where rows of that one were taken over.
+    `exact_probe`: the logits of probe and canary are those over the rows before they were rounded, as a conversion,
+    which runs no model, takes them over.
+    """
+
+    dtype: KVDtype
+    errors: list[Annotated[float, Field(ge=0)]] = Field(min_length=1)
+    measured_ids: Sha256
+    measured_tokens: Size
+    exact_probe: bool = True
+
+    @property
+    def error(self) -> float:
+        """The mean over layers."""
+        return sum(self.errors) / len(self.errors)
+
+    @property
+    def worst(self) -> int:
+        """The layer of the largest error."""
+        return max(range(len(self.errors)), key=self.errors.__getitem__)
+
+
+class Border(Record):
+    """The end of the prompt's text, which decides the first tokens of what follows."""
+
+    lead: str = Field(description="last characters whose tokens are stored; what follows is tokenised behind them")
+    held: str = Field(
+        default="", description="characters after them, whose tokens depend on what follows: each question begins so"
+    )
+
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+TOKENS = "tokens.safetensors"
+
+
+def layer_file(folder: str, layer: int) -> str:
+    """Logical path of one layer's file in one of the artifact's folders."""
+    return f"{folder}/layer_{layer:03d}.safetensors"
+
+
+class ModelIdentity(Record):
+    """The model that the keys and values came from, by everything that decides them."""
+
+    id: str
+    revision: str | None
+    kv_config: dict[str, Any] = Field(description="heads, sizes, rope, windows, soft cap: all that shapes K and V")
+    config_hash: str
+    weights_hash: str
+    adapter: str | None
+    quantisation: str | None
+
+
+class TokenizerIdentity(Record):
+    """Hashes of the tokenizer, its chat template and its special tokens."""
+
+    tokenizer_hash: str
+    chat_template_hash: str | None
+    special_tokens_hash: str
+
+
+class ChatFrame(Record):
+    """The text that the model's chat template puts around `document + question`."""
+
+    before: str
+    between: str
+    after: str
+    trimmed: bool = Field(default=False, description="the template takes white space from both ends of a message")
+
+
+class Prompt(Record):
+    """The fixed prompt, by its hashes. `block_hashes` is chained: entry i covers the first 256 (i + 1) tokens."""
+
+    text_sha256: str
+    ids_sha256: Sha256
+    block_hashes: list[str]
+    tokens: Size
+    chat: ChatFrame | None
+    special_tokens: bool = Field(default=False, description="those of the text, or of what was added, have a meaning")
+    max_tokens: Size | None = Field(default=None, description="of the text, where it goes on; null where all are in")
+    border: Border | None = Field(default=None, description="null: what follows is tokenised as a text of its own")
+
+
+class Split(Record):
+    """N = sinks + middle + tail tokens, in this order; an index covers the middle."""
+
+    sinks: Size
+    middle: Size
+    tail: Annotated[int, Field(ge=2, le=MOST_TOKENS)]
+
+    @property
+    def tokens(self) -> int:
+        return self.sinks + self.middle + self.tail
+
+
+class RopeFacts(Record):
+    """Rotary embedding of a layer's queries and keys: radians per position for each pair of channels.
+
+    Without frequencies nothing is rotated. With P frequencies, pairs are channels i and i + P, or 2 i and 2 i + 1 if
+    interleaved; channels from 2 P on are not rotated.
+    """
+
+    frequencies: list[float]
+    interleaved: bool
+
+
+class LayerFacts(Record):
+    """How one layer attends; a layer with a sliding window stays dense and is not indexed."""
+
+    softmax_scale: Annotated[float, Field(gt=0)]
+    softcap: Annotated[float, Field(gt=0)] | None
+    sliding_window: Size | None
+    attention_sinks: bool = Field(description="the layer has a learned logit per head in its softmax")
+    rope: RopeFacts | None = Field(default=None, description="null where it is not known")
+
+
+class PrefillRecord(Record):
+    """How the context was computed: `dense`, or an approximation with its parameters."""
+
+    kind: str
+    chunk_size: Size
+    parameters: dict[str, Any] = Field(default={})
+    exact: bool = Field(default=True, description="it is dense attention: the chunks decide nothing")
+    revision: int = Field(default=1, description="of the prefill: another one computes other rows by the same options")
+
+    def __str__(self) -> str:
+        """The kind, as reports print it, with chunk size and parameters unless it is exact."""
+        told = ", ".join(f"{name} {value}" for name, value in self.parameters.items())
+        return self.kind if self.exact else f"{self.kind} (chunks of {self.chunk_size}, {told})"
+
+
+class MethodRecord(Record):
+    """One method's build: parameters, seed, calibration, and the context files it was built from."""
+
+    revision: int
+    parameters: dict[str, Any]
+    seed: int
+    calibration: dict[str, Any]
+    built_from: dict[FileName, str]
+
+
+class Probe(Record):
+    """Top logits of the last prompt token by the model's own attention over the stored context (before there was a
+    canary: by the prefill); recomputing them checks that a model is the same."""
+
+    token_ids: list[Count] = Field(min_length=1)
+    logits: list[float] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _one_logit_a_token(self) -> Self:
+        if len(self.token_ids) != len(self.logits):
+            raise ValueError("as many logits as tokens")
+        return self
+
+
+class CanaryToken(Probe):
+    """The same of the token at a position before the last: a build compared its attention there with the model's."""
+
+    position: Count
+
+
+class TensorRecord(Record):
+    """Shape and dtype of one tensor in a file."""
+
+    shape: list[Count] = Field(max_length=8)
+    dtype: str
+
+
+class FileRecord(Record):
+    """Where a logical file is stored, its tensors, and `recipe`, the hash of everything that decides its content."""
+
+    path: FileName
+    bytes: Annotated[int, Field(ge=0)]
+    sha256: Sha256
+    recipe: str
+    tensors: dict[str, TensorRecord]
+
+
+class TuneTarget(Record):
+    """What a setting had to reach: recall of at least or error of at most `value`, as a mean over layers, heads and
+    queries; or perplexity of at most `value` times dense attention's.
+
+    Recall is measured against the oracle's best tokens at budget `of`, a share or a number of tokens. The search was
+    among `methods`; none means all.
+    """
+
+    measure: str
+    value: float
+    of: float | int | None = None
+    methods: list[MethodName] = Field(default_factory=list)
+
+
+class Defaults(Record):
+    """The cheapest measured setting that reaches a target; used when no setting is requested.
+
+    `budget` is a share of the middle; with `layer_budgets` (by layer) it is their mean. The target's measure was
+    `calibration` on the queries or tokens that the setting was chosen on, and `held_out` on others, on which
+    `kv_fraction` was measured too.
+    """
+
+    method: str
+    variant: str
+    parameters: dict[str, Any]
+    budget: Share
+    layer_budgets: dict[int, Share] | None
+    residual: bool
+    target: TuneTarget
+    calibration: float
+    held_out: float
+    kv_fraction: float
+
+
+class AdditionRecord(Record):
+    """Text that `append` added: its sha256 and its number of tokens."""
+
+    sha256: Sha256
+    tokens: Size
+
+
+class RopeRecord(Record):
+    """The RoPE scaling requested when the index was built, and the RoPE settings of the model's config."""
+
+    scaling: str | None = None
+    parameters: dict[str, Any] | None = None
+    max_position_embeddings: Any = None
+
+
+class Manifest(Record):
+    """Everything that identifies an index. `manifest_sha256` covers all other fields."""
+
+    schema_version: int = SCHEMA_VERSION
+    least_reader_version: int = SCHEMA_VERSION
+    writer_version: str
+    uuid: str
+    parent_uuid: str | None
+    created: str
+    model: ModelIdentity
+    tokenizer: TokenizerIdentity
+    tokenizer_files: Sha256 | None = Field(
+        default=None, description="hash of the files that the tokenizer was loaded from; those of equal files are equal"
+    )
+    prompt: Prompt
+    split: Split
+    dtype: Annotated[str, StringConstraints(pattern="^(float32|float16|bfloat16)$")]
+    kv_storage: KVStorage | None = Field(default=None, description="null: keys and values are stored in `dtype`")
+    rope: RopeRecord
+    layers: list[LayerFacts] = Field(min_length=1)
+    prefill: PrefillRecord
+    versions: dict[str, str]
+    methods: dict[MethodName, MethodRecord]
+    probe: Probe
+    canary: list[CanaryToken] = Field(default=[], max_length=64, description="none in an index of an earlier version")
+    files: dict[FileName, FileRecord]
+    additions: list[AdditionRecord] = Field(default=[], description="what was appended since it was built, in order")
+    defaults: Defaults | None = Field(default=None, description="null where no setting was measured")
+    manifest_sha256: str = ""
+
+    @property
+    def indexed_layers(self) -> list[int]:
+        """Layers with full attention; layers with a sliding window stay dense."""
+        return [layer for layer, facts in enumerate(self.layers) if facts.sliding_window is None]

@@ -1,0 +1,86 @@
+"""The user's cache folder: small files in it, and the names of models that the user has given."""
+
+import json
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+from tempfile import gettempdir, mkdtemp, mkstemp
+
+import platformdirs
+
+from sparsekv.formats.errors import SparsekvError
+
+
+def give_home() -> None:
+    """Have HOME name a folder where this user has none: an unknown uid in a container, without HOME.
+
+    Libraries would otherwise write their caches to a folder `~` of the current folder. The folder is of this user alone
+    and the same each time, below the system's folder for temporary files.
+
+    Raises:
+        SparsekvError: no such folder can be made.
+    """
+    if os.path.isabs(os.path.expanduser("~")):
+        return
+    try:
+        folder = Path(gettempdir()) / f"sparsekv-{os.getuid()}"
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+        # Another user may have made it first, to have us write or read there.
+        own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+        os.environ["HOME"] = str(folder) if own else mkdtemp(prefix="sparsekv-")
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise SparsekvError(f"this user has no home folder, and none can be made: {reason}; set HOME") from None
+
+
+def cache_root() -> Path:
+    """$SPARSEKV_CACHE, or the user's cache folder."""
+    root = os.environ.get("SPARSEKV_CACHE")
+    if not root:
+        give_home()
+        return platformdirs.user_cache_path("sparsekv")
+    with suppress(RuntimeError):  # ~user of an unknown user
+        return Path(root).expanduser().absolute()
+    return Path(root).absolute()
+
+
+def read_small(path: Path) -> str:
+    """A file's text; empty if it is not a file or cannot be read."""
+    try:
+        return path.read_text() if path.is_file() else ""
+    except (OSError, ValueError):
+        return ""
+
+
+def replace_small(path: Path, text: str) -> None:
+    """Replace a file atomically; if that fails the old file stays and nothing is raised, as a cache only saves work."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        number, name = mkstemp(prefix=f"{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(number, "w") as file:
+                file.write(text)
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except OSError:
+            os.unlink(name)
+
+
+_FILE = "named_models.json"
+
+
+def named_models() -> list[str]:
+    """Names of hub models and whole paths of folders; empty if nothing was kept, or what was is damaged."""
+    try:
+        found = json.loads(read_small(cache_root() / _FILE) or "[]")
+    except (ValueError, RecursionError):
+        return []
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+
+def keep_named(names: list[str]) -> None:
+    """Replace the list; a cache that cannot be written keeps the old one."""
+    replace_small(cache_root() / _FILE, json.dumps(sorted(set(names)), indent=1) + "\n")

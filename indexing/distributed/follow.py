@@ -1,0 +1,143 @@
+"""A rank of a build that is not the first: it does its share of what that one asks of all."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from sparsekv.formats.distributed.group import Ranks
+from sparsekv.formats.index.folder import Folder
+from sparsekv.formats.index.growing_file import HeadPart
+from sparsekv.formats.index.identity import fingerprint_weights
+from sparsekv.formats.index.reader import WholeFile, find_whole
+from sparsekv.formats.index.schema import layer_file
+from sparsekv.formats.index.writer import PartWriter
+from sparsekv.formats.models.load import LoadedModel
+from sparsekv.indexing.capture.canary import preflight, run_canary
+from sparsekv.indexing.capture.capture import Capture, capture, rows_as_stored
+from sparsekv.indexing.capture.rotation import measure_rotations
+from sparsekv.indexing.distributed.requests import (
+    CheckNumbers,
+    EndLayer,
+    MakeLayers,
+    MeasureRotations,
+    Request,
+    RunCanary,
+    RunPrompt,
+    SendLayer,
+    SentSums,
+    ShareFiles,
+    TryModel,
+    give_memory_back,
+    give_turns,
+    join_layer,
+    join_queries,
+)
+
+
+def follow(ranks: Ranks, loaded: LoadedModel) -> None:
+    """Do what the first rank asks until its build needs this one no more.
+
+    Memory: this rank's share of the model and its own heads' cache of N rows. A layer's rows go once they are written
+    or sent, and all that is left before layers are made. Then what `make_layers_from` takes, as on the first rank:
+    there are layers of all heads. Writing takes 16 MiB of page-locked memory for each thread, as of the first rank's,
+    reading 256 MiB.
+
+    Raises:
+        ArtifactError: its rows could not be written, or files not be read.
+        SparsekvError: an index cannot follow the model.
+        UsageError: a method cannot be built for this model.
+    """
+    # The first rank's build begins with it, and weights that are shared out are gathered for it by all.
+    fingerprint_weights(loaded.model.state_dict().items())
+    with ExitStack() as stack:
+        writer = stack.enter_context(PartWriter(HeadPart(ranks.number, ranks.size)))
+        follower = _Follower(ranks, loaded, writer, stack)
+        while follower.does(ranks.share(None)):
+            pass
+
+
+@dataclass
+class _Follower:
+    """What a rank has between two requests; `own` is what it captured last, and `sums` makes those of shared files."""
+
+    ranks: Ranks
+    loaded: LoadedModel
+    writer: PartWriter
+    stack: ExitStack
+    own: Capture | None = None
+    sums: SentSums | None = None
+
+    def does(self, request: Request) -> bool:
+        """Do what is asked; False at the end."""
+        match request:
+            case ShareFiles():
+                self._share_files(request)
+            case TryModel():
+                preflight(self.loaded.model, request.input_ids, self.loaded.name)
+            case RunPrompt():
+                self.own = self._captured(request)
+            case CheckNumbers():
+                self.ranks.collect(self._capture.not_finite())
+            case RunCanary():
+                own = partial(rows_as_stored, self._capture.rows, kv_dtype=request.kv_dtype)
+                run_canary(self.loaded.model, request.input_ids, own)
+            case MeasureRotations():
+                measure_rotations(self.loaded.model, request.input_ids)
+            case SendLayer():
+                join_layer(self.ranks, self._capture.take(request.layer))
+            case EndLayer():
+                self._end_layer(request)
+            case MakeLayers():
+                self._make_layers(request)
+            case _:
+                return False
+        return True
+
+    def _share_files(self, request: ShareFiles) -> None:
+        if all(self.ranks.collect(self.writer.join(request.folder, request.files))):
+            self.sums = self.stack.enter_context(SentSums(self.ranks.open_channel()))
+        else:
+            self.writer.leave()
+
+    @property
+    def _capture(self) -> Capture:
+        assert self.own is not None
+        return self.own
+
+    def _captured(self, request: RunPrompt) -> Capture:
+        """The capture of a prompt, of which the rows are written as they come to be."""
+
+        def rows_done(layer: int, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
+            self.writer.put(layer_file("context", layer), {"keys": keys, "values": values}, end)
+
+        return capture(self.loaded.model, request.input_ids, **request.options, rows_done=rows_done)
+
+    def _end_layer(self, request: EndLayer) -> None:
+        name = layer_file("context", request.layer)
+        self.ranks.wait_for_all(partial(self.writer.end, name))
+        if request.summed_by == self.ranks.number:
+            assert self.sums is not None
+            self.sums.make(request.layer, self.writer.whole(name))
+        join_queries(self.ranks, self._capture.take_queries(request.layer))
+
+    def _make_layers(self, request: MakeLayers) -> None:
+        self.own = None  # no layer is asked for after that
+        give_memory_back(self.ranks.device)
+        found = self._opened(request)
+        if not all(self.ranks.collect(found is not None)) or found is None:
+            return
+
+        def read(name: str) -> dict[str, torch.Tensor]:
+            return (found.get(name) or self.writer.whole(name)).read(self.ranks.device)
+
+        give_turns(self.ranks, request.work, request.layers, read)
+
+    def _opened(self, request: MakeLayers) -> dict[str, WholeFile] | None:
+        """The files that are named, by name; None where not all of them are here, as on another machine."""
+        try:
+            folder = Folder(request.folder)
+            return {name: find_whole(folder, shared) for name, shared in request.found.items()}
+        except OSError:
+            return None

@@ -1,0 +1,151 @@
+"""The first rank of a build: it writes, and has the others run the model and make indices with it."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsekv.formats.distributed.group import Ranks
+from sparsekv.formats.index.folder import SharedFile
+from sparsekv.formats.index.growing_file import ALL_HEADS, HeadPart, RemoteSum
+from sparsekv.formats.index.schema import KVDtype, LayerFacts, layer_file
+from sparsekv.indexing.capture.capture import Capture, CapturedLayer, CapturedQueries
+from sparsekv.indexing.capture.team import Captured, SharedRows, Team
+from sparsekv.indexing.distributed.requests import (
+    CheckNumbers,
+    End,
+    EndLayer,
+    MakeLayers,
+    MeasureRotations,
+    ReceivedSums,
+    RunCanary,
+    RunPrompt,
+    SendLayer,
+    ShareFiles,
+    TryModel,
+    give_memory_back,
+    join_layer,
+    join_queries,
+    take_turns,
+)
+from sparsekv.indexing.indexers.layer_work import BuildFiles, LayerWork, Tensors, make_layers
+
+
+class SplitRows(SharedRows):
+    """The rows of a model whose KV heads are split over ranks."""
+
+    own: Capture | None = None
+    """What this rank captured last."""
+    files = frozenset[str]()
+    """Those that all ranks write, and can read once they have."""
+    _sums: ReceivedSums
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+
+    def share(self, folder: Path, files: Mapping[str, SharedFile]) -> bool:
+        self.ranks.share(ShareFiles(folder, files))
+        shared = all(self.ranks.collect(True))
+        if shared:
+            self.files, self._sums = frozenset(files), ReceivedSums(self.ranks, self.ranks.open_channel())
+        return shared
+
+    def end(self, layer: int, written: Callable[[float], bool]) -> tuple[CapturedQueries, RemoteSum | None]:
+        """Once it returns, no rank writes to the layer's file."""
+        assert self.own is not None
+        # A file that was reused has its sum.
+        number = self._sums.give() if layer_file("context", layer) in self.files else 0
+        self.ranks.share(EndLayer(layer, number))
+        # What they send is no sign of that: on a GPU it may be received after this process has gone on.
+        self.ranks.wait_for_all(written)
+        joined = join_queries(self.ranks, self.own.take_queries(layer))
+        assert joined is not None
+        return joined, self._sums.remote(layer, number)
+
+
+class Leader(Team):
+    """Asks the other ranks for each run of the model, for the heads that they captured, and for layers' indices.
+
+    Args:
+        split: whether each rank captures heads of its own; False: all capture all heads.
+    """
+
+    starts_after_prefix = False  # only this rank could read the prefix's rows
+
+    def __init__(self, ranks: Ranks, *, split: bool):
+        self.ranks, self.part = ranks, HeadPart(ranks.number, ranks.size) if split else ALL_HEADS
+        self._rows = self.shared_rows = SplitRows(ranks) if split else None
+        self._released = False
+
+    def begin_preflight(self, input_ids: torch.Tensor) -> None:
+        self.ranks.share(TryModel(input_ids))
+
+    def begin_capture(self, input_ids: torch.Tensor, options: Mapping[str, Any]) -> None:
+        self.ranks.share(RunPrompt(input_ids, options))
+
+    def whole(self, own: Capture) -> Captured:
+        if self._rows is None:
+            return own
+        self._rows.own = own
+        return JoinedCapture(self.ranks, own)
+
+    def begin_canary(self, input_ids: torch.Tensor, kv_dtype: KVDtype | None) -> None:
+        self.ranks.share(RunCanary(input_ids, kv_dtype))
+
+    def begin_rotations(self, input_ids: torch.Tensor) -> None:
+        self.ranks.share(MeasureRotations(input_ids))
+
+    def make_layers(
+        self, work: LayerWork, layers: Sequence[int], files: BuildFiles, device: torch.device
+    ) -> Generator[Tensors, None, None]:
+        """In turn with the other ranks, if all of them can read the files; else by this one alone, as all else then."""
+        give_memory_back(device)
+        if layers and not self._released:
+            if self._others_read(work, layers, files):
+                return take_turns(self.ranks, work, layers, lambda name: files.read(name, device))
+            # They would wait for hours.
+            self.release()
+        return make_layers(work, layers, files, device)
+
+    def release(self) -> None:
+        if not self._released:
+            self._released = True
+            self.ranks.share(End())
+
+    def _others_read(self, work: LayerWork, layers: Sequence[int], files: BuildFiles) -> bool:
+        """Whether the others can read all that the work on these layers is made from, without waiting for sums."""
+        shared = self._rows.files if self._rows else frozenset()
+        context = {layer_file("context", layer) for layer in layers} - shared
+        if any(files.is_new(name) for name in context):
+            return False
+        names = {name for layer in layers for name in work.files(layer)} - shared
+        self.ranks.share(MakeLayers(work, layers, files.folder, {name: files.find(name) for name in sorted(names)}))
+        return all(self.ranks.collect(True))
+
+
+@dataclass(frozen=True)
+class JoinedCapture:
+    """A capture whose layers come from all ranks, one layer at a time."""
+
+    ranks: Ranks
+    own: Capture
+
+    def facts(self, layer: int) -> LayerFacts:
+        return self.own.facts(layer)
+
+    def not_finite(self) -> str | None:
+        """The first tensor of any rank with an infinity or NaN; None if all are finite."""
+        self.ranks.share(CheckNumbers())
+        return next((wrong for wrong in self.ranks.collect(self.own.not_finite()) if wrong), None)
+
+    def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of this rank's heads."""
+        return self.own.rows(layer)
+
+    def take(self, layer: int) -> CapturedLayer:
+        self.ranks.share(SendLayer(layer))
+        joined = join_layer(self.ranks, self.own.take(layer))
+        assert joined is not None
+        return joined

@@ -1,0 +1,229 @@
+"""Requests of the first rank of a build to the others, with the layers, heads and file checksums that they return."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from sparsekv.formats.distributed.group import Channel, Ranks
+from sparsekv.formats.index.folder import SharedFile
+from sparsekv.formats.index.growing_file import RemoteSum
+from sparsekv.formats.index.reader import WholeFile
+from sparsekv.formats.index.schema import KVDtype
+from sparsekv.formats.index.writer import SUMS
+from sparsekv.indexing.capture.capture import CapturedLayer, CapturedQueries
+from sparsekv.indexing.indexers.layer_work import LayerWork, Tensors, make_layers_from
+
+_LAYER, _SUM = 8, 32  # bytes of a message
+_UNREADABLE = bytes(_SUM)  # no file has this sum
+
+
+class ReceivedSums:
+    """The first rank's side: gives out the sums of layers' files in turn, and receives those that others make."""
+
+    def __init__(self, ranks: Ranks, channel: Channel):
+        self._ranks, self._channel, self._given = ranks, channel, 0
+
+    def give(self) -> int:
+        """The number of the rank that makes the next file's sum."""
+        self._given += 1
+        return (self._given - 1) % self._ranks.size
+
+    def remote(self, layer: int, number: int) -> RemoteSum | None:
+        """What receives the sum of a layer's file from a rank, to be called in the order in which sums were given out;
+        None for those of this rank."""
+        return partial(self._receive, layer, number) if number else None
+
+    def _receive(self, layer: int, number: int) -> str | None:
+        message = self._channel.receive(_LAYER + _SUM, number)
+        if (other := int.from_bytes(message[:_LAYER], "big")) != layer:
+            raise RuntimeError(f"rank {number} sent the sum of layer {other} in the place of {layer}")
+        # Where it could not read the file, this rank finds that out by itself, and says so.
+        return None if message[_LAYER:] == _UNREADABLE else message[_LAYER:].hex()
+
+
+class SentSums:
+    """Another rank's side: makes sums in threads, and sends them in order.
+
+    Args:
+        channel: to the first rank.
+    """
+
+    def __init__(self, channel: Channel):
+        self._channel = channel
+        self._summing, self._sending = ThreadPoolExecutor(SUMS), ThreadPoolExecutor(1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error the first rank may receive no more, until it is ended for that.
+        for threads in (self._summing, self._sending):
+            threads.shutdown(wait=error is None, cancel_futures=error is not None)
+
+    def make(self, layer: int, file: WholeFile) -> None:
+        """Make and send the sum of a layer's file."""
+        self._sending.submit(self._send, layer, self._summing.submit(file.sha256))
+
+    def _send(self, layer: int, made: Future[str]) -> None:
+        try:
+            found = bytes.fromhex(made.result())
+        except CancelledError:
+            return
+        except Exception:
+            found = _UNREADABLE
+        self._channel.send(layer.to_bytes(_LAYER, "big") + found)
+
+
+Read = Callable[[str], Tensors]
+
+
+def give_memory_back(device: torch.device) -> None:
+    """Give the system what torch keeps of a GPU's memory without using it.
+
+    What was freed, such as this rank's captured rows, torch keeps for the streams that used it. The threads that read
+    layers have streams of their own, for which it would get new memory.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def take_turns(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read) -> Generator[Tensors, None, None]:
+    """The first rank's side: yields what a method makes of each layer, in order.
+
+    Memory: as of `make_layers_from`, and a layer's tensors of one other rank.
+    """
+    with closing(_own(ranks, work, layers, read)) as own:
+        for tensors in own:
+            yield tensors
+            yield from map(dict, ranks.take())
+
+
+def give_turns(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read) -> None:
+    """Another rank's side: makes the layers of its turns, and sends each. Memory: as of `make_layers_from`."""
+    turns = range(0, len(layers), ranks.size)
+    with closing(_own(ranks, work, layers, read)) as own:
+        for _ in turns:
+            ranks.give(next(own, None))  # None: the last turn is of fewer layers than there are ranks
+
+
+def _own(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read) -> Generator[Tensors, None, None]:
+    device: torch.device = ranks.device
+    return make_layers_from(work, layers[ranks.number :: ranks.size], read, device)
+
+
+def join_layer(ranks: Ranks, own: CapturedLayer) -> CapturedLayer | None:
+    """A layer with the heads of all ranks, on the first rank's device; None on the others.
+
+    All ranks call it together, each with the same number of heads.
+    """
+    keys, values = (ranks.join_heads(rows) for rows in (own.keys, own.values))
+    queries = join_queries(ranks, own)
+    if keys is None or values is None or queries is None:
+        return None
+    return CapturedLayer(queries.tail, queries.sink_logits, queries.sample, keys, values)
+
+
+def join_queries(ranks: Ranks, own: CapturedQueries) -> CapturedQueries | None:
+    """The same of its queries alone."""
+    tail = ranks.join_heads(own.tail)
+    sinks, sample = (None if rows is None else ranks.join_heads(rows) for rows in (own.sink_logits, own.sample))
+    return None if tail is None else CapturedQueries(tail, sinks, sample)
+
+
+@dataclass(frozen=True)
+class ShareFiles:
+    """Open files of the context in an index's folder, by name, and tell whether that worked. Where it did for all
+    ranks, each writes its heads' rows into them while the prompt that follows is prefilled."""
+
+    folder: Path
+    files: Mapping[str, SharedFile]
+
+
+@dataclass(frozen=True)
+class TryModel:
+    """Run the passes of `preflight` over input_ids [N]."""
+
+    input_ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RunPrompt:
+    """Prefill input_ids [N] and keep what is captured; the options are keyword arguments of `capture`."""
+
+    input_ids: torch.Tensor
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class CheckNumbers:
+    """Tell whether all captured numbers are finite."""
+
+
+@dataclass(frozen=True)
+class RunCanary:
+    """Run the passes of `run_canary` over input_ids [N] and what was captured, as `kv_dtype` stores it."""
+
+    input_ids: torch.Tensor
+    kv_dtype: KVDtype | None
+
+
+@dataclass(frozen=True)
+class MeasureRotations:
+    """Run the passes of `measure_rotations` over input_ids [N]."""
+
+    input_ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SendLayer:
+    """Send what was captured of a layer, and drop it."""
+
+    layer: int
+
+
+@dataclass(frozen=True)
+class EndLayer:
+    """Tell once a layer's rows are in its file, send what else was captured of it, and drop all; the rank `summed_by`
+    then sends the file's sum from a thread. The first one does it by itself, where that is needed at all."""
+
+    layer: int
+    summed_by: int
+
+
+@dataclass(frozen=True)
+class MakeLayers:
+    """Tell whether all files that the work on these layers reads can be read: by what finds them, or as files whose
+    rows this rank has ended. If so for all ranks, make the layers that are this rank's turns, and send them."""
+
+    work: LayerWork
+    layers: Sequence[int]
+    folder: Path
+    found: Mapping[str, SharedFile]
+
+
+@dataclass(frozen=True)
+class End:
+    """The build needs this rank no more."""
+
+
+Request = (
+    ShareFiles
+    | TryModel
+    | RunPrompt
+    | CheckNumbers
+    | RunCanary
+    | MeasureRotations
+    | SendLayer
+    | EndLayer
+    | MakeLayers
+    | End
+)

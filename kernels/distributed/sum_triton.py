@@ -1,0 +1,68 @@
+"""The sum of all ranks' parts in one launch, in Triton: each program sends its piece to every other rank, waits for
+theirs and adds them up.
+
+A rank may overwrite what it sent two sums ago: it has finished the sum in between, for which the others sent their
+parts after they had read what came before.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from sparsekv.kernels.distributed.shared_memory import MOST_BYTES, PROGRAM_BYTES, PROGRAMS, SharedMemory
+
+
+@triton.jit(do_not_specialize=["this"])
+def _sum_kernel(
+    part, total, places, turns, numbers, this,
+    RANKS: tl.constexpr, MOST: tl.constexpr, BYTES: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program's piece of a sum over RANKS, of which this is one; MOST numbers are BYTES."""
+    program = tl.program_id(0)
+    at = program * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numbers
+    own = tl.load(part + at, mask=inside, other=0.0)
+    turn = tl.load(turns + program) + 1
+    half = (turn & 1) * (RANKS * MOST)
+    sent: tl.constexpr = tl.pointer_type(part.dtype.element_ty)
+    come: tl.constexpr = 2 * RANKS * BYTES
+    for rank in tl.static_range(RANKS):
+        place = tl.multiple_of(tl.load(places + rank).to(sent), 16)
+        tl.store(place + half + this * MOST + at, own, mask=inside)
+    tl.debug_barrier()
+    for rank in tl.static_range(RANKS):
+        if rank != this:
+            number = (tl.load(places + rank) + come).to(tl.pointer_type(tl.int32)) + this * PROGRAMS + program
+            tl.atomic_xchg(number, turn, sem="release", scope="sys")
+    here = tl.load(places + this)
+    for rank in tl.static_range(RANKS):
+        if rank != this:
+            number = (here + come).to(tl.pointer_type(tl.int32)) + rank * PROGRAMS + program
+            while tl.atomic_add(number, 0, sem="acquire", scope="sys") - turn < 0:
+                pass
+    tl.debug_barrier()
+    added = tl.zeros([BLOCK], tl.float32)
+    for rank in tl.static_range(RANKS):  # in one order on all ranks, so that all have the same sum
+        place = tl.multiple_of(here.to(sent), 16) + half + rank * MOST + at
+        # Another GPU wrote it meanwhile: it must not come from this one's nearest cache.
+        added += tl.load(place, mask=inside, other=0.0, volatile=True).to(tl.float32)
+    tl.store(total + at, added.to(own.dtype), mask=inside)
+    tl.store(turns + program, turn)
+
+
+def sum_triton(part: torch.Tensor, memory: SharedMemory) -> torch.Tensor:
+    """The sum of the ranks' parts, as `torch.distributed.all_reduce` makes it, on each of them; all call this.
+
+    Nothing else is allocated, and no host waits. Each rank's sum has the same bits.
+
+    Args:
+        part: [...] contiguous, of one shape and floating dtype on all ranks, at most `MOST_BYTES`.
+    """
+    total, size = torch.empty_like(part), part.element_size()
+    block = PROGRAM_BYTES // size
+    _sum_kernel[(triton.cdiv(part.numel(), block),)](
+        part, total, memory.places, memory.turns, part.numel(), memory.number,
+        RANKS=len(memory.places), MOST=MOST_BYTES // size, BYTES=MOST_BYTES, PROGRAMS=PROGRAMS, BLOCK=block,
+        num_warps=4,
+    )  # fmt: skip
+    return total

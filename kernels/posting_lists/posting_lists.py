@@ -1,0 +1,406 @@
+"""Query-centric posting lists (CSAttention): per subspace of a head, centroids of queries and lists of their best keys;
+their layout by token, and logits estimated from them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import normalize
+
+SCORES_AT_ONCE = 2**22  # elements of the [B, rows, C] float32 cosines that k-means allocates at a time
+
+
+def rope_pair_order(head_dim: int, pairs: int, *, interleaved: bool) -> torch.Tensor:
+    """Channel order [D] int64 in which the two channels of each RoPE pair are neighbours, fastest pair first.
+
+    Pairs are channels i and i + `pairs`, or 2 i and 2 i + 1 if interleaved; channels that are not rotated come last.
+    """
+    channels = torch.arange(head_dim)
+    if interleaved:
+        return channels
+    turned = channels[: 2 * pairs].view(2, pairs).T.flatten()
+    return torch.cat([turned, channels[2 * pairs :]])
+
+
+def split_channels(rows: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
+    """Parts [..., m, T, D / m] float32 of rows [..., T, D], one for each subspace of channels [m, D / m]."""
+    return rows[..., channels.long()].float().transpose(-3, -2)
+
+
+def cosine_kmeans(points: torch.Tensor, clusters: int, iterations: int, generator: torch.Generator) -> torch.Tensor:
+    """Unit centroids of spherical k-means from k-means++ seeds.
+
+    Args:
+        points: [B, S, d] float32, whose norms are ignored.
+        clusters: C, at most S; an empty cluster keeps its centroid.
+        generator: draws the seeds, on the points' device.
+
+    Returns:
+        [B, C, d] float32. Allocates the points once more, and 16 MB of cosines at a time.
+    """
+    points = normalize(points, dim=-1)
+    centroids = _seeds(points, clusters, generator)
+    for _ in range(iterations):
+        labels = nearest(points, centroids)
+        sums = torch.zeros_like(centroids).scatter_add_(1, labels[..., None].expand_as(points), points)
+        # The direction of a sum near zero would be rounding error.
+        filled = sums.norm(dim=-1, keepdim=True) > 1e-6
+        centroids = torch.where(filled, normalize(sums, dim=-1), centroids)
+    return centroids
+
+
+def nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """Index [B, S] int64 of the centroid [B, C, d] that has the highest product with each point [B, S, d]."""
+    rows = max(1, SCORES_AT_ONCE // (centroids.shape[0] * centroids.shape[1]))
+    transposed = centroids.transpose(1, 2)
+    return torch.cat([(part @ transposed).argmax(-1) for part in points.split(rows, 1)], 1)
+
+
+def _seeds(points: torch.Tensor, clusters: int, generator: torch.Generator) -> torch.Tensor:
+    """k-means++ seeds [B, C, d], drawn with probability proportional to squared distance from the nearest earlier."""
+    distance = points.new_ones(points.shape[:2])
+    seeds = []
+    for _ in range(clusters):
+        # The clamp lets any point be drawn again when all of them are seeds.
+        ends = distance.double().clamp(min=1e-20).cumsum(-1)
+        drawn = torch.rand(len(points), 1, generator=generator, dtype=ends.dtype, device=points.device)
+        chosen = torch.searchsorted(ends, drawn * ends[:, -1:], right=True).clamp(max=points.shape[1] - 1)
+        seed = points.gather(1, chosen[..., None].expand(-1, -1, points.shape[-1]))
+        seeds.append(seed)
+        distance = torch.minimum(distance, (2 - 2 * (points @ seed.transpose(1, 2))[..., 0]).clamp(min=0))
+    return torch.cat(seeds, 1)
+
+
+def top_lists(centroids: torch.Tensor, keys: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Posting list of each centroid: the keys of highest product with it, in order of position.
+
+    Args:
+        centroids: [..., C, d]; keys: [..., M, d], both float32.
+        length: L, at most M.
+
+    Returns:
+        positions [..., C, L] int32, ascending along the list, and scores [..., C, L] float16. Allocates [C, M] scores
+        of one head and subspace at a time.
+    """
+    shape = *centroids.shape[:-1], length
+    lists = [_top_list(*pair, length) for pair in zip(centroids.flatten(0, -3), keys.flatten(0, -3), strict=True)]
+    positions, scores = (torch.stack(parts).view(shape) for parts in zip(*lists, strict=True))
+    return positions, scores
+
+
+def _top_list(centroids: torch.Tensor, keys: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = centroids @ keys.T
+    best = scores.topk(length, -1, sorted=False).indices
+    # A mask gives them in order of position in one pass; sorting each list would take several.
+    listed = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
+    positions = listed.nonzero()[:, 1].view(-1, length)
+    return positions.int(), scores.gather(1, positions).half()
+
+
+def insert(
+    tokens: torch.Tensor, scores: torch.Tensor, new_tokens: torch.Tensor, new_scores: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Posting lists after inserting new keys, each of which replaces the lowest score of a list if its own is higher.
+
+    The order of insertion does not matter: a list keeps the highest scores, and of equal ones the first tokens.
+
+    Args:
+        tokens, scores: [C, L], tokens ascending.
+        new_tokens: [T], larger than any listed; new_scores: [C, T].
+
+    Returns:
+        tokens and scores [C, L], tokens ascending. Allocates [C, L + T] a few times over.
+    """
+    length, new = tokens.shape[1], len(new_tokens)
+    tokens = torch.cat([tokens, new_tokens.to(tokens).expand(len(tokens), -1)], 1)
+    scores = torch.cat([scores, new_scores.to(scores)], 1)
+    # NaN counts as the lowest score: it compares neither above nor equal, and would leave a list too short.
+    compared = scores.float().nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    cutoff = compared.kthvalue(new + 1, -1, keepdim=True).values
+    above, equal = compared > cutoff, compared == cutoff
+    listed = above | (equal & (equal.cumsum(-1) <= length - above.sum(-1, keepdim=True)))
+    return tokens[listed].view(-1, length), scores[listed].view(-1, length)
+
+
+RIDGE = 1e-2  # of the mean diagonal of the normal equations in `fit_weights`
+SCORINGS = ("mean", "floor", "paper")
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The tables of one layer.
+
+    channels [m, D / m]; centroids [Hk, m, C, D / m] float32, unit vectors; tokens and scores [Hk, m, C, L]: the posting
+    list of each centroid, with positions in the prompt, where `first_token` is the first of `keys` indexed keys;
+    key_mean [Hk, m, D / m]: the mean of all these keys.
+    """
+
+    channels: torch.Tensor
+    centroids: torch.Tensor
+    tokens: torch.Tensor
+    scores: torch.Tensor
+    key_mean: torch.Tensor
+    keys: int
+    first_token: int = 0
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, torch.Tensor], keys: int, first_token: int) -> "Tables":
+        """From the artifact's tensors; copies the centroids and nothing else."""
+        return cls(
+            channels=tensors["channels"].long(),
+            centroids=tensors["centroids"].float(),
+            tokens=tensors["table_tokens"],
+            scores=tensors["table_scores"],
+            key_mean=tensors["key_mean"],
+            keys=keys,
+            first_token=first_token,
+        )
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Parts of queries [Hk, m, R, D / m] with the T nearest centroids of each, nearest [Hk, m, R, T].
+
+    share [Hk, m, R, T] is the weight of each centroid within its part, times the weight of the subspace.
+    """
+
+    parts: torch.Tensor
+    nearest: torch.Tensor
+    share: torch.Tensor
+
+
+def cosines(tables: Tables, query: torch.Tensor) -> torch.Tensor:
+    """Cosines [Hk, m, R, C] of the parts of queries [Hk, R, D] with the centroids."""
+    return normalize(split_channels(query, tables.channels), dim=-1) @ tables.centroids.transpose(-1, -2)
+
+
+def look_up(
+    tables: Tables, query: torch.Tensor, backoff: float | None = None, weights: torch.Tensor | None = None
+) -> Lookup:
+    """Nearest centroids, by cosine, of each part of queries [Hk, R, D].
+
+    Args:
+        backoff: a part whose best cosine is below this uses its two nearest centroids, with half the weight each; None:
+            one centroid always.
+        weights: [Hk, m] of the subspaces; None: all 1.
+    """
+    best, nearest = cosines(tables, query).topk(1 if backoff is None else min(2, tables.centroids.shape[2]), -1)
+    share = torch.ones_like(best)
+    if backoff is not None and best.shape[-1] == 2:
+        second = torch.where(best[..., :1] < backoff, 0.5, 0.0)
+        share = torch.cat([1 - second, second], -1)
+    parts = split_channels(query, tables.channels)
+    return Lookup(parts, nearest, share if weights is None else share * weights[:, :, None, None])
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One subspace's part of the logits: `floor` [Hk, R] + values [Hk, R, L] for listed tokens [Hk, R, L], and the
+    floor alone for all other keys."""
+
+    tokens: torch.Tensor
+    values: torch.Tensor
+    floor: torch.Tensor
+
+
+def estimate_part(tables: Tables, lookup: Lookup, part: int, place: int, scoring: str) -> Estimate:
+    """One subspace's estimate of its part of q k, without the softmax scale; reads R lists.
+
+    Args:
+        place: which of each part's nearest centroids to use.
+        scoring: `paper` sums the listed scores, and keys that are not listed count as 0. Otherwise a score is
+            multiplied by the projection of the query's part on the centroid, 0 if negative, and keys that are not
+            listed get the lowest score of the list (`floor`) or the mean of all that it leaves out (`mean`).
+    """
+    chosen, share = lookup.nearest[:, part, :, place], lookup.share[:, part, :, place]
+    heads = torch.arange(len(chosen), device=chosen.device)[:, None]
+    tokens = tables.tokens[heads, part, chosen].long() - tables.first_token
+    scores, centroids = tables.scores[heads, part, chosen].float(), tables.centroids[heads, part, chosen]
+    other = score_of_others(scores, centroids, tables.key_mean[:, part, None], tables.keys, scoring)
+    reach = share if scoring == "paper" else (lookup.parts[:, part] * centroids).sum(-1).clamp(min=0) * share
+    return Estimate(tokens, (scores - other[..., None]) * reach[..., None], other * reach)
+
+
+def score_of_others(
+    scores: torch.Tensor, centroids: torch.Tensor, key_mean: torch.Tensor, keys: int, scoring: str
+) -> torch.Tensor:
+    """Score [...] of the keys that a list leaves out, for lists with scores [..., L] float32.
+
+    Args:
+        centroids: [..., d]; key_mean: broadcasts to it, the mean of all `keys` keys.
+    """
+    if scoring == "paper":
+        return torch.zeros_like(scores[..., 0])
+    lowest, left = scores.amin(-1), keys - scores.shape[-1]
+    if scoring == "mean" and left:
+        total = (centroids * key_mean).sum(-1) * keys
+        # Rounding of the stored scores could put the mean of the others above the lowest listed score.
+        lowest = torch.minimum(lowest, (total - scores.sum(-1)) / left)
+    return lowest
+
+
+def estimate_logits(tables: Tables, lookup: Lookup, scoring: str) -> torch.Tensor:
+    """Estimated q k [Hk, R, keys] float32 of queries with all keys, without the softmax scale."""
+    Hk, parts, R, places = lookup.nearest.shape
+    logits = torch.zeros(Hk, R, tables.keys, device=lookup.nearest.device)
+    for part in range(parts):
+        for place in range(places):
+            found = estimate_part(tables, lookup, part, place, scoring)
+            logits.scatter_add_(-1, found.tokens, found.values)
+            logits += found.floor[..., None]
+    return logits
+
+
+def centroids_used(tables: Tables, lookup: Lookup, together: int) -> torch.Tensor:
+    """Number of lists [Hk, R / together] that each `together` neighbouring queries read, shared lists counted once."""
+    Hk, parts, R, places = lookup.nearest.shape
+    read = (lookup.share > 0).transpose(1, 2).reshape(Hk, R // together, together, parts, places)
+    numbers = lookup.nearest.transpose(1, 2).reshape(read.shape)
+    used = torch.zeros(Hk, R // together, parts, tables.centroids.shape[2], device=read.device)
+    for place in range(places):
+        at = numbers[..., place].transpose(2, 3)
+        used.scatter_add_(-1, at, read[..., place].transpose(2, 3).float())
+    return (used > 0).sum((-1, -2))
+
+
+def fit_weights(tables: Tables, query: torch.Tensor, keys: torch.Tensor, softmax_scale: float) -> torch.Tensor:
+    """Subspace weights [Hk, m] that fit the estimates (scoring `mean`) to the true logits of some queries.
+
+    Least squares over all keys, weighted by the square root of their attention; an offset common to all keys of a query
+    is ignored, as by the softmax. A ridge term draws the weights to 1.
+
+    Args:
+        query: [Hk, R, D]; keys: [Hk, keys, D].
+
+    Returns:
+        float32. Allocates [m, R, keys] for one head at a time.
+    """
+    lookup = look_up(tables, query)
+    found = [estimate_part(tables, lookup, part, 0, "mean") for part in range(len(tables.channels))]
+    return torch.stack(
+        [
+            _fit(
+                torch.stack([_spread(part.tokens[head], part.values[head], tables.keys) for part in found]),
+                query[head].float() @ keys[head].float().T,
+                softmax_scale,
+            )
+            for head in range(len(query))
+        ]
+    )
+
+
+def _spread(tokens: torch.Tensor, values: torch.Tensor, keys: int) -> torch.Tensor:
+    return torch.zeros(len(tokens), keys, device=values.device).scatter_(-1, tokens, values)
+
+
+def _fit(estimates: torch.Tensor, logits: torch.Tensor, softmax_scale: float) -> torch.Tensor:
+    """Weights [m] from estimates [m, R, keys] and logits [R, keys]."""
+    importance = (logits * softmax_scale).softmax(-1).sqrt()
+    importance = importance / importance.sum(-1, keepdim=True)
+    centred = estimates - (estimates * importance).sum(-1, keepdim=True)
+    missing = logits - (logits * importance).sum(-1, keepdim=True) - centred.sum(0)
+    weighted = (centred * importance).flatten(1)
+    gram = weighted @ centred.flatten(1).T
+    # Of a single key nothing can be told apart: the least ridge then leaves all weights at 1.
+    ridge = (RIDGE * gram.diagonal().mean()).clamp(min=torch.finfo(gram.dtype).tiny)
+    gram.diagonal().add_(ridge)
+    more: torch.Tensor = torch.linalg.solve(gram, weighted @ missing.flatten())
+    return 1 + more
+
+
+TILE_TOKENS, TILE_WORDS = 4096, 512
+HIGHEST = 15  # largest code
+# Shares of a list's highest score to clip at: a few scores far above all others would leave these too few codes.
+CUTS = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.1)
+
+
+@dataclass(frozen=True)
+class ListCodes:
+    """All lists of one layer, by token.
+
+    codes [Hk, m, C, words] int32: four words, which a GPU thread reads together, have the codes of 32 consecutive
+    tokens. With j = 2 j1 + j0, the code of token 8 j + 2 i + h of the 32 is in word i from bit 16 j1 + 8 h + 4 j0 on.
+    A key's score in a list is origin + step * code, with origins and steps [Hk, m, C] float32; if `reaching`, scores
+    are multiplied by the projection of the query's part on the centroid. centroids [Hk, m, C, D / m] float32, channels
+    [m, D / m] int32, and weights [Hk, m] float32 of the subspaces. Past the last of `keys` keys, codes are those of
+    keys that are not listed.
+    """
+
+    codes: torch.Tensor
+    origins: torch.Tensor
+    steps: torch.Tensor
+    reaching: bool
+    centroids: torch.Tensor
+    channels: torch.Tensor
+    weights: torch.Tensor
+    keys: int
+
+
+def encode_lists(tables: Tables, scoring: str, weights: torch.Tensor | None = None) -> ListCodes:
+    """Lay out posting lists by token.
+
+    Args:
+        scoring: the score of keys that a list leaves out; see `estimate_part`.
+        weights: [Hk, m] of the subspaces; None: all 1.
+
+    Returns:
+        See `ListCodes`. Allocates half a byte for every key and list, and a few times the lists of one subspace.
+    """
+    Hk, m, C, _ = tables.tokens.shape
+    words = -(-tables.keys // TILE_TOKENS) * TILE_WORDS
+    codes = torch.empty(Hk, m, C, words, dtype=torch.int32, device=tables.tokens.device)
+    origins, steps = torch.empty(2, Hk, m, C, device=codes.device)
+    for head in range(Hk):
+        for part in range(m):
+            scores, centroids = tables.scores[head, part].float(), tables.centroids[head, part]
+            other = score_of_others(scores, centroids, tables.key_mean[head, part], tables.keys, scoring)
+            origin = torch.minimum(other, scores.amin(-1))
+            step = _best_step(scores - origin[:, None])
+            dense = _codes(other - origin, step)[:, None].repeat(1, 8 * words)
+            tokens = tables.tokens[head, part].long() - tables.first_token
+            dense.scatter_(1, tokens, _codes(scores - origin[:, None], step[:, None]))
+            codes[head, part], origins[head, part], steps[head, part] = _packed(dense), origin, step
+    ones = torch.ones(Hk, m, device=codes.device)
+    return ListCodes(
+        codes,
+        origins,
+        steps,
+        scoring != "paper",
+        tables.centroids.contiguous(),
+        tables.channels.int().contiguous(),
+        ones if weights is None else weights.float().contiguous(),
+        tables.keys,
+    )
+
+
+def _codes(heights: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    return (heights / step).round().clamp(0, HIGHEST).to(torch.uint8)
+
+
+def _best_step(heights: torch.Tensor) -> torch.Tensor:
+    """Code step [C] with the least squared error for lists of scores [C, L], given as heights above their origin."""
+    highest = heights.amax(-1).clamp(min=torch.finfo(torch.float16).tiny) / HIGHEST
+    steps = torch.stack([highest * cut for cut in CUTS])
+    wrong = torch.stack([(_codes(heights, step[:, None]) * step[:, None] - heights).square().sum(-1) for step in steps])
+    best: torch.Tensor = steps.gather(0, wrong.argmin(0, keepdim=True))[0]
+    return best
+
+
+def _packed(dense: torch.Tensor) -> torch.Tensor:
+    """Codes [C, 8 words] packed into words [C, words] int32."""
+    by_place = dense.view(len(dense), -1, 2, 2, 4, 2).int()
+    words: torch.Tensor = (by_place << _shifts(dense.device)).sum((2, 3, 5), dtype=torch.int32).flatten(1)
+    return words
+
+
+def unpacked(words: torch.Tensor) -> torch.Tensor:
+    """Codes [..., 8 words] int32, in token order, from words [..., words] int32."""
+    fours = words.unflatten(-1, (-1, 1, 1, 4, 1))
+    codes: torch.Tensor = ((fours >> _shifts(words.device)) & HIGHEST).flatten(-5)
+    return codes
+
+
+def _shifts(device: torch.device) -> torch.Tensor:
+    """First bit of a code in its word, by j1, j0 and h: [2, 2, 1, 2] int32."""
+    j1, j0, h = torch.arange(2, dtype=torch.int32, device=device).expand(3, 2)
+    shifts: torch.Tensor = 16 * j1[:, None, None, None] + 4 * j0[:, None, None] + 8 * h
+    return shifts

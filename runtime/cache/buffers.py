@@ -1,0 +1,166 @@
+"""Growable rows, counts of the rows that decode steps read, and CUDA graphs of the steps."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+class ReadRows:
+    """D-sized rows that decode steps read for the middle, summed over KV heads, and rows dense attention would read.
+
+    Counts that depend on data are summed on the device, the others on the host. Kernels add to `by_kernels` [Hk]
+    int64, where each count stands for `per_count` rows. A replayed CUDA graph does not run `add`: while `deferred`,
+    `add` only records the host's part of a step, and each `advance` counts it once.
+    """
+
+    def __init__(self, heads: int, device: torch.device):
+        self.counted = torch.zeros((), dtype=torch.float64, device=device)
+        self.by_kernels = torch.zeros(heads, dtype=torch.int64, device=device)
+        self.per_count, self.known, self.dense = 0, 0.0, 0
+        self.deferred = False
+        self._step = (0.0, 0)
+
+    def add(self, rows: torch.Tensor | float, middle: int) -> None:
+        """Count one decode step.
+
+        Args:
+            rows: rows read per KV head, a number or [Hk, Q or 1].
+            middle: number of middle tokens, whose keys and values dense attention would read.
+        """
+        heads, known = len(self.by_kernels), 0.0
+        if isinstance(rows, int | float):
+            known = heads * rows
+        else:
+            self.counted += rows.sum()
+        self._step = known, 2 * heads * middle
+        if not self.deferred:
+            self.advance()
+
+    def advance(self) -> None:
+        """Add the host's part of the last step."""
+        self.known += self._step[0]
+        self.dense += self._step[1]
+
+    def counters(self) -> tuple[torch.Tensor, ...]:
+        """The device tensors that a step changes."""
+        return self.counted, self.by_kernels
+
+    def total(self) -> float:
+        """All rows read so far; one sync."""
+        return total_read([self])
+
+    @torch.inference_mode()
+    def reset(self) -> None:
+        """Set all counts to zero, in place, because captured steps add to these tensors."""
+        self.counted.zero_()
+        self.by_kernels.zero_()
+        self.known, self.dense = 0.0, 0
+
+
+def read_share(read: float, dense: float, *, counted: bool) -> float:
+    """Rows that were read over those that dense attention would have read; 0 before the first step.
+
+    Args:
+        counted: False for dense layers alone, which count nothing and read everything.
+    """
+    if not counted:
+        return 1.0
+    return read / dense if dense else 0.0
+
+
+def total_read(reads: Sequence[ReadRows]) -> float:
+    """All rows that layers have read so far; one sync for each device that they are on."""
+    each: dict[torch.device, list[torch.Tensor]] = {}
+    for read in reads:
+        on_device = read.counted + read.per_count * read.by_kernels.sum()
+        each.setdefault(on_device.device, []).append(on_device)
+    return sum(read.known for read in reads) + sum(float(torch.stack(counts).sum()) for counts in each.values())
+
+
+Step = Callable[[], torch.Tensor]
+
+
+def waits(run: Step, device: torch.device) -> bool:
+    """Whether a step synchronises with the GPU; runs it once to find out."""
+    torch.cuda.synchronize(device)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        run()
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
+
+
+def captured(
+    run: Step, device: torch.device, warm_up: Step | None = None
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
+    """A CUDA graph of a step, and its output tensor; None if the step cannot be captured.
+
+    Args:
+        warm_up: run once before the capture; None: the step itself.
+    """
+    side, here = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        (warm_up or run)()
+    here.wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # thread_local, because a prefetch thread may synchronise during the capture.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            output = run()
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        return None
+    return graph, output
+
+
+@dataclass(frozen=True)
+class ModelGraph:
+    """A captured decode step of a model: its output logits [batch, V], its inputs tokens [batch, 1] and position
+    [1, 1], and the cache's `buffers()` at the time of capture."""
+
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+    tokens: torch.Tensor
+    position: torch.Tensor
+    buffers: tuple[int, ...]
+
+
+LEAST_ROOM = 1024
+
+
+class GrowingRows:
+    """Rows [Hk, used, ...] at the front of a buffer.
+
+    Before the first write the buffer is the given tensor, without free space. When it grows, it gets free space for
+    twice the rows added so far, at least LEAST_ROOM; any other write copies only what is written.
+
+    Args:
+        rows: [Hk, T, ...], not copied before the first write.
+    """
+
+    def __init__(self, rows: torch.Tensor):
+        self.buffer, self.used, self.first = rows, rows.shape[1], rows.shape[1]
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """[Hk, used, ...], a view."""
+        return self.buffer[:, : self.used]
+
+    def write(self, start: int, rows: torch.Tensor) -> None:
+        """Replace all rows from `start` on by rows [Hk, T, ...]."""
+        end = start + rows.shape[1]
+        if end > self.buffer.shape[1] or self.buffer.shape[1] == self.first:
+            room = max(LEAST_ROOM, 2 * (end - self.first))
+            grown = self.buffer.new_empty(len(rows), end + room, *rows.shape[2:])
+            grown[:, :start] = self.buffer[:, :start]
+            self.buffer = grown
+        self.buffer[:, start:end] = rows
+        self.used = end

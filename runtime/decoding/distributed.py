@@ -1,0 +1,90 @@
+"""Opening an index as one of several ranks, which share its model and its heads."""
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, fields, replace
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from sparsekv.formats.distributed.group import Ranks
+from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.index.identity import check_model, check_tokenizer
+from sparsekv.formats.index.reader import Artifact, ArtifactShare
+from sparsekv.formats.models.load import LoadedModel, identify
+from sparsekv.kernels.common.hook import AttentionCall, route_attention
+from sparsekv.runtime.cache.index_cache import LayerStats
+from sparsekv.runtime.decoding.generate import Answer
+from sparsekv.runtime.decoding.open import OpenIndex
+
+
+class _FirstRanksLogits(LogitsProcessor):
+    """Returns the first rank's logits, so that all ranks take the same token, whatever their devices round."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.contiguous()
+        self.ranks.spread(scores)
+        return scores
+
+
+@dataclass
+class OpenShare(OpenIndex):
+    """A rank's share of an index and of its model; all ranks make the same calls.
+
+    A step that is captured as a CUDA graph holds the sums over ranks: each rank replays its own.
+    """
+
+    _: KW_ONLY
+    ranks: Ranks
+
+    def agreed(self) -> LogitsProcessorList:
+        return LogitsProcessorList([_FirstRanksLogits(self.ranks)])
+
+
+def open_share(artifact: Artifact, loaded: LoadedModel, ranks: Ranks, *, hold: bool) -> OpenShare:
+    """This rank's share of an index, checked as `open_index` checks a whole one; raises what that raises.
+
+    Raises:
+        ArtifactError: another process changed the index while the ranks opened it.
+    """
+    if len(set(ranks.collect(artifact.manifest.manifest_sha256))) > 1:
+        raise ArtifactError(f"{artifact.folder} was changed meanwhile by another process; run the same command again")
+    model, tokenizer = identify(loaded, artifact.manifest)
+    check_model(artifact.manifest, model, str(loaded.model.dtype).removeprefix("torch."))
+    check_tokenizer(artifact.manifest, tokenizer)
+    share = ArtifactShare(artifact, ranks.number, ranks.size, heads_here(loaded.model))
+    index = OpenShare(share, loaded.model, loaded.tokenizer, ranks=ranks)
+    index.check_probe(hold=hold)
+    return index
+
+
+@torch.inference_mode()
+def heads_here(model: PreTrainedModel) -> list[int]:
+    """How many KV heads reach each layer's attention in this process, by a forward pass over one token.
+
+    All ranks of a model call it together.
+    """
+    heads: dict[int, int] = {}
+
+    def attend_to_itself(call: AttentionCall) -> torch.Tensor:
+        heads[call.layer] = len(call.keys)
+        return call.values.repeat_interleave(len(call.query) // len(call.values), 0)
+
+    with route_attention(model, attend_to_itself):
+        model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
+    return [heads[layer] for layer in sorted(heads)]
+
+
+def join_answer(ranks: Ranks, own: Answer) -> Answer:
+    """An answer whose figures are of all ranks' heads: their means, since each rank has as many."""
+    found = ranks.collect((own.kv_fraction, own.layers))
+    layers = [_mean_stats(of_layer) for of_layer in zip(*(stats for _, stats in found), strict=True)]
+    return replace(own, kv_fraction=sum(share for share, _ in found) / len(found), layers=layers)
+
+
+def _mean_stats(of_ranks: Sequence[LayerStats]) -> LayerStats:
+    names = [one.name for one in fields(LayerStats) if one.name != "layer"]
+    means = {name: sum(getattr(one, name) for one in of_ranks) / len(of_ranks) for name in names}
+    return LayerStats(of_ranks[0].layer, **means)

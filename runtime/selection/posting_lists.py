@@ -1,0 +1,279 @@
+"""Selecting tokens by query-centric posting lists, with a search schedule and streaming insertion of new keys."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from sparsekv.formats.index.schema import LayerFacts
+from sparsekv.kernels.posting_lists.list_ranks import rank_rows, rank_tokens, top_ranked
+from sparsekv.kernels.posting_lists.posting_lists import (
+    Tables,
+    centroids_used,
+    cosine_kmeans,
+    encode_lists,
+    estimate_logits,
+    estimate_part,
+    insert,
+    look_up,
+    split_channels,
+    top_lists,
+)
+from sparsekv.kernels.posting_lists.types import ExactKeys
+from sparsekv.kernels.scores.logits import best_tokens, softcapped, softmax_with_logsumexp
+from sparsekv.runtime.cache.buffers import GrowingRows
+from sparsekv.runtime.selection.capabilities import Appended
+from sparsekv.runtime.selection.interface import Budget, Cost, MiddleContext, Queries, Selection, Selector, single_rows
+from sparsekv.runtime.selection.token_choice import token_logits
+
+FEWEST_KEYS = 2**14  # with fewer keys launch overhead dominates a step, so the plain posting lists are read instead
+
+
+class ListSearch:
+    """One layer's posting lists, laid out by token: a four-bit code for every middle key in each list.
+
+    Args:
+        tables: the posting lists to encode, and the centroids, which are kept.
+        scoring, weights: see `estimate_part` and `look_up`.
+    """
+
+    def __init__(self, tables: Tables, scoring: str, weights: torch.Tensor | None, facts: LayerFacts):
+        self.lists, self.facts = encode_lists(tables, scoring, weights), facts
+
+    def select(
+        self, query: torch.Tensor, exact: ExactKeys, keys: torch.Tensor, tokens: int, rerank: float = 1.0
+    ) -> Selection:
+        """The best tokens, in order of position; the cost counts the reads of each query head of a group separately.
+
+        Args:
+            query: [Hk, G, D].
+            keys: [Hk, M, D] of the middle.
+            rerank: candidates per chosen token, which are re-ranked by exact logits; 1: no re-ranking.
+        """
+        scale, softcap = self.facts.softmax_scale, self.facts.softcap
+        candidates = min(self.lists.keys, math.ceil(tokens * rerank))
+        ranked = rank_tokens(query, self.lists, exact, candidates, scale, softcap)
+        chosen, more = top_ranked(ranked, candidates), candidates - tokens
+        if more:
+            ranked = rank_rows(query, keys, chosen, ranked.logsumexp, tokens, scale, softcap)
+            chosen = top_ranked(ranked, tokens, chosen)
+        read = query.shape[1] * self.lists.codes[0, :, 0].nbytes + self.lists.centroids[0].nbytes
+        return Selection(
+            single_rows(chosen[:, None]),
+            Cost(read / (keys.shape[2] * keys.element_size()) + more),
+        )
+
+
+ENTRY_BYTES = 6  # int32 position, float16 score
+CENTROID_BYTES = 2  # per channel, float16
+NEW_CENTROIDS, NEW_ITERATIONS = 8, 5  # for the queries that come with each batch of appended tokens
+LOGITS_AT_ONCE = 2**25  # elements of [Hk, R, M] float32 estimates: 128 MB
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Queries [Hk, G, Q, D], the log-sum-exp [Hk, G, Q] of the rows that they always attend to, and whether they select
+    jointly."""
+
+    query: torch.Tensor
+    beside: torch.Tensor
+    shared: bool
+
+
+@dataclass
+class _Held:
+    """The last search's selection, and how many steps have used it."""
+
+    selection: Selection
+    steps: int = 1
+
+
+class TableSelector(Selector):
+    """Selects single tokens of one layer by posting lists, in order of position.
+
+    Args:
+        scoring: see `estimate_part`.
+        rerank: candidates per token of the budget, which are re-ranked by exact logits; 1: no re-ranking.
+        fitted: weight the subspaces by the index's fitted weights.
+        backoff: a query's part whose best cosine is below this reads two lists; None: always one.
+        step: search every `step` queries, and reuse the selection in between.
+        append_size: how many new tokens are inserted into the lists at a time; 0: none.
+    """
+
+    def __init__(
+        self,
+        context: MiddleContext,
+        *,
+        scoring: str = "mean",
+        rerank: float = 1.0,
+        fitted: bool = False,
+        backoff: float | None = None,
+        step: int = 1,
+        append_size: int = 0,
+    ):
+        self.facts, self.scoring, self.rerank, self.backoff = context.facts, scoring, rerank, backoff
+        self.step, self.append_size = step, append_size
+        self.weights = context.tensors["part_weights"] if fitted else None
+        middle, self.row_bytes = context.keys.shape[1], context.keys.shape[2] * context.keys.element_size()
+        self.stored = self.tables = Tables.from_tensors(context.tensors, middle, context.first_token)
+        self.stored_keys, self.keys = context.keys, GrowingRows(context.keys)
+        self.open_row, self.held = middle, dict[Budget, _Held]()
+        self.recent: list[torch.Tensor] = []
+        # The layout by token is fixed and gives each part one list: with appending or backoff it cannot be used.
+        reached = self.tables.tokens.is_cuda and backoff is None and not append_size and middle >= FEWEST_KEYS
+        self.by_token = ListSearch(self.tables, scoring, self.weights, self.facts) if reached else None
+
+    def graph_state(self) -> int | None:
+        """None with a schedule: some steps search, others reuse an earlier selection."""
+        return 0 if self.step == 1 else None
+
+    def select(self, queries: Queries, budget: Budget) -> Selection:
+        """Allocates the estimated logits, at most 128 MB at a time."""
+        if self.append_size and not any(queries.query is query for query in self.recent[-1:]):
+            self.recent.append(queries.query)
+        if queries.joint or self.step == 1:
+            return self._search(queries, budget)
+        if queries.query.shape[2] > 1:
+            return self._search_some(queries, budget)
+        held = self.held.get(budget)
+        if held is None or held.steps >= self.step:
+            held = self.held[budget] = _Held(self._search(queries, budget))
+            return held.selection
+        held.steps += 1
+        return replace(held.selection, cost=Cost(0.0))
+
+    def _search_some(self, queries: Queries, budget: Budget) -> Selection:
+        """The selections of Q consecutive decode steps: every `step`-th one searches, the others reuse its rows."""
+        query, Q = queries.query, queries.query.shape[2]
+        some = replace(
+            queries,
+            query=query[:, :, :: self.step],
+            positions=lambda: queries.positions()[:: self.step],
+            exact_logsumexp=lambda: queries.exact_logsumexp()[..., :: self.step],
+        )
+        found = self._search(some, budget)
+        index_rows = torch.zeros(len(query), Q, device=query.device)
+        index_rows[:, :: self.step] = found.cost.index_rows
+        rows = found.rows.starts.repeat_interleave(self.step, 1)[:, :Q]
+        return Selection(single_rows(rows), Cost(index_rows))
+
+    def _search(self, queries: Queries, budget: Budget) -> Selection:
+        query, tokens = queries.query, budget.tokens(self.tables.keys)
+        if self.by_token is not None and queries.in_place is not None:
+            return self.by_token.select(query[:, :, 0], queries.in_place.exact, self.keys.rows, tokens, self.rerank)
+        at_once = max(1, LOGITS_AT_ONCE // (query.shape[0] * query.shape[1] * self.tables.keys))
+        split = zip(query.split(at_once, 2), queries.exact_logsumexp().split(at_once, 2), strict=True)
+        pieces = [_Piece(some, beside, queries.joint) for some, beside in split]
+        found = [self._choose(some, tokens) for some in ([pieces] if queries.joint else [[one] for one in pieces])]
+        starts, rows = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+        return Selection(single_rows(starts), Cost(rows))
+
+    def _choose(self, pieces: list["_Piece"], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [Hk, Q or 1, K], ascending, for the queries of one piece or jointly for all, and D-sized rows read."""
+        estimated = [self._estimate(piece) for piece in pieces]
+        probability, lists = (torch.stack(parts).sum(0) for parts in zip(*(one[:2] for one in estimated), strict=True))
+        candidates = _best(probability, min(self.tables.keys, math.ceil(tokens * self.rerank)))
+        more = candidates.shape[-1] - tokens
+        if more:
+            totals = [one[2] for one in estimated]
+            exact = [self._exact(piece, total, candidates) for piece, total in zip(pieces, totals, strict=True)]
+            candidates = candidates.gather(-1, _best(torch.stack(exact).sum(0), tokens))
+        return candidates, self._rows(lists) + more
+
+    def _estimate(self, piece: "_Piece") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Estimated probabilities [Hk, Q or 1, M], summed over the group and, if joint, the queries; lists read
+        [Hk, Q or 1]; and the log-sum-exps [Hk, G, Q] of the softmax, which include the rows always attended."""
+        Hk, G, Q, D = piece.query.shape
+        lookup = look_up(self.tables, piece.query.transpose(1, 2).reshape(Hk, Q * G, D), self.backoff, self.weights)
+        estimates = estimate_logits(self.tables, lookup, self.scoring) * self.facts.softmax_scale
+        logits = softcapped(estimates, self.facts.softcap)
+        beside = piece.beside.transpose(1, 2).flatten(1)
+        weights, totals = softmax_with_logsumexp(torch.cat([logits, beside[..., None]], -1))
+        together = Q * G if piece.shared else G
+        probability = weights[..., :-1].unflatten(1, (-1, together)).sum(2)
+        lists = centroids_used(self.tables, lookup, together)
+        return probability, lists, totals.unflatten(1, (Q, G)).transpose(1, 2)
+
+    def _exact(self, piece: "_Piece", totals: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+        """Probabilities of candidates [Hk, Q or 1, S] by exact logits, summed over the group and, if joint, queries."""
+        logits = token_logits(piece.query, self.keys.rows, candidates, self.facts)
+        # The estimated log-sum-exp may be below the exact one of the candidates alone.
+        totals = torch.maximum(totals, logits.logsumexp(-1))
+        probability = (logits - totals[..., None]).exp().sum(1)
+        return probability.sum(1, keepdim=True) if piece.shared else probability
+
+    def _rows(self, lists: torch.Tensor) -> torch.Tensor:
+        """D-sized rows of a search that reads `lists` [Hk, Q or 1] lists: all centroids, and each list once."""
+        centroids = self.tables.centroids[0].numel() * CENTROID_BYTES
+        return (lists * self.tables.tokens.shape[-1] * ENTRY_BYTES + centroids) / self.row_bytes
+
+    def covered(self, queries: Queries) -> torch.Tensor:
+        """The tokens in the posting lists of a query's nearest centroids, over its group."""
+        Hk, G, Q, D = queries.query.shape
+        lookup = look_up(self.tables, queries.query.transpose(1, 2).reshape(Hk, Q * G, D), self.backoff, self.weights)
+        named = torch.zeros(Hk, Q * G, self.tables.keys, dtype=torch.bool, device=queries.query.device)
+        for part in range(lookup.nearest.shape[1]):
+            for place in range(lookup.nearest.shape[3]):
+                named.scatter_(-1, estimate_part(self.tables, lookup, part, place, self.scoring).tokens, True)
+        by_group: torch.Tensor = named.unflatten(1, (Q, G)).any(2)
+        return by_group
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Appended:
+        """Insert new keys into each list where they beat the lowest score, and add lists for the queries since.
+
+        Without new lists, queries at new positions match only centroids of older ones: on a real document recall then
+        falls by a sixth within a thousand tokens. Reads all lists and all keys. Allocates new tables.
+        """
+        old, new = self.tables, keys.shape[1]
+        parts = split_channels(keys, old.channels)
+        scores = (old.centroids @ parts.transpose(-1, -2)).half()
+        positions = old.first_token + torch.arange(old.keys, old.keys + new, device=keys.device)
+        subspaces = zip(*(rows.flatten(0, 1) for rows in (old.tokens, old.scores, scores)), strict=True)
+        lists = [insert(tokens, listed, positions, tried) for tokens, listed, tried in subspaces]
+        shape = *old.tokens.shape[:3], -1
+        tokens, kept = (torch.stack(rows).view(shape) for rows in zip(*lists, strict=True))
+        mean = (old.key_mean * old.keys + parts.sum(2)) / (old.keys + new)
+        self.tables = replace(old, tokens=tokens, scores=kept, key_mean=mean, keys=old.keys + new)
+        self.keys.write(old.keys, keys)
+        self.open_row = self.tables.keys
+        self.held.clear()  # a choice made before has none of these tokens, which are attended exactly no more
+        read = old.tokens[0].numel() * ENTRY_BYTES / self.row_bytes
+        if self.recent:
+            self.tables = self._with_lists_of(torch.cat(self.recent, 2))
+            self.recent, read = [], read + self.tables.keys
+        order = torch.arange(new, device=keys.device).expand(len(keys), -1)
+        return Appended(order, read)
+
+    def _with_lists_of(self, query: torch.Tensor) -> Tables:
+        """The tables with a few more centroids, clustered from queries [Hk, G, Q, D], and their lists of all keys."""
+        tables = self.tables
+        parts = split_channels(query.flatten(1, 2), tables.channels)
+        generator = torch.Generator(query.device).manual_seed(tables.keys)
+        wanted = min(NEW_CENTROIDS, parts.shape[2])
+        centroids = cosine_kmeans(parts.flatten(0, 1), wanted, NEW_ITERATIONS, generator).unflatten(0, parts.shape[:2])
+        centroids = centroids.half().float()
+        keys = split_channels(self.keys.rows, tables.channels)
+        positions, scores = top_lists(centroids, keys, tables.tokens.shape[-1])
+        return replace(
+            tables,
+            centroids=torch.cat([tables.centroids, centroids], 2),
+            tokens=torch.cat([tables.tokens, positions + tables.first_token], 2),
+            scores=torch.cat([tables.scores, scores], 2),
+        )
+
+    def forget_selections(self) -> None:
+        self.held.clear()
+
+    def remove_appended(self) -> torch.Tensor | None:
+        """Restore the stored tables."""
+        self.recent = []
+        if self.tables is self.stored:
+            return None
+        self.tables, self.open_row = self.stored, self.stored.keys
+        self.keys = GrowingRows(self.stored_keys)
+        return torch.zeros(len(self.stored.centroids), 0, dtype=torch.int64, device=self.stored.centroids.device)
+
+
+def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices [..., count], ascending, of the highest scores [..., M]."""
+    return best_tokens(scores, count).sort(-1).values

@@ -1,0 +1,197 @@
+"""Selectors around another selector: centroids for all tokens that it does not select, and one selection for several
+queries."""
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from sparsekv.runtime.selection.capabilities import Covers, GraphState, HoldsSelections, ObservesQuestion
+from sparsekv.runtime.selection.interface import (
+    Budget,
+    CentroidSegment,
+    Cost,
+    Method,
+    Queries,
+    Residual,
+    RowIndices,
+    RowSet,
+    Selection,
+    Selector,
+)
+
+
+@runtime_checkable
+class RepresentsRest(Protocol):
+    """Has centroids for whatever is not chosen."""
+
+    def rest_of(self, chosen: torch.Tensor) -> Residual:
+        """Centroids for the tokens that are False in `chosen` [Hk, M], which is in the layout's order."""
+
+
+def can_unite(method: Method, selector: Selector) -> bool:
+    """Whether queries can share what any of them chooses: not where something else than centroids stands for the rest,
+    such as the weights of a sample or the mean of what one query left."""
+    return isinstance(selector, RepresentsRest) or not method.replaces()
+
+
+def unite(selection: Selection, selector: Selector, middle: int, capacity: int | None = None) -> Selection:
+    """One selection for all queries of a selection; the same where these share one already.
+
+    Its cost counts what all queries read in the index once, where that is a number, and otherwise adds up what each
+    reads: an upper bound, because two of them may read the same.
+
+    Args:
+        selector: the one that made it; it must be `RepresentsRest` where centroids are attended.
+        middle: M.
+        capacity: of the rows; None: as many as there are, for which it syncs.
+    """
+    chosen = chosen_rows(selection.rows, middle)
+    used, place = chosen.sum(-1, dtype=torch.int32), chosen.cumsum(-1) - 1
+    most = max(1, int(used.max())) if capacity is None else capacity
+    rows = torch.zeros(len(chosen), most + 1, dtype=torch.int32, device=chosen.device)
+    everywhere = torch.arange(middle, dtype=torch.int32, device=chosen.device).expand_as(chosen)
+    rows.scatter_(1, torch.where(chosen, place, most), everywhere)
+    valid = torch.arange(most, device=chosen.device) < used[:, None]
+    read, rest = selection.cost.index_rows, None
+    if isinstance(read, torch.Tensor):
+        read = read.expand(len(chosen), -1).sum(1, keepdim=True)
+    if selection.rest is not None and selection.rest.attended:
+        assert isinstance(selector, RepresentsRest)
+        rest = selector.rest_of(chosen)
+        read = read + rest.index_rows
+    return replace(
+        selection,
+        rows=RowSet(rows[:, None, :most], valid.long()[:, None], most, indices=RowIndices(rows, used, None)),
+        cost=Cost(read, selection.cost.per_count),
+        rest=rest,
+    )
+
+
+def chosen_rows(rows: RowSet, middle: int) -> torch.Tensor:
+    """[Hk, M] bool, in the layout's order: the rows that at least one query chooses."""
+    places, valid = rows.expand()
+    places = places if valid is None else torch.where(valid, places, middle)
+    chosen = torch.zeros(len(places), middle + 1, dtype=torch.bool, device=places.device)
+    return chosen.scatter_(1, places.flatten(1), True)[:, :middle]
+
+
+def unite_groups(selection: Selection, selector: Selector, middle: int, together: int) -> Selection:
+    """A selection for each of Q queries [Hk, Q, ...], of which every `together` share one, those furthest apart; where
+    Q is no multiple of it, some share with a few more."""
+    Q = selection.rows.starts.shape[1]
+    groups = max(1, Q // together)
+    united = [unite(_part(selection, slice(group, None, groups)), selector, middle) for group in range(groups)]
+    group_of = torch.arange(Q, device=selection.rows.starts.device) % groups
+    most = max(one.rows.capacity for one in united)
+    starts, lengths = (
+        torch.stack([torch.nn.functional.pad(rows[:, 0], (0, most - rows.shape[2])) for rows in parts], 1)[:, group_of]
+        for parts in ([one.rows.starts for one in united], [one.rows.lengths for one in united])
+    )
+    reads = [torch.as_tensor(one.cost.index_rows).expand(len(starts), 1) for one in united]
+    rest = None if united[0].rest is None else _rest_of_groups(united, group_of)
+    return replace(
+        selection, rows=RowSet(starts, lengths, most), cost=Cost(torch.cat(reads, 1)[:, group_of]), rest=rest
+    )
+
+
+def _part(selection: Selection, queries: slice) -> Selection:
+    rows, read = selection.rows, selection.cost.index_rows
+    lengths = None if rows.run_lengths is None else rows.run_lengths[:, queries]
+    if isinstance(read, torch.Tensor) and read.shape[1] > 1:
+        read = read[:, queries]
+    return replace(selection, rows=replace(rows, starts=rows.starts[:, queries], run_lengths=lengths), cost=Cost(read))
+
+
+def _rest_of_groups(united: list[Selection], group_of: torch.Tensor) -> Residual:
+    parts = list(chain.from_iterable(one.attended_segments() for one in united))
+    log_counts = torch.cat([part.log_counts for part in parts], 1)[:, group_of]
+    segment = CentroidSegment(parts[0].keys, log_counts, parts[0].values)
+    return Residual(lambda: (segment,), attended=True)
+
+
+@dataclass(frozen=True)
+class ResidualClusters:
+    """Clusters with every middle token in exactly one: key and value centroids [Hk, C, D], token counts [Hk, C], and
+    each token's cluster, labels [Hk, M]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    counts: torch.Tensor
+    labels: torch.Tensor
+
+    def left(self, clusters: torch.Tensor, chosen: torch.Tensor | None = None) -> torch.Tensor:
+        """How many tokens of each cluster are left [Hk, Q or 1, C] float32 of those chosen, given the cluster of each
+        [Hk, Q or 1, K], and which of them count, if not all do."""
+        each = torch.ones_like(clusters, dtype=torch.float32) if chosen is None else chosen.float()
+        counts = self.counts[:, None].expand(-1, clusters.shape[1], -1).float()
+        return counts.scatter_add(-1, clusters, -each)
+
+
+def residual_clusters(tensors: dict[str, torch.Tensor]) -> ResidualClusters:
+    """The finest clusters in a method's tensors, whose token positions are counted from the first middle token."""
+    order, counts = tensors["token_order"].long(), tensors["token_offsets"].diff(dim=1)
+    numbers = torch.arange(counts.shape[1], device=order.device).expand_as(counts)
+    cluster = numbers.flatten().repeat_interleave(counts.flatten(), output_size=order.numel()).view_as(order)
+    return ResidualClusters(
+        keys=tensors["level0.centroids"],
+        values=tensors["level0.value_centroids"],
+        counts=tensors["level0.counts"],
+        labels=torch.zeros_like(order).scatter_(1, order, cluster),
+    )
+
+
+class ResidualSelector(Selector):
+    """Another selector's choice, plus centroids: each cluster represents those of its tokens that were not chosen.
+
+    It forwards graph state, question observation, what is to be forgotten, and coverage. It cannot append, because new
+    tokens are in no cluster, and has no fused kernel.
+    """
+
+    def __init__(self, inner: Selector, clusters: ResidualClusters):
+        self.inner, self.clusters, self.layout = inner, clusters, inner.layout
+        labels = clusters.labels
+        self.labels = labels if self.layout is None else labels.gather(1, self.layout)
+
+    def graph_state(self) -> int | None:
+        return self.inner.graph_state() if isinstance(self.inner, GraphState) else 0
+
+    def observe(self, queries: Queries) -> None:
+        if isinstance(self.inner, ObservesQuestion):
+            self.inner.observe(queries)
+
+    def forget_question(self) -> None:
+        if isinstance(self.inner, ObservesQuestion):
+            self.inner.forget_question()
+
+    def forget_selections(self) -> None:
+        if isinstance(self.inner, HoldsSelections):
+            self.inner.forget_selections()
+
+    def covered(self, queries: Queries) -> torch.Tensor | None:
+        return self.inner.covered(queries) if isinstance(self.inner, Covers) else None
+
+    def __copy__(self) -> "ResidualSelector":
+        """One whose inner selector observes another question."""
+        return ResidualSelector(copy(self.inner), self.clusters)
+
+    def centroid_of(self, rest: Sequence[CentroidSegment]) -> torch.Tensor:
+        return self.clusters.labels
+
+    def rest_of(self, chosen: torch.Tensor) -> Residual:
+        left = self.clusters.left(self.labels[:, None], chosen[:, None])
+        centroids = CentroidSegment(self.clusters.keys, left.log(), self.clusters.values)
+        return Residual(lambda: (centroids,), attended=True)
+
+    def select(self, queries: Queries, budget: Budget) -> Selection:
+        """Reads all key and value centroids, in addition to the inner selector's reads."""
+        chosen = self.inner.select(queries, budget)
+        rows, valid = chosen.rows.expand()
+        cluster = self.labels[:, None].expand(-1, rows.shape[1], -1).gather(-1, rows)
+        left = self.clusters.left(cluster, valid)
+        centroids = CentroidSegment(self.clusters.keys, left.log(), self.clusters.values)
+        cost = replace(chosen.cost, index_rows=chosen.cost.index_rows + 2.0 * self.clusters.keys.shape[1])
+        return replace(chosen, cost=cost, rest=Residual(lambda: (centroids,), attended=True))

@@ -1,0 +1,99 @@
+"""Two ranks build the index and give the answers of one process, and each opens what the other wrote."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny_models import FAMILIES
+from support.two_ranks import Both, run_both
+
+from sparsekv.formats.index.reader import Artifact
+
+METHODS = ["codes", "multipole", "squeezed", "dense"]
+OF_HEADS = ["snapkv", "quest", "quoka", "keydiff", "tidaldecode", "sparq", "loki", "magicpig", "sampleattention"]
+STORED = ["csattention", "h2o", "multipole-windowed", "pqcache"]
+ROUNDING = 1e-5  # of sums that are split over ranks, in float32
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Both:
+    return run_both(tmp_path_factory.mktemp("llama"), ["llama"], ["multipole", "dense"])
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Both:
+    return run_both(tmp_path_factory.mktemp("families"), [*FAMILIES], METHODS)
+
+
+@pytest.fixture(scope="module")
+def methods(tmp_path_factory: pytest.TempPathFactory) -> Both:
+    return run_both(tmp_path_factory.mktemp("methods"), ["llama"], [*OF_HEADS, *STORED])
+
+
+def _pairs(both: Both, family: str) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
+    """File, name, and both tensors of each that the two indices have."""
+    alone, ranks = (Artifact(both.folder / f"{family}-{built}.skv") for built in ("alone", "ranks"))
+    assert alone.manifest.files.keys() == ranks.manifest.files.keys()
+    for file in alone.manifest.files:
+        one, other = alone.tensors(file), ranks.tensors(file)
+        assert one.keys() == other.keys()
+        for name in one:
+            yield file, name, one[name], other[name]
+
+
+def _assert_same_index(both: Both, family: str) -> None:
+    """The codes' turn is of eigenvectors, whose signs rounding decides: there only shapes and types are compared."""
+    for file, name, one, other in _pairs(both, family):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        if not file.startswith("codes/"):
+            assert (one.double() - other.double()).abs().max() <= ROUNDING * one.double().abs().max(), (file, name)
+
+
+def _assert_same_answers(both: Both, family: str) -> None:
+    of_family = {key: answer for key, answer in both.alone.items() if key.startswith(f"{family} ")}
+    assert of_family
+    for key, answer in of_family.items():
+        assert both.ranks[key]["ids"] == answer["ids"], key
+        assert both.ranks[key]["kv_fraction"] == pytest.approx(answer["kv_fraction"], rel=1e-6), key
+        assert both.alone[key.replace(" ranks ", " alone ")]["ids"] == answer["ids"], key
+
+
+def test_ranks_build_the_index_of_one_process(llama: Both) -> None:
+    _assert_same_index(llama, "llama")
+
+
+def test_ranks_answer_as_one_process_over_both_indices(llama: Both) -> None:
+    _assert_same_answers(llama, "llama")
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_open_the_index_leaves_its_rows_to_the_first_to_write(llama: Both, tmp_path: Path) -> None:
+    """As one on another machine. The files are the same to the byte as those that both write."""
+    apart = run_both(tmp_path, ["llama"], ["multipole", "dense"], apart=True)
+    assert llama.deeds[1]["rows"]
+    assert apart.deeds[1].get("rows", 0) == 0
+    _assert_same_index(apart, "llama")
+    written, joined = (Artifact(both.folder / "llama-ranks.skv").manifest.files for both in (llama, apart))
+    assert {name: file.sha256 for name, file in joined.items()} == {name: file.sha256 for name, file in written.items()}
+
+
+@pytest.mark.slow
+def test_keys_and_values_in_8_bits_are_shared_out_with_their_scales(tmp_path: Path) -> None:
+    """A number that lies between two may be rounded either way: answers are over the rows that are there."""
+    both = run_both(tmp_path, ["llama"], ["multipole", "dense"], "int8")
+    assert Artifact(tmp_path / "llama-ranks.skv").manifest.kv_storage is not None
+    for key, answer in both.alone.items():
+        assert both.ranks[key]["ids"] == answer["ids"], key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_the_same_index_and_answers(families: Both, family: str) -> None:
+    _assert_same_index(families, family)
+    _assert_same_answers(families, family)
+
+
+@pytest.mark.slow
+def test_every_method_that_chooses_by_head_answers_the_same(methods: Both) -> None:
+    _assert_same_answers(methods, "llama")
