@@ -204,7 +204,7 @@ def _defaults(best: Tuned, target: TuneTarget) -> Defaults:
 
 
 def _present(artifact: Artifact) -> DecodeConfig | None:
-    """What answers use before the search; None where that cannot run any more, which tuning mends."""
+    """The config of answers before the search; None where it cannot run any more, which tuning mends."""
     try:
         return choose_config(artifact)
     except SparsekvError:

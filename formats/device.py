@@ -78,7 +78,7 @@ def model_bytes(model: torch.nn.Module) -> int:
 
 
 def peak_told(model: torch.nn.Module) -> str | None:
-    """What torch has taken at most of the GPU that a model is on; None where it is on none, or on several."""
+    """Peak GPU memory of torch on a model's device, as text; None for a model on no GPU, or on several."""
     if device_memory(model) is None:
         return None
     most = torch.cuda.max_memory_reserved(next(model.parameters()).device)

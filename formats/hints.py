@@ -71,7 +71,7 @@ def add_methods_hint(folder: Path, methods: Iterable[str]) -> str:
 
 
 def no_folder(given: Path) -> str:
-    """What a file is that was named in the place of an index, and what to do."""
+    """The kind of a file that was named instead of an index, and a remedy."""
     if given.suffix == ".skv" or not (given.is_file() and is_text(given)):
         return "is no folder, and an index is one; name the folder that build-index printed"
     index = with_ending(given)

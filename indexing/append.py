@@ -37,7 +37,7 @@ OWNER = ".owner"
 
 
 def cannot_write(folder: Path, error: OSError) -> ArtifactError:
-    """What to raise where a folder could not be written, with what the user can do."""
+    """The error for a folder that cannot be written, with a remedy."""
     reason = (error.strerror or str(error)).lower()
     taken = error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
     remedy = "choose another name" if taken else "choose another name, or make room there"

@@ -24,7 +24,7 @@ from sparsekv.indexing.sampling import prefix_queries, write_sample
 
 @dataclass(frozen=True)
 class EarlyRows:
-    """What is done with rows as chunks are done, and with each layer after the last of them.
+    """Writes rows as chunks are prefilled, and each layer after the last chunk.
 
     Args:
         rows_done: as of `capture`.
@@ -59,7 +59,7 @@ class RowsByAll(EarlyRows):
 
 
 def early_rows(build: Build, missing: AbstractSet[str]) -> EarlyRows:
-    """What of the context's `missing` files is written early, by whom.
+    """The writer of rows during the prefill, for the context's `missing` files.
 
     Nothing in 8 bits: the last block's scales are those of all of its tokens. Nothing either where another process of
     the team cannot open the files.

@@ -338,12 +338,12 @@ LAYERS_AT_ONCE = AHEAD + 2
 """How many may be in memory while a method is built: those that are read ahead, the one that it is built for, and the
 one before that, which may still be in use."""
 METHODS_SHARE = 10
-"""What methods build for a layer is about a tenth of its keys and values."""
+"""A layer's indices take about a tenth of its keys and values."""
 REMEDY = "index fewer tokens, or spread the model over several GPUs with --gpus"
 
 
 def plan_memory(plan: BuildPlan, sampled: int) -> MemoryPlan:
-    """What a build takes from its prefill on, queries at `sampled` positions included.
+    """Memory of a build from its prefill on, queries at `sampled` positions included.
 
     The prefill holds the keys and values of all layers. Beside them are one chunk's activations, and then the layers
     that are being indexed, some read ahead and one of them in float32, and what waits to be written of the methods.

@@ -89,7 +89,7 @@ class Index:
         prefill_budget: str | float | None = None,
         **parameters: Any,
     ) -> Session:
-        """What answers many questions by one config: `asker.ask(question).text`.
+        """A session that answers many questions by one config: `asker.ask(question).text`.
 
         Allocates the document's keys and values where `placement` says: `device`, `host`, or nowhere with `disk`.
 
@@ -150,7 +150,7 @@ class Index:
         residual: bool = False,
         **parameters: Any,
     ) -> list[dict[str, Any]]:
-        """What methods keep of dense attention and what they read: one flat dict a row, as `recall-report --json`.
+        """Recall, error and reads of methods against dense attention: one flat dict a row, as `recall-report --json`.
 
         `method` is the name, and `variant` what tells a form from the method's others: `without replacement`, `flat
         threshold`, `page_size=8`. It never repeats the name, and is empty where the name says all.

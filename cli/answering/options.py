@@ -69,7 +69,7 @@ def one_at_a_time(batch_size: str, batch_file: str | None) -> str:
 
 
 def for_all_ranks(ranks: "Ranks | None", read: Callable[[], T]) -> T:
-    """What the first rank reads, which alone has the command's standard input."""
+    """A value that the first rank reads: it alone has the command's standard input."""
     if ranks is None:
         return read()
     return ranks.share(read() if ranks.first else None)

@@ -87,7 +87,7 @@ def identity(config: DecodeConfig) -> dict[str, Any]:
 
 
 def settings_of(config: DecodeConfig, sampling: Sampling, artifact: Artifact, **more: Any) -> dict[str, Any]:
-    """What else decides an answer, as a file to resume holds it; `more` are options by name."""
+    """Settings that decide an answer, as a file to resume holds them; `more` are options by name."""
     parameters = asdict(config.attention.method) if isinstance(config.attention, MethodSpec) else {}
     layers = {str(layer): budget.value for layer, budget in config.layer_budgets.items()}
     return {
@@ -104,7 +104,7 @@ def settings_of(config: DecodeConfig, sampling: Sampling, artifact: Artifact, **
 
 
 def _in_words(asking: Dense | Own | QuestionPrefill) -> str:
-    """What a question's tokens attend to; with a method its budget, the tokens that share a choice, its parameters."""
+    """The prefill of a question's tokens; with a method its budget, the tokens that share a choice, its parameters."""
     if not isinstance(asking, QuestionPrefill):
         return asking.name
     options = "".join(f", {name} {value}" for name, value in asdict(asking.method).items())

@@ -14,7 +14,7 @@ from sparsekv.cli.common.streams import json_text
 from sparsekv.formats.errors import SparsekvError, UsageError
 
 FIRST_FIELD = '{"question": '
-"""What a line begins with."""
+"""The beginning of each line."""
 
 
 def refuse_questions_file(file: Path, questions: str | None) -> None:
@@ -43,7 +43,7 @@ def _same(found: Any, value: Any) -> bool:
 
 
 def _differing(name: str, found: Any, value: Any) -> str:
-    """What an answer was given with, and what is asked for; of several parameters those that differ."""
+    """The stored and the requested value of a setting; of several parameters those that differ."""
     if isinstance(found, dict) and isinstance(value, dict):
         names = [one for one in value if not _same(found.get(one), value[one])] or [
             one for one in found if one not in value

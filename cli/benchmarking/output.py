@@ -61,7 +61,7 @@ class MixtureIndexer(LayerIndexer):
 def mixture_indexers(
     names: Sequence[str], parameters: Mapping[str, Any], seed: int, head_dim: int
 ) -> dict[str, LayerIndexer]:
-    """What builds the indices of those of the named methods that have one, as a person set it.
+    """Indexers, with the user's parameters, of the named methods that have one.
 
     Raises:
         UsageError: one cannot be built so, or not for heads of so many channels.

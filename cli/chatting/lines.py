@@ -88,7 +88,7 @@ class Lines:
         return entry
 
     def typed(self) -> str:
-        """What stood in the line when Ctrl-C was pressed."""
+        """The text of the line when Ctrl-C was pressed."""
         return "" if self.readline is None else self.readline.get_line_buffer()
 
     def _until(self, end: str) -> str:

@@ -58,7 +58,7 @@ def _no_command(line: str, number: int) -> str:
 
 
 BARE = {"exit": "/quit", "quit": "/quit", "help": "/help"}
-"""What leaves other chats, or explains them, without a stroke."""
+"""Words without a slash that leave other chat programs, or explain them."""
 HOW = "Ctrl-D or /quit leaves, /help lists commands"
 
 

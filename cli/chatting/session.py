@@ -63,7 +63,7 @@ class Interrupts:
 
 @dataclass
 class Chat:
-    """What questions and commands of a chat act on.
+    """The state that questions and commands of a chat change.
 
     stats: print times after each answer. dtype: as it was asked for. left: the chat is to end.
     asked: the last question.

@@ -48,7 +48,7 @@ class ProgressLines:
         self._stage, self._done, self._of = stage, done, of
 
     def line(self) -> str:
-        """What there is to tell now."""
+        """The line to show now."""
         seconds = time.monotonic() - self._began
         if not self._stage:
             return f"{self._before}, {seconds:.0f} s"

@@ -66,7 +66,7 @@ def described_usage(message: str, command: str, arguments: Sequence[str], *, opt
 
 
 def _number(arguments: Sequence[str]) -> str:
-    """What stands behind `--gpus`; 2 for nothing."""
+    """The value of `--gpus`, or 2."""
     given = " ".join(arguments).replace("--gpus=", "--gpus ").split(" ")
     return next((one for before, one in pairwise(given) if before == "--gpus" and one.isdigit()), "2")
 
@@ -166,7 +166,7 @@ REMEDIES = {
     errno.ENOTDIR: "move the file that lies there away",
     errno.EIO: "check the disk",
 }
-"""What to do about an OSError, by its errno."""
+"""Remedies for an OSError, by its errno."""
 _MEMORY = (
     "can't allocate memory",
     "cannot allocate memory",

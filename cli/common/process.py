@@ -72,7 +72,7 @@ KEPT = {
     "chat": "the index is as it was",
     "tune": "the index is as it was",
 }
-"""What a command keeps when it is interrupted; the others keep nothing and change nothing."""
+"""Files that an interrupted command keeps; commands that are not listed keep nothing and change nothing."""
 
 
 class Interruption:

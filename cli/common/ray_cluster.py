@@ -20,7 +20,7 @@ Job = TypeVar("Job")
 
 
 class RayWorker(ABC, Generic[Recipe, Job]):
-    """What went wrong comes back as one line, because not every error can travel between processes.
+    """An error comes back as one line, because not every exception can be pickled.
 
     Args:
         recipe: how jobs are done.

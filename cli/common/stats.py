@@ -14,8 +14,10 @@ if TYPE_CHECKING:  # they import transformers, which a report does not need
 
 
 def stored_line(manifest: Manifest) -> str | None:
-    """What dense attention loses by how an index stores keys and values, and on what it was measured; None where they
-    are in the index's dtype."""
+    """Output error of dense attention by an index's int8 rows, and the tokens it was measured on.
+
+    None where rows are in the index's dtype.
+    """
     storage = manifest.kv_storage
     if storage is None:
         return None

@@ -30,7 +30,7 @@ class BashLine:
     replaced: int
 
     def insertion(self, word: str) -> str | None:
-        """What bash is to put in the place of the incomplete word's end; None where a quote cannot hold the word."""
+        """The text with which bash replaces the end of the incomplete word; None where a quote cannot hold the word."""
         rest = word[self.replaced :]
         if self.quote:
             return None if self.quote in rest or (self.quote == '"' and re.search(r"[$`\\!]", rest)) else rest
@@ -140,7 +140,7 @@ class Candidates:
 
 
 def candidates(program: KnownCommand, words: list[str], incomplete: str) -> Candidates:
-    """What may follow the complete words (without the program's name) and begins with the incomplete one."""
+    """Candidates that may follow the complete words (without the program's name) and begins with the incomplete one."""
     line = _Line(program)
     for word in words:
         line.take(word)
@@ -188,7 +188,7 @@ class _Line:
             self.methods.add(value)
 
     def complete(self, incomplete: str) -> Candidates:
-        """What may stand in the place of the incomplete word."""
+        """Candidates that may replace the incomplete word."""
         if not self.known:
             return Candidates()
         if self.awaiting is not None:
@@ -259,7 +259,7 @@ def answer(arguments: list[str], learn: Callable[[], KnownCommand]) -> None:
 
 
 def program(learn: Callable[[], KnownCommand]) -> KnownCommand:
-    """What is known of all commands; learned if it is not remembered."""
+    """The commands and options of the program, from the cache or else learned."""
     known = remembered()
     if known is None:
         known = learn()

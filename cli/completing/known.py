@@ -1,4 +1,4 @@
-"""What completion knows of the commands: read from a cache, because the commands themselves import torch."""
+"""The commands and options that completion offers: read from a cache, because the commands themselves import torch."""
 
 import json
 import os
@@ -50,7 +50,7 @@ class KnownCommand:
 
 
 def remembered() -> KnownCommand | None:
-    """What was remembered of the program as it is installed now; None if nothing, or of another version."""
+    """The cached commands of the installed version; None if there is no cache, or one of another version."""
     try:
         record = json.loads(read_small(cache_root() / _FILE) or "{}")
         return KnownCommand.of(record["program"]) if record["of"] == _installed() else None

@@ -38,7 +38,7 @@ def _known(names: list[str], parameter: Any, kind: Any, ctx: Any) -> KnownOption
 
 
 def _value(parameter: Any, kind: Any, ctx: Any) -> tuple[str, list[str]]:
-    """What a value is, and the names that it may be: those that the option's metavar lists or its completion gives."""
+    """The kind of an option's value, and the names that the option's metavar or its completion lists."""
     metavar = parameter.metavar or ""
     choices = [part for part in metavar.split("|") if _LITERAL.fullmatch(part)]
     choices += [str(item.value) for item in parameter.shell_complete(ctx, "") if item.type == "plain"]

@@ -247,7 +247,7 @@ def check_tables(file: ProjectFile, commands: Iterable[str]) -> None:
 def command_defaults(
     file: ProjectFile, name: tuple[str, ...], command: Any, table: Mapping[str, Any]
 ) -> OptionDefaults:
-    """What the file has for a command: its table, and before that the keys for all commands.
+    """The file's defaults for a command: the keys for all commands, then its own table.
 
     Args:
         name: the command's, such as `("models", "list")`; keys of its table have it in front.

@@ -25,7 +25,7 @@ FEW_CONTEXTS = 10
 
 
 def evaluation_record(rows: Sequence[Score], cells: Sequence[Cell], about: dict[str, Any]) -> dict[str, Any]:
-    """What --json prints."""
+    """The record that --json prints."""
     return {**about, "rows": [asdict(row) for row in rows], "depths": [asdict(cell) for cell in cells]}
 
 

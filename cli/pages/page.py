@@ -52,10 +52,10 @@ def _base64(array: NDArray[np.generic]) -> str:
 
 ASSETS = Path(__file__).parent / "assets"
 START = "<!DOCTYPE html>\n<!-- a page of sparsekv -->\n"
-"""What every page begins with, by which one that may be overwritten is known."""
+"""The beginning of every page; a file that begins so may be overwritten."""
 STYLES = ("common.css",)
 SCRIPTS = ("dom.js", "numbers.js", "table.js", "theme.js")
-"""What every page has, before what is its own."""
+"""Scripts of every page; a page's own scripts follow them."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ MEASURES = {"by_token": (), "by_head": (), "records": ("recall", "attention_mass
 
 
 def packed_trace(document: dict[str, Any]) -> dict[str, Any]:
-    """What `assets/trace_data.js` reads: `facts` (whatever is no long list), `prompt`, and the groups of shares."""
+    """The document of `assets/trace_data.js`: `facts` (values but long lists), `prompt`, and the groups of shares."""
     facts = {name: value for name, value in document.items() if name not in LISTS}
     groups = {name: _group(document[name], KEYS[name], MEASURES[name], TOKEN_LISTS[name]) for name in KEYS}
     budget = budget_text(document["budget"])
@@ -98,7 +98,7 @@ def write_trace_page(document: dict[str, Any], path: Path) -> int:
 
 
 START = '{"version": '
-"""What a trace's JSON begins with, by which one that may be overwritten is known."""
+"""The beginning of a trace's JSON; a file that begins so may be overwritten."""
 
 
 def write_json(document: dict[str, Any], path: Path) -> int:
@@ -114,7 +114,7 @@ def write_json(document: dict[str, Any], path: Path) -> int:
 
 LARGEST_DIFFERENCE = 700.0  # the largest difference of log-probabilities whose exponential is a number
 WRITERS: dict[str, Callable[[dict[str, Any], Path], int]] = {".html": write_trace_page, ".json": write_json}
-"""What writes a trace and returns its size in bytes, by the ending of the file's name."""
+"""Functions that write a trace and return its size in bytes, by the file name's ending."""
 
 
 def refuse_unwritable(output: Path | None, option: str = "--output") -> None:

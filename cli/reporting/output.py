@@ -32,7 +32,7 @@ OPTIONAL = {
     "list_coverage": "list coverage: share of the oracle's tokens that are in the lists that were read.",
     "raised": "raised, dense: share of the queries for which the guard raised the budget, or read everything.",
 }
-"""What optional columns say, by a field of theirs."""
+"""Meanings of optional columns, by one of their fields."""
 ROUNDING = 1e-6
 
 

@@ -125,7 +125,7 @@ class Found:
 def looked_at(
     keys: torch.Tensor, asked: list[Asked], layer: int, clusters: tuple[str, float, float]
 ) -> Iterator[Found]:
-    """What becomes of the numbers in one layer with keys [Hk, M, D], under some clusters."""
+    """Selections of the facts' tokens in one layer with keys [Hk, M, D], under some clusters."""
     space, share, outliers = clusters
     M, scale = keys.shape[1], keys.shape[2] ** -0.5
     wanted = round(share * M)

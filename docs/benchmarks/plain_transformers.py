@@ -1,4 +1,4 @@
-"""What a user of plain transformers does instead: prefill a document and answer, in one process.
+"""The baseline of a user of plain transformers: prefill a document and answer, in one process.
 
 Run it as `python docs/benchmarks/plain_transformers.py MODEL_FOLDER TEXT TOKENS CHUNK [NEW_TOKENS]`; it prints a line
 of JSON: seconds to import, to load, to prefill the document in chunks, and to answer. Attention is transformers' own

@@ -231,7 +231,7 @@ class Table:
             self.row(f"`bench --end-to-end`, {name}, --compile {mode}", rate, beside)
 
     def report(self, names: list[str]) -> None:
-        """What the methods keep."""
+        """Recall and error of the methods."""
         seconds = run(*SPARSEKV, "recall-report", "-i", self.index, *of_methods(names), "--budget", "5%").seconds
         self.row(f"`recall-report`, {' and '.join(names)}, one budget", f"{seconds:.2f} s")
 

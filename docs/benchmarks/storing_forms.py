@@ -1,4 +1,4 @@
-"""What dense attention loses by forms of storing keys and values in 8 bits, over an index of exact ones.
+"""Output error of dense attention by forms of int8 keys and values, over an index of exact ones.
 
     python docs/benchmarks/storing_forms.py topics.skv
 
@@ -42,7 +42,7 @@ def in_channels(rows: torch.Tensor, dtype: str, exponent: float) -> torch.Tensor
 
 
 def forms(channels: int) -> dict[str, tuple[Form, Form]]:
-    """What is done to keys and to values, by name."""
+    """Quantisations of keys and of values, by name."""
 
     def same(rows: torch.Tensor) -> torch.Tensor:
         return rows

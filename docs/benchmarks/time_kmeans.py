@@ -44,7 +44,7 @@ STEP, PER_CLUSTER = 128, 16  # tokens that join a block at once; tokens per clus
 
 @dataclass(frozen=True)
 class Size:
-    """What is clustered: heads, keys, their channels, and how many of the keys one block holds."""
+    """Size of a clustering: heads, keys, their channels, and how many of the keys one block holds."""
 
     heads: int
     keys: int

@@ -72,7 +72,7 @@ def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConf
 
 
 def _divisors(number: int) -> str:
-    """What to do where so many heads or experts do not divide."""
+    """A remedy where a number of heads or experts does not divide."""
     found = [f"--gpus {one}" for one in range(2, number + 1) if number % one == 0]
     return f"give {' or '.join(found)}" if found else "use one GPU"
 

@@ -17,7 +17,7 @@ _NEUTRAL = ("\n", "0", ".", "-")
 
 
 class TextTokenizer(Protocol):
-    """What is needed of a tokenizer; both fast and slow ones of transformers have it."""
+    """The interface of tokenizers; both fast and slow ones of transformers have it."""
 
     chat_template: Any
 

@@ -43,7 +43,7 @@ class FixedPrompt:
 
 
 def chat_frame(tokenizer: PreTrainedTokenizerBase, before: str | None = None) -> ChatFrame | None:
-    """What the chat template puts before the document, between it and the question, and after; None without one.
+    """The chat template's text before the document, between document and question, and after; None without a template.
 
     Args:
         before: the text before the document, if not the template's: one with the date in it gives another every day.

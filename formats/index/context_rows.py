@@ -17,7 +17,7 @@ OF_CHANNELS = ("channel_scales", "channel_offsets")
 SCALES = ("key_scales", "value_scales", *OF_CHANNELS)
 """Names of the tensors beside `keys` and `values`, all bfloat16: 2 bytes, with the range of float32."""
 FORM = "int8 of tokens and channels"
-"""What the tensors mean, in the recipe of their files: no build reuses files of an earlier form."""
+"""The quantisation, as the recipe of its files names it: no build reuses files of an earlier one."""
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -43,7 +43,7 @@ def quantise(keys: torch.Tensor, values: torch.Tensor, like: Tensors | None = No
 
 
 def bounds(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """What must be finite of a file's tensors, by their names; nothing of one that is not in 8 bits. Of scales that is
+    """Tensors of an int8 file that must be finite, by their names; none for other files. Of scales that is
     the largest product that they give, because kernels take them as they are."""
     found = {name: tensors[name] for name in SCALES if name in tensors}
     return {name: rows if name == "channel_offsets" else rows * LARGEST for name, rows in found.items()}
@@ -137,7 +137,7 @@ def _divisors(scales: torch.Tensor) -> torch.Tensor:
 
 
 CENTROID_FORM = "int8 of finest centroids"
-"""What the tensors mean, in the recipe of their files: no build reuses files of an earlier form."""
+"""The quantisation, as the recipe of its files names it: no build reuses files of an earlier one."""
 KEYS, VALUES = "level0.centroids", "level0.value_centroids"
 CENTROID_NAMES = {
     "keys": KEYS,

@@ -108,7 +108,7 @@ class UnfinishedFile(OpenFile):
 
     @property
     def shared(self) -> SharedFile:
-        """What another process finds it by."""
+        """A handle by which another process opens the file."""
         return SharedFile.of(f"{self._above}/{self._temporary}", self.descriptor)
 
     def keep(self) -> None:
@@ -169,7 +169,7 @@ class JoinedFile(OpenFile):
 
 
 def _this_machine() -> str:
-    """What differs between two machines, and between two starts of one."""
+    """An id that differs between two machines, and between two boots of one."""
     try:
         return f"{platform.node()} {_BOOT.read_text(encoding='ascii').strip()}"
     except OSError:  # a system that does not tell its start

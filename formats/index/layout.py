@@ -14,7 +14,7 @@ from sparsekv.formats.index.schema import TOKENS, FileRecord, Manifest, Split, T
 
 Tensors = dict[str, torch.Tensor]
 IN_EVERY = {"value_centroids", "lookup_centroids"}
-"""What levels of clusters have all, or none."""
+"""Tensors that all levels of clusters have, or none."""
 Faults = dict[str, torch.Tensor]
 """By tensor name: a bool on the tensor's device, True if it holds invalid numbers."""
 
@@ -47,7 +47,7 @@ def check_values(tensors: Tensors, split: Split, what: str) -> None:
 
 
 def _scales(tensors: Tensors) -> Tensors:
-    """What must be finite of centroids in 8 bits, by the names of a method's tensors."""
+    """Scales of int8 centroids, which must be finite, by the names of a method's tensors."""
     return {CENTROID_NAMES[name]: largest for name, largest in bounds(numbers_of(tensors) or {}).items()}
 
 

@@ -269,7 +269,7 @@ def is_index(folder: Folder) -> bool:
 
 
 def _remedy(folder: Folder) -> str:
-    """What to do about a bad manifest: a folder without marker may be another program's, which --force refuses."""
+    """A remedy for a bad manifest: a folder without marker may be another program's, which --force refuses."""
     if is_marked(folder):
         return REBUILD
     return "if it is an index, build it again under another name (--output)"

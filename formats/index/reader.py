@@ -70,7 +70,7 @@ def _open_all(folder: Folder, manifest: Manifest, mending: bool) -> dict[str, in
 
 
 def _remedy(folder: Folder, manifest: Manifest, method: str | None) -> str:
-    """What to do about a missing file: a method's is built from the others."""
+    """A remedy for a missing file: a method's file is built from the others."""
     if method is not None:
         return f"build it again with {add_methods_hint(folder.path, [method])}"
     return REPAIR_APPENDED if manifest.additions else REPAIR

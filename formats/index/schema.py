@@ -23,7 +23,7 @@ def stored_parameters(method: Any) -> dict[str, Any]:
 
 
 def given_parameters(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """What a dataclass is made of again."""
+    """The arguments from which a stored dataclass is made again."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
 
 
@@ -89,14 +89,14 @@ class Record(BaseModel):
 
 
 KVDtype: TypeAlias = Literal["int8"]
-"""What keys and values can be stored in, beside the model's dtype."""
+"""Storage of keys and values, beside the model's dtype."""
 AUTO = "auto"
 KV_DTYPES: tuple[str, ...] = (AUTO, *get_args(KVDtype))
 """Values of `--kv-dtype`; `auto` is the model's dtype."""
 
 
 def kv_dtype_named(name: str) -> KVDtype | None:
-    """What a value of `--kv-dtype` stores keys and values in, None for the model's dtype; UsageError for another."""
+    """The storage that a value of `--kv-dtype` names, None for the model's dtype; UsageError for an unknown value."""
     found: KVDtype | None = next((known for known in get_args(KVDtype) if known == name), None)
     if found is None and name != AUTO:
         raise UsageError(f"--kv-dtype {name}: {choose_one(name, KV_DTYPES)}")
@@ -287,7 +287,7 @@ class FileRecord(Record):
 
 
 class TuneTarget(Record):
-    """What a setting had to reach: recall of at least or error of at most `value`, as a mean over layers, heads and
+    """The goal of a tuned setting: recall of at least or error of at most `value`, as a mean over layers, heads and
     queries; or perplexity of at most `value` times dense attention's.
 
     Recall is measured against the oracle's best tokens at budget `of`, a share or a number of tokens. The search was

@@ -188,7 +188,7 @@ class ArtifactWriter(BuildFolder):
         return name in self._new
 
     def find(self, name: str) -> SharedFile:
-        """What another process finds a file of this build by; waits until it is on disk.
+        """A handle by which another process opens a file of this build; waits until the file is on disk.
 
         Raises:
             ArtifactError: it could not be written, or is there no more.

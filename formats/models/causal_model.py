@@ -93,7 +93,7 @@ Weights: TypeAlias = dict[str, torch.Tensor]
 _NO_MEMORY = ("allocate memory", "bad_alloc", "not enough memory", "unable to mmap", "start new thread")
 """Parts of the messages by which torch, safetensors and Python report lack of memory, in errors of many classes."""
 _UNREADABLE = (OSError, LookupError, TypeError, ValueError, RuntimeError, ImportError, MemoryError, SafetensorError)
-"""What reading weights ends with where they are not what they should be."""
+"""Exceptions of reading weights that are damaged or of another model."""
 
 
 def causal_model(
@@ -144,7 +144,7 @@ def _refuse_missing(name: str, keys: Iterable[str]) -> None:
 
 
 def _why_not(error: Exception, name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """What to tell of an error that loading weights ended with, and what to do."""
+    """The reason and the remedy for an exception of loading weights."""
     if isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY):
         return (
             f"not enough memory for model '{name}' in {str(dtype).removeprefix('torch.')} on {device}; free some, "

@@ -27,7 +27,7 @@ KINDS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 """Ends of the names of files that tokenizers are made of."""
 
 OWN = "sha256.json"
-"""What the embedded model's folder has beside it, which tells of one copy of the files."""
+"""Checksums beside the embedded model's folder, which identify one copy of the files."""
 
 TEMPLATES = "additional_chat_templates"
 """The folder in which transformers finds a tokenizer's other templates."""

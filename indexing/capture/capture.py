@@ -112,7 +112,7 @@ class CapturedQueries:
 
     @property
     def queries(self) -> dict[str, torch.Tensor]:
-        """What is stored of the queries of the tail, and of the sinks, by tensor."""
+        """The tail's queries and the learned sinks, as they are stored, by name."""
         return {"tail": self.tail} | ({} if self.sink_logits is None else {"sink_logits": self.sink_logits})
 
 

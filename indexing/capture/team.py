@@ -15,7 +15,7 @@ from sparsekv.indexing.indexers.layer_work import BuildFiles, LayerWork, Tensors
 
 
 class Captured(Protocol):
-    """What a build needs of a finished prefill; see `Capture`, which is one of a whole model."""
+    """The interface of a finished prefill; see `Capture`, which is one of a whole model."""
 
     def facts(self, layer: int) -> LayerFacts: ...
 
@@ -73,7 +73,7 @@ class Team(ABC):
 
     @abstractmethod
     def whole(self, own: Capture) -> Captured:
-        """What that call captured, with the heads of all processes."""
+        """The capture of that call, with the heads of all processes."""
 
     @abstractmethod
     def begin_canary(self, input_ids: torch.Tensor, kv_dtype: KVDtype | None) -> None:

@@ -60,7 +60,7 @@ def follow(ranks: Ranks, loaded: LoadedModel) -> None:
 
 @dataclass
 class _Follower:
-    """What a rank has between two requests; `own` is what it captured last, and `sums` makes those of shared files."""
+    """The state of a rank between two requests; `own` is its last capture, and `sums` makes those of shared files."""
 
     ranks: Ranks
     loaded: LoadedModel

@@ -37,7 +37,7 @@ class SplitRows(SharedRows):
     """The rows of a model whose KV heads are split over ranks."""
 
     own: Capture | None = None
-    """What this rank captured last."""
+    """The last capture of this rank."""
     files = frozenset[str]()
     """Those that all ranks write, and can read once they have."""
     _sums: ReceivedSums

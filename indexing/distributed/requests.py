@@ -36,8 +36,10 @@ class ReceivedSums:
         return (self._given - 1) % self._ranks.size
 
     def remote(self, layer: int, number: int) -> RemoteSum | None:
-        """What receives the sum of a layer's file from a rank, to be called in the order in which sums were given out;
-        None for those of this rank."""
+        """A function that receives the checksum of a layer's file from a rank; None for checksums of this rank.
+
+        The functions are called in the order in which checksums were given out.
+        """
         return partial(self._receive, layer, number) if number else None
 
     def _receive(self, layer: int, number: int) -> str | None:

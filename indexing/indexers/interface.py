@@ -70,7 +70,7 @@ def check_iterations(iterations: int) -> None:
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What a method builds from: one layer's middle keys and values [Hk, M, D], and how the layer attends.
+    """Input of an indexer: one layer's middle keys and values [Hk, M, D], and how the layer attends.
 
     `queries` [Hq, P, D] are the queries at `positions` [P], rising, a sample of the middle; None unless the method's
     `queries_wanted` is above 0. `sink_keys` [Hk, S, D] are the keys before the middle, `sink_logits` [Hq] the learned
@@ -89,7 +89,7 @@ class LayerInput:
 
 @dataclass(frozen=True)
 class BuiltLayer:
-    """What a method calibrates on: the tensors that it built for a layer, and the held-out queries [Hq, R, D]."""
+    """Input of a calibration: the tensors that it built for a layer, and the held-out queries [Hq, R, D]."""
 
     tensors: dict[str, torch.Tensor]
     tail_queries: torch.Tensor

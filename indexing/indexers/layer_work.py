@@ -47,7 +47,7 @@ class LayerWork:
         return [*self.sources(layer), layer_file("queries", layer)]
 
     def input(self, layer: int, read: Read) -> LayerInput:
-        """What the layer's indices are made from."""
+        """The input of the layer's indexer."""
         stored = context_rows(_lent(read(layer_file("context", layer))), getattr(torch, self.dtype))
         # From what is stored, not from what was captured: a resumed build and a converted index have nothing else.
         keys, values = stored.part(slice(self.split.sinks + self.split.middle))

@@ -202,8 +202,7 @@ def fetch(context, address):
 
 @intrinsic
 def add_one(context, address):
-    """What was at an address, an int32, before one is added to it; what was written before is seen by those that add
-    later."""
+    """Atomic int32 fetch-and-add; returns the old value. Earlier writes are visible to threads that add later."""
 
     def generate(context, builder, signature, arguments):
         number = ir.IntType(32)

@@ -39,7 +39,7 @@ and the functions that it calls, of other files too, are compiled into it."""
 
 
 def compiled(step):
-    """What each thread runs, a function of a job's address; cached on disk where that is possible."""
+    """The compiled function that each thread runs with a job's address; cached on disk where that is possible."""
     signature = types.void(types.voidptr)
     try:
         return cfunc(signature, cache=True, **SUMS)(step)

@@ -85,7 +85,7 @@ class ScoredCentroids:
     clusters: TakenRows | None = None
 
     def log_weights(self) -> torch.Tensor:
-        """What the softmax takes beside the logits, [H, C]."""
+        """Weights in the log domain that are added to the logits, [H, C]."""
         return self.log_counts if self.clusters is None else self.clusters.log_left() + self.log_counts
 
     def gathered(self) -> torch.Tensor:

@@ -375,7 +375,7 @@ def _take_kernel(
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to take: clusters for a budget of tokens; or, with a threshold, all that reach it; or, with `children`,
+    """Goal of a choice: clusters for a budget of tokens; or, with a threshold, all that reach it; or, with `children`,
     clusters to open until they have `budget` tokens and `wanted` children.
 
     starts [H, C] int: the first member of each cluster, a token's row or a child, written before ranks are computed;

@@ -340,7 +340,7 @@ def choose_together(
     thresholds: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
 ) -> SharedChoice:
-    """What B questions take together: each the best clusters for its budget, or those whose score reaches a threshold.
+    """The shared choice of B questions: each takes its best clusters, up to a budget or down to a threshold.
 
     On a GPU four kernels, no synchronisation, and no shapes that depend on data.
 

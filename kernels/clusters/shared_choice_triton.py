@@ -250,7 +250,7 @@ def _take_kernel(
     scores, ends, counts, thresholds, lengths, tokens, C, stride, counts_stride, budget, least,
     KEEP: tl.constexpr, G: tl.constexpr, CLUSTERS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """What one question takes of a head's clusters, joined to what others take."""
+    """Adds one question's clusters of a head to those that other questions take."""
     question, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     c = tl.arange(0, CLUSTERS)
     size = tl.load(counts + head * counts_stride + c, mask=c < C, other=0).to(tl.int32)

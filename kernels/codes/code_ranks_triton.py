@@ -55,7 +55,7 @@ TILES_OF_A_PROGRAM = 2
 
 @dataclass(frozen=True)
 class ProductTables:
-    """What is known of each query before the keys' codes are read.
+    """Tables of each query, made before the keys' codes are read.
 
     tables [H, m, words, 256] int32: byte g of word w is how far below the best the product of query head 4 w + g is;
     tops [H, G, m], each part's best product / ln 2. peaks and totals [H, G, sums], largest logit / ln 2 and sum of

@@ -10,7 +10,7 @@ from sparsekv.kernels.common.tiles_triton import power_of_two
 
 @dataclass(frozen=True)
 class RowScales:
-    """What numbers of keys and values in 8 bits mean: a key is its number times its row's scale times its channel's,
+    """Scales of int8 keys and values: a key is its number times its row's scale times its channel's,
     plus the channel's offset; a value is its number times its row's scale.
 
     rows [H, M, 2] bfloat16: of rows' keys and of their values, side by side, as a kernel can read four bytes ahead and

@@ -1,4 +1,4 @@
-"""What a process pays once for its first kernels on a GPU, paid while it waits for something else."""
+"""One-time costs of a process's first kernels on a GPU, paid while it waits for something else."""
 
 import torch
 from torch.nn import functional

@@ -44,7 +44,7 @@ EXACT_PROGRAMS, TILE_BYTES, STAGES, WARPS = 4, 8192, 1, 4
 
 @dataclass(frozen=True)
 class FoundLists:
-    """What is known of each query before the keys' codes are read.
+    """Tables of each query, made before the keys' codes are read.
 
     lists [H, G, m] int32, indices of the nearest centroids' lists among all heads'; slopes and floors [H, G, m] of the
     logit of a code; peaks and totals [H, G, sums], largest logit / ln 2 and sum of exponentials: first of the tiles of

@@ -199,7 +199,7 @@ class PackedSparse(PackedLayer):
         return Queries(grouped, lambda: self.tokens + own.used - 1, beside, joint=False)
 
     def _select_for_each(self, queries: Queries, step: PackedStep) -> Selection:
-        """What any of the queries chooses for itself, by the selector's kernels or else in torch."""
+        """The union of the queries' own selections, by the selector's kernels or else in torch."""
         selector, middle = self.plan.selector, self.plan.middle.used
         if isinstance(selector, ChoosesForEach):
             chosen = selector.choose_for_each(queries, self.plan.budget, self.plan.read.by_kernels)
@@ -261,7 +261,7 @@ def packed_layer(layer: StoredLayer, slots: int) -> PackedLayer:
 
 
 def _centroids(chosen: Selection) -> list[Centroids]:
-    """What is attended for the rest."""
+    """Centroids that are attended for the rest."""
     return [Centroids(part.keys, part.values, part.log_counts[:, 0]) for part in chosen.attended_segments()]
 
 

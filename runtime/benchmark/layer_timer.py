@@ -309,7 +309,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Timer:
-    """What to time: methods, what builds their indices, their forms, and budgets; `tell` is told of each row."""
+    """A timed comparison: methods, their indexers, specs and budgets; `tell` is told of each row."""
 
     source: Source
     methods: Mapping[str, type[Method]]
@@ -371,7 +371,7 @@ def configured(parameters: Mapping[str, Any], method: type[Method], record: Meth
 
 
 def machine(where: torch.device) -> str:
-    """What the steps run on, for a person."""
+    """The name of the device or processor that runs the steps."""
     if where.type == "cuda":
         return torch.cuda.get_device_name(where)
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

@@ -33,7 +33,7 @@ RUNS = {"cpu": 10, "cuda": 30}
 
 @dataclass(frozen=True)
 class EndToEnd:
-    """What the user asked for; None, or an empty list, where the device decides."""
+    """Options of the end-to-end benchmark; None, or an empty list, where the device decides."""
 
     config: str | None
     distinct: int | None
@@ -140,7 +140,7 @@ class ModelTimer:
         return rows
 
     def about(self) -> dict[str, Any]:
-        """What a reader of the figures has to know."""
+        """Settings of the measurement, for a reader of the figures."""
         return {
             "machine": machine(self.device),
             "torch": torch.__version__,

@@ -25,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Indexed:
-    """What a method chooses from in a layer, and the record of its index, if it has one."""
+    """A layer's context for a method, and the record of its index, if it has one."""
 
     context: MiddleContext
     record: MethodRecord | None
@@ -49,7 +49,7 @@ class LayerIndexer(ABC):
 
     @abstractmethod
     def record(self, tensors: Tensors, data: LayerData) -> MethodRecord:
-        """What a manifest would say of these tensors of a layer, calibrated on its tail."""
+        """The manifest's record of these tensors of a layer, calibrated on its tail."""
 
 
 def index_mixture(data: LayerData, indexer: LayerIndexer | None) -> Indexed:
@@ -148,7 +148,7 @@ def _refuse_unlike(facts: LayerFacts, number: int) -> None:
 
 
 def stored_index(data: LayerData, artifact: Artifact, name: str) -> Indexed:
-    """What the index holds for a method in a layer that `stored_layer` gave."""
+    """An index's tensors of a method in a layer that `stored_layer` returned."""
     number = artifact.manifest.indexed_layers[data.position.number]
     context = stored_context(LayerRows(artifact, number), name, data.keys.device).context
     context = replace(
@@ -164,7 +164,7 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a person said of a layer's sizes; None or nothing where it is left to the device or the index. `shared`: the
+    """Sizes of a layer that the user gave; None or empty where the device or the index decides. `shared`: the
     batches are of questions over one context. `kv_dtype`: what keys and values are stored in, None for the dtype."""
 
     contexts: list[str]
@@ -180,7 +180,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured where a person does not say it."""
+    """Default sizes for a device."""
 
     contexts: tuple[str, ...]
     heads: int
@@ -206,11 +206,11 @@ class Source(ABC):
 
     @abstractmethod
     def index(self, data: LayerData, name: str, indexer: LayerIndexer | None) -> Indexed:
-        """What a method chooses from in one of the layers."""
+        """The context of a method in one of the layers."""
 
     @abstractmethod
     def about(self) -> dict[str, Any]:
-        """What a reader of the figures has to know."""
+        """Settings of the measurement, for a reader of the figures."""
 
 
 class Mixtures(Source):

@@ -124,7 +124,7 @@ class SlotRows:
         store_in_slots((self.keys, self.values), (keys, values), step.slots, step.rows)
 
     def seen_by(self, tokens: StepTokens, longest: int, window: int | None = None) -> OwnRows:
-        """What tokens see of their sequences' rows, of which there are up to `longest`, within a window if there is
+        """Rows of their own sequences that tokens see, up to `longest` of them, within a window if there is
         one."""
         keys, values = (rows[:, :, :longest] for rows in (self.keys, self.values))
         first = tokens.first if window is None else (tokens.used - window).clamp(min=0)

@@ -77,7 +77,7 @@ class _Sequence:
     read_before: tuple[float, int] = (0.0, 0)
 
     def next_tokens(self) -> list[int]:
-        """What is fed in the next step: the question, then the newest token."""
+        """Tokens of the next step: the question, then the newest token."""
         return self.answer[-1:] if self.answer else self.question.tolist()
 
     def take(self, token: int) -> None:

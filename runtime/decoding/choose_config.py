@@ -99,7 +99,7 @@ def question_prefill(
     parameters: Mapping[str, Any],
     options: tuple[str, str] = ("--prefill", "--prefill-budget"),
 ) -> Dense | Own | QuestionPrefill:
-    """What a question's tokens attend to: everything if no `name` was given.
+    """The prefill of a question's tokens: dense if no `name` was given.
 
     Args:
         named: the method of this name, if there is one, as `prefill_method` returns it.

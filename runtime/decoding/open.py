@@ -35,7 +35,7 @@ REMEDY = (
 
 
 def plan_opening(artifact: Artifact, model: nn.Module) -> MemoryPlan:
-    """What a model and an index's keys and values take, in the model's dtype or in 8 bits; of a layer with a sliding
+    """Memory of a model and of an index's keys and values, in the model's dtype or in 8 bits; of a layer with a sliding
     window those in it, in the model's dtype."""
     size, tokens, rows = next(model.parameters()).itemsize, artifact.manifest.split.tokens, 0
     for layer, facts in enumerate(artifact.manifest.layers):
@@ -203,7 +203,7 @@ class OpenIndex:
         return IndexCache(layers, BuiltLayers(facts))
 
     def _take_prepared(self, wanted: PreparedMethod) -> PreparedMethod:
-        """What is prepared of a method already, or else the method; the next cache gets none of it."""
+        """The prepared method if there is one, or else the method; a prepared method serves one cache."""
         early, self.prepared = self.prepared, None
         return early if early is not None and early.is_like(wanted) else wanted
 
@@ -217,7 +217,7 @@ class OpenIndex:
         return IndexCache([self._dense_layer(layer, tokens) for layer in range(len(facts))], BuiltLayers(facts))
 
     def agreed(self) -> LogitsProcessorList:
-        """What a step's logits go through so that all processes that share the model take the same token."""
+        """Processors of a step's logits, by which all processes that share the model take the same token."""
         return LogitsProcessorList()
 
     def take_rows(self, layer: int) -> LayerRows:
@@ -235,7 +235,7 @@ class OpenIndex:
         return DenseLayer(*self._rows(held, slice(first, tokens)), out_of_sight=first, window=window)
 
     def _probed_rows(self, layer: int, ahead: Executor | None, *, hold: bool) -> Callable[[], Pair]:
-        """What reads a layer's rows when it is called, or `ahead` does; with `hold` the next cache gets them.
+        """A function that reads a layer's rows, now or by the executor `ahead`; with `hold` the next cache gets them.
 
         Of a layer with a sliding window those of twice the window: a model that lost it attends to zeros before them.
         """

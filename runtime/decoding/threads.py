@@ -33,7 +33,7 @@ FEW = 4
 """Rows up to which it makes a step faster: one by half or more, four by a tenth, eight not at all."""
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""What weights are that lie in memory as they say: others may be quantised, or shared among ranks."""
+"""Types of plain weights: others may be quantised, or sharded over ranks."""
 
 
 class FewRowsLinear(TorchFunctionMode):
@@ -198,7 +198,7 @@ def threads_for(free: float, most: int) -> int:
 
 
 class _Meter:
-    """What the threads of this process share: the last look, and the number of threads before any of them lowered it.
+    """State of all threads of this process: the last measurement, and how many threads torch had before it was lowered.
 
     torch keeps one number for threads that are yet to begin, and one in each that has begun.
     """

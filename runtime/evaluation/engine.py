@@ -46,17 +46,17 @@ class Builder(Protocol):
 
     @property
     def parameters(self) -> Mapping[str, dict[str, Any]]:
-        """What each method's tensors are built with, for those that have tensors."""
+        """Build parameters of each method that has tensors."""
 
     @property
     def queries(self) -> int:
         """How many of a document's queries the methods are made of at most."""
 
     def decides(self, prefill: str) -> dict[str, Any]:
-        """What else decides an index, beside its prompt and the model."""
+        """Settings that decide an index, beside its prompt and the model."""
 
     def sample_of(self, name: str) -> dict[str, int]:
-        """What else decides a method's tensors: of how many queries they are made, where another method wants more."""
+        """The number of queries of a method's tensors, where another method wants more."""
 
     def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:
         """Build the index of a prompt, or resume it; errors are those of building."""
@@ -64,7 +64,7 @@ class Builder(Protocol):
 
 @dataclass(frozen=True)
 class Comparison:
-    """What each question is answered with: a model, and dense attention beside methods at budgets, over each prefill.
+    """The configurations that answer each question: dense attention and methods at budgets, over each prefill.
 
     The builder has what the methods need, and the prefills; with `residual`, each method is run once more with it;
     `keep` keeps the indices. So many questions of a context are answered `together`.

@@ -1,4 +1,4 @@
-"""What an evaluation is made of: a text and tasks, or a file of published ones."""
+"""Input of an evaluation: a text and tasks, or a file of published questions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -112,7 +112,7 @@ class CodesSelector(Selector):
 
     @cached_property
     def step_codes(self) -> StepCodes:
-        """What the compiled step of a CPU reads, and the step itself, if there is one."""
+        """Input of a CPU's compiled step, and the step itself, if there is one."""
         return StepCodes(
             turn=self.estimates.turn.contiguous(),
             books=self.estimates.codebooks.contiguous(),

@@ -222,7 +222,7 @@ def _measure(one: MeasuredSetting, selector: Selector, truth: Truth, into: Measu
 
 
 def step_measures(attempt: Attempt, truth: Truth, wanted: int) -> dict[str, torch.Tensor]:
-    """What one attempt keeps of dense attention, by measure [Hk, Q].
+    """Measures of one attempt against dense attention, by name, [Hk, Q] each.
 
     Args:
         attempt: as `attempt_of` gives it.
@@ -260,8 +260,9 @@ def _attempt(selector: Selector, truth: Truth, budget: Budget, *, outputs: bool,
 
 
 def attempt_of(selection: Selection, layout: torch.Tensor | None, truth: Truth, *, outputs: bool = True) -> Attempt:
-    """What a selection for the queries of `truth` chooses [Hk, Q, M] bool, in order of position, and its output
-    [Hk, Q, G, D]. Without `outputs` output and missed share are NaN; the missed share also without centroids of the
+    """The choice of a selection for the queries of `truth` [Hk, Q, M] bool, by position, and its output [Hk, Q, G, D].
+
+    Without `outputs` output and missed share are NaN; the missed share also without centroids of the
     rest.
 
     Args:

@@ -53,7 +53,7 @@ def describe_layers(
 
 
 GROUPS = ("layer", "kv_head")
-"""What rows can be averaged for each value of."""
+"""Fields by whose values rows can be grouped and averaged."""
 MEASURES = (
     "selected_tokens",
     "recall",

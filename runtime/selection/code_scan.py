@@ -114,7 +114,7 @@ class CodeScan:
     def choose_for_each(
         self, query: torch.Tensor, beside: torch.Tensor, tokens: int
     ) -> tuple[JoinedKeys, torch.Tensor]:
-        """What any of T queries chooses, each the best tokens by itself, and how many of each cluster [Hk, C] int32.
+        """The union of T queries' choices, each the best tokens by itself, and counts of each cluster [Hk, C] int32.
 
         Args:
             query: [Hk, G, T, D].

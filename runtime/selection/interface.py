@@ -157,8 +157,10 @@ _PIECES = 2**20  # more than sequences that are decoded together
 
 
 def piece_batch(start: int) -> int:
-    """What is added to the batch of a question for its piece that begins with query `start`: layers attend to all
-    pieces one after another, so that each needs a ranking of its own."""
+    """The batch offset of a question's piece that begins with query `start`.
+
+    Layers attend to the pieces one after another, so each piece needs a ranking of its own.
+    """
     return (start + 1) * _PIECES
 
 

@@ -249,11 +249,11 @@ class Tracer:
         }
 
     def gather_maker(self, layer: int) -> GatherMaker:
-        """What makes a layer's executor."""
+        """A function that makes a layer's executor."""
         return partial(RecordingExecutor, record=self.layers[layer])
 
     def shares(self) -> dict[str, Any]:
-        """What was recorded, as `recorded` gives it."""
+        """The recorded shares, as `recorded` returns them."""
         return recorded(self.recorder, list(self.layers), self.split.sinks)
 
 
@@ -353,7 +353,7 @@ class TracedIndex:
         return asker
 
     def _about(self, answer: Answer) -> dict[str, Any]:
-        """What was asked, and of which tokens the prompt and the answer are made."""
+        """The question, and the tokens of prompt and answer."""
         manifest = self.index.artifact.manifest
         heads = self.index.artifact.context_rows(manifest.indexed_layers[0]).shape[0]
         return {

@@ -41,7 +41,7 @@ class Tuned:
 
     @property
     def cost(self) -> float:
-        """What makes it cheap: its time where that was measured, else what it reads."""
+        """The cost that tuning minimises: its time where that was measured, else the rows it reads."""
         return self.kv_fraction if self.step_ms is None else self.step_ms
 
 
@@ -249,7 +249,7 @@ class Halves:
         return self.tuned(form, config.budget.value, shares, self.target, by_layer=bool(config.layer_budgets))
 
     def tuned(self, form: MethodSpec, budget: float, shares: Shares, aim: float, *, by_layer: bool) -> Tuned:
-        """What both halves say of a setting, which was searched for with the gain `aim`."""
+        """Measures of both halves for a setting, which was searched for with the gain `aim`."""
         calibration, held_out = self.calibration.mean(form, shares), self.held_out.mean(form, shares)
         attention = self.attention.mean(form, shares)
         return Tuned(

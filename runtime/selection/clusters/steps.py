@@ -261,7 +261,7 @@ class ClusterSteps:
         replace: bool,
         counter: torch.Tensor | None,
     ) -> Selection:
-        """What several questions choose of all finest clusters, each for itself, on a GPU.
+        """The shared choice of several questions among all finest clusters, each for itself, on a GPU.
 
         Args:
             query: [Hk, G, T, D], one question after another; ends [B] int32: after which token each ends.
