@@ -1,8 +1,8 @@
 """Python API, for notebooks: open an index, ask it, and report what methods keep and read.
 
-    from sparsekv.runtime import api
+    import sparsekv
 
-    index = api.open_index("manual.skv")
+    index = sparsekv.open_index("manual.skv")
     print(index.ask("How is it installed?").text)
     rows = index.recall_report(["codes", "quest"], budgets=["5%", "10%"])
     pandas.DataFrame(rows)

@@ -22,7 +22,7 @@ def pip(*arguments: str) -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of the sources, so that nothing an earlier build left behind can get in."""
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "__init__.py", "py.typed"):
         shutil.copy(ROOT / name, source)
     for package in (*TOP, "tests"):
         shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -42,9 +42,7 @@ def test_the_wheel_holds_the_packages_and_nothing_beside_them(wheel: Path) -> No
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     files = {path.relative_to(ROOT) for package in TOP for path in (ROOT / package).rglob("*.py")}
     assets = {path.relative_to(ROOT) for path in (ROOT / "cli/pages/assets").iterdir()}
-    assert names == {f"sparsekv/{path}" for path in files | assets} | {
-        f"sparsekv/{package}/py.typed" for package in TOP
-    }
+    assert names == {f"sparsekv/{path}" for path in files | assets} | {"sparsekv/__init__.py", "sparsekv/py.typed"}
     assert {path.suffix for path in assets} == {".css", ".js"}
     assert {path.parent / "__init__.py" for path in files} <= files
 

@@ -1,0 +1,57 @@
+"""Sparse-attention indices of a long, fixed prompt: open one and ask it.
+
+    import sparsekv
+
+    index = sparsekv.open_index("manual.skv")
+    answer = index.ask("How is it installed?", sparsekv.Sampling(max_new_tokens=20), budget="5%")
+
+Names are imported when they are first used, so that `import sparsekv` takes no second of torch's.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparsekv.formats.errors import ArtifactError, SparsekvError, UsageError
+    from sparsekv.runtime.api import Index, open_index
+    from sparsekv.runtime.decoding.generate import Answer, Sampling
+    from sparsekv.runtime.decoding.session import Session
+    from sparsekv.runtime.selection.registry import methods
+
+__all__ = [
+    "Answer",
+    "ArtifactError",
+    "Index",
+    "Sampling",
+    "Session",
+    "SparsekvError",
+    "UsageError",
+    "__version__",
+    "methods",
+    "open_index",
+]
+_MODULES = {
+    "Answer": "runtime.decoding.generate",
+    "ArtifactError": "formats.errors",
+    "Index": "runtime.api",
+    "Sampling": "runtime.decoding.generate",
+    "Session": "runtime.decoding.session",
+    "SparsekvError": "formats.errors",
+    "UsageError": "formats.errors",
+    "methods": "runtime.selection.registry",
+    "open_index": "runtime.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported from its module (PEP 562)."""
+    if name == "__version__":
+        return version("sparsekv")
+    if name in _MODULES:
+        return getattr(import_module(f"sparsekv.{_MODULES[name]}"), name)
+    raise AttributeError(f"module 'sparsekv' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
