@@ -138,10 +138,10 @@ def test_everything_is_dense_attention(opened: OpenIndex) -> None:
     with torch.inference_mode():
         dense = model(input_ids=followed[None], past_key_values=document).logits[0]
         with route_attention(model, cache.attend):
-            sparse = [model(input_ids=question[None], past_key_values=cache, use_cache=True).logits[0]]
-            sparse += [model(input_ids=token.view(1, 1), past_key_values=cache).logits[0] for token in new]
-    assert_close(torch.cat(sparse), dense, 1e-4)
-    assert float((torch.cat(sparse) - dense).abs().max() / dense.abs().max()) <= 1e-4
+            stepped = [model(input_ids=question[None], past_key_values=cache, use_cache=True).logits[0]]
+            stepped += [model(input_ids=token.view(1, 1), past_key_values=cache).logits[0] for token in new]
+    assert_close(torch.cat(stepped), dense, 1e-4)
+    assert float((torch.cat(stepped) - dense).abs().max() / dense.abs().max()) <= 1e-4
 
 
 def test_a_second_question_prefills_only_itself(opened: OpenIndex) -> None:
