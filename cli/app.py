@@ -77,21 +77,26 @@ def main(
     ] = False,
     gpus: GpusOption = None,
 ) -> None:
-    """Sparse-attention indices for long, fixed prompts: build once, answer many times, measure what is kept.
-
-    Results go to stdout, notes and errors to stderr. The exit code is 0 when done, 1 after a failure, 2 after wrong
-    usage, and 130 after Ctrl-C. Wrong usage is also a file or an index that is not there, and a document that cannot be
-    one: a folder, a file that you may not read, an empty one, one that is not text in UTF-8, one too short to index.
-    When the reader of stdout closes the pipe (`| head -1`), the command ends silently and the shell reports 141, except
-    that `generate --save-to` still saves.
-
-    The pages of docs/ explain more: docs/newcomers.md where to begin, docs/reference/measures.md the words of the
-    output.
+    """Sparse-attention indices for long, fixed prompts: build once, answer many times, measure what is lost.
 
     \b
-    sparsekv build-index manual.txt
+    sparsekv build-index manual.txt     # writes manual.skv
     sparsekv generate --index manual.skv "How is it installed?"
     sparsekv recall-report --index manual.skv
+
+    `sparsekv COMMAND --help` has each command's options and examples. Without --model a small embedded model is used,
+    which is for trying things out. In the repository docs/newcomers.md says where to begin.
+
+    Results go to stdout, notes and errors to stderr. When the reader of stdout closes the pipe (`| head -1`), the
+    command ends silently and the shell reports 141; `generate --save-to` saves all the same.
+
+    \b
+    Exit codes:
+      0    done
+      1    failure
+      2    wrong usage, or an input that is missing, unreadable, empty, too short
+           or not text
+      130  Ctrl-C
     """
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())

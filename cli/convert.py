@@ -27,12 +27,12 @@ def convert(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the new index.")],
     kv_dtype: Annotated[
         str,
-        typer.Option(help="What to store keys and values in: int8.", autocompletion=lambda: ["int8"]),
+        typer.Option(help="Storage of keys and values: int8.", autocompletion=lambda: ["int8"]),
     ] = "int8",
     device: DeviceOption = "auto",
     quiet: QuietOption = False,
 ) -> None:
-    """Store the keys and values of INDEX in 8 bits, in another index, and print its path.
+    """Copy INDEX with keys and values in int8, which takes less room, and print the copy's path.
 
     The prompt, its queries and the probe are taken over, keys and values are rounded, and every method is built anew
     from the rounded ones, with the parameters it had: the result is what build-index --kv-dtype int8 would have built.

@@ -7,12 +7,19 @@ from typing import Any
 
 import torch
 
-from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.index.context_rows import Pair, context_rows
 from sparsekv.formats.index.context_rows import row_bytes as int8_row_bytes
 from sparsekv.formats.index.manifest import REBUILD
 from sparsekv.formats.index.schema import TOKENS, CanaryToken, LayerFacts, Probe, layer_file
-from sparsekv.indexing.capture.canary import canary_positions, compare_canary, judge_canary, preflight, run_canary
+from sparsekv.indexing.capture.canary import TOKENS as FIRST_TOKENS
+from sparsekv.indexing.capture.canary import (
+    canary_positions,
+    compare_canary,
+    judge_canary,
+    preflight,
+    run_canary,
+)
 from sparsekv.indexing.capture.capture import CapturedQueries, RowsDone, TakenOver, capture, rows_as_stored
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.capture.team import Captured, SharedRows
@@ -140,6 +147,7 @@ class ContextStage:
         tell_memory(build, len(reuse.positions))
         build.team.begin_preflight(self.input_ids)
         preflight(self.model, self.input_ids, plan.loaded.name)
+        self._check_rotations()
         if build.earlier is not None and reuse.prefix_tokens:
             compare_canary(build.earlier.manifest, reuse.prefix_tokens, self.model, self.input_ids, self._prefix_rows)
         early = early_rows(build, reuse.missing)
@@ -166,6 +174,26 @@ class ContextStage:
             facts = replace(facts, storage=storage)
             writer.note(recipe, facts.note())
         return facts
+
+    def _check_rotations(self) -> None:
+        """Raise UsageError where a method builds from RoPE frequencies, and an indexed layer turns keys otherwise.
+
+        It looks at the first tokens alone: a measure at the prompt's last position would set the frequencies of a RoPE
+        that depends on the length, with which the first chunks would then be prefilled.
+        """
+        named = [name for name, indexer in self.plan.config.methods.items() if indexer.needs_rope]
+        if not named:
+            return
+        first = self.input_ids[:FIRST_TOKENS]
+        self.build.team.begin_rotations(first)
+        rotations = measure_rotations(self.model, first)
+        kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or ["full_attention"] * len(rotations)
+        unknown = [kind for kind, rope in zip(kinds, rotations, strict=True) if rope is None]
+        if set(unknown) - {"sliding_attention"}:
+            raise UsageError(
+                f"--method {named[0]}: {self.plan.loaded.name} turns its keys in a way of its own, and {named[0]} "
+                "undoes a rotation by RoPE frequencies; leave the method out"
+            )
 
     def _capture(self, rows_done: RowsDone) -> Captured:
         build, reuse = self.build, self.reuse

@@ -1,19 +1,19 @@
 """The subcommands by name, with what help says of each; their modules are imported when they are called."""
 
 COMMANDS = {
-    "build-index": "Prefill a document once and index what its attention reads.",
+    "build-index": "Prefill a document once, and write its keys, values and index.",
     "generate": "Answer questions over an index.",
     "chat": "Ask one question after another over an index, in a terminal.",
     "trace": "Answer a question, and show what each token of the answer attended to.",
-    "recall-report": "Measure what each method keeps of the model's attention, and what it reads.",
-    "eval": "Measure what each method's answers are worth beside dense attention's.",
+    "recall-report": "Measure each method's recall, output error and reads, by layer and head.",
+    "eval": "Score each method's answers beside those of dense attention.",
     "tune": "Find the cheapest setting that meets a target, and make it the index's default.",
     "bench": "Time a decode step with each method beside the fastest dense attention.",
     "append": "Append more text to an index.",
-    "convert": "Store the keys and values of an index in 8 bits, in another index.",
-    "inspect": "Show what an index holds; --verify rechecks every checksum.",
+    "convert": "Copy an index with keys and values in int8, which takes less room.",
+    "inspect": "Show an index's contents; --verify recomputes every checksum.",
     "models": "List models that are ready, and fetch one.",
-    "config": "Show which defaults are set, and where: sparsekv.toml, and the environment.",
+    "config": "Show the defaults that are set, and where: sparsekv.toml or the environment.",
     "completion": "Print the script that completes commands and options in your shell.",
 }
 BY_RANKS = ("build-index", "generate")

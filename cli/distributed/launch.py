@@ -192,7 +192,7 @@ GpusOption = Annotated[
         min=1,
         callback=_start_processes,
         is_eager=True,
-        help="Split the model over so many GPUs, by a process for each; on CPUs where there is no GPU. It stands "
-        f"before the command, {' or '.join(BY_RANKS)}.",
+        help="Split the model over N GPUs, one process each; on CPUs where there is no GPU. Only for "
+        f"{' and '.join(BY_RANKS)}, and written before them: sparsekv --gpus 2 generate ...",
     ),
 ]

@@ -29,7 +29,7 @@ from sparsekv.formats.models.load import identify, load_model
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.capture.canary import compare_canary, preflight, run_canary
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
-from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.plan import BuildConfig, BuildPlan
 from sparsekv.indexing.prefill.interface import DensePrefill
 from sparsekv.kernels.common.given_rows import RowPair
 from sparsekv.kernels.common.hook import route_attention
@@ -118,7 +118,8 @@ def time_build(folder: Path, model: str) -> None:
     ids, manifest = artifact.input_ids().clone(), artifact.manifest
     prompt = FixedPrompt(ids, manifest.prompt.text_sha256, manifest.prompt.chat)
     with tempfile.TemporaryDirectory() as place:
-        plan = BuildPlan(loaded, prompt, {"squeezed": SqueezedIndexer()}, chunk_size=manifest.prefill.chunk_size)
+        config = BuildConfig({"squeezed": SqueezedIndexer()}, chunk_size=manifest.prefill.chunk_size)
+        plan = BuildPlan(loaded, prompt, config)
         whole = timed(lambda: build_index(plan, Path(place) / "again.skv"))
     first = timed(lambda: preflight(loaded.model, ids, loaded.name))
     last = timed(lambda: run_canary(loaded.model, ids, stored_rows(artifact)))
@@ -148,7 +149,7 @@ def make_soft_capped(model: Path, folder: Path) -> None:
     embedded.tokenizer.save_pretrained(model)
     loaded = load_model(str(model), device="cpu")
     prompt = FixedPrompt(torch.randint(1000, 40_000, (TOKENS,)), "0" * 64, None)
-    build_index(BuildPlan(loaded, prompt, {"squeezed": SqueezedIndexer()}, chunk_size=2048), folder)
+    build_index(BuildPlan(loaded, prompt, BuildConfig({"squeezed": SqueezedIndexer()}, chunk_size=2048)), folder)
 
 
 def main() -> None:

@@ -107,6 +107,8 @@ class Indexer(ABC):
     learns: ClassVar[bool] = False
     """Whether it keeps what it learned of the tokens before those that it takes in, and may serve many of these worse:
     an append builds it anew at certain lengths of the text (`append.learning_again`)."""
+    needs_rope: ClassVar[bool] = False
+    """Whether it builds from each layer's RoPE frequencies, without which a build is refused before the prefill."""
     by_default: ClassVar[bool] = False
     """Whether it is built where no method is named."""
     seed: int = field(default=0, metadata={"help": "Seed of everything random in a build."})

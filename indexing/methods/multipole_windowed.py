@@ -6,6 +6,7 @@ clusters are in one softmax with exact keys.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -19,6 +20,8 @@ from sparsekv.kernels.common.runs import rotate
 @dataclass(frozen=True)
 class WindowedMultipoleIndexer(MultipoleIndexer):
     """Clusters keys with RoPE undone, block by block; `recall-report` shows whether that is better for a model."""
+
+    needs_rope: ClassVar[bool] = True
 
     def lookup_keys(self, layer: LayerInput, tokens: slice) -> torch.Tensor:
         """Keys [Hk, T, D] float32 as they would be at position 0.

@@ -4,9 +4,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv.kernels.attention.attention import causal_attention
+from sparsekv.kernels.common.on_gpu import on_gpu
 from sparsekv.kernels.scores.logits import attention_logits
 
 
+@on_gpu("sparsekv.kernels.attention.chunk_rows_triton:chunk_rows_triton")
 def chunk_rows(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor, *, padded: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -21,18 +23,6 @@ def chunk_rows(
     Returns:
         queries [Hq, K + B, D] if padded, else `query` itself; copies of keys and values [Hk, K + B, D].
     """
-    if keys.is_cuda:
-        from sparsekv.kernels.attention.chunk_rows_triton import chunk_rows_triton
-
-        with torch.cuda.device_of(keys):  # Triton launches on the current device, which may be another
-            return chunk_rows_triton(query, keys, values, chosen, padded=padded)
-    return chunk_rows_reference(query, keys, values, chosen, padded=padded)
-
-
-def chunk_rows_reference(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor, *, padded: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`chunk_rows` in plain torch."""
     places, chunk = chosen[..., None].expand(-1, -1, keys.shape[2]), query.shape[1]
     of_keys, of_values = (torch.cat([rows.gather(1, places), rows[:, -chunk:]], 1) for rows in (keys, values))
     anything = query.new_empty(len(query), chosen.shape[1], query.shape[2])

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 import torch
 
 from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
+from sparsekv.kernels.common.on_gpu import on_gpu
 from sparsekv.kernels.common.runs import expand_runs
 from sparsekv.kernels.scores.logits import attention_logits
 
 
+@on_gpu("sparsekv.kernels.attention.decode_attention_triton:decode_attention_triton")
 def decode_attention(
     query: torch.Tensor,
     runs: RunRows,
@@ -24,6 +26,8 @@ def decode_attention(
     On a GPU this is flash-decoding: the rows of a head are split evenly over programs, however uneven the runs are, and
     each program attends for the whole group. Two or three launches, no data-dependent shapes, no synchronisation.
 
+    In plain torch it gathers the rows.
+
     Args:
         query: [H, G, D].
         exact: keys and values [H, E, D] that are always attended; a head's rows are contiguous, heads need not be.
@@ -34,27 +38,6 @@ def decode_attention(
     Returns:
         [H, G, D] in the query's dtype.
     """
-    if query.is_cuda:
-        from sparsekv.kernels.attention.decode_attention_triton import decode_attention_triton
-
-        with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
-            return decode_attention_triton(
-                query, runs, exact, centroids, softmax_scale, softcap, sink_logits, exact_count
-            )
-    return decode_attention_reference(query, runs, exact, centroids, softmax_scale, softcap, sink_logits, exact_count)
-
-
-def decode_attention_reference(
-    query: torch.Tensor,
-    runs: RunRows,
-    exact: tuple[torch.Tensor, torch.Tensor],
-    centroids: Sequence[ScoredCentroids],
-    softmax_scale: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-    exact_count: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`decode_attention` in plain torch: gathers the rows."""
     lengths = _single_rows(runs) if runs.ends is None else lengths_of(runs.ends)
     rows, valid = expand_runs(runs.starts, lengths, runs.capacity)
     wide = torch.promote_types(query.dtype, torch.float32)

@@ -6,9 +6,11 @@ import torch
 
 from sparsekv.kernels.attention.attention import OwnRows, Segment, own_logits, shared_attention
 from sparsekv.kernels.attention.types import Centroids, RunRows
+from sparsekv.kernels.common.on_gpu import on_gpu
 from sparsekv.kernels.scores.logits import attention_logits
 
 
+@on_gpu("sparsekv.kernels.attention.shared_decode_triton:exact_logsumexp_triton")
 def exact_logsumexp(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -21,6 +23,8 @@ def exact_logsumexp(
 
     On a GPU one launch, and no rows are copied.
 
+    In plain torch it copies each sequence's rows.
+
     Args:
         query: [Hk, G, B, D] of B tokens.
         keys: [Hk, E, D]; a head's rows are contiguous.
@@ -30,29 +34,12 @@ def exact_logsumexp(
     Returns:
         [Hk, G, B] float32; minus infinity for nothing.
     """
-    arguments = query, keys, own, softmax_scale, softcap, sink_logits
-    if query.is_cuda:
-        from sparsekv.kernels.attention.shared_decode_triton import exact_logsumexp_triton
-
-        with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
-            return exact_logsumexp_triton(*arguments)
-    return exact_logsumexp_reference(*arguments)
-
-
-def exact_logsumexp_reference(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    own: OwnRows,
-    softmax_scale: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`exact_logsumexp` in plain torch: copies each sequence's rows."""
     shared = attention_logits(query, keys, softmax_scale, softcap)
     total = torch.cat([shared, own_logits(query, own, softmax_scale, softcap)], -1).logsumexp(-1)
     return total if sink_logits is None else torch.logaddexp(total, sink_logits[..., None].float())
 
 
+@on_gpu("sparsekv.kernels.attention.shared_decode_triton:shared_decode_triton")
 def shared_decode(
     query: torch.Tensor,
     runs: RunRows,
@@ -67,6 +54,8 @@ def shared_decode(
 
     On a GPU three launches, no synchronisation, and no shapes that depend on data.
 
+    In plain torch it gathers the rows.
+
     Args:
         query: [Hk, G, B, D] of B tokens.
         runs: single rows.
@@ -78,26 +67,6 @@ def shared_decode(
     Returns:
         [Hk, G, B, D] in the query's dtype.
     """
-    arguments = query, runs, exact, centroids, own, softmax_scale, softcap, sink_logits
-    if query.is_cuda:
-        from sparsekv.kernels.attention.shared_decode_triton import shared_decode_triton
-
-        with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
-            return shared_decode_triton(*arguments)
-    return shared_decode_reference(*arguments)
-
-
-def shared_decode_reference(
-    query: torch.Tensor,
-    runs: RunRows,
-    exact: tuple[torch.Tensor, torch.Tensor],
-    centroids: Sequence[Centroids],
-    own: OwnRows,
-    softmax_scale: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`shared_decode` in plain torch: gathers the rows."""
     assert len(centroids) <= 1
     rows = runs.starts[:, : runs.capacity].long()
     used = rows.new_full(rows.shape[:1], runs.capacity) if runs.used is None else runs.used

@@ -16,6 +16,7 @@ from sparsekv.kernels.clusters.types import (
     least_rank,
 )
 from sparsekv.kernels.common.eight_bits import Int8Kernel, Keys
+from sparsekv.kernels.common.on_gpu import on_gpu
 from sparsekv.kernels.common.runs import expand_runs, fill_budget
 from sparsekv.kernels.scores.logits import attention_logits, scores_from_logits
 
@@ -96,6 +97,7 @@ def best_clusters(
     return BestClusters(logits, best, counts - left, left)
 
 
+@on_gpu("sparsekv.kernels.clusters.cluster_choice_triton:choose_clusters_triton")
 def choose_clusters(
     query: torch.Tensor,
     centroids: Keys,
@@ -117,24 +119,6 @@ def choose_clusters(
     Returns:
         See `ClusterChoice`. Allocates the logits, the rows and nine tensors [H, C].
     """
-    if query.is_cuda:
-        from sparsekv.kernels.clusters.cluster_choice_triton import choose_clusters_triton
-
-        with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
-            return choose_clusters_triton(query, centroids, counts, starts, budget, softmax_scale, softcap)
-    return choose_clusters_reference(query, centroids, counts, starts, budget, softmax_scale, softcap)
-
-
-def choose_clusters_reference(
-    query: torch.Tensor,
-    centroids: Keys,
-    counts: torch.Tensor,
-    starts: torch.Tensor,
-    budget: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-) -> ClusterChoice:
-    """`choose_clusters` in plain torch."""
     logits, scores = _scored(query, centroids, counts, softmax_scale, softcap)
     return _best(logits, scores, counts, starts, budget)
 
@@ -174,6 +158,7 @@ def choice_of(
     return ClusterChoice(logits, lengths, left.float().log(), rows.int(), used)
 
 
+@on_gpu("sparsekv.kernels.clusters.cluster_choice_triton:open_clusters_triton")
 def open_clusters(
     query: torch.Tensor,
     centroids: torch.Tensor,
@@ -196,25 +181,6 @@ def open_clusters(
     Returns:
         a `ClusterChoice` whose members are children.
     """
-    if query.is_cuda:
-        from sparsekv.kernels.clusters.cluster_choice_triton import open_clusters_triton
-
-        with torch.cuda.device_of(query):
-            return open_clusters_triton(query, centroids, counts, children, wanted, budget, softmax_scale, softcap)
-    return open_clusters_reference(query, centroids, counts, children, wanted, budget, softmax_scale, softcap)
-
-
-def open_clusters_reference(
-    query: torch.Tensor,
-    centroids: torch.Tensor,
-    counts: torch.Tensor,
-    children: Children,
-    wanted: int,
-    budget: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-) -> ClusterChoice:
-    """`open_clusters` in plain torch."""
     logits, scores = _scored(query, centroids, counts, softmax_scale, softcap)
     order = ranked(scores, budget, OPENED_BITS)
     opened = until_enough(counts.gather(-1, order), children.numbers.gather(-1, order), wanted, budget)
@@ -235,6 +201,7 @@ def until_enough(counts: torch.Tensor, children: torch.Tensor, wanted: int, budg
     return (held < budget) | (had < wanted)
 
 
+@on_gpu("sparsekv.kernels.clusters.cluster_choice_triton:keep_clusters_triton")
 def keep_clusters(
     query: torch.Tensor,
     centroids: Keys,
@@ -251,31 +218,12 @@ def keep_clusters(
     Args:
         most: capacity in tokens of each head; seen: [H] int64, to which the number of tokens taken is added.
     """
-    if query.is_cuda:
-        from sparsekv.kernels.clusters.cluster_choice_triton import keep_clusters_triton
-
-        with torch.cuda.device_of(query):
-            return keep_clusters_triton(query, centroids, counts, starts, threshold, most, softmax_scale, softcap, seen)
-    return keep_clusters_reference(query, centroids, counts, starts, threshold, most, softmax_scale, softcap, seen)
-
-
-def keep_clusters_reference(
-    query: torch.Tensor,
-    centroids: Keys,
-    counts: torch.Tensor,
-    starts: torch.Tensor,
-    threshold: float,
-    most: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-    seen: torch.Tensor | None = None,
-) -> ClusterChoice:
-    """`keep_clusters` in plain torch."""
     logits, scores = _scored(query, centroids, counts, softmax_scale, softcap)
     lengths = (counts * (scores >= threshold)).int()
     return count_seen(choice_of(logits, lengths, counts - lengths, starts, most), seen)
 
 
+@on_gpu("sparsekv.kernels.clusters.cluster_choice_triton:choose_listed_triton")
 def choose_listed(
     query: torch.Tensor,
     centroids: torch.Tensor,
@@ -288,6 +236,8 @@ def choose_listed(
 ) -> ListedChoice:
     """`choose_clusters` among listed clusters, with scores normalised over these alone (equation 3).
 
+    In plain torch it gathers the centroids.
+
     Args:
         query: [H, G, D]; centroids: [H, C, D]; counts, first_row: [H, C] int32.
         listed: indices [H, S] int32 of the clusters to choose among, and how many are valid in each head [H] int32.
@@ -296,25 +246,6 @@ def choose_listed(
     Returns:
         See `ListedChoice`. Allocates the logits, the rows and nine tensors [H, S].
     """
-    if query.is_cuda:
-        from sparsekv.kernels.clusters.cluster_choice_triton import choose_listed_triton
-
-        with torch.cuda.device_of(query):
-            return choose_listed_triton(query, centroids, counts, first_row, listed, budget, softmax_scale, softcap)
-    return choose_listed_reference(query, centroids, counts, first_row, listed, budget, softmax_scale, softcap)
-
-
-def choose_listed_reference(
-    query: torch.Tensor,
-    centroids: torch.Tensor,
-    counts: torch.Tensor,
-    first_row: torch.Tensor,
-    listed: tuple[torch.Tensor, torch.Tensor],
-    budget: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-) -> ListedChoice:
-    """`choose_listed` in plain torch: gathers the centroids."""
     valid = torch.arange(listed[0].shape[1], device=query.device) < listed[1][:, None]
     clusters = torch.where(valid, listed[0], 0).long()
     some = centroids.gather(1, clusters[..., None].expand(-1, -1, centroids.shape[2]))
@@ -327,6 +258,7 @@ MOST_CLUSTERS = 32_768
 """Clusters of a head that a program ranks at once."""
 
 
+@on_gpu("sparsekv.kernels.clusters.shared_choice_triton:choose_together_triton")
 def choose_together(
     query: torch.Tensor,
     ends: torch.Tensor,
@@ -357,29 +289,6 @@ def choose_together(
     Returns:
         See `SharedChoice`. Allocates scores [H, T, C] float32, the rows, and three tensors [H, C].
     """
-    arguments = query, ends, centroids, counts, starts, budget, capacity, softmax_scale, softcap, thresholds, seen
-    if query.is_cuda:
-        from sparsekv.kernels.clusters.shared_choice_triton import choose_together_triton
-
-        with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
-            return choose_together_triton(*arguments)
-    return choose_together_reference(*arguments)
-
-
-def choose_together_reference(
-    query: torch.Tensor,
-    ends: torch.Tensor,
-    centroids: torch.Tensor,
-    counts: torch.Tensor,
-    starts: torch.Tensor,
-    budget: int,
-    capacity: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-    thresholds: torch.Tensor | None = None,
-    seen: torch.Tensor | None = None,
-) -> SharedChoice:
-    """`choose_together` in plain torch."""
     empty = counts[:, None, None] == 0
     logits = attention_logits(query, centroids, softmax_scale, softcap).masked_fill(empty, -torch.inf)
     each = scores_from_logits(logits, counts[:, None, None])

@@ -16,11 +16,13 @@ from sparsekv.kernels.codes.types import (
     WeighedClusters,
     padded_clusters,
 )
+from sparsekv.kernels.common.on_gpu import on_gpu
 from sparsekv.kernels.posting_lists.list_ranks import exact_logsumexp, few_ranks_of, ranks_of
 from sparsekv.kernels.posting_lists.types import ExactKeys, KeyGroups, TokenRanks
 from sparsekv.kernels.scores.logits import attention_logits, softcapped
 
 
+@on_gpu("sparsekv.kernels.codes.joint_ranks_triton:rank_jointly_triton")
 def rank_jointly(
     query: torch.Tensor,
     totals: torch.Tensor,
@@ -44,23 +46,6 @@ def rank_jointly(
     Returns:
         ranks with the given log-sum-exps. Allocates a byte a key.
     """
-    if query.is_cuda:
-        from sparsekv.kernels.codes.joint_ranks_triton import rank_jointly_triton
-
-        with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
-            return rank_jointly_triton(query, totals, codes, wanted, softmax_scale, softcap)
-    return rank_jointly_reference(query, totals, codes, wanted, softmax_scale, softcap)
-
-
-def rank_jointly_reference(
-    query: torch.Tensor,
-    totals: torch.Tensor,
-    codes: KeyCodes,
-    wanted: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-) -> TokenRanks:
-    """`rank_jointly` in plain torch."""
     turned = (query.float() @ codes.turn.float()).unflatten(-1, (codes.books.shape[1], -1))
     products = torch.einsum("hrpd,hpcd->hrpc", turned, codes.books.float())
     names = codes.unpacked().transpose(1, 2)[:, None].expand(-1, query.shape[1], -1, -1)
@@ -68,6 +53,7 @@ def rank_jointly_reference(
     return ranks_of(logits, totals, max(1, wanted >> HEADROOM))
 
 
+@on_gpu("sparsekv.kernels.codes.joint_ranks_triton:join_chosen_triton")
 def join_chosen(chosen: torch.Tensor, capacity: int, groups: KeyGroups) -> JoinedKeys:
     """Join what B queries of each head chose; counts it in `groups`, whose labels tell how many keys there are.
 
@@ -77,16 +63,6 @@ def join_chosen(chosen: torch.Tensor, capacity: int, groups: KeyGroups) -> Joine
         chosen: [H, B, K] int32, keys that may be the same.
         capacity: of the rows of a head; must be enough.
     """
-    if chosen.is_cuda:
-        from sparsekv.kernels.codes.joint_ranks_triton import join_chosen_triton
-
-        with torch.cuda.device_of(chosen):  # Triton launches on the current device, which may be another
-            return join_chosen_triton(chosen, capacity, groups)
-    return join_chosen_reference(chosen, capacity, groups)
-
-
-def join_chosen_reference(chosen: torch.Tensor, capacity: int, groups: KeyGroups) -> JoinedKeys:
-    """`join_chosen` in plain torch."""
     H, keys = groups.labels.shape
     flags = torch.zeros(H, keys, dtype=torch.int32, device=chosen.device).scatter_(1, chosen.flatten(1).long(), 1)
     groups.taken.scatter_add_(1, groups.labels.long(), flags)
@@ -97,6 +73,7 @@ def join_chosen_reference(chosen: torch.Tensor, capacity: int, groups: KeyGroups
     return JoinedKeys(rows[:, :capacity], used)
 
 
+@on_gpu("sparsekv.kernels.codes.code_ranks_triton:rank_codes_triton")
 def rank_codes(
     query: torch.Tensor,
     codes: LaidOutCodes,
@@ -122,24 +99,6 @@ def rank_codes(
         See `CodeRanks`, of as many heads as the query. Allocates for each a byte a key, and 1 KB a part for every four
         heads of a group.
     """
-    if query.is_cuda:
-        from sparsekv.kernels.codes.code_ranks_triton import rank_codes_triton
-
-        with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
-            return rank_codes_triton(query, codes, clusters, exact, wanted, softmax_scale, softcap)
-    return rank_codes_reference(query, codes, clusters, exact, wanted, softmax_scale, softcap)
-
-
-def rank_codes_reference(
-    query: torch.Tensor,
-    codes: LaidOutCodes,
-    clusters: WeighedClusters,
-    exact: ExactKeys,
-    wanted: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-) -> CodeRanks:
-    """`rank_codes` in plain torch."""
     each = len(query) // len(codes.words)
     codes, clusters, exact = codes.repeated(each), clusters.repeated(each), exact.repeated(each)
     logits = attention_logits(query[:, :, None], clusters.keys, softmax_scale, softcap)[:, :, 0]

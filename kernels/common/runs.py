@@ -4,7 +4,10 @@ from functools import lru_cache
 
 import torch
 
+from sparsekv.kernels.common.on_gpu import on_gpu
 
+
+@on_gpu("sparsekv.kernels.common.run_rows_triton:store_in_slots_triton", tensor=lambda stored: stored[0])
 def store_in_slots(
     stored: tuple[torch.Tensor, torch.Tensor],
     new: tuple[torch.Tensor, torch.Tensor],
@@ -13,27 +16,14 @@ def store_in_slots(
 ) -> None:
     """Write keys and values of T tokens into those of S sequences; on a GPU in one launch.
 
+    In plain torch it syncs.
+
     Args:
         stored: keys and values [S, Hk, capacity, D], contiguous.
         new: keys and values [Hk, T, D] of the tokens.
         slots, rows: [T] int64: each token's sequence, and its place there, below the capacity. A token whose place is
             below zero is not stored.
     """
-    if slots.is_cuda:
-        from sparsekv.kernels.common.run_rows_triton import store_in_slots_triton
-
-        with torch.cuda.device_of(slots):  # Triton launches on the current device, which may be another
-            return store_in_slots_triton(stored, new, slots, rows)
-    return store_in_slots_reference(stored, new, slots, rows)
-
-
-def store_in_slots_reference(
-    stored: tuple[torch.Tensor, torch.Tensor],
-    new: tuple[torch.Tensor, torch.Tensor],
-    slots: torch.Tensor,
-    rows: torch.Tensor,
-) -> None:
-    """`store_in_slots` in plain torch; syncs."""
     placed = rows >= 0
     if not placed.all():
         slots, rows, new = slots[placed], rows[placed], (new[0][:, placed], new[1][:, placed])

@@ -1,10 +1,12 @@
 """Ranks of a head's keys for one query, by posting lists or exact logits, and the keys of highest rank."""
 
 from dataclasses import replace
+from operator import attrgetter
 
 import torch
 from torch.nn.functional import pad
 
+from sparsekv.kernels.common.on_gpu import on_gpu
 from sparsekv.kernels.posting_lists.posting_lists import HIGHEST, TILE_TOKENS, ListCodes, unpacked
 from sparsekv.kernels.posting_lists.types import (
     BINS,
@@ -21,6 +23,7 @@ from sparsekv.kernels.posting_lists.types import (
 from sparsekv.kernels.scores.logits import attention_logits, softcapped
 
 
+@on_gpu("sparsekv.kernels.posting_lists.top_ranks_triton:top_ranked_triton", tensor=attrgetter("ranks"))
 def top_ranked(
     ranked: TokenRanks, wanted: int, names: torch.Tensor | None = None, groups: KeyGroups | None = None
 ) -> torch.Tensor:
@@ -36,18 +39,6 @@ def top_ranked(
     Returns:
         [H, K] int32, in the order of the keys.
     """
-    if ranked.ranks.is_cuda:
-        from sparsekv.kernels.posting_lists.top_ranks_triton import top_ranked_triton
-
-        with torch.cuda.device_of(ranked.ranks):  # Triton launches on the current device, which may be another
-            return top_ranked_triton(ranked, wanted, names, groups)
-    return top_ranked_reference(ranked, wanted, names, groups)
-
-
-def top_ranked_reference(
-    ranked: TokenRanks, wanted: int, names: torch.Tensor | None = None, groups: KeyGroups | None = None
-) -> torch.Tensor:
-    """`top_ranked` in plain torch."""
     order = ranked.in_order().argsort(dim=-1, descending=True, stable=True)
     best = order[:, :wanted].sort(-1).values
     chosen = best.int() if names is None else names.gather(1, best)
@@ -80,6 +71,7 @@ def _counts(numbers: torch.Tensor, bins: int) -> torch.Tensor:
     return counts.scatter_add_(-1, numbers.long(), torch.ones_like(numbers))
 
 
+@on_gpu("sparsekv.kernels.posting_lists.list_ranks_triton:rank_tokens_triton")
 def rank_tokens(
     query: torch.Tensor,
     lists: ListCodes,
@@ -102,23 +94,6 @@ def rank_tokens(
     Returns:
         See `TokenRanks`. Allocates ranks, one byte a key, and weights of one byte [H, G, M].
     """
-    if query.is_cuda:
-        from sparsekv.kernels.posting_lists.list_ranks_triton import rank_tokens_triton
-
-        with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
-            return rank_tokens_triton(query, lists, exact, wanted, softmax_scale, softcap)
-    return rank_tokens_reference(query, lists, exact, wanted, softmax_scale, softcap)
-
-
-def rank_tokens_reference(
-    query: torch.Tensor,
-    lists: ListCodes,
-    exact: ExactKeys,
-    wanted: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-) -> TokenRanks:
-    """`rank_tokens` in plain torch."""
     logits = list_logits(query, lists, softmax_scale, softcap)[..., : lists.keys]
     beside = exact_logsumexp(query, exact, softmax_scale, softcap)
     return ranks_of(logits, torch.logaddexp(logits.logsumexp(-1), beside), wanted)
@@ -170,6 +145,7 @@ def list_logits(
     return softcapped(whole, softcap)
 
 
+@on_gpu("sparsekv.kernels.posting_lists.top_ranks_triton:rank_rows_triton")
 def rank_rows(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -183,6 +159,8 @@ def rank_rows(
 
     On a GPU two kernels, no synchronisation.
 
+    In plain torch it gathers the keys.
+
     Args:
         query: [H, G, D]; keys: [H, M, D], a head's rows contiguous; rows: [H, S] int32 of these.
         logsumexp: [H, G] float32, estimated over all keys; the log-sum-exp of the rows is used where it is larger.
@@ -191,24 +169,6 @@ def rank_rows(
     Returns:
         See `TokenRanks`, of S keys. Allocates logits [H, G, S] float32.
     """
-    if query.is_cuda:
-        from sparsekv.kernels.posting_lists.top_ranks_triton import rank_rows_triton
-
-        with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
-            return rank_rows_triton(query, keys, rows, logsumexp, wanted, softmax_scale, softcap)
-    return rank_rows_reference(query, keys, rows, logsumexp, wanted, softmax_scale, softcap)
-
-
-def rank_rows_reference(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    rows: torch.Tensor,
-    logsumexp: torch.Tensor,
-    wanted: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-) -> TokenRanks:
-    """`rank_rows` in plain torch: gathers the keys."""
     gathered = keys.gather(1, rows.long()[..., None].expand(-1, -1, keys.shape[2]))
     logits = attention_logits(query[:, :, None], gathered, softmax_scale, softcap)[:, :, 0]
     return ranks_of(logits, torch.maximum(logsumexp, logits.logsumexp(-1)), wanted)

@@ -10,14 +10,14 @@ from support.random_tensors import normal
 from support.small_tables import SMALL, layer_input, tabled_layer
 
 from sparsekv.kernels.attention.chunk_rows_triton import chunk_rows_triton
-from sparsekv.kernels.attention.decode_attention import decode_attention_reference
+from sparsekv.kernels.attention.decode_attention import decode_attention
 from sparsekv.kernels.attention.decode_attention_triton import decode_attention_triton
 from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
 from sparsekv.kernels.clusters.cluster_choice import (
-    choose_clusters_reference,
-    choose_listed_reference,
-    keep_clusters_reference,
-    open_clusters_reference,
+    choose_clusters,
+    choose_listed,
+    keep_clusters,
+    open_clusters,
 )
 from sparsekv.kernels.clusters.cluster_choice_triton import (
     choose_clusters_triton,
@@ -28,7 +28,7 @@ from sparsekv.kernels.clusters.cluster_choice_triton import (
 from sparsekv.kernels.clusters.types import Children, ClusterChoice
 from sparsekv.kernels.kmeans.kmeans import assign_plainly, cluster_means_plainly
 from sparsekv.kernels.kmeans.kmeans_triton import NearestCentres, cluster_means
-from sparsekv.kernels.posting_lists.list_ranks import rank_rows_reference, rank_tokens_reference, top_ranked_reference
+from sparsekv.kernels.posting_lists.list_ranks import rank_rows, rank_tokens, top_ranked
 from sparsekv.kernels.posting_lists.list_ranks_triton import rank_tokens_triton
 from sparsekv.kernels.posting_lists.posting_lists import encode_lists
 from sparsekv.kernels.posting_lists.top_ranks_triton import rank_rows_triton, top_ranked_triton
@@ -72,7 +72,7 @@ def few_clusters_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
 @few_kinds
 @by_form
 def test_clusters_to_a_budget(form: str, kind: str) -> None:
-    choose = choose_clusters_triton if form == "kernels" else choose_clusters_reference
+    choose = choose_clusters_triton if form == "kernels" else choose_clusters.reference
     clusters = some_clusters(kind)
     with poisoned_memory():
         assert_filled(choose(*clusters, 40, SCALE), clusters[2].cpu(), 40)
@@ -81,7 +81,7 @@ def test_clusters_to_a_budget(form: str, kind: str) -> None:
 @few_kinds
 @by_form
 def test_clusters_by_threshold(form: str, kind: str) -> None:
-    keep = keep_clusters_triton if form == "kernels" else keep_clusters_reference
+    keep = keep_clusters_triton if form == "kernels" else keep_clusters.reference
     clusters = some_clusters(kind)
     counts, seen = clusters[2].cpu(), torch.zeros(2, dtype=torch.int64, device=DEVICE)
     most = int(counts.sum(-1).max())
@@ -98,7 +98,7 @@ def test_clusters_by_threshold(form: str, kind: str) -> None:
 def test_clusters_down_two_levels(form: str, kind: str) -> None:
     """Opened children are valid and fit in the slots, and the choice among them fills the budget."""
     kernels = open_clusters_triton, choose_listed_triton
-    opening, choosing = kernels if form == "kernels" else (open_clusters_reference, choose_listed_reference)
+    opening, choosing = kernels if form == "kernels" else (open_clusters.reference, choose_listed.reference)
     query, fine, counts, first_row = some_clusters(kind)
     clusters, coarse = counts.shape[1], odd(kind, query.cpu(), normal(2, 2, 6, 32))[1]
     parent = torch.arange(clusters) * 6 // clusters
@@ -122,7 +122,7 @@ def test_ranks_of_listed_tokens_and_of_rows_looked_at_again(centroids: int, form
     ranking, again, top = (
         (rank_tokens_triton, rank_rows_triton, top_ranked_triton)
         if form == "kernels"
-        else (rank_tokens_reference, rank_rows_reference, top_ranked_reference)
+        else (rank_tokens.reference, rank_rows.reference, top_ranked.reference)
     )
     given = layer_input(3, middle=60)
     query, keys, exact = odd(kind, normal(4, 2, 2, 16), given.keys, normal(5, 2, 9, 16))
@@ -145,7 +145,7 @@ def test_ranks_of_listed_tokens_and_of_rows_looked_at_again(centroids: int, form
 @by_dtype
 def test_attention_ends(dtype: torch.dtype, form: str, kind: str) -> None:
     """Over rows in runs, single rows that programs take from a queue, exact rows and centroids."""
-    attention = decode_attention_triton if form == "kernels" else decode_attention_reference
+    attention = decode_attention_triton if form == "kernels" else decode_attention.reference
     H, G, D, M, C = 2, 3, 16, 40, 9
     query, keys, values = odd(kind, *(normal(seed, H, size, D).to(dtype) for seed, size in enumerate((G, M, M))))
     _, logits, left = odd(kind, query.float(), normal(4, H, G, C), normal(5, H, C))

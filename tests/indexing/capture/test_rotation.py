@@ -9,6 +9,7 @@ import torch
 from support.reference import assert_close, relative_error
 from support.rotation import turned
 from support.small_index import small_plan, with_changes
+from support.small_layer import small_layer
 from support.tiny_models import FAMILIES, build_tiny
 from transformers import (
     Cohere2Config,
@@ -22,10 +23,11 @@ from transformers import (
 )
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.index.schema import RopeFacts
+from sparsekv.formats.index.schema import LayerFacts, RopeFacts
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.capture.capture import capture
 from sparsekv.indexing.capture.rotation import measure_rotations
+from sparsekv.indexing.indexers.interface import LayerInput
 from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
 
 TOKENS, TRAINED_ON = 200, 64
@@ -158,5 +160,16 @@ def test_rotations_stand_in_the_manifest_and_stay_with_an_index(tmp_path: Path) 
 def test_windowed_rope_is_refused_where_the_rotation_is_not_known(tmp_path: Path) -> None:
     plan = small_plan(methods={"multipole-windowed": WindowedMultipoleIndexer()})
     plan = with_changes(plan, loaded=replace(plan.loaded, model=_of_another_kind()))
+    stages = set[str]()
+    with pytest.raises(UsageError, match=r"^--method multipole-windowed: .* turns its keys in a way of its own"):
+        build_index(plan, tmp_path / "a.skv", lambda stage, done, of: stages.add(stage))
+    assert not stages  # nothing was prefilled
+
+
+def test_windowed_rope_of_an_index_that_does_not_know_its_rotations() -> None:
+    """Rows of an earlier version, whose manifest has no rotations, are there for methods that are added."""
+    layer = small_layer(block=64)
+    facts = LayerFacts(softmax_scale=0.25, softcap=None, sliding_window=None, attention_sinks=False)
+    rows = LayerInput(layer.keys[:, layer.middle], layer.values[:, layer.middle], facts, layer.split)
     with pytest.raises(UsageError, match=r"how each layer turns its keys.*--force"):
-        build_index(plan, tmp_path / "a.skv")
+        WindowedMultipoleIndexer().lookup_keys(rows, slice(0, 64))

@@ -5,7 +5,7 @@ import torch
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 
-from sparsekv.kernels.attention.chunk_attention import chunk_rows, chunk_rows_reference
+from sparsekv.kernels.attention.chunk_attention import chunk_rows
 from sparsekv.kernels.attention.chunk_rows_triton import chunk_rows_triton
 
 pytestmark = compiled_or_interpreted
@@ -21,7 +21,7 @@ def assert_copied(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     """With uninitialised queries in front of the chunk's, and without."""
     tensors = query, keys, values, chosen
     for padded in (False, True):
-        expected = chunk_rows_reference(*tensors, padded=padded)
+        expected = chunk_rows.reference(*tensors, padded=padded)
         with poisoned_memory():
             found = chunk_rows_triton(*(one.to(DEVICE) for one in tensors), padded=padded)
         for name, one, other in zip(("query", "keys", "values"), found, expected, strict=True):
@@ -53,5 +53,5 @@ def test_parts_of_longer_rows_in_which_heads_alternate() -> None:
 def test_where_the_tensors_lie_decides() -> None:
     tensors = normal(9, 6, 20, 64), normal(10, 2, 80, 64), normal(11, 2, 80, 64), some_rows(1, 2, 60, 9)
     found = chunk_rows(*(one.to(DEVICE) for one in tensors))
-    for one, other in zip(found, chunk_rows_reference(*tensors), strict=True):
+    for one, other in zip(found, chunk_rows.reference(*tensors), strict=True):
         assert torch.equal(one.cpu(), other)

@@ -11,7 +11,7 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 from support.reference import assert_close, relative_error
 
-from sparsekv.kernels.attention.decode_attention import decode_attention_reference
+from sparsekv.kernels.attention.decode_attention import decode_attention
 from sparsekv.kernels.attention.decode_attention_triton import decode_attention_triton
 from sparsekv.kernels.attention.types import RunRows, ScoredCentroids, TakenRows
 from sparsekv.kernels.common.launch import num_splits
@@ -84,7 +84,7 @@ def test_what_is_left_of_clusters_is_computed_where_it_is_attended(clusters: int
     part = replace(part, log_counts=bias.to(DEVICE), clusters=TakenRows(all_counts, taken.to(DEVICE)))
     with poisoned_memory():
         found = decode_attention_triton(query, runs, exact, [part], 0.125).cpu()
-    for output in (found, decode_attention_reference(query, runs, exact, [part], 0.125).cpu()):
+    for output in (found, decode_attention.reference(query, runs, exact, [part], 0.125).cpu()):
         assert_close(output, truth, TOLERANCES[dtype])
 
 
@@ -98,7 +98,7 @@ def test_any_runs(seed: int, clusters: int, budget: int, exact: int, stands: int
 @pytest.mark.parametrize("stands", [0, 1, 2])
 def test_the_reference_by_the_definition(stands: int) -> None:
     step, sinks = some_step(), torch.linspace(-2, 5, 6).view(2, 3)
-    output = decode_attention_reference(*step.arguments(stands), 0.2, 3.0, sinks)
+    output = decode_attention.reference(*step.arguments(stands), 0.2, 3.0, sinks)
     assert_close(output, expected(step, stands > 0, 0.2, 3.0, sinks), 1e-5)
 
 
@@ -142,7 +142,7 @@ def test_centroids_that_are_listed(slots: int, D: int, counted: bool) -> None:
         with poisoned_memory():
             output = decode_attention_triton(query, runs, exact, [part, *plain], 0.125)
         assert_close(output.cpu(), truth, 1e-5)
-    assert_close(decode_attention_reference(query, runs, exact, [*plain, listed], 0.125).cpu(), truth, 1e-5)
+    assert_close(decode_attention.reference(query, runs, exact, [*plain, listed], 0.125).cpu(), truth, 1e-5)
 
 
 @pytest.mark.parametrize(("exact", "used"), [(0, None), (70, None), (70, (20, 33)), (70, (0, 1))])
@@ -159,7 +159,7 @@ def test_runs_of_one_row(exact: int, used: tuple[int, int] | None) -> None:
     truth = expected(single, False, 0.125, None, None)
     with poisoned_memory():
         assert_close(decode_attention_triton(*arguments, 0.125).cpu(), truth, 1e-5)
-    assert_close(decode_attention_reference(*arguments, 0.125).cpu(), truth, 1e-5)
+    assert_close(decode_attention.reference(*arguments, 0.125).cpu(), truth, 1e-5)
 
 
 @by_dtype
@@ -193,7 +193,7 @@ def test_exact_rows_that_are_counted_on_the_device(count: int) -> None:
     arguments, number = step.on(DEVICE).arguments(1), torch.tensor([count], dtype=torch.int32, device=DEVICE)
     with poisoned_memory():
         assert_close(decode_attention_triton(*arguments, 0.125, exact_count=number).cpu(), truth, 1e-5)
-    assert_close(decode_attention_reference(*arguments, 0.125, exact_count=number).cpu(), truth, 1e-5)
+    assert_close(decode_attention.reference(*arguments, 0.125, exact_count=number).cpu(), truth, 1e-5)
 
 
 @given(st.integers(1, 3000), st.integers(1, 10**6), st.integers(1, 1000))

@@ -10,7 +10,7 @@ from support.eight_bits import eight_bits, scales_on
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.reference import assert_close
 
-from sparsekv.kernels.attention.decode_attention import decode_attention_reference
+from sparsekv.kernels.attention.decode_attention import decode_attention
 from sparsekv.kernels.attention.decode_attention_triton import decode_attention_triton
 from sparsekv.kernels.attention.types import RunRows, TakenRows
 
@@ -40,7 +40,7 @@ def test_rows_in_8_bits(softcap: float | None, D: int, dtype: torch.dtype, toler
         output = decode_attention_triton(query, put(runs), exact, centroids, D**-0.5, softcap)
     assert output.dtype == dtype
     assert_close(output.cpu(), truth, tolerance)
-    plain = decode_attention_reference(query, put(runs), exact, centroids, D**-0.5, softcap)
+    plain = decode_attention.reference(query, put(runs), exact, centroids, D**-0.5, softcap)
     assert_close(plain.cpu(), truth, tolerance)
 
 
@@ -59,7 +59,7 @@ def test_centroids_in_8_bits_beside_such_rows(
         output = decode_attention_triton(query, put(runs), always, [stand], D**-0.5)
     assert output.dtype == dtype
     assert_close(output.cpu(), truth, tolerance)
-    assert_close(decode_attention_reference(query, put(runs), always, [stand], D**-0.5).cpu(), truth, tolerance)
+    assert_close(decode_attention.reference(query, put(runs), always, [stand], D**-0.5).cpu(), truth, tolerance)
 
 
 @pytest.mark.parametrize("scaled", [False, True])

@@ -6,7 +6,7 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 
 from sparsekv.kernels.attention.attention import OwnRows
-from sparsekv.kernels.attention.shared_decode import exact_logsumexp_reference
+from sparsekv.kernels.attention.shared_decode import exact_logsumexp
 from sparsekv.kernels.attention.shared_decode_triton import exact_logsumexp_triton
 
 pytestmark = compiled_or_interpreted
@@ -52,7 +52,7 @@ def test_totals_by_their_definition(
     truth = by_definition(*given)
     with poisoned_memory():
         found = exact_logsumexp_triton(*given)
-    for total in (found, exact_logsumexp_reference(*given)):
+    for total in (found, exact_logsumexp.reference(*given)):
         assert (total.dtype, total.shape) == (torch.float32, (Hk, G, B))
         assert (total.cpu().double() - truth).abs().max() <= TOLERANCE * max(1.0, float(truth.abs().max()))
 
@@ -65,7 +65,7 @@ def test_a_token_that_sees_nothing_has_no_weight() -> None:
     given = normal(1, 1, 2, 1, 64).to(DEVICE), rows[0, :, :0], own, 0.1
     with poisoned_memory():
         assert exact_logsumexp_triton(*given).isneginf().all()
-    assert exact_logsumexp_reference(*given).isneginf().all()
+    assert exact_logsumexp.reference(*given).isneginf().all()
 
 
 def test_a_tile_of_infinite_logits_takes_nothing_from_the_others() -> None:

@@ -12,7 +12,7 @@ from support.reference import assert_close
 
 from sparsekv.kernels.attention import shared_decode_triton as module
 from sparsekv.kernels.attention.attention import OwnRows
-from sparsekv.kernels.attention.shared_decode import shared_decode_reference
+from sparsekv.kernels.attention.shared_decode import shared_decode
 from sparsekv.kernels.attention.shared_decode_triton import shared_decode_triton
 from sparsekv.kernels.attention.types import Centroids, RunRows
 
@@ -41,7 +41,7 @@ class Case:
             ).cpu()
 
     def by_torch(self) -> torch.Tensor:
-        return shared_decode_reference(
+        return shared_decode.reference(
             self.query, self.runs, self.exact, self.centroids, self.own, self.scale, self.softcap, self.sinks
         ).cpu()
 

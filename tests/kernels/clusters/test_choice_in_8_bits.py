@@ -7,7 +7,7 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 from support.reference import assert_close
 
-from sparsekv.kernels.clusters.cluster_choice import choose_clusters_reference
+from sparsekv.kernels.clusters.cluster_choice import choose_clusters
 from sparsekv.kernels.clusters.cluster_choice_triton import choose_clusters_triton, keep_clusters_triton
 from sparsekv.kernels.common.eight_bits import Int8Kernel
 from sparsekv.kernels.scores.logits import attention_logits, cluster_scores
@@ -40,7 +40,7 @@ def test_logits_and_choice(softcap: float | None, D: int, dtype: torch.dtype, to
     assert bool((logits[..., 37:] == -torch.inf).all())
     assert torch.equal(logits[..., :37] == -torch.inf, exact == -torch.inf)
     assert_close(logits[..., :37].clamp(min=-1e3), exact.clamp(min=-1e3), tolerance)
-    plain = choose_clusters_reference(*given)
+    plain = choose_clusters.reference(*given)
     assert_close(plain.logits.cpu().clamp(min=-1e3), exact.clamp(min=-1e3), tolerance)
     assert found.lengths.sum(-1).tolist() == [50, 50]
     scores = cluster_scores(query.double()[:, :, None], rows.exact_keys, counts, scale, softcap)[:, 0]
@@ -67,4 +67,4 @@ def test_few_clusters(clusters: int) -> None:
     given = normal(0, 2, 3, 64).to(DEVICE), on_device(rows), counts.to(DEVICE), (counts.cumsum(-1) - 1).to(DEVICE)
     with poisoned_memory():
         found = choose_clusters_triton(*given, 1, 0.125)
-    assert torch.equal(found.lengths, choose_clusters_reference(*given, 1, 0.125).lengths)
+    assert torch.equal(found.lengths, choose_clusters.reference(*given, 1, 0.125).lengths)

@@ -10,7 +10,7 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 from support.reference import assert_close
 
-from sparsekv.kernels.clusters.cluster_choice import choose_clusters_reference, keep_clusters_reference
+from sparsekv.kernels.clusters.cluster_choice import choose_clusters, keep_clusters
 from sparsekv.kernels.clusters.cluster_choice_triton import choose_clusters_triton, keep_clusters_triton
 from sparsekv.kernels.clusters.types import ClusterChoice
 from sparsekv.kernels.common.runs import expand_runs, fill_budget
@@ -104,7 +104,7 @@ def test_the_same_as_in_plain_torch(clusters: int, budget: int) -> None:
     query, centroids = normal(2, 3, 4, 64), 2 * normal(3, 3, clusters, 64)
     found, expected = (
         choose(query, centroids, counts, budget),
-        choose_clusters_reference(query, centroids, counts, first_rows(counts), budget, 64**-0.5),
+        choose_clusters.reference(query, centroids, counts, first_rows(counts), budget, 64**-0.5),
     )
     assert_rows(expected, first_rows(counts))
     assert torch.equal(found.lengths, expected.lengths)
@@ -122,7 +122,7 @@ def test_the_same_by_many_parts_of_a_head(
     counts = uneven_counts(6, 2, clusters)
     query, centroids = normal(2, 2, 4, 64), 2 * normal(3, 2, clusters, 64)
     found = choose(query, centroids, counts, budget)
-    expected = choose_clusters_reference(query, centroids, counts, first_rows(counts), budget, 64**-0.5)
+    expected = choose_clusters.reference(query, centroids, counts, first_rows(counts), budget, 64**-0.5)
     assert torch.equal(found.lengths, expected.lengths)
     assert torch.equal(found.log_left.exp().round().int(), counts - found.lengths)
 
@@ -132,7 +132,7 @@ def test_the_same_by_many_parts_of_a_head(
 def test_the_reference_takes_the_best(seed: int, clusters: int, budget: int) -> None:
     counts = uneven_counts(seed, 2, clusters)
     query, centroids = 3 * normal(seed, 2, 2, 16), normal(seed + 1, 2, clusters, 16)
-    found = choose_clusters_reference(query, centroids, counts, first_rows(counts), budget, 0.25)
+    found = choose_clusters.reference(query, centroids, counts, first_rows(counts), budget, 0.25)
     scores = cluster_scores(query[:, :, None], centroids, counts, 0.25)[:, 0]
     assert_best(scores, counts, found.lengths, budget)
 
@@ -159,7 +159,7 @@ def test_all_that_reach_a_threshold(threshold: float) -> None:
     with poisoned_memory():
         moved = (one.to(DEVICE) for one in tensors)
         found = keep_clusters_triton(*moved, threshold, most, 64**-0.5, seen=seen_by_kernels)
-    reference = keep_clusters_reference(*tensors, threshold, most, 64**-0.5, seen=seen)
+    reference = keep_clusters.reference(*tensors, threshold, most, 64**-0.5, seen=seen)
     for one, counter in ((on_cpu(found, 300), seen_by_kernels.cpu()), (reference, seen)):
         assert torch.equal(one.lengths, expected.int())
         assert_rows(one, starts)

@@ -10,7 +10,7 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 from support.reference import assert_close
 
-from sparsekv.kernels.clusters.cluster_choice import choose_listed_reference, open_clusters_reference
+from sparsekv.kernels.clusters.cluster_choice import choose_listed, open_clusters
 from sparsekv.kernels.clusters.cluster_choice_triton import choose_listed_triton, open_clusters_triton
 from sparsekv.kernels.clusters.types import Children, ClusterChoice, ListedChoice
 from sparsekv.kernels.common.runs import expand_runs
@@ -107,7 +107,7 @@ def test_the_best_are_opened_until_there_is_enough(
     levels, query = some_levels(wanted % 7, parents=parents), normal(9, 2, 4, 64)
     found = opened(levels, query, wanted, budget)
     children = levels.of_coarse(query.device, levels.centroids.shape[1])
-    expected = open_clusters_reference(query, levels.coarse, levels.tokens, children, wanted, budget, 0.125)
+    expected = open_clusters.reference(query, levels.coarse, levels.tokens, children, wanted, budget, 0.125)
     assert torch.equal(found.lengths, expected.lengths)
     for one in (found, expected):
         clusters, used = members(levels, one.lengths, children.slots)
@@ -141,7 +141,7 @@ def test_no_more_is_opened_than_is_needed(seed: int, parents: int, wanted: int, 
     levels, query = some_levels(seed, H=1, parents=parents, D=16), normal(seed + 2, 1, 2, 16)
     tokens, children = levels.tokens[0], levels.children[0]
     below = levels.of_coarse(query.device, levels.centroids.shape[1])
-    found = open_clusters_reference(query, levels.coarse, levels.tokens, below, wanted, budget, 0.25)
+    found = open_clusters.reference(query, levels.coarse, levels.tokens, below, wanted, budget, 0.25)
     of_all = (tokens > 0) & (found.log_left[0] == -torch.inf)
     held, had = int(tokens[of_all].sum()), int(children[of_all].sum())
     assert torch.equal(found.lengths[0], children * of_all)
@@ -160,7 +160,7 @@ def test_no_more_is_opened_than_is_needed(seed: int, parents: int, wanted: int, 
 def test_what_is_opened_is_the_best_to_a_power_of_two(seed: int, parents: int, budget: int) -> None:
     levels, query = some_levels(seed, H=1, parents=parents, D=16), 3 * normal(seed + 2, 1, 2, 16)
     below = levels.of_coarse(query.device, levels.centroids.shape[1])
-    found = open_clusters_reference(query, levels.coarse, levels.tokens, below, 0, budget, 0.25)
+    found = open_clusters.reference(query, levels.coarse, levels.tokens, below, 0, budget, 0.25)
     scores = cluster_scores(query[:, :, None], levels.coarse, levels.tokens, 0.25)[0, 0]
     is_left = found.log_left[0] > -torch.inf
     taken, left = scores[~is_left & (levels.tokens[0] > 0)], scores[is_left]
@@ -195,11 +195,11 @@ def test_the_best_of_listed_clusters(
         monkeypatch.setattr(f"sparsekv.kernels.clusters.budget_choice_triton.{name}", part)
     levels, query = some_levels(5, parents=60), normal(2, 2, 4, 64)
     below = levels.of_coarse(query.device, slots)
-    choice = open_clusters_reference(query, levels.coarse, levels.tokens, below, 120, 0, 0.125)
+    choice = open_clusters.reference(query, levels.coarse, levels.tokens, below, 120, 0, 0.125)
     some = members(levels, choice.lengths, slots)
     found = listed(levels, query, some, budget, softcap)
     tensors = query, levels.centroids, levels.counts, levels.first_row
-    expected = choose_listed_reference(*tensors, some, budget, 0.125, softcap)
+    expected = choose_listed.reference(*tensors, some, budget, 0.125, softcap)
     assert torch.equal(found.chosen.lengths, expected.chosen.lengths)
     assert torch.equal(found.starts, expected.starts)
     for head, used in enumerate(expected.chosen.lengths.sum(-1).tolist()):

@@ -8,7 +8,7 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 
 from sparsekv.kernels.clusters import shared_choice_triton
-from sparsekv.kernels.clusters.cluster_choice import choose_clusters_reference, choose_together_reference
+from sparsekv.kernels.clusters.cluster_choice import choose_clusters, choose_together
 from sparsekv.kernels.clusters.shared_choice_triton import choose_together_triton
 from sparsekv.kernels.clusters.types import MOST_TOKENS, SharedChoice
 from sparsekv.kernels.common.runs import expand_runs
@@ -89,7 +89,7 @@ def test_as_many_tokens_as_a_head_may_have() -> None:
     arguments = query, ends, centroids, counts, starts
     # No rows are listed, which would take the interpreter minutes.
     found = choose_together_triton(*(one.to(DEVICE) for one in arguments), budget, 0, 0.125)
-    assert torch.equal(found.lengths.cpu(), choose_together_reference(*arguments, budget, 0, 0.125).lengths)
+    assert torch.equal(found.lengths.cpu(), choose_together.reference(*arguments, budget, 0, 0.125).lengths)
 
 
 def assert_same(G: int, tokens: list[int], clusters: int, budget: int, softcap: float | None = None) -> None:
@@ -97,7 +97,7 @@ def assert_same(G: int, tokens: list[int], clusters: int, budget: int, softcap: 
     counts, (query, ends) = uneven_counts(clusters, 3, clusters), some_query(2, 3, G, tokens, 64)
     centroids, capacity = 2 * normal(3, 3, clusters, 64), int(counts.sum(-1).max())
     found = chosen(query, ends, centroids, counts, budget, softcap)
-    expected = choose_together_reference(
+    expected = choose_together.reference(
         query, ends, centroids, counts, first_rows(counts), budget, capacity, 0.125, softcap
     )
     assert torch.equal(found.lengths, expected.lengths)
@@ -110,7 +110,7 @@ def test_thresholds_of_questions(tokens: list[int]) -> None:
     centroids, limits = 2 * normal(3, 3, 90, 64), torch.linspace(3e-3, 5e-2, len(tokens))
     capacity = int(counts.sum(-1).max())
     found = chosen(query, ends, centroids, counts, 0, None, limits)
-    expected = choose_together_reference(
+    expected = choose_together.reference(
         query, ends, centroids, counts, first_rows(counts), 0, capacity, 0.125, None, limits
     )
     assert torch.equal(found.lengths, expected.lengths)
@@ -129,7 +129,7 @@ def test_each_question_has_what_it_would_choose_alone(
     centroids = normal(seed + 1, 2, clusters, 64)
     found = chosen(query, ends, centroids, counts, budget)
     alone = [
-        choose_clusters_reference(query[:, :, t], centroids, counts, first_rows(counts), budget, 0.125).lengths
+        choose_clusters.reference(query[:, :, t], centroids, counts, first_rows(counts), budget, 0.125).lengths
         for t in range(len(tokens))
     ]
     assert torch.equal(found.lengths, torch.stack(alone).amax(0))
@@ -158,5 +158,5 @@ def test_many_rows_and_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     counts, (query, ends) = uneven_counts(7, 2, 400), some_query(2, 2, 8, [1, 40, 3], 64)
     centroids, capacity = normal(3, 2, 400, 64), int(counts.sum(-1).max())
     found = chosen(query, ends, centroids, counts, 200)
-    expected = choose_together_reference(query, ends, centroids, counts, first_rows(counts), 200, capacity, 0.125)
+    expected = choose_together.reference(query, ends, centroids, counts, first_rows(counts), 200, capacity, 0.125)
     assert torch.equal(found.lengths, expected.lengths)

@@ -11,7 +11,7 @@ from support.random_tensors import normal
 from support.ranks import assert_ranks, on_cpu
 from support.reference import assert_close
 
-from sparsekv.kernels.codes.code_ranks import code_logits, rank_codes_reference
+from sparsekv.kernels.codes.code_ranks import code_logits, rank_codes
 from sparsekv.kernels.codes.code_ranks_triton import rank_codes_triton
 from sparsekv.kernels.codes.types import PER_OCTAVE, CodeRanks, LaidOutCodes, WeighedClusters, lay_out
 from sparsekv.kernels.posting_lists.types import (
@@ -122,7 +122,7 @@ def test_the_same_as_in_plain_torch(G: int, m: int, size: int, dtype: torch.dtyp
     query, keys = normal(1, 2, G, D).to(dtype), normal(2, 2, 90, D).to(dtype)
     clusters = replace(clusters, keys=clusters.keys.to(dtype))
     arguments = query, codes, clusters, ExactKeys(keys), 150
-    assert_same(rank(*arguments), rank_codes_reference(*arguments, SCALE))
+    assert_same(rank(*arguments), rank_codes.reference(*arguments, SCALE))
 
 
 @pytest.mark.parametrize(("G", "m", "size", "T"), [(4, 8, 16, 3), (3, 12, 8, 1), (8, 4, 16, 5)])
@@ -140,7 +140,7 @@ def test_several_queries_of_a_head_are_ranked_as_if_each_had_its_own(
         assert torch.equal(getattr(found.ranks, field), getattr(expected.ranks, field))
     assert torch.equal(found.logits, expected.logits)
     assert found.taken.shape == (2 * T, 70)
-    assert_same(found, rank_codes_reference(query, codes, clusters, ExactKeys(keys, sinks=sinks), 150, SCALE))
+    assert_same(found, rank_codes.reference(query, codes, clusters, ExactKeys(keys, sinks=sinks), 150, SCALE))
 
 
 @pytest.mark.parametrize("form", ["FEW", "MANY", "MOST"])
@@ -154,7 +154,7 @@ def test_the_same_however_many_tiles_there_are(
     monkeypatch.setattr("sparsekv.kernels.codes.code_ranks_triton.MOST_TILES", many)
     (codes, _), clusters = small_codes(2, m, 8, keys=5000), small_clusters(3, 5000, 8 * m)
     arguments = 2 * normal(1, 2, G, 8 * m), codes, clusters, ExactKeys(normal(2, 2, 9, 8 * m)), 150
-    assert_same(rank(*arguments, softcap), rank_codes_reference(*arguments, SCALE, softcap))
+    assert_same(rank(*arguments, softcap), rank_codes.reference(*arguments, SCALE, softcap))
 
 
 def test_fewer_ranks_are_half_an_octave_or_an_eighth() -> None:
@@ -171,7 +171,7 @@ def test_fewer_ranks_are_half_an_octave_or_an_eighth() -> None:
 def test_any_number_of_keys(keys: int) -> None:
     (codes, _), clusters = small_codes(3, keys=keys), small_clusters(4, keys, 16, clusters=keys // 64)
     arguments = 3 * normal(1, 2, 2, 16), codes, clusters, ExactKeys(normal(2, 2, 5, 16)), max(1, keys // 20)
-    assert_same(rank(*arguments), rank_codes_reference(*arguments, SCALE))
+    assert_same(rank(*arguments), rank_codes.reference(*arguments, SCALE))
 
 
 @pytest.mark.parametrize("louder", [-4.0, 0.0, 9.0])
@@ -181,7 +181,7 @@ def test_learned_sinks_take_part(there: int, louder: float) -> None:
     (codes, _), clusters = small_codes(6), small_clusters(4, 4500, 16)
     query, keys, sinks = normal(1, 2, 3, 16), normal(2, 2, 40, 16), louder + normal(7, 2, 3)
     exact = ExactKeys(keys, torch.tensor([there], dtype=torch.int32), sinks)
-    expected = rank_codes_reference(query, codes, clusters, exact, 100, SCALE)
+    expected = rank_codes.reference(query, codes, clusters, exact, 100, SCALE)
     masses = clusters.counts.double().log() + clusters.bias.double()
     of_clusters = SCALE * query.double() @ clusters.keys.double().transpose(1, 2) + masses[:, None]
     of_keys = SCALE * query.double() @ keys[:, :there].double().transpose(1, 2)
@@ -195,7 +195,7 @@ def test_as_many_exact_keys_as_are_counted(there: int) -> None:
     """Keys past the count may hold anything."""
     (codes, _), clusters = small_codes(6), small_clusters(4, 4500, 16)
     query, keys = normal(1, 2, 2, 16), normal(2, 2, 40, 16)
-    expected = rank_codes_reference(query, codes, clusters, ExactKeys(keys[:, :there]), 100, SCALE)
+    expected = rank_codes.reference(query, codes, clusters, ExactKeys(keys[:, :there]), 100, SCALE)
     keys[:, there:] = torch.nan
     exact = ExactKeys(keys, torch.tensor([there], dtype=torch.int32))
     assert_same(rank(query, codes, clusters, exact, 100), expected)
@@ -208,6 +208,6 @@ def test_products_far_below_the_best_do_not_carry() -> None:
     others, middle = query[:, [0, 2]], torch.nn.functional.normalize(query[:, 1:2], dim=-1)
     exact = ExactKeys(others - (others * middle).sum(-1, keepdim=True) * middle)
     arguments = query, codes, clusters, exact, 100
-    found, expected = rank(*arguments), rank_codes_reference(*arguments, SCALE)
+    found, expected = rank(*arguments), rank_codes.reference(*arguments, SCALE)
     assert len(expected.ranks.in_order().unique()) > 50
     assert_same_ranks(found.ranks, expected.ranks)

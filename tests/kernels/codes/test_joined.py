@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 
-from sparsekv.kernels.codes.code_ranks import join_chosen_reference
+from sparsekv.kernels.codes.code_ranks import join_chosen
 from sparsekv.kernels.codes.joint_ranks_triton import join_chosen_triton
 from sparsekv.kernels.codes.types import JoinedKeys
 from sparsekv.kernels.posting_lists.types import KeyGroups
@@ -26,7 +26,7 @@ def join(chosen: torch.Tensor, labels: torch.Tensor, capacity: int, *, plain: bo
     device = torch.device("cpu") if plain else DEVICE
     groups = KeyGroups(labels.to(device), torch.zeros(2, 7, dtype=torch.int32, device=device))
     with poisoned_memory():
-        function = join_chosen_reference if plain else join_chosen_triton
+        function = join_chosen.reference if plain else join_chosen_triton
         found = function(chosen.to(device), capacity, groups)
     return JoinedKeys(found.rows.cpu(), found.used.cpu()), groups.taken.cpu()
 

@@ -8,7 +8,7 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 from support.ranks import assert_ranks, on_cpu
 
-from sparsekv.kernels.codes.code_ranks import rank_jointly_reference
+from sparsekv.kernels.codes.code_ranks import rank_jointly
 from sparsekv.kernels.codes.joint_ranks_triton import rank_jointly_triton
 from sparsekv.kernels.codes.types import HEADROOM, KeyCodes, as_stored
 from sparsekv.kernels.posting_lists.types import FRACTION_BITS, RANKS, TokenRanks, lowest_rank
@@ -62,7 +62,7 @@ def test_ranks_are_those_of_the_definition(softcap: float | None) -> None:
 def test_the_same_as_in_plain_torch(rows: int, m: int, size: int, dtype: torch.dtype) -> None:
     codes, _ = small_codes(rows, m, size, keys=700)
     query, totals = normal(1, 2, rows, m * size).to(dtype), 9 + normal(2, 2, rows)
-    expected = rank_jointly_reference(query, totals, codes, 40, SCALE)
+    expected = rank_jointly.reference(query, totals, codes, 40, SCALE)
     assert_ranks(rank(query, totals, codes, 40), expected, most=1, usual=0.05)
 
 
@@ -70,7 +70,7 @@ def test_the_same_as_in_plain_torch(rows: int, m: int, size: int, dtype: torch.d
 def test_any_number_of_keys(keys: int) -> None:
     codes, _ = small_codes(3, keys=keys)
     query, totals = 3 * normal(1, 2, 6, 16), 9 + normal(2, 2, 6)
-    expected = rank_jointly_reference(query, totals, codes, max(1, keys // 20), SCALE)
+    expected = rank_jointly.reference(query, totals, codes, max(1, keys // 20), SCALE)
     assert_ranks(rank(query, totals, codes, max(1, keys // 20)), expected, most=1, usual=0.05)
 
 
@@ -78,5 +78,5 @@ def test_a_query_of_zeros_and_one_of_huge_numbers() -> None:
     codes, _ = small_codes(5, keys=300)
     query, totals = normal(1, 2, 6, 16), 9 + normal(2, 2, 6)
     query[:, 0], query[:, 1] = 0, 100 * query[:, 1]
-    expected = rank_jointly_reference(query, totals, codes, 20, SCALE, 30.0)
+    expected = rank_jointly.reference(query, totals, codes, 20, SCALE, 30.0)
     assert_ranks(rank(query, totals, codes, 20, 30.0), expected, most=1, usual=0.05)

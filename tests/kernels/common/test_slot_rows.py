@@ -8,13 +8,13 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted
 from support.random_tensors import normal
 
 from sparsekv.kernels.common.run_rows_triton import store_in_slots_triton
-from sparsekv.kernels.common.runs import store_in_slots_reference
+from sparsekv.kernels.common.runs import store_in_slots
 
 pytestmark = compiled_or_interpreted
 S, ROOM = 5, 9
 
 
-@pytest.mark.parametrize("store", [store_in_slots_triton, store_in_slots_reference], ids=["kernel", "torch"])
+@pytest.mark.parametrize("store", [store_in_slots_triton, store_in_slots.reference], ids=["kernel", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("D", [64, 96, 128, 256])
 @pytest.mark.parametrize("strides", ["heads first", "tokens first", "channels apart"])

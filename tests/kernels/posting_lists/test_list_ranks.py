@@ -10,7 +10,7 @@ from support.ranks import assert_ranks, on_cpu
 from support.reference import assert_close
 from support.small_tables import SMALL, layer_input, tabled_layer
 
-from sparsekv.kernels.posting_lists.list_ranks import laid_out, list_logits, rank_tokens_reference
+from sparsekv.kernels.posting_lists.list_ranks import laid_out, list_logits, rank_tokens
 from sparsekv.kernels.posting_lists.list_ranks_triton import rank_tokens_triton
 from sparsekv.kernels.posting_lists.posting_lists import (
     SCORINGS,
@@ -94,19 +94,19 @@ def test_the_same_as_in_plain_torch(G: int, m: int, size: int, dtype: torch.dtyp
     lists, D = small_lists(G, m, size, keys=3000), m * size
     query, keys = normal(1, 2, G, D).to(dtype), normal(2, 2, 90, D).to(dtype)
     arguments = query, lists, ExactKeys(keys), 150
-    assert_same(rank(*arguments), rank_tokens_reference(*arguments, SCALE))
+    assert_same(rank(*arguments), rank_tokens.reference(*arguments, SCALE))
 
 
 @pytest.mark.parametrize("keys", [1, 4095, 4096, 4097])
 def test_any_number_of_keys(keys: int) -> None:
     arguments = 3 * normal(1, 2, 2, 16), small_lists(3, keys=keys), ExactKeys(normal(2, 2, 5, 16)), max(1, keys // 20)
-    assert_same(rank(*arguments), rank_tokens_reference(*arguments, SCALE))
+    assert_same(rank(*arguments), rank_tokens.reference(*arguments, SCALE))
 
 
 def test_a_soft_cap_and_scores_that_do_not_reach() -> None:
     lists = replace(small_lists(5), reaching=False)
     arguments = 3 * normal(1, 2, 2, 16), lists, ExactKeys(normal(2, 2, 40, 16)), 100
-    assert_same(rank(*arguments, softcap=2.0), rank_tokens_reference(*arguments, SCALE, 2.0))
+    assert_same(rank(*arguments, softcap=2.0), rank_tokens.reference(*arguments, SCALE, 2.0))
 
 
 @pytest.mark.parametrize("louder", [-4.0, 0.0, 9.0])
@@ -115,7 +115,7 @@ def test_learned_sinks_take_part(there: int, louder: float) -> None:
     """Also where no exact key is."""
     lists, query, keys = small_lists(6), normal(1, 2, 3, 16), normal(2, 2, 40, 16)
     exact = ExactKeys(keys, torch.tensor([there], dtype=torch.int32), louder + normal(7, 2, 3))
-    expected = rank_tokens_reference(query, lists, exact, 100, SCALE)
+    expected = rank_tokens.reference(query, lists, exact, 100, SCALE)
     assert exact.sinks is not None
     of_rows = [by_definition(query, lists), SCALE * query.double() @ keys[:, :there].double().transpose(1, 2)]
     total = torch.cat([*of_rows, exact.sinks[..., None].double()], -1).logsumexp(-1)
@@ -127,7 +127,7 @@ def test_learned_sinks_take_part(there: int, louder: float) -> None:
 def test_as_many_exact_keys_as_are_counted(there: int) -> None:
     """Keys past the count may hold anything."""
     lists, query, keys = small_lists(6), normal(1, 2, 2, 16), normal(2, 2, 40, 16)
-    expected = rank_tokens_reference(query, lists, ExactKeys(keys[:, :there]), 100, SCALE)
+    expected = rank_tokens.reference(query, lists, ExactKeys(keys[:, :there]), 100, SCALE)
     keys[:, there:] = torch.nan
     assert_same(rank(query, lists, ExactKeys(keys, torch.tensor([there], dtype=torch.int32)), 100), expected)
 
@@ -136,7 +136,7 @@ def test_several_tiles_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last program has fewer tiles, and the last tile fewer keys."""
     monkeypatch.setattr("sparsekv.kernels.posting_lists.list_ranks_triton.MANY", 1)
     arguments = normal(1, 2, 2, 16), small_lists(7, keys=9000), ExactKeys(normal(2, 2, 40, 16)), 100
-    assert_same(rank(*arguments), rank_tokens_reference(*arguments, SCALE))
+    assert_same(rank(*arguments), rank_tokens.reference(*arguments, SCALE))
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
@@ -149,7 +149,7 @@ def test_four_bits_are_near_the_lists(scoring: str) -> None:
 
 
 def test_counts_cover_every_tile() -> None:
-    found = rank_tokens_reference(normal(1, 2, 2, 16), small_lists(8), ExactKeys(normal(2, 2, 9, 16)), 50, SCALE)
+    found = rank_tokens.reference(normal(1, 2, 2, 16), small_lists(8), ExactKeys(normal(2, 2, 9, 16)), 50, SCALE)
     assert found.coarse.shape == (2, 2, BINS)
     assert bool((found.coarse.sum(-1) == 4096).all())
 

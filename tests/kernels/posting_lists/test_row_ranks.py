@@ -6,7 +6,7 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 from support.ranks import assert_ranks, on_cpu
 
-from sparsekv.kernels.posting_lists.list_ranks import rank_rows_reference, top_ranked_reference
+from sparsekv.kernels.posting_lists.list_ranks import rank_rows, top_ranked
 from sparsekv.kernels.posting_lists.top_ranks_triton import rank_rows_triton
 from sparsekv.kernels.posting_lists.types import TokenRanks
 
@@ -39,7 +39,7 @@ def rank(
 def test_the_same_as_in_plain_torch(G: int, D: int, slots: int, dtype: torch.dtype) -> None:
     query, keys = normal(1, 2, G, D).to(dtype), normal(2, 2, 5000, D).to(dtype)
     arguments = query, keys[:, 10:], some_rows(3, 2, slots, 4990), normal(4, 2, G) + 5, max(1, slots // 2)
-    assert_ranks(rank(*arguments), rank_rows_reference(*arguments, SCALE))
+    assert_ranks(rank(*arguments), rank_rows.reference(*arguments, SCALE))
 
 
 def test_the_best_are_those_of_highest_probability() -> None:
@@ -48,7 +48,7 @@ def test_the_best_are_those_of_highest_probability() -> None:
     found = rank(query, keys, rows, torch.full((2, 3), -10.0), 90)
     gathered = keys.gather(1, rows.long()[..., None].expand(-1, -1, 64)).double()
     probability = (SCALE * query.double() @ gathered.transpose(1, 2)).softmax(-1).mean(1)
-    for head, slots in enumerate(top_ranked_reference(found, 90).long()):
+    for head, slots in enumerate(top_ranked.reference(found, 90).long()):
         taken = torch.zeros(600, dtype=torch.bool)
         taken[slots] = True
         assert float(probability[head][taken].min()) >= float(probability[head][~taken].max()) * (1 - 1 / 15)
@@ -56,4 +56,4 @@ def test_the_best_are_those_of_highest_probability() -> None:
 
 def test_a_soft_cap() -> None:
     arguments = 3 * normal(1, 2, 2, 64), normal(2, 2, 300, 64), some_rows(3, 2, 200, 300), normal(4, 2, 2), 50
-    assert_ranks(rank(*arguments, softcap=2.0), rank_rows_reference(*arguments, SCALE, 2.0))
+    assert_ranks(rank(*arguments, softcap=2.0), rank_rows.reference(*arguments, SCALE, 2.0))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 
-from sparsekv.kernels.posting_lists.list_ranks import laid_out, laid_out_counted, top_ranked_reference
+from sparsekv.kernels.posting_lists.list_ranks import laid_out, laid_out_counted, top_ranked
 from sparsekv.kernels.posting_lists.posting_lists import TILE_TOKENS
 from sparsekv.kernels.posting_lists.top_ranks_triton import top_ranked_triton
 from sparsekv.kernels.posting_lists.types import FEW_RANKS, RANKS, KeyGroups, TokenRanks
@@ -39,7 +39,7 @@ def test_the_same_as_by_a_sort(seed: int, keys: int, different: int, share: floa
     ranks, wanted = ranked(seed, 2, keys, different, few=few), round(share * keys)
     with poisoned_memory():
         chosen = top_ranked_triton(ranks, wanted)
-    assert torch.equal(chosen, top_ranked_reference(ranks, wanted))
+    assert torch.equal(chosen, top_ranked.reference(ranks, wanted))
 
 
 @pytest.mark.parametrize("few", [False, True])
@@ -49,7 +49,7 @@ def test_counts_of_more_tiles_than_are_added_up_at_a_time(
 ) -> None:
     monkeypatch.setattr("sparsekv.kernels.posting_lists.top_ranks_triton.MOST_ROWS", 4 if few else 2)
     ranks = ranked(7, 2, 3 * TILE_TOKENS - 5, 40, few=few)
-    assert torch.equal(top_ranked_triton(ranks, wanted), top_ranked_reference(ranks, wanted))
+    assert torch.equal(top_ranked_triton(ranks, wanted), top_ranked.reference(ranks, wanted))
 
 
 @pytest.mark.usefixtures("programs")
@@ -60,7 +60,7 @@ def test_the_same_however_many_programs_there_are(different: int, few: bool) -> 
     for wanted in (0, 1, 901, TILE_TOKENS + 77):
         with poisoned_memory():
             chosen = top_ranked_triton(ranks, wanted)
-        assert torch.equal(chosen, top_ranked_reference(ranks, wanted))
+        assert torch.equal(chosen, top_ranked.reference(ranks, wanted))
 
 
 @pytest.mark.parametrize("few", [False, True])
@@ -75,8 +75,8 @@ def test_names_in_the_place_of_numbers() -> None:
     names = torch.stack([torch.arange(5000), torch.arange(5000, 10_000)]).int().flip(1).contiguous().to(DEVICE)
     with poisoned_memory():
         chosen = top_ranked_triton(ranks, 700, names)
-    assert torch.equal(chosen, names.gather(1, top_ranked_reference(ranks, 700).long()))
-    assert torch.equal(chosen, top_ranked_reference(ranks, 700, names))
+    assert torch.equal(chosen, names.gather(1, top_ranked.reference(ranks, 700).long()))
+    assert torch.equal(chosen, top_ranked.reference(ranks, 700, names))
 
 
 @pytest.mark.usefixtures("programs")
@@ -91,7 +91,7 @@ def test_what_is_chosen_of_each_group(named: bool, labels_of: torch.dtype) -> No
     taken, expected = (torch.zeros(2, groups, dtype=torch.int32, device=DEVICE) for _ in range(2))
     with poisoned_memory():
         chosen = top_ranked_triton(ranks, 700, names, KeyGroups(labels, taken))
-    again = top_ranked_reference(ranks, 700, names, KeyGroups(labels, expected))
+    again = top_ranked.reference(ranks, 700, names, KeyGroups(labels, expected))
     assert torch.equal(chosen, again)
     each = zip(labels, chosen.long(), strict=True)
     counted = torch.stack([torch.bincount(label[of_head], minlength=groups) for label, of_head in each])

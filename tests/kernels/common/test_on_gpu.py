@@ -1,0 +1,45 @@
+"""A definition in plain torch and the kernel that replaces it on a GPU: both exist, and take the same arguments."""
+
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+import torch
+
+from sparsekv import kernels
+from sparsekv.kernels.common.on_gpu import WithKernel, on_gpu
+from sparsekv.kernels.posting_lists.list_ranks import rank_rows
+
+
+def decorated() -> dict[str, WithKernel]:
+    """All decorated definitions, by name."""
+    names = [found.name for found in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
+    plain = [importlib.import_module(name) for name in names if not name.endswith(("_triton", "_numba"))]
+    return {name: each for module in plain for name, each in vars(module).items() if isinstance(each, WithKernel)}
+
+
+DECORATED = decorated()
+
+
+@pytest.mark.parametrize("name", DECORATED)
+def test_the_kernel_takes_the_arguments_of_its_definition(name: str) -> None:
+    definition, kernel = (inspect.signature(of) for of in (DECORATED[name].reference, DECORATED[name].kernel))
+    assert list(definition.parameters.values()) == list(kernel.parameters.values())
+    assert definition.return_annotation == kernel.return_annotation
+
+
+def test_a_definition_keeps_its_name_and_text() -> None:
+    assert rank_rows.__name__ == "rank_rows"
+    assert rank_rows.__doc__ == rank_rows.reference.__doc__
+    assert list(inspect.signature(rank_rows).parameters)[:2] == ["query", "keys"]
+
+
+def test_on_a_cpu_the_definition_runs_and_no_kernel_is_imported() -> None:
+    @on_gpu("no_such_module:kernel")
+    def doubled(rows: torch.Tensor, *, times: int = 2) -> torch.Tensor:
+        return rows * times
+
+    assert torch.equal(doubled(torch.ones(3), times=4), torch.full((3,), 4.0))
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        _ = doubled.kernel
