@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.index.context_rows import Pair, context_rows
 from sparsekv.formats.index.context_rows import row_bytes as int8_row_bytes
 from sparsekv.formats.index.manifest import REBUILD
@@ -176,24 +176,21 @@ class ContextStage:
         return facts
 
     def _check_rotations(self) -> None:
-        """Raise UsageError where a method builds from RoPE frequencies, and an indexed layer turns keys otherwise.
+        """Raise UsageError where a method cannot be built for the RoPE of an indexed layer.
 
         It looks at the first tokens alone: a measure at the prompt's last position would set the frequencies of a RoPE
         that depends on the length, with which the first chunks would then be prefilled.
         """
-        named = [name for name, indexer in self.plan.config.methods.items() if indexer.needs_rope]
-        if not named:
+        indexers = [indexer for indexer in self.plan.config.methods.values() if indexer.needs_rope]
+        if not indexers:
             return
         first = self.input_ids[:FIRST_TOKENS]
         self.build.team.begin_rotations(first)
         rotations = measure_rotations(self.model, first)
         kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or ["full_attention"] * len(rotations)
-        unknown = [kind for kind, rope in zip(kinds, rotations, strict=True) if rope is None]
-        if set(unknown) - {"sliding_attention"}:
-            raise UsageError(
-                f"--method {named[0]}: {self.plan.loaded.name} turns its keys in a way of its own, and {named[0]} "
-                "undoes a rotation by RoPE frequencies; leave the method out"
-            )
+        for kind, rope in zip(kinds, rotations, strict=True):
+            for indexer in indexers if kind != "sliding_attention" else ():
+                indexer.check_rope(rope)
 
     def _capture(self, rows_done: RowsDone) -> Captured:
         build, reuse = self.build, self.reuse

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from sparsekv.formats.errors import UsageError, suggestion
-from sparsekv.formats.index.schema import LayerFacts, Split, given_parameters
+from sparsekv.formats.index.schema import LayerFacts, RopeFacts, Split, given_parameters
 from sparsekv.formats.registry import Registry
 
 LOWEST = -60.0
@@ -107,8 +107,6 @@ class Indexer(ABC):
     learns: ClassVar[bool] = False
     """Whether it keeps what it learned of the tokens before those that it takes in, and may serve many of these worse:
     an append builds it anew at certain lengths of the text (`append.learning_again`)."""
-    needs_rope: ClassVar[bool] = False
-    """Whether it builds from each layer's RoPE frequencies, without which a build is refused before the prefill."""
     by_default: ClassVar[bool] = False
     """Whether it is built where no method is named."""
     seed: int = field(default=0, metadata={"help": "Seed of everything random in a build."})
@@ -123,6 +121,15 @@ class Indexer(ABC):
 
     def check_channels(self, head_dim: int) -> None:
         """Raise UsageError if the method cannot be built for heads of so many channels; asked before the prefill."""
+        return
+
+    @property
+    def needs_rope(self) -> bool:
+        """Whether it builds from each layer's RoPE, so that `check_rope` is asked before the prefill."""
+        return False
+
+    def check_rope(self, rope: RopeFacts | None) -> None:
+        """Raise UsageError if the method cannot be built for layers with this RoPE; None: they turn keys otherwise."""
         return
 
     def bytes_per_token(self, head_dim: int) -> float:

@@ -104,7 +104,7 @@ def query_turn(keys: torch.Tensor, queries: torch.Tensor, parts: int, weights: t
         parts: that a key's channels are cut into, neighbouring ones together.
         weights: [Hk, M], above 0: how much the error of each key matters.
     """
-    root, shares = _root(queries.float()), weights / weights.sum(1, keepdim=True)
+    (root, inverse), shares = _roots(queries.float()), weights / weights.sum(1, keepdim=True)
     turned = keys.float() @ root
     turned -= shares[:, None] @ turned
     variances, directions = torch.linalg.eigh(turned.transpose(1, 2) @ (shares[..., None] * turned))
@@ -114,25 +114,29 @@ def query_turn(keys: torch.Tensor, queries: torch.Tensor, parts: int, weights: t
     dealt = torch.stack([_deal(of_head, parts) for of_head in variances]).to(keys.device)
     directions = directions.gather(2, dealt[:, None].expand_as(directions))
     # Queries take the inverse of the root; the directions are orthogonal.
-    turn: torch.Tensor = torch.linalg.inv(root) @ directions
-    return turn.half()
+    turn: torch.Tensor = (inverse @ directions).half()
+    return turn
 
 
 def key_turn(turn: torch.Tensor) -> torch.Tensor:
     """[Hk, D, D] float32 by which keys are multiplied, for queries that are by `turn`."""
-    inverse: torch.Tensor = torch.linalg.inv(turn.double())
-    return inverse.transpose(1, 2).float()
+    # A batched LU of more than 128 channels never ends with several threads of MKL, so that this is by QR.
+    orthogonal, triangle = torch.linalg.qr(turn.double())
+    inverse: torch.Tensor = torch.linalg.solve_triangular(triangle.transpose(1, 2), orthogonal, upper=False, left=False)
+    return inverse.float()
 
 
-def _root(queries: torch.Tensor) -> torch.Tensor:
-    """The symmetric root [Hk, D, D] of the queries' second moments, shrunk, with a mean variance of 1."""
+def _roots(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The symmetric root [Hk, D, D] of the queries' second moments, shrunk, with a mean variance of 1; its inverse."""
     moments = queries.transpose(1, 2) @ queries
     even = torch.eye(queries.shape[2], device=queries.device)
     # A head without queries that differ from 0 has no say.
     size = moments.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None].clamp(min=1e-12)
     variances, directions = torch.linalg.eigh((1 - SHRINK) * moments / size + SHRINK * even)
-    root: torch.Tensor = directions @ (variances.clamp(min=0).sqrt()[..., None] * directions.transpose(1, 2))
-    return root
+    # No variance is below SHRINK but for rounding.
+    deviations = variances.clamp(min=SHRINK / 2).sqrt()[..., None]
+    back = directions.transpose(1, 2)
+    return directions @ (deviations * back), directions @ (back / deviations)
 
 
 def _deal(variances: torch.Tensor, parts: int) -> torch.Tensor:

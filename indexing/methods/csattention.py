@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.formats.index.schema import RopeFacts
 from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, check_iterations, indexers
 from sparsekv.kernels.posting_lists.posting_lists import (
     Tables,
@@ -128,11 +129,11 @@ class CSAttentionIndexer(Indexer):
                 "that"
             )
 
-    def _channels(self, layer: LayerInput) -> torch.Tensor:
-        head_dim, rope = layer.keys.shape[2], layer.facts.rope
-        self.check_channels(head_dim)
-        if self.subspaces == "contiguous":
-            return torch.arange(head_dim).view(-1, self.subspace_size)
+    @property
+    def needs_rope(self) -> bool:
+        return self.subspaces == "rope-pairs"
+
+    def check_rope(self, rope: RopeFacts | None) -> None:
         if rope is None:
             raise UsageError(
                 "--subspaces rope-pairs: how this model turns its keys is not known; give --subspaces contiguous"
@@ -142,5 +143,13 @@ class CSAttentionIndexer(Indexer):
                 f"--subspace-size {self.subspace_size} splits pairs of channels that RoPE turns together; give an even "
                 "size, or --subspaces contiguous"
             )
+
+    def _channels(self, layer: LayerInput) -> torch.Tensor:
+        head_dim, rope = layer.keys.shape[2], layer.facts.rope
+        self.check_channels(head_dim)
+        if not self.needs_rope:
+            return torch.arange(head_dim).view(-1, self.subspace_size)
+        self.check_rope(rope)
+        assert rope is not None
         order = rope_pair_order(head_dim, len(rope.frequencies), interleaved=rope.interleaved)
         return order.view(-1, self.subspace_size)

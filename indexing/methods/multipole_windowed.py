@@ -6,11 +6,11 @@ clusters are in one softmax with exact keys.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index.schema import RopeFacts
 from sparsekv.indexing.indexers.interface import LayerInput, indexers
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.kernels.common.runs import rotate
@@ -21,7 +21,16 @@ from sparsekv.kernels.common.runs import rotate
 class WindowedMultipoleIndexer(MultipoleIndexer):
     """Clusters keys with RoPE undone, block by block; `recall-report` shows whether that is better for a model."""
 
-    needs_rope: ClassVar[bool] = True
+    @property
+    def needs_rope(self) -> bool:
+        return True
+
+    def check_rope(self, rope: RopeFacts | None) -> None:
+        if rope is None:
+            raise UsageError(
+                "--method multipole-windowed: the model turns its keys in a way of its own, and the method undoes a "
+                "rotation by RoPE frequencies; leave the method out"
+            )
 
     def lookup_keys(self, layer: LayerInput, tokens: slice) -> torch.Tensor:
         """Keys [Hk, T, D] float32 as they would be at position 0.

@@ -67,9 +67,11 @@ def make_mask(
         local_size: the sliding window or chunk that transformers names beside the function.
     """
     constants = _constants(mask_function)
-    end = max(q_offset + q_length, kv_offset + kv_length)
+    # Sequences that share a pass have more queries together than any of them has keys.
+    end = kv_offset + kv_length
     if constants is None:
-        queries = _some(q_offset, q_offset + q_length, q_offset + q_length - 1)
+        stop = min(q_offset + q_length, end)
+        queries = _some(q_offset, stop, stop - 1)
         window = _measure(mask_function, queries, kv_offset, kv_length, use_vmap=use_vmap, device=device)
     else:
         window = _window(constants, mask_function, config, local_size, end, use_vmap=use_vmap)

@@ -218,6 +218,14 @@ class PackedCache(Cache):
     def reads(self) -> list[ReadRows]:
         return [layer.read for layer in self.stored if layer.read is not None]
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Rows of the context and of one sequence's own tokens, where the pass has the tokens of all; the first is 0.
+
+        A captured step counts its buffers as own rows, which are more than any sequence has.
+        """
+        assert self.step is not None
+        return self.stored[layer_idx].stored + min(self.step.longest, query_length), 0
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:

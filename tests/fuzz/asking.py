@@ -28,7 +28,7 @@ def batch(world: World, index: OpenIndex) -> None:
     asked = [question_ids(index, world.question(place), raw=case.raw) for place in range(number)]
     together = random.randint(1, number + 1)
     askers = {"dense": world.dense(index)}
-    if takes_everything(case):
+    if takes_everything(world):
         askers["everything"] = world.asker(index, "100%", prefill_budget=checks.all_of_a_prefill())
     for kind, asker in askers.items():
         if why_alone(index, asker.config.attention, asker.cache):

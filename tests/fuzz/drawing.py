@@ -80,7 +80,7 @@ def sampled(world: World, index: OpenIndex) -> None:
     sampling, device = draw_sampling(random, case.answer + random.choice([0, 4])), index.model.device
     asked = [question_ids(index, world.question(place), raw=case.raw) for place in range(2)]
     askers = {"dense": world.dense(index)}
-    if takes_everything(case):
+    if takes_everything(world):
         askers["everything"] = world.asker(index, "100%", prefill_budget=checks.all_of_a_prefill())
     for kind, asker in askers.items():
         for ids in asked:

@@ -58,9 +58,7 @@ class Choices:
         for layer in self.layers:
             rows, truth = LayerRows(self.artifact, layer), self.truth[layer]
             selector = prepare_layer(rows, form.name, form.method, self.device, shared=shared).selector
-            (block,) = truths(
-                rows, [tail_block(self.artifact, layer, calibration=self.calibration)], torch.device("cpu")
-            )
+            (block,) = truths(rows, [tail_block(self.artifact, layer, calibration=self.calibration)], self.device)
             selection = selector.select(block.queries, budget_of(layer))
             heads, queries, middle = truth.probability.shape
             positions = chosen_positions(selection.rows, selector.layout, middle).cpu().expand(heads, queries, -1)

@@ -13,6 +13,10 @@ TUNING, TRACING, EVALUATING = (
 )  # deeds that run it
 
 
+DRAWING_INDEXERS = ("more methods", "edit")
+"""Deeds that draw an indexer of their own, whose options the case does not have."""
+
+
 @dataclass(frozen=True)
 class Due:
     """A message that may be due, by a pattern that matches it from its beginning.
@@ -83,8 +87,11 @@ DUE = (
         lambda case: case.residual and True in _options(case, "stream"),
     ),
     Due(
-        r"--subspace-size (\d+) splits pairs of channels that RoPE turns together; give an even size",
-        lambda case: any(isinstance(size, int) and size % 2 for size in _options(case, "subspace_size")),
+        r"--subspace-size (\d*[13579]) splits pairs of channels that RoPE turns together; give an even size",
+        lambda case: (
+            case.deed in DRAWING_INDEXERS
+            or any(isinstance(size, int) and size % 2 for size in _options(case, "subspace_size"))
+        ),
     ),
     Due(r"--select-layer (\d+): the index has (\d+) layers, counted from 0; give less", less=False),
     Due(
@@ -108,5 +115,5 @@ DUE = (
 
 def is_due(case: Case, message: str) -> bool:
     """Whether a case may be refused so."""
-    line = message.strip().removeprefix("sparsekv: error: ")
+    line = re.sub(r"^\S+ line \d+: ", "", message.strip().removeprefix("sparsekv: error: "))  # of a file of questions
     return "\n" not in line and any(one.allows(case, line) for one in DUE)

@@ -30,7 +30,7 @@ def talk(world: World, index: OpenIndex) -> None:
     case = world.case
     stored = stored_rows(world.folder / "index.skv", case.layers)
     configs = [world.dense(index).config]
-    if takes_everything(case) and case.guard is None:
+    if takes_everything(world) and case.guard is None:
         own = {"question_prefill": "own", "prefill_budget": None, "ahead": False, "placement": "device"}
         configs.append(world.asker(index, "100%", **own).config)
     for config in configs[-1:] if case.more % 3 else configs:
@@ -107,7 +107,7 @@ def threads(world: World, index: OpenIndex) -> None:
     case, checks = world.case, Checks(world, index)
     random = Random(case.more)
     asked = [question_ids(index, world.question(place), raw=case.raw) for place in range(3)]
-    everything = takes_everything(case) and random.random() < 0.6
+    everything = takes_everything(world) and random.random() < 0.6
     asker = world.asker(index, "100%", prefill_budget=checks.all_of_a_prefill()) if everything else world.dense(index)
     answers: dict[int, Answer] = {}
     errors: list[BaseException] = []
@@ -141,7 +141,7 @@ def tasks(world: World, index: OpenIndex) -> None:
     case, checks, random = world.case, Checks(world, index), Random(world.case.more)
     asked = [question_ids(index, world.question(place), raw=case.raw) for place in range(4)]
     askers = [world.dense(index)]
-    if takes_everything(case):
+    if takes_everything(world):
         askers.append(world.asker(index, "100%", prefill_budget=checks.all_of_a_prefill()))
     patience = [random.choice([0.0, 0.005, 0.02, 60.0]) for _ in asked]
 

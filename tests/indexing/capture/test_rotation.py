@@ -27,7 +27,8 @@ from sparsekv.formats.index.schema import LayerFacts, RopeFacts
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.capture.capture import capture
 from sparsekv.indexing.capture.rotation import measure_rotations
-from sparsekv.indexing.indexers.interface import LayerInput
+from sparsekv.indexing.indexers.interface import Indexer, LayerInput
+from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
 
 TOKENS, TRAINED_ON = 200, 64
@@ -157,11 +158,22 @@ def test_rotations_stand_in_the_manifest_and_stay_with_an_index(tmp_path: Path) 
     assert build_index(plan, tmp_path / "a.skv").layers == built.layers
 
 
-def test_windowed_rope_is_refused_where_the_rotation_is_not_known(tmp_path: Path) -> None:
-    plan = small_plan(methods={"multipole-windowed": WindowedMultipoleIndexer()})
-    plan = with_changes(plan, loaded=replace(plan.loaded, model=_of_another_kind()))
+@pytest.mark.parametrize(
+    ("name", "indexer", "known", "message"),
+    [
+        ("multipole-windowed", WindowedMultipoleIndexer(), False, r"^--method multipole-windowed: .* a way of its own"),
+        ("csattention", CSAttentionIndexer(), False, "^--subspaces rope-pairs: how this model turns its keys is not"),
+        ("csattention", CSAttentionIndexer(subspace_size=1), True, "^--subspace-size 1 splits pairs of channels"),
+    ],
+)
+def test_a_rotation_that_a_method_cannot_follow_is_refused_before_the_prefill(
+    name: str, indexer: Indexer, known: bool, message: str, tmp_path: Path
+) -> None:
+    plan = small_plan(methods={name: indexer})
+    if not known:
+        plan = with_changes(plan, loaded=replace(plan.loaded, model=_of_another_kind()))
     stages = set[str]()
-    with pytest.raises(UsageError, match=r"^--method multipole-windowed: .* turns its keys in a way of its own"):
+    with pytest.raises(UsageError, match=message):
         build_index(plan, tmp_path / "a.skv", lambda stage, done, of: stages.add(stage))
     assert not stages  # nothing was prefilled
 

@@ -103,6 +103,22 @@ def test_a_batch_answers_as_plain_transformers(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
+def test_questions_together_are_longer_than_a_window_of_all_positions(tmp_path: Path) -> None:
+    """Each sequence is within the model's positions, and within the window; the pass that they share is not."""
+    plan = plan_of(
+        build_tiny(Gemma3TextConfig, head_dim=16, sliding_window=350, max_position_embeddings=340, **MIXED)()
+    )
+    build_index(plan, tmp_path / "a.skv")
+    index = reopen(plan, tmp_path / "a.skv")
+    questions = [random_ids(length, seed=length) for length in (19, 20, 21)]
+    answers = dict(Batch(index, index.dense_cache(), Sampling(max_new_tokens=4), slots=3).answers(questions))
+    for number, question in enumerate(questions):
+        answer = torch.tensor(answers[number].ids)
+        plain = plain_logits_after(index, torch.cat([question, answer]))
+        assert torch.equal(plain[len(question) - 1 : -1].argmax(-1), answer)
+
+
+@torch.inference_mode()
 def test_a_window_of_every_layer_reaches_the_attention() -> None:
     model, ids = (
         build_tiny(PhimoeConfig, sliding_window=WINDOW, num_local_experts=4, **EXPERTS)(),
