@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from sparsekv.runtime.cache.kv_store import Pair
-from sparsekv.runtime.selection.cluster_statistics import Clustering, ListShape
-from sparsekv.runtime.selection.interface import Budget, CentroidSegment, MiddleContext, Queries, Selection
+from sparsekv.runtime.selection.interface import Budget, CentroidSegment, Queries, Selection
 
 
 @dataclass(frozen=True)
@@ -145,14 +144,6 @@ class HoldsSelections(Protocol):
 
 
 @runtime_checkable
-class ChoosesForAllHeads(Protocol):
-    """A method with one choice for all heads, which a process that has only some of them cannot make."""
-
-    merges_heads: ClassVar[bool]
-    """True; those without this choose for each KV head by itself."""
-
-
-@runtime_checkable
 class GraphState(Protocol):
     """Says whether a captured decode step (a CUDA graph) can be replayed. Selectors without this always can be."""
 
@@ -184,30 +175,3 @@ class NumbersCentroids(Protocol):
     def centroid_of(self, rest: Sequence[CentroidSegment]) -> torch.Tensor:
         """[Hk, M] int64, in order of position: the centroid that represents each token of the middle, counted through
         the segments of a selection's rest; anything for tokens that were chosen."""
-
-
-@runtime_checkable
-class DescribesClusters(Protocol):
-    """A method whose indexer builds clusters."""
-
-    @classmethod
-    def describe_clusters(cls, context: MiddleContext, values: torch.Tensor, biggest: int) -> Clustering:
-        """Statistics of one layer's clusters, to show to the user.
-
-        Args:
-            values: [Hk, M, D] of the middle, in order of position.
-            biggest: how many of the biggest clusters to list.
-        """
-
-
-@runtime_checkable
-class DescribesLists(Protocol):
-    """A method whose indexer builds posting lists of keys."""
-
-    @classmethod
-    def describe_lists(cls, context: MiddleContext, queries: torch.Tensor) -> ListShape:
-        """Statistics of one layer's posting lists, to show to the user.
-
-        Args:
-            queries: [Hk, G, R, D], held out, to measure each subspace's share in the ranking of keys.
-        """

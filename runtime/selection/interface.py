@@ -15,6 +15,7 @@ from sparsekv.kernels.attention.types import ScoredCentroids
 from sparsekv.kernels.common.eight_bits import Int8Kernel
 from sparsekv.kernels.common.runs import expand_full_runs, expand_runs
 from sparsekv.kernels.posting_lists.types import ExactKeys
+from sparsekv.runtime.selection.cluster_statistics import Clustering, ListShape
 
 
 @dataclass(frozen=True)
@@ -316,9 +317,10 @@ class Method(ABC):
     """Whether its index, being big, stays in host memory and is searched there when the rows are kept there too."""
     is_bound: ClassVar[bool] = False
     """Whether it is an upper bound for selections and no usable method: the rows it counts are known in hindsight."""
-
     reads_all_keys: ClassVar[bool] = False
     """Whether a decode step reads every key to choose."""
+    merges_heads: ClassVar[bool] = False
+    """Whether one choice serves all KV heads, so that a process with only some of them cannot make it."""
 
     @abstractmethod
     def prepare(self, context: MiddleContext) -> Selector:
@@ -336,6 +338,25 @@ class Method(ABC):
             record: the method's record in the manifest; None if the index was built without it.
         """
         return {"": cls()}
+
+    @classmethod
+    def describe_clusters(cls, context: MiddleContext, values: torch.Tensor, biggest: int) -> Clustering | None:
+        """Statistics of one layer's clusters for `inspect`; None: the indexer builds no clusters.
+
+        Args:
+            values: [Hk, M, D] of the middle, in order of position.
+            biggest: how many of the biggest clusters to list.
+        """
+        return None
+
+    @classmethod
+    def describe_lists(cls, context: MiddleContext, queries: torch.Tensor) -> ListShape | None:
+        """Statistics of one layer's posting lists for `inspect`; None: the indexer builds no posting lists.
+
+        Args:
+            queries: [Hk, G, R, D], held out, to measure each subspace's share in the ranking of keys.
+        """
+        return None
 
 
 @dataclass(frozen=True)
