@@ -29,7 +29,7 @@ from sparsekv.runtime.attention.policies import (
 from sparsekv.runtime.cache.buffers import ReadRows
 from sparsekv.runtime.cache.kv_store import MiddleRows, Pair
 from sparsekv.runtime.cache.stored_layer import StoredLayer
-from sparsekv.runtime.selection.capabilities import Appendable, GraphState, SharesByToken
+from sparsekv.runtime.selection.capabilities import Appendable
 from sparsekv.runtime.selection.interface import Budget, Selector
 
 
@@ -154,7 +154,6 @@ class LayerPlan:
     meter: MissedMeter | None
     own_prefill: bool
     steps_alike: bool
-    graph: GraphState | None
 
     @property
     def prefills_densely(self) -> bool:
@@ -165,13 +164,11 @@ class LayerPlan:
     def shareable(self) -> bool:
         """Whether several sequences can share a step's choice: steps are alike, and keep nothing of a sequence."""
         alone = self.appender is not None or self.prefetcher is not None or self.meter is not None
-        return not alone and (self.graph is None or self.graph.graph_state() is not None)
+        return not alone and self.selector.graph_state() is not None
 
     def graph_state(self) -> int | None:
         """A number that changes when a captured step must be captured again; None: steps cannot be replayed."""
-        if not self.steps_alike:
-            return None
-        return 0 if self.graph is None else self.graph.graph_state()
+        return self.selector.graph_state() if self.steps_alike else None
 
 
 def plan_layer(layer: LayerParts, config: DecodeConfig) -> LayerPlan:
@@ -215,7 +212,6 @@ def plan_layer(layer: LayerParts, config: DecodeConfig) -> LayerPlan:
         meter=meter,
         own_prefill=isinstance(config.question, Own),
         steps_alike=plain and middle.reachable and appender is None,
-        graph=selector if isinstance(selector, GraphState) else None,
     )
 
 
@@ -225,6 +221,6 @@ def _prefill(layer: LayerParts, config: DecodeConfig, asking: GatherExecutor, wi
         return DensePrefill(asking, layer.middle, within.read)
     if layer.question is not None:
         return ChunkedPrefill(layer.question, asking, layer.middle, within.read)
-    if isinstance(layer.selector, SharesByToken):
+    if layer.selector.question_piece is not None:
         return PiecewisePrefill(within, layer.selector.question_piece)
     return within

@@ -34,7 +34,6 @@ from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.selection.capabilities import CentroidsIn8Bits
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, MiddleContext
 from sparsekv.runtime.selection.registry import DENSE, configure
-from sparsekv.runtime.selection.wrappers import can_unite
 
 
 class SettingTimes:
@@ -159,7 +158,7 @@ class RefusedError(SparsekvError):
 
 def refuse_unshared(method: Method, plan: LayerPlan, what: str) -> None:
     """Raise RefusedError where questions cannot share a step of `what`."""
-    if not can_unite(method, plan.selector):
+    if not method.can_unite():
         raise RefusedError(f"{what} leaves what differs from question to question")
     if not plan.shareable:
         raise RefusedError(f"{what} keeps something of one question, which others cannot share")

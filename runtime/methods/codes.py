@@ -70,6 +70,10 @@ class Codes(Method):
     def replaces(self) -> bool:
         return self.replace
 
+    def can_unite(self) -> bool:
+        """True: the clusters represent whatever several queries leave."""
+        return True
+
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
         """With the replacement, and without it."""

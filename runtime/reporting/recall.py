@@ -24,7 +24,7 @@ from sparsekv.runtime.selection.interface import (
     Selection,
     Selector,
 )
-from sparsekv.runtime.selection.wrappers import can_unite, unite_groups
+from sparsekv.runtime.selection.wrappers import unite_groups
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def measure_layer(
         shared = states.setdefault((form.name, form.variant), {})
         prepared = prepare_layer(rows, form.name, form.method, device, residual=form.residual, shared=shared)
         selectors[form] = prepared.selector
-    measured = [one for one in measured if one.together == 1 or can_unite(one.form.method, selectors[one.form])]
+    measured = [one for one in measured if one.together == 1 or one.form.method.can_unite()]
     results = {one: Measures() for one in measured}
     for truth in truths(rows, blocks, device, at_least=max((one.together for one in measured), default=1)):
         for one in measured:

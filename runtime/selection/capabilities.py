@@ -48,15 +48,6 @@ class Appendable(Protocol):
 
 
 @runtime_checkable
-class SharesByToken(Protocol):
-    """Chooses for a question's tokens with the budget of all of them together, which read together what is chosen."""
-
-    @property
-    def question_piece(self) -> int:
-        """How many tokens share a choice at most."""
-
-
-@runtime_checkable
 class FusedAttention(Protocol):
     """Selects and attends in one kernel, on a CPU."""
 
@@ -144,28 +135,12 @@ class HoldsSelections(Protocol):
 
 
 @runtime_checkable
-class GraphState(Protocol):
-    """Says whether a captured decode step (a CUDA graph) can be replayed. Selectors without this always can be."""
-
-    def graph_state(self) -> int | None:
-        """None: steps differ, so none can be replayed; else a number that changes when steps read other tensors."""
-
-
-@runtime_checkable
 class Covers(Protocol):
     """Scores only some of the tokens for a query, such as those in the posting lists that it reads."""
 
     def covered(self, queries: Queries) -> torch.Tensor | None:
         """[Hk, Q, M] bool, in order of position: the tokens that have a score when each of these queries selects for
         itself; None: all have."""
-
-
-@runtime_checkable
-class OwnCentroids(Protocol):
-    """Scores centroids to select, which can also represent the tokens that are not chosen."""
-
-    def replace_by_own(self) -> bool:
-        """Turn the replacement on; returns False where there are no value centroids."""
 
 
 @runtime_checkable

@@ -296,10 +296,28 @@ class Selector(ABC):
 
     layout: torch.Tensor | None = None
     """[Hk, M] int64: the middle position of each stored row, ordered to make runs contiguous; None: by position."""
+    question_piece: int | None = None
+    """How many of a question's tokens share a selection at most, within the budget of all of them; None: each prefill
+    step has one selection, within the budget of one token."""
 
     @abstractmethod
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """Choose rows of the middle for queries, within a budget."""
+
+    def graph_state(self) -> int | None:
+        """Whether a captured decode step (a CUDA graph) can be replayed: a number that changes when steps read other
+        tensors, or None where steps launch different kernels."""
+        return 0
+
+    def replace_by_own(self) -> bool:
+        """Represent the tokens that are not chosen by the centroids that selecting scores; False where there are no
+        value centroids."""
+        return False
+
+    def rest_of(self, chosen: torch.Tensor) -> Residual:
+        """Centroids for the tokens that are False in `chosen` [Hk, M], which is in the layout's order. Selectors that
+        replace these tokens have it, if queries can unite."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -329,6 +347,11 @@ class Method(ABC):
     def replaces(self) -> bool:
         """Whether centroids are attended for the tokens that the method does not choose."""
         return False
+
+    def can_unite(self) -> bool:
+        """Whether several queries can share the rows that any of them chooses; not where the rest is represented by
+        the weights of a query's sample, or by the mean of what one query left."""
+        return not self.replaces()
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:

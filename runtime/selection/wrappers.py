@@ -5,16 +5,14 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Protocol, runtime_checkable
 
 import torch
 
-from sparsekv.runtime.selection.capabilities import Covers, GraphState, HoldsSelections, ObservesQuestion
+from sparsekv.runtime.selection.capabilities import Covers, HoldsSelections, ObservesQuestion
 from sparsekv.runtime.selection.interface import (
     Budget,
     CentroidSegment,
     Cost,
-    Method,
     Queries,
     Residual,
     RowIndices,
@@ -24,20 +22,6 @@ from sparsekv.runtime.selection.interface import (
 )
 
 
-@runtime_checkable
-class RepresentsRest(Protocol):
-    """Has centroids for whatever is not chosen."""
-
-    def rest_of(self, chosen: torch.Tensor) -> Residual:
-        """Centroids for the tokens that are False in `chosen` [Hk, M], which is in the layout's order."""
-
-
-def can_unite(method: Method, selector: Selector) -> bool:
-    """Whether queries can share what any of them chooses: not where something else than centroids stands for the rest,
-    such as the weights of a sample or the mean of what one query left."""
-    return isinstance(selector, RepresentsRest) or not method.replaces()
-
-
 def unite(selection: Selection, selector: Selector, middle: int, capacity: int | None = None) -> Selection:
     """One selection for all queries of a selection; the same where these share one already.
 
@@ -45,7 +29,7 @@ def unite(selection: Selection, selector: Selector, middle: int, capacity: int |
     reads: an upper bound, because two of them may read the same.
 
     Args:
-        selector: the one that made it; it must be `RepresentsRest` where centroids are attended.
+        selector: the one that made it; its method's queries can unite.
         middle: M.
         capacity: of the rows; None: as many as there are, for which it syncs.
     """
@@ -60,7 +44,6 @@ def unite(selection: Selection, selector: Selector, middle: int, capacity: int |
     if isinstance(read, torch.Tensor):
         read = read.expand(len(chosen), -1).sum(1, keepdim=True)
     if selection.rest is not None and selection.rest.attended:
-        assert isinstance(selector, RepresentsRest)
         rest = selector.rest_of(chosen)
         read = read + rest.index_rows
     return replace(
@@ -157,7 +140,7 @@ class ResidualSelector(Selector):
         self.labels = labels if self.layout is None else labels.gather(1, self.layout)
 
     def graph_state(self) -> int | None:
-        return self.inner.graph_state() if isinstance(self.inner, GraphState) else 0
+        return self.inner.graph_state()
 
     def observe(self, queries: Queries) -> None:
         if isinstance(self.inner, ObservesQuestion):

@@ -343,6 +343,10 @@ class ClusterMethod(Method):
         if not self.opened > 0:
             raise UsageError(f"--opened {self.opened:g}: give a number above 0, such as {OPENED:g}")
 
+    def can_unite(self) -> bool:
+        """True: the finest clusters represent whatever several queries leave."""
+        return True
+
     def is_hierarchical(self, context: MiddleContext) -> bool:
         """Whether the lookup is hierarchical; UsageError when it is and the index has only one level."""
         if self.lookup == "hierarchical" and "level1.centroids" not in context.tensors:
