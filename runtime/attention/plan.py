@@ -29,8 +29,7 @@ from sparsekv.runtime.attention.policies import (
 from sparsekv.runtime.cache.buffers import ReadRows
 from sparsekv.runtime.cache.kv_store import MiddleRows, Pair
 from sparsekv.runtime.cache.stored_layer import StoredLayer
-from sparsekv.runtime.selection.capabilities import Appendable
-from sparsekv.runtime.selection.interface import Budget, Selector
+from sparsekv.runtime.selection.interface import Appending, Budget, Selector
 
 
 class Appender:
@@ -40,26 +39,26 @@ class Appender:
 
     Args:
         sinks: how many of the first exact rows are sinks, which never move.
-        device: the selector's.
+        device: the index's.
         prefetcher: its pending search is discarded at each append, because the index changes.
     """
 
     def __init__(
         self,
-        selector: Appendable,
+        index: Appending,
         middle: MiddleRows,
         sinks: int,
         read: ReadRows,
         device: torch.device,
         prefetcher: Prefetcher | None,
     ):
-        self.selector, self.middle, self.sinks, self.read = selector, middle, sinks, read
+        self.index, self.middle, self.sinks, self.read = index, middle, sinks, read
         self.device, self.prefetcher = device, prefetcher
         self.torn = False
 
     def append_due(self, layer: StoredLayer) -> None:
-        """Append the oldest rows after the sinks, `append_size` at a time, until fewer than twice as many are left."""
-        size, start = self.selector.append_size, self.sinks
+        """Append the oldest rows after the sinks, `size` at a time, until fewer than twice as many are left."""
+        size, start = self.index.size, self.sinks
         if layer.used - start < 2 * size:
             return
         self.torn = True
@@ -75,9 +74,9 @@ class Appender:
     def _append(self, new: Pair) -> None:
         if self.prefetcher is not None:
             self.prefetcher.forget()
-        start = self.selector.open_row
+        start = self.index.open_row()
         keys, values = (torch.cat(pair, 1) for pair in zip(self.middle.from_row(start), new, strict=True))
-        appended = self.selector.append(keys.to(self.device), values.to(self.device))
+        appended = self.index.append(keys.to(self.device), values.to(self.device))
         self.middle.rewrite(start, new, appended.order)
         self.read.known += len(keys) * (appended.index_rows + 2 * keys.shape[1])
 
@@ -95,9 +94,9 @@ class Appender:
                 "asker"
             )
         self.torn = True
-        order = self.selector.remove_appended()
+        order = self.index.remove()
         if order is not None:
-            self.middle.rewrite(self.selector.open_row, None, order)
+            self.middle.rewrite(self.index.open_row(), None, order)
             layer.stored = tokens
             for rows, first in zip(layer.exact_rows(), exact, strict=True):
                 rows.copy_(first)
@@ -180,8 +179,8 @@ def plan_layer(layer: LayerParts, config: DecodeConfig) -> LayerPlan:
     gather = make(selector, middle, layer.search_device, layer.mapped, fetch_rest=meter is not None)
     prefetcher = Prefetcher(lambda queries: gather.find(queries, budget)) if config.ahead else None
     appender = None
-    if isinstance(selector, Appendable) and selector.append_size:
-        appender = Appender(selector, middle, layer.sinks, read, layer.search_device, prefetcher)
+    if (index := selector.append) is not None:
+        appender = Appender(index, middle, layer.sinks, read, layer.search_device, prefetcher)
     measured = None if meter is None else Metered(gather, prefetcher, budget, layer.facts, meter, middle, read)
     # All that a step does is to select and to attend: nothing is measured, prefetched or passed to a maker's executor.
     plain = measured is None and prefetcher is None and layer.gather_maker is None

@@ -1,50 +1,12 @@
 """Optional capabilities of selectors and methods, as protocols that callers test with isinstance."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from sparsekv.runtime.cache.kv_store import Pair
 from sparsekv.runtime.selection.interface import Budget, CentroidSegment, Queries, Selection
-
-
-@dataclass(frozen=True)
-class Appended:
-    """The new order [Hk, T] of the rows passed to `append`, as indices into them, and `index_rows`, the D-sized rows
-    of each head that were read to compute it."""
-
-    order: torch.Tensor
-    index_rows: float
-
-
-@runtime_checkable
-class Appendable(Protocol):
-    """Appends the tokens that follow the middle to its index, so that they need not all be attended exactly."""
-
-    @property
-    def append_size(self) -> int:
-        """How many tokens are appended at a time; 0: nothing is appended, new tokens stay exact."""
-
-    @property
-    def open_row(self) -> int:
-        """The first row of the layout that moves when tokens are appended."""
-
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Appended:
-        """Append the tokens that follow the middle, which grows by as many.
-
-        Args:
-            keys, values: [Hk, T, D]: the rows from `open_row` on, in layout order, then `append_size` new ones.
-        """
-
-    def remove_appended(self) -> torch.Tensor | None:
-        """Restore the stored index.
-
-        Returns:
-            [Hk, T]: the stored order of the rows from `open_row` (its restored value) on, as indices into the rows that
-            lay there before the call; None when nothing was appended.
-        """
 
 
 @runtime_checkable

@@ -291,6 +291,34 @@ class MiddleContext:
         return self.load_keys()
 
 
+@dataclass(frozen=True)
+class Appended:
+    """The new order [Hk, T] of the rows passed to `append`, as indices into them, and `index_rows`, the D-sized rows
+    of each head that were read to compute it."""
+
+    order: torch.Tensor
+    index_rows: float
+
+
+@dataclass(frozen=True)
+class Appending:
+    """Appends the tokens that follow the middle to a layer's index, so that they need not all be attended exactly.
+
+    Args:
+        size: how many tokens are appended at a time.
+        open_row: the first row of the layout that moves when tokens are appended.
+        append: appends tokens; the middle grows by as many. Takes keys and values [Hk, T, D]: the rows from `open_row`
+            on, in layout order, then `size` new ones.
+        remove: restores the stored index. Returns [Hk, T], the stored order of the rows from `open_row` (its restored
+            value) on, as indices into the rows that lay there before the call; None when nothing was appended.
+    """
+
+    size: int
+    open_row: Callable[[], int]
+    append: Callable[[torch.Tensor, torch.Tensor], Appended]
+    remove: Callable[[], torch.Tensor | None]
+
+
 class Selector(ABC):
     """One method prepared for one layer: selects rows. Optional abilities are the protocols of `capabilities`."""
 
@@ -303,6 +331,11 @@ class Selector(ABC):
     @abstractmethod
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """Choose rows of the middle for queries, within a budget."""
+
+    @property
+    def append(self) -> Appending | None:
+        """How new tokens are appended to the index; None: they stay exact."""
+        return None
 
     def graph_state(self) -> int | None:
         """Whether a captured decode step (a CUDA graph) can be replayed: a number that changes when steps read other

@@ -16,7 +16,6 @@ from sparsekv.kernels.clusters.types import MOST_TOKENS, Tree, child_scores, few
 from sparsekv.kernels.common.eight_bits import Int8Kernel
 from sparsekv.kernels.common.runs import fill_budget
 from sparsekv.kernels.scores.logits import cluster_scores
-from sparsekv.runtime.selection.capabilities import Appended
 from sparsekv.runtime.selection.cluster_statistics import Clustering, describe_clusters
 from sparsekv.runtime.selection.clusters.steps import (
     ClusterSteps,
@@ -28,6 +27,8 @@ from sparsekv.runtime.selection.clusters.steps import (
 )
 from sparsekv.runtime.selection.clusters.stream import BlockClustering, ClusterStream, lookup_tensors
 from sparsekv.runtime.selection.interface import (
+    Appended,
+    Appending,
     Budget,
     CentroidSegment,
     Cost,
@@ -75,7 +76,7 @@ class ClusterSelector(Selector):
     ):
         self.facts, self.hierarchical, self.thresholds, self.replace = context.facts, hierarchical, thresholds, replace
         self.stream, self.windowed_rope, self.opened = None, windowed_rope, opened
-        self.append_size = 0 if clustering is None else append_size
+        self.append_size = append_size
         # A stranger's index may lack what kernels would read all the same.
         taken = {"value_centroids": replace or clustering is not None, "lookup_centroids": windowed_rope is not None}
         for name in (f"level0.{part}" for part, is_taken in taken.items() if is_taken):
@@ -140,17 +141,23 @@ class ClusterSelector(Selector):
             return None
         return self.tree.children[0].int(), self.tree.first_child[0].int()
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Appended:
-        assert self.stream is not None
-        appended = self.stream.append(keys, values)
-        self._look_in(self.stream.found())
-        return appended
+    @property
+    def append(self) -> Appending | None:
+        if (stream := self.stream) is None:
+            return None
 
-    def remove_appended(self) -> torch.Tensor | None:
-        order = None if self.stream is None else self.stream.remove_appended()
-        if self.stream is not None and order is not None:
-            self._look_in(self.stream.found())
-        return order
+        def append(keys: torch.Tensor, values: torch.Tensor) -> Appended:
+            appended = stream.append(keys, values)
+            self._look_in(stream.found())
+            return appended
+
+        def remove() -> torch.Tensor | None:
+            order = stream.remove_appended()
+            if order is not None:
+                self._look_in(stream.found())
+            return order
+
+        return Appending(self.append_size, lambda: self.open_row, append, remove)
 
     def replace_by_own(self) -> bool:
         self.replace = bool(self.values)
