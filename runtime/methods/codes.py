@@ -4,7 +4,7 @@ The clusters' centroids, with fitted masses and values, stand for all tokens tha
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Self
@@ -32,6 +32,7 @@ from sparsekv.runtime.selection.interface import (
     RowSet,
     Selection,
     Selector,
+    SelectorReport,
     single_rows,
 )
 from sparsekv.runtime.selection.registry import methods
@@ -254,8 +255,9 @@ class CodesSelector(Selector):
         rows, _ = expand_runs(of_each[0], fill_budget(of_each[1], wanted), wanted)
         return self.order[:, None].expand(-1, rows.shape[1], -1).gather(-1, rows)
 
-    def centroid_of(self, rest: Sequence[CentroidSegment]) -> torch.Tensor:
-        return self.clusters.labels
+    @property
+    def report(self) -> SelectorReport:
+        return SelectorReport(centroid_of=lambda rest: self.clusters.labels)
 
     def rest_of(self, chosen: torch.Tensor) -> Residual:
         left = self.clusters.left(self.clusters.labels[:, None], chosen[:, None])

@@ -14,7 +14,6 @@ from sparsekv.runtime.attention.guard import Attempt, Guard, Outcome, missed_sha
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.reporting.queries import QueryBlock
-from sparsekv.runtime.selection.capabilities import Covers
 from sparsekv.runtime.selection.interface import (
     Budget,
     CentroidSegment,
@@ -246,10 +245,10 @@ def step_measures(attempt: Attempt, truth: Truth, wanted: int) -> dict[str, torc
 
 def _coverage(selector: Selector, truth: Truth, wanted: int) -> torch.Tensor:
     """[Hk, Q]: the share of the oracle's tokens that the selector scores; NaN where it scores all."""
-    reach = selector.covered(truth.queries) if isinstance(selector, Covers) else None
-    if reach is None:
+    report = selector.report
+    if report is None or report.covered is None:
         return torch.full_like(truth.probability[..., 0], torch.nan)
-    return (reach & truth.oracle(wanted)).sum(-1) / wanted
+    return (report.covered(truth.queries) & truth.oracle(wanted)).sum(-1) / wanted
 
 
 def _attempt(selector: Selector, truth: Truth, budget: Budget, *, outputs: bool, together: int) -> Attempt:

@@ -1,12 +1,11 @@
 """Optional capabilities of selectors and methods, as protocols that callers test with isinstance."""
 
-from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from sparsekv.runtime.cache.kv_store import Pair
-from sparsekv.runtime.selection.interface import Budget, CentroidSegment, Queries, Selection
+from sparsekv.runtime.selection.interface import Budget, Queries, Selection
 
 
 @runtime_checkable
@@ -94,21 +93,3 @@ class HoldsSelections(Protocol):
 
     def forget_selections(self) -> None:
         """Discard them: another question comes."""
-
-
-@runtime_checkable
-class Covers(Protocol):
-    """Scores only some of the tokens for a query, such as those in the posting lists that it reads."""
-
-    def covered(self, queries: Queries) -> torch.Tensor | None:
-        """[Hk, Q, M] bool, in order of position: the tokens that have a score when each of these queries selects for
-        itself; None: all have."""
-
-
-@runtime_checkable
-class NumbersCentroids(Protocol):
-    """Knows which centroid represents each token that is not chosen."""
-
-    def centroid_of(self, rest: Sequence[CentroidSegment]) -> torch.Tensor:
-        """[Hk, M] int64, in order of position: the centroid that represents each token of the middle, counted through
-        the segments of a selection's rest; anything for tokens that were chosen."""

@@ -2,7 +2,7 @@
 budget."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -319,6 +319,21 @@ class Appending:
     remove: Callable[[], torch.Tensor | None]
 
 
+@dataclass(frozen=True)
+class SelectorReport:
+    """Facts about a selector's choices that reports and traces show; None: not known of this selector.
+
+    Args:
+        covered: [Hk, Q, M] bool, in order of position: the tokens that have a score when each of these queries selects
+            for itself, such as those in the posting lists read. None: all have.
+        centroid_of: [Hk, M] int64, in order of position: the centroid that represents each token of the middle, counted
+            through the segments of a selection's rest; anything for tokens that were chosen.
+    """
+
+    covered: Callable[[Queries], torch.Tensor] | None = None
+    centroid_of: Callable[[Sequence[CentroidSegment]], torch.Tensor] | None = None
+
+
 class Selector(ABC):
     """One method prepared for one layer: selects rows. Optional abilities are the protocols of `capabilities`."""
 
@@ -335,6 +350,11 @@ class Selector(ABC):
     @property
     def append(self) -> Appending | None:
         """How new tokens are appended to the index; None: they stay exact."""
+        return None
+
+    @property
+    def report(self) -> SelectorReport | None:
+        """Facts about its choices; None: it scores all tokens, and no centroids represent the rest."""
         return None
 
     def graph_state(self) -> int | None:

@@ -31,6 +31,7 @@ from sparsekv.runtime.selection.interface import (
     Queries,
     Selection,
     Selector,
+    SelectorReport,
     single_rows,
 )
 from sparsekv.runtime.selection.token_choice import token_logits
@@ -221,6 +222,10 @@ class TableSelector(Selector):
         """D-sized rows of a search that reads `lists` [Hk, Q or 1] lists: all centroids, and each list once."""
         centroids = self.tables.centroids[0].numel() * CENTROID_BYTES
         return (lists * self.tables.tokens.shape[-1] * ENTRY_BYTES + centroids) / self.row_bytes
+
+    @property
+    def report(self) -> SelectorReport:
+        return SelectorReport(covered=self.covered)
 
     def covered(self, queries: Queries) -> torch.Tensor:
         """The tokens in the posting lists of a query's nearest centroids, over its group."""

@@ -1,14 +1,13 @@
 """Selectors around another selector: centroids for all tokens that it does not select, and one selection for several
 queries."""
 
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
 
-from sparsekv.runtime.selection.capabilities import Covers, HoldsSelections, ObservesQuestion
+from sparsekv.runtime.selection.capabilities import HoldsSelections, ObservesQuestion
 from sparsekv.runtime.selection.interface import (
     Budget,
     CentroidSegment,
@@ -19,6 +18,7 @@ from sparsekv.runtime.selection.interface import (
     RowSet,
     Selection,
     Selector,
+    SelectorReport,
 )
 
 
@@ -154,15 +154,15 @@ class ResidualSelector(Selector):
         if isinstance(self.inner, HoldsSelections):
             self.inner.forget_selections()
 
-    def covered(self, queries: Queries) -> torch.Tensor | None:
-        return self.inner.covered(queries) if isinstance(self.inner, Covers) else None
+    @property
+    def report(self) -> SelectorReport:
+        """The clusters number the centroids; coverage is the inner selector's."""
+        inner = self.inner.report
+        return SelectorReport(None if inner is None else inner.covered, lambda rest: self.clusters.labels)
 
     def __copy__(self) -> "ResidualSelector":
         """One whose inner selector observes another question."""
         return ResidualSelector(copy(self.inner), self.clusters)
-
-    def centroid_of(self, rest: Sequence[CentroidSegment]) -> torch.Tensor:
-        return self.clusters.labels
 
     def rest_of(self, chosen: torch.Tensor) -> Residual:
         left = self.clusters.left(self.labels[:, None], chosen[:, None])

@@ -40,6 +40,7 @@ from sparsekv.runtime.selection.interface import (
     RowSet,
     Selection,
     Selector,
+    SelectorReport,
 )
 
 OPENED = 4.0  # times the budget's share; measured: scoring half of the clusters finds hardly more attention mass
@@ -180,8 +181,9 @@ class ClusterSelector(Selector):
             Residual(lambda: self._centroids.remainders(scored, lengths), attended=self.replace),
         )
 
-    def centroid_of(self, rest: Sequence[CentroidSegment]) -> torch.Tensor:
-        return self._centroids.of_tokens(rest)
+    @property
+    def report(self) -> SelectorReport:
+        return SelectorReport(centroid_of=self._centroids.of_tokens)
 
     def chooses_together(self, budget: Budget) -> bool:
         """Only flat selections."""
