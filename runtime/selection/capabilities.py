@@ -74,22 +74,3 @@ class CentroidsIn8Bits(Protocol):
     @property
     def rows_in_8_bits(self) -> int:
         """How many keys and values of each head's centroids a step reads so."""
-
-
-@runtime_checkable
-class ObservesQuestion(Protocol):
-    """Uses a question's queries for its selections in the answer that follows."""
-
-    def observe(self, queries: Queries) -> None:
-        """Record a question's queries when another method selects for the question itself."""
-
-    def forget_question(self) -> None:
-        """Discard what was recorded."""
-
-
-@runtime_checkable
-class HoldsSelections(Protocol):
-    """Uses a step's selection in the steps after it, within one answer."""
-
-    def forget_selections(self) -> None:
-        """Discard them: another question comes."""

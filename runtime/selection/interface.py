@@ -292,6 +292,20 @@ class MiddleContext:
 
 
 @dataclass(frozen=True)
+class ConversationState:
+    """State that a question and its answer leave in a selector. Sequences decoded together need a copy of it each.
+
+    Args:
+        forget: discards the state, before another question and when the cache is rewound.
+        observe: records a question's queries for the answer that follows, when another method selects for the question
+            itself. None: only steps of an answer leave a state.
+    """
+
+    forget: Callable[[], None]
+    observe: Callable[[Queries], None] | None = None
+
+
+@dataclass(frozen=True)
 class Appended:
     """The new order [Hk, T] of the rows passed to `append`, as indices into them, and `index_rows`, the D-sized rows
     of each head that were read to compute it."""
@@ -346,6 +360,11 @@ class Selector(ABC):
     @abstractmethod
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """Choose rows of the middle for queries, within a budget."""
+
+    @property
+    def conversation(self) -> ConversationState | None:
+        """State of the current question; None: a selection depends on its own queries alone."""
+        return None
 
     @property
     def append(self) -> Appending | None:

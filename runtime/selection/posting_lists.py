@@ -26,6 +26,7 @@ from sparsekv.runtime.selection.interface import (
     Appended,
     Appending,
     Budget,
+    ConversationState,
     Cost,
     MiddleContext,
     Queries,
@@ -132,6 +133,11 @@ class TableSelector(Selector):
         # The layout by token is fixed and gives each part one list: with appending or backoff it cannot be used.
         reached = self.tables.tokens.is_cuda and backoff is None and not append_size and middle >= FEWEST_KEYS
         self.by_token = ListSearch(self.tables, scoring, self.weights, self.facts) if reached else None
+
+    @property
+    def conversation(self) -> ConversationState | None:
+        """Selections of a schedule, which the steps after a search reuse."""
+        return None if self.step == 1 else ConversationState(self.held.clear)
 
     @property
     def append(self) -> Appending | None:
@@ -280,9 +286,6 @@ class TableSelector(Selector):
             tokens=torch.cat([tables.tokens, positions + tables.first_token], 2),
             scores=torch.cat([tables.scores, scores], 2),
         )
-
-    def forget_selections(self) -> None:
-        self.held.clear()
 
     def remove_appended(self) -> torch.Tensor | None:
         """Restore the stored tables."""

@@ -7,10 +7,10 @@ from itertools import chain
 
 import torch
 
-from sparsekv.runtime.selection.capabilities import HoldsSelections, ObservesQuestion
 from sparsekv.runtime.selection.interface import (
     Budget,
     CentroidSegment,
+    ConversationState,
     Cost,
     Queries,
     Residual,
@@ -130,8 +130,8 @@ def residual_clusters(tensors: dict[str, torch.Tensor]) -> ResidualClusters:
 class ResidualSelector(Selector):
     """Another selector's choice, plus centroids: each cluster represents those of its tokens that were not chosen.
 
-    It forwards graph state, question observation, what is to be forgotten, and coverage. It cannot append, because new
-    tokens are in no cluster, and has no fused kernel.
+    Graph state, conversation and coverage are the inner selector's. It cannot append, because new tokens are in no
+    cluster, and it has no kernels, because those of the inner selector attend to no centroids of these clusters.
     """
 
     def __init__(self, inner: Selector, clusters: ResidualClusters):
@@ -142,17 +142,9 @@ class ResidualSelector(Selector):
     def graph_state(self) -> int | None:
         return self.inner.graph_state()
 
-    def observe(self, queries: Queries) -> None:
-        if isinstance(self.inner, ObservesQuestion):
-            self.inner.observe(queries)
-
-    def forget_question(self) -> None:
-        if isinstance(self.inner, ObservesQuestion):
-            self.inner.forget_question()
-
-    def forget_selections(self) -> None:
-        if isinstance(self.inner, HoldsSelections):
-            self.inner.forget_selections()
+    @property
+    def conversation(self) -> ConversationState | None:
+        return self.inner.conversation
 
     @property
     def report(self) -> SelectorReport:
@@ -161,7 +153,7 @@ class ResidualSelector(Selector):
         return SelectorReport(None if inner is None else inner.covered, lambda rest: self.clusters.labels)
 
     def __copy__(self) -> "ResidualSelector":
-        """One whose inner selector observes another question."""
+        """One whose inner selector has a conversation of its own."""
         return ResidualSelector(copy(self.inner), self.clusters)
 
     def rest_of(self, chosen: torch.Tensor) -> Residual:

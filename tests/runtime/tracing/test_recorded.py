@@ -16,7 +16,6 @@ from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.reporting.recall import MeasuredSetting, SharedStates, measure_layer
-from sparsekv.runtime.selection.capabilities import ObservesQuestion
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.tracing.recorder import MEASURES, last_query, own_shares
@@ -137,7 +136,7 @@ def test_measures_are_a_reports_of_the_same_queries_to_the_last_digit(
     question = question_ids(full_index, QUESTION)
     for form in forms:
         steps = answered(full_index, form, tokens=2).steps
-        if isinstance(steps[0][0].selector, ObservesQuestion):
+        if steps[0][0].selector.conversation is not None:
             continue  # a report's selector has observed no question
         _, trace = TracedIndex(full_index, DecodeConfig(form, SOME)).trace(question, 2, truth=True)
         states: SharedStates = {}
