@@ -17,7 +17,6 @@ from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.kv_store import Pair
 from sparsekv.runtime.cache.packed_cache import PackedLayer, PackedStep, Piece, StepTokens
 from sparsekv.runtime.cache.stored_layer import DynamicSlot, MissedShares, StoredLayer
-from sparsekv.runtime.selection.capabilities import ChoosesForEach, ChoosesTogether
 from sparsekv.runtime.selection.interface import Queries, Selection, Selector, single_rows
 from sparsekv.runtime.selection.wrappers import unite
 
@@ -131,7 +130,7 @@ class PackedSparse(PackedLayer):
     def __init__(self, layer: SparseLayer, slots: int):
         super().__init__(layer, slots)
         self.plan, self.exact, self.tokens = layer.plan, layer.exact, layer.split.tokens
-        self.conversation = layer.conversation
+        self.kernels, self.conversation = layer.plan.selector.kernels, layer.conversation
         self.asked: dict[int, Selector] = {}
         """By slot: a copy of the selector with the state of its question."""
         self.unasked = layer.plan.selector
@@ -201,8 +200,8 @@ class PackedSparse(PackedLayer):
     def _select_for_each(self, queries: Queries, step: PackedStep) -> Selection:
         """The union of the queries' own selections, by the selector's kernels or else in torch."""
         selector, middle = self.plan.selector, self.plan.middle.used
-        if isinstance(selector, ChoosesForEach):
-            chosen = selector.choose_for_each(queries, self.plan.budget, self.plan.read.by_kernels)
+        if self.kernels is not None and self.kernels.choose_for_each is not None:
+            chosen = self.kernels.choose_for_each(queries, self.plan.budget, self.plan.read.by_kernels)
             if chosen is not None:
                 return chosen
         return unite(self._select(queries, step), selector, middle, middle)
@@ -232,12 +231,13 @@ class PackedInPlace(PackedSparse):
 
     def _together(self, call: AttentionCall, tokens: StepTokens, step: PackedStep, *, answers: bool) -> torch.Tensor:
         """Attention [Hq, T, D] of some of a step's tokens, some of which may be those of `answers`."""
-        plan, selector, rows = self.plan, self.plan.selector, self.plan.middle.in_place()
-        assert isinstance(selector, ChoosesTogether)
+        plan, kernels, rows = self.plan, self.kernels, self.plan.middle.in_place()
+        assert kernels is not None
+        assert kernels.choose_together is not None
         assert rows is not None
         grouped, how = call.query.unflatten(0, (len(self.exact[0]), -1)), _how(call, len(self.exact[0]))
         own, counter = self.own.seen_by(tokens, step.longest), plan.read.by_kernels if answers else None
-        chosen = selector.choose_together(
+        chosen = kernels.choose_together(
             self._queries(grouped, own, how), tokens.ends, tokens.asks, plan.budget, counter
         )
         if answers:
@@ -250,10 +250,10 @@ class PackedInPlace(PackedSparse):
 def packed_layer(layer: StoredLayer, slots: int) -> PackedLayer:
     """A layer of several sequences over what another has stored."""
     if isinstance(layer, SparseLayer):
-        plan, selector = layer.plan, layer.plan.selector
+        plan, kernels = layer.plan, layer.plan.selector.kernels
         together = plan.own_prefill or (plan.prefills_densely and layer.conversation is None)
         in_place = layer.exact[0].is_cuda and plan.middle.reachable and together
-        if in_place and isinstance(selector, ChoosesTogether) and selector.chooses_together(plan.budget):
+        if in_place and kernels is not None and kernels.chooses_together(plan.budget):
             return PackedInPlace(layer, slots)
         return PackedSparse(layer, slots)
     assert isinstance(layer, DenseLayer)

@@ -31,7 +31,6 @@ from sparsekv.runtime.benchmark.sources import LayerIndexer, Source, asked, laye
 from sparsekv.runtime.cache.buffers import Step
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.prepare import prepare_layer
-from sparsekv.runtime.selection.capabilities import CentroidsIn8Bits
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, MiddleContext
 from sparsekv.runtime.selection.registry import DENSE, configure
 
@@ -248,7 +247,7 @@ class Bench:
             chosen, dense = layer.plan.read.total(), layer.plan.read.dense
             timing = self._timed(f"{named} at {budget}", step, cycle)
             # What several questions choose together is not their budget, and is not told apart from an index's rows.
-            of_centroids = selector.rows_in_8_bits if isinstance(selector, CentroidsIn8Bits) else 0
+            of_centroids = 0 if selector.kernels is None else selector.kernels.rows_in_8_bits
             in_8_bits = 2.0 * budget.tokens(data.split.middle) + of_centroids if data.questions == 1 else 0.0
             read = (chosen / cycle + exact_rows) * data.row_bytes() - data.saved(in_8_bits)
             layer.rewind()

@@ -32,6 +32,7 @@ from sparsekv.runtime.selection.interface import (
     RowSet,
     Selection,
     Selector,
+    SelectorKernels,
     SelectorReport,
     single_rows,
 )
@@ -168,6 +169,10 @@ class CodesSelector(Selector):
             exact = probability(token_logits(query, self.keys, best, self.facts), total, joint=queries.joint)
             best = best.gather(-1, best_tokens(exact, tokens))
         return self._selection(best, lambda: logits, scanned, candidates - tokens)
+
+    @property
+    def kernels(self) -> SelectorKernels:
+        return SelectorKernels(self.attend_fused, choose_for_each=self.choose_for_each)
 
     def choose_for_each(self, queries: Queries, budget: Budget, counter: torch.Tensor) -> Selection | None:
         """Where the codes of all keys are read, and no key is looked at again."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.schema import LayerFacts, MethodRecord
 from sparsekv.kernels.attention.types import ScoredCentroids
 from sparsekv.kernels.common.eight_bits import Int8Kernel
@@ -291,6 +292,40 @@ class MiddleContext:
         return self.load_keys()
 
 
+AttendStep = Callable[[torch.Tensor, Pair, Pair, Budget, torch.Tensor | None], tuple[torch.Tensor, float] | None]
+ChooseForEach = Callable[[Queries, Budget, torch.Tensor], Selection | None]
+ChooseTogether = Callable[[Queries, torch.Tensor, torch.Tensor, Budget, torch.Tensor | None], Selection]
+
+
+@dataclass(frozen=True)
+class SelectorKernels:
+    """Kernels that do more than select for one query; None: there is none.
+
+    `attend` runs on a CPU, the others on a GPU, where they sync with nothing and add the number of rows chosen to a
+    counter [Hk] int64, if they are given one.
+
+    Args:
+        attend: selects and attends for one query [Hk, G, D]. Takes the query, the middle's keys and values [Hk, M, D]
+            in layout order, exact keys and values [Hk, E, D], the budget, and sink logits [Hk, G] or None. Returns
+            attention [Hk, G, D] to the rows that `select` would choose, to centroids if they replace the rest, and to
+            exact rows; and how many D-sized rows of the middle and the index were read for each head. None where no
+            kernel does all of it.
+        choose_for_each: one selection of all rows that at least one of the queries chooses for itself; None where no
+            kernel does it.
+        choose_together: one selection of all rows that at least one of several sequences chooses. Takes queries
+            [Hk, G, T, D], the tokens of one sequence after another; after which token each ends, [B] int32; whether its
+            tokens are a question's, which share a choice, or one of an answer, [B] bool; budget and counter.
+        chooses_together: whether `choose_together` covers a budget.
+        rows_in_8_bits: how many keys and values of each head's centroids a step reads in int8.
+    """
+
+    attend: AttendStep
+    choose_for_each: ChooseForEach | None = None
+    choose_together: ChooseTogether | None = None
+    chooses_together: Callable[[Budget], bool] = lambda budget: False
+    rows_in_8_bits: int = 0
+
+
 @dataclass(frozen=True)
 class ConversationState:
     """State that a question and its answer leave in a selector. Sequences decoded together need a copy of it each.
@@ -349,7 +384,11 @@ class SelectorReport:
 
 
 class Selector(ABC):
-    """One method prepared for one layer: selects rows. Optional abilities are the protocols of `capabilities`."""
+    """One method prepared for one layer: selects rows.
+
+    What only some selectors have is in four parts: `kernels`, `conversation`, `append` and `report`. A part is made
+    when it is read and not kept in the selector, because a shallow copy of the selector must have parts of its own.
+    """
 
     layout: torch.Tensor | None = None
     """[Hk, M] int64: the middle position of each stored row, ordered to make runs contiguous; None: by position."""
@@ -360,6 +399,11 @@ class Selector(ABC):
     @abstractmethod
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """Choose rows of the middle for queries, within a budget."""
+
+    @property
+    def kernels(self) -> SelectorKernels | None:
+        """Kernels that also attend, or choose for several sequences; None: `select` is all there is."""
+        return None
 
     @property
     def conversation(self) -> ConversationState | None:

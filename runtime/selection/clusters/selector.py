@@ -40,6 +40,7 @@ from sparsekv.runtime.selection.interface import (
     RowSet,
     Selection,
     Selector,
+    SelectorKernels,
     SelectorReport,
 )
 
@@ -130,8 +131,13 @@ class ClusterSelector(Selector):
         self.fused = StepClusters(self.steps.counted, self.starts, values, facts.softmax_scale, facts.softcap)
 
     @property
-    def rows_in_8_bits(self) -> int:
-        return 0 if self.steps.in_8_bits is None else self.starts.shape[1] * self._rows_of_a_cluster()
+    def kernels(self) -> SelectorKernels:
+        return SelectorKernels(
+            self.attend_fused,
+            choose_together=self.choose_together,
+            chooses_together=self.chooses_together,
+            rows_in_8_bits=0 if self.steps.in_8_bits is None else self.starts.shape[1] * self._rows_of_a_cluster(),
+        )
 
     def _below(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Children and first child of each coarse cluster, for kernels that go down two levels.
