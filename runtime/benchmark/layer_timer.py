@@ -60,8 +60,7 @@ class SettingTimes:
         step = layer_step(
             self.data, sparse_layer(self.data, middle, prepared.selector, DecodeConfig(form, Budget(share)))
         )
-        # A method that searches only every `step` steps is timed over that many.
-        return self.clock.time(step, int(getattr(form.method, "step", 1))).median
+        return self.clock.time(step, form.method.cycle()).median
 
 
 CUDA_BACKENDS = {
@@ -234,8 +233,7 @@ class Bench:
         data = self.data
         selector = form.method.prepare(context)
         rows = lay_out(data, selector)
-        # A method that searches only every `step` steps is timed over that many.
-        cycle = int(getattr(form.method, "step", 1))
+        cycle = form.method.cycle()
         exact_rows = 2.0 * data.keys.shape[0] * (data.split.tokens - data.split.middle)
         for budget in budgets:
             layer = sparse_layer(data, rows, selector, DecodeConfig(form, budget))

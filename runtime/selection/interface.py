@@ -469,6 +469,10 @@ class Method(ABC):
         the weights of a query's sample, or by the mean of what one query left."""
         return not self.replaces()
 
+    def cycle(self) -> int:
+        """Decode steps from one search to the next; the others reuse its selection."""
+        return 1
+
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
         """The forms that a recall report compares, by name, the default first.
