@@ -130,12 +130,14 @@ def residual_clusters(tensors: dict[str, torch.Tensor]) -> ResidualClusters:
 class ResidualSelector(Selector):
     """Another selector's choice, plus centroids: each cluster represents those of its tokens that were not chosen.
 
-    Graph state, conversation and coverage are the inner selector's. It cannot append, because new tokens are in no
-    cluster, and it has no kernels, because those of the inner selector attend to no centroids of these clusters.
+    Graph state, conversation, coverage and pieces of questions are the inner selector's. It cannot append, because new
+    tokens are in no cluster. It has no kernels, because those of the inner selector attend to no centroids of these
+    clusters.
     """
 
     def __init__(self, inner: Selector, clusters: ResidualClusters):
-        self.inner, self.clusters, self.layout = inner, clusters, inner.layout
+        self.inner, self.clusters = inner, clusters
+        self.layout, self.question_piece = inner.layout, inner.question_piece
         labels = clusters.labels
         self.labels = labels if self.layout is None else labels.gather(1, self.layout)
 

@@ -82,6 +82,7 @@ def test_a_residual_has_what_its_inner_selector_has(full_index: OpenIndex) -> No
         outer = _with_residual(full_index, inner)
         assert outer.conversation == inner.conversation, title
         assert outer.graph_state() == inner.graph_state(), title
+        assert outer.question_piece == inner.question_piece, title
         assert (outer.kernels, outer.append) == (None, None), title
         assert outer.report.covered == (inner.report and inner.report.covered), title
         assert outer.report.centroid_of is not None
