@@ -16,7 +16,6 @@ from sparsekv.runtime.attention.config import QUESTION_BUDGET, DecodeConfig, Den
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
 from sparsekv.runtime.decoding.choose_config import attention_of, choose_config, refuse_beside_dense
 from sparsekv.runtime.decoding.compiled import WORTH_IT
-from sparsekv.runtime.selection.capabilities import ChoosesForAllHeads
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import DENSE, methods
 
@@ -48,17 +47,12 @@ T = TypeVar("T")
 def refuse_merged_heads(config: DecodeConfig) -> None:
     """Raise UsageError if a method, of the answer or of the question, chooses once for the heads of all ranks."""
     for part in (config.attention, config.question):
-        if not isinstance(part, Dense | Own) and _merges_heads(part.method):
-            others = sorted(other for other, one in methods().items() if not _merges_heads(one))
+        if not isinstance(part, Dense | Own) and part.method.merges_heads:
+            others = sorted(name for name, method in methods().items() if not method.merges_heads)
             raise UsageError(
                 f"{part.name} chooses once for all heads, and each rank has some of them; use one process, or one of "
                 f"{', '.join(others)}"
             )
-
-
-def _merges_heads(method: object) -> bool:
-    """Of a method, or of its class."""
-    return isinstance(method, ChoosesForAllHeads)
 
 
 def one_at_a_time(batch_size: str, batch_file: str | None) -> str:

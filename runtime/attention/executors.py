@@ -16,7 +16,6 @@ from sparsekv.kernels.posting_lists.types import ExactKeys
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.attention.step import Step, everything, in_place_runs
 from sparsekv.runtime.cache.kv_store import MiddleRows, Pair, PlacedRows
-from sparsekv.runtime.selection.capabilities import FusedAttention
 from sparsekv.runtime.selection.interface import (
     Budget,
     CentroidSegment,
@@ -216,13 +215,13 @@ class FusedExecutor(Executor):
     """Attends for one query on a CPU: in one kernel that also selects, or else to gathered rows in few operations."""
 
     def __init__(self, selector: Selector, middle: MiddleRows, gather: GatherExecutor):
-        self.selector, self.middle, self.gather = selector, middle, gather
-        self.fused = selector if isinstance(selector, FusedAttention) else None
+        self.middle, self.gather, kernels = middle, gather, selector.kernels
+        self.fused = None if kernels is None else kernels.attend
 
     def attend(self, step: Step, budget: Budget) -> LayerOutput:
         query, exact = step.query.squeeze(2), (step.keys, step.values)
         if self.fused is not None and (rows := self.middle.in_place()) is not None and rows.scales is None:
-            done = self.fused.attend_fused(query, (rows.keys, rows.values), exact, budget, step.how[2])
+            done = self.fused(query, (rows.keys, rows.values), exact, budget, step.how[2])
             if done is not None:
                 return LayerOutput(done[0].unsqueeze(2), done[1])
         fetched = self.gather.find(step.queries, budget)

@@ -29,8 +29,7 @@ from sparsekv.runtime.attention.policies import (
 from sparsekv.runtime.cache.buffers import ReadRows
 from sparsekv.runtime.cache.kv_store import MiddleRows, Pair
 from sparsekv.runtime.cache.stored_layer import StoredLayer
-from sparsekv.runtime.selection.capabilities import Appendable, GraphState, SharesByToken
-from sparsekv.runtime.selection.interface import Budget, Selector
+from sparsekv.runtime.selection.interface import Appending, Budget, Selector
 
 
 class Appender:
@@ -40,26 +39,26 @@ class Appender:
 
     Args:
         sinks: how many of the first exact rows are sinks, which never move.
-        device: the selector's.
+        device: the index's.
         prefetcher: its pending search is discarded at each append, because the index changes.
     """
 
     def __init__(
         self,
-        selector: Appendable,
+        index: Appending,
         middle: MiddleRows,
         sinks: int,
         read: ReadRows,
         device: torch.device,
         prefetcher: Prefetcher | None,
     ):
-        self.selector, self.middle, self.sinks, self.read = selector, middle, sinks, read
+        self.index, self.middle, self.sinks, self.read = index, middle, sinks, read
         self.device, self.prefetcher = device, prefetcher
         self.torn = False
 
     def append_due(self, layer: StoredLayer) -> None:
-        """Append the oldest rows after the sinks, `append_size` at a time, until fewer than twice as many are left."""
-        size, start = self.selector.append_size, self.sinks
+        """Append the oldest rows after the sinks, `size` at a time, until fewer than twice as many are left."""
+        size, start = self.index.size, self.sinks
         if layer.used - start < 2 * size:
             return
         self.torn = True
@@ -75,9 +74,9 @@ class Appender:
     def _append(self, new: Pair) -> None:
         if self.prefetcher is not None:
             self.prefetcher.forget()
-        start = self.selector.open_row
+        start = self.index.open_row()
         keys, values = (torch.cat(pair, 1) for pair in zip(self.middle.from_row(start), new, strict=True))
-        appended = self.selector.append(keys.to(self.device), values.to(self.device))
+        appended = self.index.append(keys.to(self.device), values.to(self.device))
         self.middle.rewrite(start, new, appended.order)
         self.read.known += len(keys) * (appended.index_rows + 2 * keys.shape[1])
 
@@ -95,9 +94,9 @@ class Appender:
                 "asker"
             )
         self.torn = True
-        order = self.selector.remove_appended()
+        order = self.index.remove()
         if order is not None:
-            self.middle.rewrite(self.selector.open_row, None, order)
+            self.middle.rewrite(self.index.open_row(), None, order)
             layer.stored = tokens
             for rows, first in zip(layer.exact_rows(), exact, strict=True):
                 rows.copy_(first)
@@ -154,7 +153,6 @@ class LayerPlan:
     meter: MissedMeter | None
     own_prefill: bool
     steps_alike: bool
-    graph: GraphState | None
 
     @property
     def prefills_densely(self) -> bool:
@@ -165,13 +163,11 @@ class LayerPlan:
     def shareable(self) -> bool:
         """Whether several sequences can share a step's choice: steps are alike, and keep nothing of a sequence."""
         alone = self.appender is not None or self.prefetcher is not None or self.meter is not None
-        return not alone and (self.graph is None or self.graph.graph_state() is not None)
+        return not alone and self.selector.graph_state() is not None
 
     def graph_state(self) -> int | None:
         """A number that changes when a captured step must be captured again; None: steps cannot be replayed."""
-        if not self.steps_alike:
-            return None
-        return 0 if self.graph is None else self.graph.graph_state()
+        return self.selector.graph_state() if self.steps_alike else None
 
 
 def plan_layer(layer: LayerParts, config: DecodeConfig) -> LayerPlan:
@@ -183,8 +179,8 @@ def plan_layer(layer: LayerParts, config: DecodeConfig) -> LayerPlan:
     gather = make(selector, middle, layer.search_device, layer.mapped, fetch_rest=meter is not None)
     prefetcher = Prefetcher(lambda queries: gather.find(queries, budget)) if config.ahead else None
     appender = None
-    if isinstance(selector, Appendable) and selector.append_size:
-        appender = Appender(selector, middle, layer.sinks, read, layer.search_device, prefetcher)
+    if (index := selector.append) is not None:
+        appender = Appender(index, middle, layer.sinks, read, layer.search_device, prefetcher)
     measured = None if meter is None else Metered(gather, prefetcher, budget, layer.facts, meter, middle, read)
     # All that a step does is to select and to attend: nothing is measured, prefetched or passed to a maker's executor.
     plain = measured is None and prefetcher is None and layer.gather_maker is None
@@ -215,7 +211,6 @@ def plan_layer(layer: LayerParts, config: DecodeConfig) -> LayerPlan:
         meter=meter,
         own_prefill=isinstance(config.question, Own),
         steps_alike=plain and middle.reachable and appender is None,
-        graph=selector if isinstance(selector, GraphState) else None,
     )
 
 
@@ -225,6 +220,6 @@ def _prefill(layer: LayerParts, config: DecodeConfig, asking: GatherExecutor, wi
         return DensePrefill(asking, layer.middle, within.read)
     if layer.question is not None:
         return ChunkedPrefill(layer.question, asking, layer.middle, within.read)
-    if isinstance(layer.selector, SharesByToken):
+    if layer.selector.question_piece is not None:
         return PiecewisePrefill(within, layer.selector.question_piece)
     return within

@@ -18,7 +18,6 @@ from sparsekv.runtime.attention.guard import Attempt, Guard, MissedMeter, Outcom
 from sparsekv.runtime.attention.step import Step
 from sparsekv.runtime.cache.buffers import ReadRows
 from sparsekv.runtime.cache.kv_store import MiddleRows
-from sparsekv.runtime.selection.capabilities import ObservesQuestion
 from sparsekv.runtime.selection.interface import Budget, Queries
 
 Search = Callable[[Queries], Fetched]
@@ -248,11 +247,12 @@ class ObservedPrefill(Policy):
     def __init__(self, gather: GatherExecutor, middle: MiddleRows, read: ReadRows):
         super().__init__(middle, read)
         self.gather = gather
-        self.observer = gather.selector if isinstance(gather.selector, ObservesQuestion) else None
+        conversation = gather.selector.conversation
+        self.observe = None if conversation is None else conversation.observe
 
     def attend(self, step: Step) -> torch.Tensor:
-        if self.observer is not None:
-            self.observer.observe(step.queries.to(self.gather.search_device))
+        if self.observe is not None:
+            self.observe(step.queries.to(self.gather.search_device))
         return self.attend_observed(step)
 
     @abstractmethod

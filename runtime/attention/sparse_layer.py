@@ -17,9 +17,8 @@ from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.kv_store import Pair
 from sparsekv.runtime.cache.packed_cache import PackedLayer, PackedStep, Piece, StepTokens
 from sparsekv.runtime.cache.stored_layer import DynamicSlot, MissedShares, StoredLayer
-from sparsekv.runtime.selection.capabilities import ChoosesForEach, ChoosesTogether, HoldsSelections, ObservesQuestion
 from sparsekv.runtime.selection.interface import Queries, Selection, Selector, single_rows
-from sparsekv.runtime.selection.wrappers import ResidualSelector, unite
+from sparsekv.runtime.selection.wrappers import unite
 
 
 class SparseLayer(StoredLayer):
@@ -32,7 +31,7 @@ class SparseLayer(StoredLayer):
     def __init__(self, exact: Pair, split: Split, plan: LayerPlan):
         super().__init__(split.tokens, *exact)
         self.exact, self.split, self.plan = exact, split, plan
-        self.read = plan.read
+        self.read, self.conversation = plan.read, plan.selector.conversation
 
     @property
     def capturable(self) -> bool:  # type: ignore[override]
@@ -44,8 +43,8 @@ class SparseLayer(StoredLayer):
         if decodes and plan.appender is not None:
             plan.appender.append_due(self)
         decode = plan.decode if self.step_row is None else plan.captured
-        if not decodes:
-            self._forget_selections()
+        if not decodes and self.conversation is not None:
+            self.conversation.forget()
         policy = decode if decodes else plan.prefill
         return policy.attend(step_of(self, call)).flatten(0, 1)
 
@@ -79,15 +78,10 @@ class SparseLayer(StoredLayer):
         plan = self.plan
         if plan.prefetcher is not None:
             plan.prefetcher.forget()
-        self._forget_selections()
-        if isinstance(plan.selector, ObservesQuestion):
-            plan.selector.forget_question()
+        if self.conversation is not None:
+            self.conversation.forget()
         if plan.appender is not None:
             plan.appender.remove_appended(self, self.split.tokens, self.exact)
-
-    def _forget_selections(self) -> None:
-        if isinstance(self.plan.selector, HoldsSelections):
-            self.plan.selector.forget_selections()
 
 
 def appends(layers: Iterable[StoredLayer]) -> bool:
@@ -136,9 +130,14 @@ class PackedSparse(PackedLayer):
     def __init__(self, layer: SparseLayer, slots: int):
         super().__init__(layer, slots)
         self.plan, self.exact, self.tokens = layer.plan, layer.exact, layer.split.tokens
+        self.kernels, self.conversation = layer.plan.selector.kernels, layer.conversation
         self.asked: dict[int, Selector] = {}
-        """By slot: the selector that has observed its question."""
-        self.unasked = _unasked(layer.plan.selector)
+        """By slot: a copy of the selector with the state of its question."""
+        self.unasked = layer.plan.selector
+        """The selector before any question; a copy where questions leave a state."""
+        if self.conversation is not None:
+            self.conversation.forget()
+            self.unasked = copy(layer.plan.selector)
         # On a GPU kernels read chosen rows where they lie, and nothing waits for their number.
         self.in_place = layer.exact[0].is_cuda and layer.plan.middle.reachable
 
@@ -161,9 +160,9 @@ class PackedSparse(PackedLayer):
         return shared_attention(grouped, shared, own, *how).flatten(0, 1)
 
     def ask(self, call: AttentionCall, piece: Piece, number: int) -> torch.Tensor:
-        selector, own = self.plan.selector, self.own.of_piece(piece)
-        if isinstance(selector, ObservesQuestion):
-            selector.forget_question()
+        own = self.own.of_piece(piece)
+        if self.conversation is not None:
+            self.conversation.forget()
         keys, values = (torch.cat(pair, 1) for pair in zip(self.exact, own, strict=True))
         step = Step(
             query=call.query.unflatten(0, (len(keys), -1)),
@@ -178,13 +177,13 @@ class PackedSparse(PackedLayer):
             batch=1 + number,
         )
         output = self.plan.prefill.attend(step).flatten(0, 1)
-        if _observes(selector):
-            self.asked[piece.slot] = copy(selector)
+        if self.conversation is not None:
+            self.asked[piece.slot] = copy(self.plan.selector)
         return output
 
     def ask_all(self, call: AttentionCall, step: PackedStep, output: torch.Tensor) -> None:
         plan = self.plan
-        whole = self.in_place and plan.prefills_densely and not _observes(plan.selector)
+        whole = self.in_place and plan.prefills_densely and self.conversation is None
         # Asked for last: elsewhere than on a GPU it may copy them.
         if not whole or (rows := plan.middle.in_place()) is None:
             return super().ask_all(call, step, output)
@@ -201,15 +200,15 @@ class PackedSparse(PackedLayer):
     def _select_for_each(self, queries: Queries, step: PackedStep) -> Selection:
         """The union of the queries' own selections, by the selector's kernels or else in torch."""
         selector, middle = self.plan.selector, self.plan.middle.used
-        if isinstance(selector, ChoosesForEach):
-            chosen = selector.choose_for_each(queries, self.plan.budget, self.plan.read.by_kernels)
+        if self.kernels is not None and self.kernels.choose_for_each is not None:
+            chosen = self.kernels.choose_for_each(queries, self.plan.budget, self.plan.read.by_kernels)
             if chosen is not None:
                 return chosen
         return unite(self._select(queries, step), selector, middle, middle)
 
     def _select(self, queries: Queries, step: PackedStep) -> Selection:
-        """The choice of each query for itself; by selectors that observed its question, where there are any."""
-        if not _observes(self.plan.selector):
+        """The choice of each query for itself; by its slot's copy of the selector, where questions leave a state."""
+        if self.conversation is None:
             return self.plan.selector.select(queries, self.plan.budget)
         slots = step.answering.slots.tolist()
         each = [self.asked.get(slot, self.unasked).select(queries, self.plan.budget) for slot in slots]
@@ -232,12 +231,13 @@ class PackedInPlace(PackedSparse):
 
     def _together(self, call: AttentionCall, tokens: StepTokens, step: PackedStep, *, answers: bool) -> torch.Tensor:
         """Attention [Hq, T, D] of some of a step's tokens, some of which may be those of `answers`."""
-        plan, selector, rows = self.plan, self.plan.selector, self.plan.middle.in_place()
-        assert isinstance(selector, ChoosesTogether)
+        plan, kernels, rows = self.plan, self.kernels, self.plan.middle.in_place()
+        assert kernels is not None
+        assert kernels.choose_together is not None
         assert rows is not None
         grouped, how = call.query.unflatten(0, (len(self.exact[0]), -1)), _how(call, len(self.exact[0]))
         own, counter = self.own.seen_by(tokens, step.longest), plan.read.by_kernels if answers else None
-        chosen = selector.choose_together(
+        chosen = kernels.choose_together(
             self._queries(grouped, own, how), tokens.ends, tokens.asks, plan.budget, counter
         )
         if answers:
@@ -250,10 +250,10 @@ class PackedInPlace(PackedSparse):
 def packed_layer(layer: StoredLayer, slots: int) -> PackedLayer:
     """A layer of several sequences over what another has stored."""
     if isinstance(layer, SparseLayer):
-        plan, selector = layer.plan, layer.plan.selector
-        together = plan.own_prefill or (plan.prefills_densely and not _observes(selector))
+        plan, kernels = layer.plan, layer.plan.selector.kernels
+        together = plan.own_prefill or (plan.prefills_densely and layer.conversation is None)
         in_place = layer.exact[0].is_cuda and plan.middle.reachable and together
-        if in_place and isinstance(selector, ChoosesTogether) and selector.chooses_together(plan.budget):
+        if in_place and kernels is not None and kernels.chooses_together(plan.budget):
             return PackedInPlace(layer, slots)
         return PackedSparse(layer, slots)
     assert isinstance(layer, DenseLayer)
@@ -263,15 +263,3 @@ def packed_layer(layer: StoredLayer, slots: int) -> PackedLayer:
 def _centroids(chosen: Selection) -> list[Centroids]:
     """Centroids that are attended for the rest."""
     return [Centroids(part.keys, part.values, part.log_counts[:, 0]) for part in chosen.attended_segments()]
-
-
-def _observes(selector: Selector) -> bool:
-    """Whether a selector, or the one within a residual's, chooses by the question that it observed."""
-    return isinstance(selector.inner if isinstance(selector, ResidualSelector) else selector, ObservesQuestion)
-
-
-def _unasked(selector: Selector) -> Selector:
-    """A selector as it is before any question; one that observes questions as a copy, which observes none."""
-    if isinstance(selector, ObservesQuestion):
-        selector.forget_question()
-    return copy(selector) if _observes(selector) else selector

@@ -280,7 +280,7 @@ class ModelBench:
         laid_out: dict[int, MiddleRows] = {}
         for budget in budgets:
             layers = self._sparse_layers(DecodeConfig(form, budget), form.method, contexts, laid_out)
-            timed = self._time(layers, int(getattr(form.method, "step", 1)))
+            timed = self._time(layers, form.method.cycle())
             yield self._row(form.name, form.variant, budget, timed, IndexCache(layers).kv_fraction())
 
     def _sparse_layers(

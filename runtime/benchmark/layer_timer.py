@@ -31,10 +31,8 @@ from sparsekv.runtime.benchmark.sources import LayerIndexer, Source, asked, laye
 from sparsekv.runtime.cache.buffers import Step
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.prepare import prepare_layer
-from sparsekv.runtime.selection.capabilities import CentroidsIn8Bits
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, MiddleContext
 from sparsekv.runtime.selection.registry import DENSE, configure
-from sparsekv.runtime.selection.wrappers import can_unite
 
 
 class SettingTimes:
@@ -62,8 +60,7 @@ class SettingTimes:
         step = layer_step(
             self.data, sparse_layer(self.data, middle, prepared.selector, DecodeConfig(form, Budget(share)))
         )
-        # A method that searches only every `step` steps is timed over that many.
-        return self.clock.time(step, int(getattr(form.method, "step", 1))).median
+        return self.clock.time(step, form.method.cycle()).median
 
 
 CUDA_BACKENDS = {
@@ -159,7 +156,7 @@ class RefusedError(SparsekvError):
 
 def refuse_unshared(method: Method, plan: LayerPlan, what: str) -> None:
     """Raise RefusedError where questions cannot share a step of `what`."""
-    if not can_unite(method, plan.selector):
+    if not method.can_unite():
         raise RefusedError(f"{what} leaves what differs from question to question")
     if not plan.shareable:
         raise RefusedError(f"{what} keeps something of one question, which others cannot share")
@@ -236,8 +233,7 @@ class Bench:
         data = self.data
         selector = form.method.prepare(context)
         rows = lay_out(data, selector)
-        # A method that searches only every `step` steps is timed over that many.
-        cycle = int(getattr(form.method, "step", 1))
+        cycle = form.method.cycle()
         exact_rows = 2.0 * data.keys.shape[0] * (data.split.tokens - data.split.middle)
         for budget in budgets:
             layer = sparse_layer(data, rows, selector, DecodeConfig(form, budget))
@@ -249,7 +245,7 @@ class Bench:
             chosen, dense = layer.plan.read.total(), layer.plan.read.dense
             timing = self._timed(f"{named} at {budget}", step, cycle)
             # What several questions choose together is not their budget, and is not told apart from an index's rows.
-            of_centroids = selector.rows_in_8_bits if isinstance(selector, CentroidsIn8Bits) else 0
+            of_centroids = 0 if selector.kernels is None else selector.kernels.rows_in_8_bits
             in_8_bits = 2.0 * budget.tokens(data.split.middle) + of_centroids if data.questions == 1 else 0.0
             read = (chosen / cycle + exact_rows) * data.row_bytes() - data.saved(in_8_bits)
             layer.rewind()

@@ -35,7 +35,6 @@ from sparsekv.runtime.decoding.sampling import warpers
 from sparsekv.runtime.decoding.step import SharedStep
 from sparsekv.runtime.decoding.threads import all_cores, exclusive, free_cores
 from sparsekv.runtime.selection.interface import MethodSpec
-from sparsekv.runtime.selection.wrappers import can_unite
 
 QUESTION_TOKENS = 2048
 """Questions that begin in one step have at most so many tokens together, or else one of them begins alone. With 512 of
@@ -47,7 +46,7 @@ def why_alone(index: OpenIndex, attention: MethodSpec | Dense, cache: IndexCache
     if rope_depends_on_length(index.artifact.manifest.rope.parameters):
         return "this model turns keys by the length of a sequence, and sequences in a step have several lengths"
     plans = [layer.plan for layer in cache.stored_layers if isinstance(layer, SparseLayer)]
-    if isinstance(attention, MethodSpec) and not all(can_unite(attention.method, plan.selector) for plan in plans):
+    if isinstance(attention, MethodSpec) and not attention.method.can_unite():
         return "what stands for the tokens that this method leaves differs from question to question"
     if not all(plan.shareable for plan in plans):
         return (

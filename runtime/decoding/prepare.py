@@ -17,7 +17,6 @@ from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.formats.index.schema import layer_file
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.cache.kv_store import LayerRows, read_centroids
-from sparsekv.runtime.selection.capabilities import Appendable, OwnCentroids
 from sparsekv.runtime.selection.interface import LayerPosition, Method, MethodSpec, MiddleContext, Selector
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.wrappers import ResidualSelector, residual_clusters
@@ -103,9 +102,9 @@ def prepare_layer(
     artifact, stored = rows.artifact, stored_context(rows, name, device, shared)
     with _told_of(name, artifact):
         selector = method.prepare(stored.context)
-    if not residual or method.replaces() or (isinstance(selector, OwnCentroids) and selector.replace_by_own()):
+    if not residual or method.replaces() or selector.replace_by_own():
         return PreparedLayer(selector, stored.context, stored.mapped)
-    if isinstance(selector, Appendable) and selector.append_size:
+    if selector.append is not None:
         raise UsageError(
             f"--residual: {name} takes generated tokens in, and no cluster holds these; leave out --residual, or let "
             "them stay exact"

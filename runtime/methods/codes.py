@@ -4,7 +4,7 @@ The clusters' centroids, with fitted masses and values, stand for all tokens tha
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Self
@@ -32,6 +32,8 @@ from sparsekv.runtime.selection.interface import (
     RowSet,
     Selection,
     Selector,
+    SelectorKernels,
+    SelectorReport,
     single_rows,
 )
 from sparsekv.runtime.selection.registry import methods
@@ -69,6 +71,10 @@ class Codes(Method):
 
     def replaces(self) -> bool:
         return self.replace
+
+    def can_unite(self) -> bool:
+        """True: the clusters represent whatever several queries leave."""
+        return True
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
@@ -164,6 +170,10 @@ class CodesSelector(Selector):
             best = best.gather(-1, best_tokens(exact, tokens))
         return self._selection(best, lambda: logits, scanned, candidates - tokens)
 
+    @property
+    def kernels(self) -> SelectorKernels:
+        return SelectorKernels(self.attend_fused, choose_for_each=self.choose_for_each)
+
     def choose_for_each(self, queries: Queries, budget: Budget, counter: torch.Tensor) -> Selection | None:
         """Where the codes of all keys are read, and no key is looked at again."""
         tokens = budget.tokens(self.middle)
@@ -250,8 +260,9 @@ class CodesSelector(Selector):
         rows, _ = expand_runs(of_each[0], fill_budget(of_each[1], wanted), wanted)
         return self.order[:, None].expand(-1, rows.shape[1], -1).gather(-1, rows)
 
-    def centroid_of(self, rest: Sequence[CentroidSegment]) -> torch.Tensor:
-        return self.clusters.labels
+    @property
+    def report(self) -> SelectorReport:
+        return SelectorReport(centroid_of=lambda rest: self.clusters.labels)
 
     def rest_of(self, chosen: torch.Tensor) -> Residual:
         left = self.clusters.left(self.clusters.labels[:, None], chosen[:, None])

@@ -98,6 +98,9 @@ class CSAttention(Method):
             append_size=self.buffer if self.stream else 0,
         )
 
+    def cycle(self) -> int:
+        return self.step
+
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
         """The default with re-ranking; without it, each scoring; and without it, fitted weights."""

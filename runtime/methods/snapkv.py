@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from sparsekv.formats.errors import UsageError, choose_one
 from sparsekv.kernels.scores.logits import attention_logits, softmax_beside
-from sparsekv.runtime.selection.interface import Budget, Method, MiddleContext, Queries, Selection
+from sparsekv.runtime.selection.interface import Budget, ConversationState, Method, MiddleContext, Queries, Selection
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.token_choice import KeptTokens, ranking
 
@@ -72,6 +72,10 @@ class SnapKVSelector(KeptTokens):
         if queries.joint:
             self.observe(queries)
         return super().select(queries, budget)
+
+    @property
+    def conversation(self) -> ConversationState:
+        return ConversationState(self.forget_question, self.observe)
 
     def observe(self, queries: Queries) -> None:
         """Rank by this question's window from now on."""

@@ -10,7 +10,6 @@ share 1 - alpha. With one query head per KV head this is the paper's result, exc
 always attended (sinks, tail, new tokens) as chosen.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -29,6 +28,7 @@ from sparsekv.runtime.selection.interface import (
     Residual,
     Selection,
     Selector,
+    SelectorReport,
 )
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.token_choice import group_probability, token_logits, top_tokens
@@ -99,8 +99,13 @@ class SparQSelector(Selector):
         mean = self._mean_of_rest(logits, queries, chosen.rows.starts)
         return replace(chosen, cost=Cost(read + 2), rest=Residual(lambda: (mean,), attended=True))
 
-    def centroid_of(self, rest: Sequence[CentroidSegment]) -> torch.Tensor:
-        return torch.zeros(self.keys.shape[:2], dtype=torch.int64, device=self.keys.device)
+    @property
+    def report(self) -> SelectorReport | None:
+        """With the mean value, which is centroid 0 of all tokens."""
+        if self.mean_rows is None:
+            return None
+        numbers = torch.zeros(self.keys.shape[:2], dtype=torch.int64, device=self.keys.device)
+        return SelectorReport(centroid_of=lambda rest: numbers)
 
     def _mean_of_rest(self, logits: torch.Tensor, queries: Queries, tokens: torch.Tensor) -> CentroidSegment:
         """Mean key and value, weighted to represent all tokens except the chosen ones, tokens [Hk, Q or 1, K]."""

@@ -14,7 +14,6 @@ from sparsekv.runtime.attention.guard import Attempt, Guard, Outcome, missed_sha
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.reporting.queries import QueryBlock
-from sparsekv.runtime.selection.capabilities import Covers
 from sparsekv.runtime.selection.interface import (
     Budget,
     CentroidSegment,
@@ -24,7 +23,7 @@ from sparsekv.runtime.selection.interface import (
     Selection,
     Selector,
 )
-from sparsekv.runtime.selection.wrappers import can_unite, unite_groups
+from sparsekv.runtime.selection.wrappers import unite_groups
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ def measure_layer(
         shared = states.setdefault((form.name, form.variant), {})
         prepared = prepare_layer(rows, form.name, form.method, device, residual=form.residual, shared=shared)
         selectors[form] = prepared.selector
-    measured = [one for one in measured if one.together == 1 or can_unite(one.form.method, selectors[one.form])]
+    measured = [one for one in measured if one.together == 1 or one.form.method.can_unite()]
     results = {one: Measures() for one in measured}
     for truth in truths(rows, blocks, device, at_least=max((one.together for one in measured), default=1)):
         for one in measured:
@@ -246,10 +245,10 @@ def step_measures(attempt: Attempt, truth: Truth, wanted: int) -> dict[str, torc
 
 def _coverage(selector: Selector, truth: Truth, wanted: int) -> torch.Tensor:
     """[Hk, Q]: the share of the oracle's tokens that the selector scores; NaN where it scores all."""
-    reach = selector.covered(truth.queries) if isinstance(selector, Covers) else None
-    if reach is None:
+    report = selector.report
+    if report is None or report.covered is None:
         return torch.full_like(truth.probability[..., 0], torch.nan)
-    return (reach & truth.oracle(wanted)).sum(-1) / wanted
+    return (report.covered(truth.queries) & truth.oracle(wanted)).sum(-1) / wanted
 
 
 def _attempt(selector: Selector, truth: Truth, budget: Budget, *, outputs: bool, together: int) -> Attempt:

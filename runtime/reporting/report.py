@@ -17,7 +17,6 @@ from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.prepare import stored_context
 from sparsekv.runtime.reporting.queries import MeasuredQueries, checked_rows, seen_block, tail_block
 from sparsekv.runtime.reporting.recall import MeasuredSetting, SharedStates, measure_layer
-from sparsekv.runtime.selection.capabilities import DescribesClusters, DescribesLists
 from sparsekv.runtime.selection.cluster_statistics import Clustering, ListShape
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
 from sparsekv.runtime.selection.registry import methods
@@ -47,8 +46,7 @@ def describe_layers(
         rows = LayerRows(artifact, layer)
         context, middle = stored_context(rows, name, device).context, rows.middle_values(device)
         queries = tail_block(artifact, layer).queries.unflatten(0, (len(middle), -1)).to(device)
-        clusters = method.describe_clusters(context, middle, biggest) if issubclass(method, DescribesClusters) else None
-        lists = method.describe_lists(context, queries) if issubclass(method, DescribesLists) else None
+        clusters, lists = method.describe_clusters(context, middle, biggest), method.describe_lists(context, queries)
         yield LayerDescription(layer, clusters, lists)
 
 

@@ -2,7 +2,7 @@
 budget."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -10,11 +10,13 @@ from typing import Any, ClassVar, Self
 import torch
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.schema import LayerFacts, MethodRecord
 from sparsekv.kernels.attention.types import ScoredCentroids
 from sparsekv.kernels.common.eight_bits import Int8Kernel
 from sparsekv.kernels.common.runs import expand_full_runs, expand_runs
 from sparsekv.kernels.posting_lists.types import ExactKeys
+from sparsekv.runtime.selection.cluster_statistics import Clustering, ListShape
 
 
 @dataclass(frozen=True)
@@ -290,15 +292,148 @@ class MiddleContext:
         return self.load_keys()
 
 
+AttendStep = Callable[[torch.Tensor, Pair, Pair, Budget, torch.Tensor | None], tuple[torch.Tensor, float] | None]
+ChooseForEach = Callable[[Queries, Budget, torch.Tensor], Selection | None]
+ChooseTogether = Callable[[Queries, torch.Tensor, torch.Tensor, Budget, torch.Tensor | None], Selection]
+
+
+@dataclass(frozen=True)
+class SelectorKernels:
+    """Kernels that do more than select for one query; None: there is none.
+
+    `attend` runs on a CPU, the others on a GPU, where they sync with nothing and add the number of rows chosen to a
+    counter [Hk] int64, if they are given one.
+
+    Args:
+        attend: selects and attends for one query [Hk, G, D]. Takes the query, the middle's keys and values [Hk, M, D]
+            in layout order, exact keys and values [Hk, E, D], the budget, and sink logits [Hk, G] or None. Returns
+            attention [Hk, G, D] to the rows that `select` would choose, to centroids if they replace the rest, and to
+            exact rows; and how many D-sized rows of the middle and the index were read for each head. None where no
+            kernel does all of it.
+        choose_for_each: one selection of all rows that at least one of the queries chooses for itself; None where no
+            kernel does it.
+        choose_together: one selection of all rows that at least one of several sequences chooses. Takes queries
+            [Hk, G, T, D], the tokens of one sequence after another; after which token each ends, [B] int32; whether its
+            tokens are a question's, which share a choice, or one of an answer, [B] bool; budget and counter.
+        chooses_together: whether `choose_together` covers a budget.
+        rows_in_8_bits: how many keys and values of each head's centroids a step reads in int8.
+    """
+
+    attend: AttendStep
+    choose_for_each: ChooseForEach | None = None
+    choose_together: ChooseTogether | None = None
+    chooses_together: Callable[[Budget], bool] = lambda budget: False
+    rows_in_8_bits: int = 0
+
+
+@dataclass(frozen=True)
+class ConversationState:
+    """State that a question and its answer leave in a selector. Sequences decoded together need a copy of it each.
+
+    Args:
+        forget: discards the state, before another question and when the cache is rewound.
+        observe: records a question's queries for the answer that follows, when another method selects for the question
+            itself. None: only steps of an answer leave a state.
+    """
+
+    forget: Callable[[], None]
+    observe: Callable[[Queries], None] | None = None
+
+
+@dataclass(frozen=True)
+class Appended:
+    """The new order [Hk, T] of the rows passed to `append`, as indices into them, and `index_rows`, the D-sized rows
+    of each head that were read to compute it."""
+
+    order: torch.Tensor
+    index_rows: float
+
+
+@dataclass(frozen=True)
+class Appending:
+    """Appends the tokens that follow the middle to a layer's index, so that they need not all be attended exactly.
+
+    Args:
+        size: how many tokens are appended at a time.
+        open_row: the first row of the layout that moves when tokens are appended.
+        append: appends tokens; the middle grows by as many. Takes keys and values [Hk, T, D]: the rows from `open_row`
+            on, in layout order, then `size` new ones.
+        remove: restores the stored index. Returns [Hk, T], the stored order of the rows from `open_row` (its restored
+            value) on, as indices into the rows that lay there before the call; None when nothing was appended.
+    """
+
+    size: int
+    open_row: Callable[[], int]
+    append: Callable[[torch.Tensor, torch.Tensor], Appended]
+    remove: Callable[[], torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class SelectorReport:
+    """Facts about a selector's choices that reports and traces show; None: not known of this selector.
+
+    Args:
+        covered: [Hk, Q, M] bool, in order of position: the tokens that have a score when each of these queries selects
+            for itself, such as those in the posting lists read. None: all have.
+        centroid_of: [Hk, M] int64, in order of position: the centroid that represents each token of the middle, counted
+            through the segments of a selection's rest; anything for tokens that were chosen.
+    """
+
+    covered: Callable[[Queries], torch.Tensor] | None = None
+    centroid_of: Callable[[Sequence[CentroidSegment]], torch.Tensor] | None = None
+
+
 class Selector(ABC):
-    """One method prepared for one layer: selects rows. Optional abilities are the protocols of `capabilities`."""
+    """One method prepared for one layer: selects rows.
+
+    What only some selectors have is in four parts: `kernels`, `conversation`, `append` and `report`. A part is made
+    when it is read and not kept in the selector, because a shallow copy of the selector must have parts of its own.
+    """
 
     layout: torch.Tensor | None = None
     """[Hk, M] int64: the middle position of each stored row, ordered to make runs contiguous; None: by position."""
+    question_piece: int | None = None
+    """How many of a question's tokens share a selection at most, within the budget of all of them; None: each prefill
+    step has one selection, within the budget of one token."""
 
     @abstractmethod
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """Choose rows of the middle for queries, within a budget."""
+
+    @property
+    def kernels(self) -> SelectorKernels | None:
+        """Kernels that also attend, or choose for several sequences; None: `select` is all there is."""
+        return None
+
+    @property
+    def conversation(self) -> ConversationState | None:
+        """State of the current question; None: a selection depends on its own queries alone."""
+        return None
+
+    @property
+    def append(self) -> Appending | None:
+        """How new tokens are appended to the index; None: they stay exact."""
+        return None
+
+    @property
+    def report(self) -> SelectorReport | None:
+        """Facts about its choices; None: it scores all tokens, and no centroids represent the rest."""
+        return None
+
+    def graph_state(self) -> int | None:
+        """Whether a captured decode step (a CUDA graph) can be replayed: a number that changes when steps read other
+        tensors, or None where steps launch different kernels."""
+        return 0
+
+    def replace_by_own(self) -> bool:
+        """Represent the tokens that are not chosen by the centroids that selecting scores; False where there are no
+        value centroids."""
+        return False
+
+    def rest_of(self, chosen: torch.Tensor) -> Residual:
+        """Centroids for the tokens that are False in `chosen` [Hk, M], which is in the layout's order. Selectors that
+        replace these tokens have it, if queries can unite."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -316,9 +451,10 @@ class Method(ABC):
     """Whether its index, being big, stays in host memory and is searched there when the rows are kept there too."""
     is_bound: ClassVar[bool] = False
     """Whether it is an upper bound for selections and no usable method: the rows it counts are known in hindsight."""
-
     reads_all_keys: ClassVar[bool] = False
     """Whether a decode step reads every key to choose."""
+    merges_heads: ClassVar[bool] = False
+    """Whether one choice serves all KV heads, so that a process with only some of them cannot make it."""
 
     @abstractmethod
     def prepare(self, context: MiddleContext) -> Selector:
@@ -328,6 +464,15 @@ class Method(ABC):
         """Whether centroids are attended for the tokens that the method does not choose."""
         return False
 
+    def can_unite(self) -> bool:
+        """Whether several queries can share the rows that any of them chooses; not where the rest is represented by
+        the weights of a query's sample, or by the mean of what one query left."""
+        return not self.replaces()
+
+    def cycle(self) -> int:
+        """Decode steps from one search to the next; the others reuse its selection."""
+        return 1
+
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
         """The forms that a recall report compares, by name, the default first.
@@ -336,6 +481,25 @@ class Method(ABC):
             record: the method's record in the manifest; None if the index was built without it.
         """
         return {"": cls()}
+
+    @classmethod
+    def describe_clusters(cls, context: MiddleContext, values: torch.Tensor, biggest: int) -> Clustering | None:
+        """Statistics of one layer's clusters for `inspect`; None: the indexer builds no clusters.
+
+        Args:
+            values: [Hk, M, D] of the middle, in order of position.
+            biggest: how many of the biggest clusters to list.
+        """
+        return None
+
+    @classmethod
+    def describe_lists(cls, context: MiddleContext, queries: torch.Tensor) -> ListShape | None:
+        """Statistics of one layer's posting lists for `inspect`; None: the indexer builds no posting lists.
+
+        Args:
+            queries: [Hk, G, R, D], held out, to measure each subspace's share in the ranking of keys.
+        """
+        return None
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,19 @@ from sparsekv.kernels.posting_lists.posting_lists import (
 from sparsekv.kernels.posting_lists.types import ExactKeys
 from sparsekv.kernels.scores.logits import best_tokens, softcapped, softmax_with_logsumexp
 from sparsekv.runtime.cache.buffers import GrowingRows
-from sparsekv.runtime.selection.capabilities import Appended
-from sparsekv.runtime.selection.interface import Budget, Cost, MiddleContext, Queries, Selection, Selector, single_rows
+from sparsekv.runtime.selection.interface import (
+    Appended,
+    Appending,
+    Budget,
+    ConversationState,
+    Cost,
+    MiddleContext,
+    Queries,
+    Selection,
+    Selector,
+    SelectorReport,
+    single_rows,
+)
 from sparsekv.runtime.selection.token_choice import token_logits
 
 FEWEST_KEYS = 2**14  # with fewer keys launch overhead dominates a step, so the plain posting lists are read instead
@@ -123,6 +134,17 @@ class TableSelector(Selector):
         reached = self.tables.tokens.is_cuda and backoff is None and not append_size and middle >= FEWEST_KEYS
         self.by_token = ListSearch(self.tables, scoring, self.weights, self.facts) if reached else None
 
+    @property
+    def conversation(self) -> ConversationState | None:
+        """Selections of a schedule, which the steps after a search reuse."""
+        return None if self.step == 1 else ConversationState(self.held.clear)
+
+    @property
+    def append(self) -> Appending | None:
+        if not self.append_size:
+            return None
+        return Appending(self.append_size, lambda: self.open_row, self.append_tokens, self.remove_appended)
+
     def graph_state(self) -> int | None:
         """None with a schedule: some steps search, others reuse an earlier selection."""
         return 0 if self.step == 1 else None
@@ -207,6 +229,10 @@ class TableSelector(Selector):
         centroids = self.tables.centroids[0].numel() * CENTROID_BYTES
         return (lists * self.tables.tokens.shape[-1] * ENTRY_BYTES + centroids) / self.row_bytes
 
+    @property
+    def report(self) -> SelectorReport:
+        return SelectorReport(covered=self.covered)
+
     def covered(self, queries: Queries) -> torch.Tensor:
         """The tokens in the posting lists of a query's nearest centroids, over its group."""
         Hk, G, Q, D = queries.query.shape
@@ -218,7 +244,7 @@ class TableSelector(Selector):
         by_group: torch.Tensor = named.unflatten(1, (Q, G)).any(2)
         return by_group
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Appended:
+    def append_tokens(self, keys: torch.Tensor, values: torch.Tensor) -> Appended:
         """Insert new keys into each list where they beat the lowest score, and add lists for the queries since.
 
         Without new lists, queries at new positions match only centroids of older ones: on a real document recall then
@@ -260,9 +286,6 @@ class TableSelector(Selector):
             tokens=torch.cat([tables.tokens, positions + tables.first_token], 2),
             scores=torch.cat([tables.scores, scores], 2),
         )
-
-    def forget_selections(self) -> None:
-        self.held.clear()
 
     def remove_appended(self) -> torch.Tensor | None:
         """Restore the stored tables."""

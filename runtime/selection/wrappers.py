@@ -1,41 +1,25 @@
 """Selectors around another selector: centroids for all tokens that it does not select, and one selection for several
 queries."""
 
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Protocol, runtime_checkable
 
 import torch
 
-from sparsekv.runtime.selection.capabilities import Covers, GraphState, HoldsSelections, ObservesQuestion
 from sparsekv.runtime.selection.interface import (
     Budget,
     CentroidSegment,
+    ConversationState,
     Cost,
-    Method,
     Queries,
     Residual,
     RowIndices,
     RowSet,
     Selection,
     Selector,
+    SelectorReport,
 )
-
-
-@runtime_checkable
-class RepresentsRest(Protocol):
-    """Has centroids for whatever is not chosen."""
-
-    def rest_of(self, chosen: torch.Tensor) -> Residual:
-        """Centroids for the tokens that are False in `chosen` [Hk, M], which is in the layout's order."""
-
-
-def can_unite(method: Method, selector: Selector) -> bool:
-    """Whether queries can share what any of them chooses: not where something else than centroids stands for the rest,
-    such as the weights of a sample or the mean of what one query left."""
-    return isinstance(selector, RepresentsRest) or not method.replaces()
 
 
 def unite(selection: Selection, selector: Selector, middle: int, capacity: int | None = None) -> Selection:
@@ -45,7 +29,7 @@ def unite(selection: Selection, selector: Selector, middle: int, capacity: int |
     reads: an upper bound, because two of them may read the same.
 
     Args:
-        selector: the one that made it; it must be `RepresentsRest` where centroids are attended.
+        selector: the one that made it; its method's queries can unite.
         middle: M.
         capacity: of the rows; None: as many as there are, for which it syncs.
     """
@@ -60,7 +44,6 @@ def unite(selection: Selection, selector: Selector, middle: int, capacity: int |
     if isinstance(read, torch.Tensor):
         read = read.expand(len(chosen), -1).sum(1, keepdim=True)
     if selection.rest is not None and selection.rest.attended:
-        assert isinstance(selector, RepresentsRest)
         rest = selector.rest_of(chosen)
         read = read + rest.index_rows
     return replace(
@@ -147,39 +130,33 @@ def residual_clusters(tensors: dict[str, torch.Tensor]) -> ResidualClusters:
 class ResidualSelector(Selector):
     """Another selector's choice, plus centroids: each cluster represents those of its tokens that were not chosen.
 
-    It forwards graph state, question observation, what is to be forgotten, and coverage. It cannot append, because new
-    tokens are in no cluster, and has no fused kernel.
+    Graph state, conversation, coverage and pieces of questions are the inner selector's. It cannot append, because new
+    tokens are in no cluster. It has no kernels, because those of the inner selector attend to no centroids of these
+    clusters.
     """
 
     def __init__(self, inner: Selector, clusters: ResidualClusters):
-        self.inner, self.clusters, self.layout = inner, clusters, inner.layout
+        self.inner, self.clusters = inner, clusters
+        self.layout, self.question_piece = inner.layout, inner.question_piece
         labels = clusters.labels
         self.labels = labels if self.layout is None else labels.gather(1, self.layout)
 
     def graph_state(self) -> int | None:
-        return self.inner.graph_state() if isinstance(self.inner, GraphState) else 0
+        return self.inner.graph_state()
 
-    def observe(self, queries: Queries) -> None:
-        if isinstance(self.inner, ObservesQuestion):
-            self.inner.observe(queries)
+    @property
+    def conversation(self) -> ConversationState | None:
+        return self.inner.conversation
 
-    def forget_question(self) -> None:
-        if isinstance(self.inner, ObservesQuestion):
-            self.inner.forget_question()
-
-    def forget_selections(self) -> None:
-        if isinstance(self.inner, HoldsSelections):
-            self.inner.forget_selections()
-
-    def covered(self, queries: Queries) -> torch.Tensor | None:
-        return self.inner.covered(queries) if isinstance(self.inner, Covers) else None
+    @property
+    def report(self) -> SelectorReport:
+        """The clusters number the centroids; coverage is the inner selector's."""
+        inner = self.inner.report
+        return SelectorReport(None if inner is None else inner.covered, lambda rest: self.clusters.labels)
 
     def __copy__(self) -> "ResidualSelector":
-        """One whose inner selector observes another question."""
+        """One whose inner selector has a conversation of its own."""
         return ResidualSelector(copy(self.inner), self.clusters)
-
-    def centroid_of(self, rest: Sequence[CentroidSegment]) -> torch.Tensor:
-        return self.clusters.labels
 
     def rest_of(self, chosen: torch.Tensor) -> Residual:
         left = self.clusters.left(self.labels[:, None], chosen[:, None])

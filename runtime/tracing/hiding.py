@@ -9,7 +9,6 @@ from sparsekv.kernels.attention.attention import Segment, attend
 from sparsekv.runtime.attention.executors import Fetched, GatherExecutor, LayerOutput, attend_in_layout
 from sparsekv.runtime.attention.step import Step
 from sparsekv.runtime.reporting.recall import chosen_positions
-from sparsekv.runtime.selection.capabilities import NumbersCentroids
 from sparsekv.runtime.selection.interface import CentroidSegment, Selection, Selector
 
 
@@ -45,11 +44,11 @@ class HidingExecutor(GatherExecutor):
         positions = chosen_positions(selection.rows, self.selector.layout, len(hidden)).to(hidden.device)
         shown = ~torch.cat([hidden, hidden.new_ones(1)])[positions]
         valid = shown if fetched.valid is None else shown & fetched.valid
-        rest = fetched.rest
-        if fetched.rest_attended and isinstance(selector, NumbersCentroids):
+        rest, report = fetched.rest, selector.report
+        if fetched.rest_attended and report is not None and report.centroid_of is not None:
             left = torch.ones(len(positions), len(hidden) + 1, device=hidden.device)
             left = left.scatter_(1, positions[:, -1], 0.0)[:, :-1]
-            rest = _fewer(rest, selector.centroid_of(rest).to(hidden.device), left, hidden)
+            rest = _fewer(rest, report.centroid_of(rest).to(hidden.device), left, hidden)
         return replace(fetched, valid=valid, rest=rest)
 
 

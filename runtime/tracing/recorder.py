@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -14,7 +13,6 @@ from sparsekv.runtime.attention.step import Step
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.reporting.queries import QueryBlock
 from sparsekv.runtime.reporting.recall import attempt_of, chosen_positions, step_measures, truths
-from sparsekv.runtime.selection.capabilities import NumbersCentroids
 from sparsekv.runtime.selection.interface import Selection, Selector
 
 
@@ -61,17 +59,12 @@ def own_shares(one: AttendedStep, middle: int) -> Shares:
     if one.step.how[2] is not None:
         beside, of_rest = beside + of_rest[:, -1], of_rest[:, :-1]
     positions = chosen_positions(one.selection.rows, one.layout, middle)[:, -1].to(weights.device)
-    if not rest or not _numbers_centroids(type(one.selector)):
+    report = one.selector.report
+    if not rest or report is None or report.centroid_of is None:
         return Shares(beside, positions, chosen, weights.new_zeros(1, len(weights), middle), of_rest.sum(1))
-    numbers = cast(NumbersCentroids, one.selector).centroid_of(one.fetched.rest).to(weights.device)
+    numbers = report.centroid_of(one.fetched.rest).to(weights.device)
     left = weights.new_ones(len(weights), middle + 1).scatter_(1, positions, 0.0)[:, :middle]
     return Shares(beside, positions, chosen, spread(of_rest, numbers, left)[None], torch.zeros_like(beside))
-
-
-@cache
-def _numbers_centroids(kind: type[Selector]) -> bool:
-    """Whether selectors of a kind do; asked once, because Python looks through all of a protocol each time."""
-    return issubclass(kind, NumbersCentroids)
 
 
 def dense_shares(own: Shares, dense: torch.Tensor) -> Shares:

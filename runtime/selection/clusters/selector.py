@@ -16,7 +16,6 @@ from sparsekv.kernels.clusters.types import MOST_TOKENS, Tree, child_scores, few
 from sparsekv.kernels.common.eight_bits import Int8Kernel
 from sparsekv.kernels.common.runs import fill_budget
 from sparsekv.kernels.scores.logits import cluster_scores
-from sparsekv.runtime.selection.capabilities import Appended
 from sparsekv.runtime.selection.cluster_statistics import Clustering, describe_clusters
 from sparsekv.runtime.selection.clusters.steps import (
     ClusterSteps,
@@ -28,6 +27,8 @@ from sparsekv.runtime.selection.clusters.steps import (
 )
 from sparsekv.runtime.selection.clusters.stream import BlockClustering, ClusterStream, lookup_tensors
 from sparsekv.runtime.selection.interface import (
+    Appended,
+    Appending,
     Budget,
     CentroidSegment,
     Cost,
@@ -39,6 +40,8 @@ from sparsekv.runtime.selection.interface import (
     RowSet,
     Selection,
     Selector,
+    SelectorKernels,
+    SelectorReport,
 )
 
 OPENED = 4.0  # times the budget's share; measured: scoring half of the clusters finds hardly more attention mass
@@ -75,7 +78,7 @@ class ClusterSelector(Selector):
     ):
         self.facts, self.hierarchical, self.thresholds, self.replace = context.facts, hierarchical, thresholds, replace
         self.stream, self.windowed_rope, self.opened = None, windowed_rope, opened
-        self.append_size = 0 if clustering is None else append_size
+        self.append_size = append_size
         # A stranger's index may lack what kernels would read all the same.
         taken = {"value_centroids": replace or clustering is not None, "lookup_centroids": windowed_rope is not None}
         for name in (f"level0.{part}" for part, is_taken in taken.items() if is_taken):
@@ -128,8 +131,13 @@ class ClusterSelector(Selector):
         self.fused = StepClusters(self.steps.counted, self.starts, values, facts.softmax_scale, facts.softcap)
 
     @property
-    def rows_in_8_bits(self) -> int:
-        return 0 if self.steps.in_8_bits is None else self.starts.shape[1] * self._rows_of_a_cluster()
+    def kernels(self) -> SelectorKernels:
+        return SelectorKernels(
+            self.attend_fused,
+            choose_together=self.choose_together,
+            chooses_together=self.chooses_together,
+            rows_in_8_bits=0 if self.steps.in_8_bits is None else self.starts.shape[1] * self._rows_of_a_cluster(),
+        )
 
     def _below(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Children and first child of each coarse cluster, for kernels that go down two levels.
@@ -140,17 +148,23 @@ class ClusterSelector(Selector):
             return None
         return self.tree.children[0].int(), self.tree.first_child[0].int()
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Appended:
-        assert self.stream is not None
-        appended = self.stream.append(keys, values)
-        self._look_in(self.stream.found())
-        return appended
+    @property
+    def append(self) -> Appending | None:
+        if (stream := self.stream) is None:
+            return None
 
-    def remove_appended(self) -> torch.Tensor | None:
-        order = None if self.stream is None else self.stream.remove_appended()
-        if self.stream is not None and order is not None:
-            self._look_in(self.stream.found())
-        return order
+        def append(keys: torch.Tensor, values: torch.Tensor) -> Appended:
+            appended = stream.append(keys, values)
+            self._look_in(stream.found())
+            return appended
+
+        def remove() -> torch.Tensor | None:
+            order = stream.remove_appended()
+            if order is not None:
+                self._look_in(stream.found())
+            return order
+
+        return Appending(self.append_size, lambda: self.open_row, append, remove)
 
     def replace_by_own(self) -> bool:
         self.replace = bool(self.values)
@@ -173,8 +187,9 @@ class ClusterSelector(Selector):
             Residual(lambda: self._centroids.remainders(scored, lengths), attended=self.replace),
         )
 
-    def centroid_of(self, rest: Sequence[CentroidSegment]) -> torch.Tensor:
-        return self._centroids.of_tokens(rest)
+    @property
+    def report(self) -> SelectorReport:
+        return SelectorReport(centroid_of=self._centroids.of_tokens)
 
     def chooses_together(self, budget: Budget) -> bool:
         """Only flat selections."""
@@ -342,6 +357,10 @@ class ClusterMethod(Method):
             raise UsageError(f"--lookup {self.lookup}: {choose_one(self.lookup, LOOKUPS)}")
         if not self.opened > 0:
             raise UsageError(f"--opened {self.opened:g}: give a number above 0, such as {OPENED:g}")
+
+    def can_unite(self) -> bool:
+        """True: the finest clusters represent whatever several queries leave."""
+        return True
 
     def is_hierarchical(self, context: MiddleContext) -> bool:
         """Whether the lookup is hierarchical; UsageError when it is and the index has only one level."""

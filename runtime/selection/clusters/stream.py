@@ -25,8 +25,8 @@ from sparsekv.kernels.kmeans.hierarchy import (
 )
 from sparsekv.kernels.kmeans.kmeans import random_kmeans, to_space
 from sparsekv.runtime.cache.buffers import GrowingRows, captured
-from sparsekv.runtime.selection.capabilities import Appended
 from sparsekv.runtime.selection.clusters.steps import WindowedRope
+from sparsekv.runtime.selection.interface import Appended
 
 
 @dataclass(frozen=True)

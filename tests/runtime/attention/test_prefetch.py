@@ -17,8 +17,7 @@ from sparsekv.runtime.methods.magicpig import MagicPIG
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.capabilities import Appendable, Appended
-from sparsekv.runtime.selection.interface import Budget, Method, Queries, Selection, Selector
+from sparsekv.runtime.selection.interface import Appended, Appending, Budget, Method, Queries, Selection, Selector
 
 METHODS: dict[str, Method] = {
     "squeezed": Squeezed("hierarchical"),
@@ -72,12 +71,23 @@ class _Late(Selector):
 
     def __init__(self, inner: Selector):
         self.inner, self.layout = inner, inner.layout
-        self.append_size = inner.append_size if isinstance(inner, Appendable) else 0
         self.before: Queries | None = None
 
     @property
-    def open_row(self) -> int:
-        return self.inner.open_row
+    def append(self) -> Appending | None:
+        index = self.inner.append
+        if index is None:
+            return None
+
+        def append(keys: torch.Tensor, values: torch.Tensor) -> Appended:
+            self.before = None
+            return index.append(keys, values)
+
+        def remove() -> torch.Tensor | None:
+            self.before = None
+            return index.remove()
+
+        return replace(index, append=append, remove=remove)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
         if queries.joint:
@@ -87,14 +97,6 @@ class _Late(Selector):
         # Logits that choosing computed are those of another query than is attended with.
         parts = () if chosen.rest is None else tuple(replace(part, scored=None) for part in chosen.rest.segments())
         return replace(chosen, rest=chosen.rest and replace(chosen.rest, segments=lambda: parts))
-
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Appended:
-        self.before = None
-        return self.inner.append(keys, values)
-
-    def remove_appended(self) -> torch.Tensor | None:
-        self.before = None
-        return self.inner.remove_appended() if isinstance(self.inner, Appendable) else None
 
 
 def _decode(layer: SmallLayer, sparse: SparseLayer) -> list[torch.Tensor]:

@@ -36,7 +36,6 @@ from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.methods.sparq import SparQ
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.tidaldecode import TidalDecode
-from sparsekv.runtime.selection.capabilities import ChoosesTogether
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, Queries
 
 QUESTIONS = (
@@ -191,7 +190,8 @@ def test_all_tokens_attend_to_what_any_sequence_chooses(full_index: OpenIndex, m
     cache = full_index.cache(sparse("multipole", method, Budget(0.1)))
     stored = sparse_layers(cache)[0]
     layer, selector = PackedInPlace(stored, 3), stored.plan.selector
-    assert isinstance(selector, ChoosesTogether)
+    choose_together = selector.kernels and selector.kernels.choose_together
+    assert choose_together is not None
     (Hk, _, D), G = stored.exact[0].shape, 4
     step = PackedStep(
         slots=torch.tensor([0, 0, 0, 1, 2, 2]),
@@ -204,7 +204,7 @@ def test_all_tokens_attend_to_what_any_sequence_chooses(full_index: OpenIndex, m
     query, keys, values = normal(0, 6, Hk * G, D).transpose(0, 1), normal(1, Hk, 6, D), normal(2, Hk, 6, D)
     output = layer.attend(AttentionCall(0, query, keys, values, D**-0.5, None, None, None), step)
     queries = Queries(query.unflatten(0, (Hk, G)), step.rows.clone, step.rows.clone, joint=False)
-    chosen = selector.choose_together(queries, step.ends, step.everyone.asks, Budget(0.1), None)
+    chosen = choose_together(queries, step.ends, step.everyone.asks, Budget(0.1), None)
     rows, valid = chosen.rows.expand()
     assert 0 < int(chosen.rows.lengths.sum(-1).min()) < stored.plan.middle.used
     segments = [Segment(*stored.plan.middle.gather(rows[:, 0]), None if valid is None else valid[:, None])]

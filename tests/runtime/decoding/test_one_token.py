@@ -29,7 +29,6 @@ from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.capabilities import ChoosesTogether
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
 
 FEW = Budget(0.05)
@@ -161,11 +160,12 @@ def test_where_questions_choose_together_it_has_a_questions_threshold(full_index
     layer = cache.stored_layers[0]
     assert isinstance(layer, SparseLayer)
     selector, one = layer.plan.selector, torch.tensor([1], dtype=torch.int32)
-    assert isinstance(selector, ChoosesTogether)
+    choose_together = selector.kernels and selector.kernels.choose_together
+    assert choose_together is not None
     query, chosen = normal(0, 2, 2, 1, 16), {}
     for asks in (False, True):
         queries = as_queries(query, joint=asks)
-        together = selector.choose_together(queries, one, torch.tensor([asks]), Budget(0.1), None)
+        together = choose_together(queries, one, torch.tensor([asks]), Budget(0.1), None)
         chosen[asks] = selector.select(queries, Budget(0.1)).rows.lengths.sum(-1).flatten().tolist()
         assert together.rows.lengths.sum(-1).flatten().tolist() == chosen[asks]
     assert chosen[False] != chosen[True]

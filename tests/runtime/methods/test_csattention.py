@@ -195,7 +195,8 @@ def test_a_rewound_layer_and_another_budget_search_anew() -> None:
     assert torch.equal(selector.select(second, Budget(7)).rows.starts, fresh.select(second, Budget(7)).rows.starts)
     assert torch.equal(selector.select(second, Budget(6)).rows.starts, chosen)
     assert selector.remove_appended() is None
-    selector.forget_selections()
+    assert selector.conversation is not None
+    selector.conversation.forget()
     anew = selector.select(second, Budget(6)).rows.starts
     assert torch.equal(anew, fresh.select(second, Budget(6)).rows.starts)
     assert not torch.equal(anew, chosen)

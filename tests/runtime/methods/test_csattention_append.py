@@ -43,9 +43,9 @@ def test_however_new_keys_are_taken_in_the_lists_are_the_same(seed: int, cuts: l
     pieces = [piece for piece in torch.arange(40).tensor_split(sorted(cuts)) if len(piece)]
     in_pieces, at_once = (TableSelector(context) for _ in range(2))
     for piece in pieces:
-        appended = in_pieces.append(new[:, piece], new[:, piece])
+        appended = in_pieces.append_tokens(new[:, piece], new[:, piece])
         assert torch.equal(appended.order, torch.arange(len(piece)).expand(2, -1))
-    at_once.append(new, new)
+    at_once.append_tokens(new, new)
     for rows, others in zip(_lists(in_pieces), _lists(at_once), strict=True):
         assert torch.equal(rows, others)
     assert_close(in_pieces.tables.key_mean, at_once.tables.key_mean, 1e-5)
@@ -62,7 +62,7 @@ def test_what_was_taken_in_is_forgotten() -> None:
     layer = tabled_layer().layer
     selector, fresh = (CSAttention(stream=True).prepare(layer.context) for _ in range(2))
     new = 3 * normal(9, 2, 30, 16)
-    selector.append(new, new)
+    selector.append_tokens(new, new)
     after = selector.select(as_queries(layer.queries), Budget(9)).rows.starts
     assert int(after.max()) >= 60
     order = selector.remove_appended()
@@ -79,7 +79,7 @@ def test_queries_that_came_with_new_keys_have_lists_of_their_own() -> None:
     before, new = selector.tables, normal(9, 2, 30, 16)
     for query in layer.queries.split(1, 2):
         selector.select(as_queries(query), Budget(9))
-    selector.append(new, new)
+    selector.append_tokens(new, new)
     after, old = selector.tables, before.centroids.shape[2]
     assert after.centroids.shape[2] == old + NEW_CENTROIDS
     assert torch.equal(after.centroids[:, :, :old], before.centroids)
@@ -90,7 +90,7 @@ def test_queries_that_came_with_new_keys_have_lists_of_their_own() -> None:
     assert_close(scores.gather(-1, tokens), after.scores[:, :, old:].float(), 1e-3)
     best = scores.topk(tokens.shape[-1], -1).values.flip(-1)
     assert_close(after.scores[:, :, old:].float().sort(-1).values, best, 1e-3)
-    selector.append(new, new)
+    selector.append_tokens(new, new)
     assert selector.tables.centroids.shape[2] == old + NEW_CENTROIDS
     selector.remove_appended()
     assert selector.tables.centroids.shape[2] == old

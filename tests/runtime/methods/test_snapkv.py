@@ -87,7 +87,9 @@ def test_a_question_that_another_method_chose_for_decides_too() -> None:
     replaced = ResidualSelector(observing, residual_clusters(layer.context.tensors))
     before = all_chosen(replaced.select(one, Budget(9)), replaced)
     selecting.select(question, Budget(5))
-    replaced.observe(question)
+    assert replaced.conversation is not None
+    assert replaced.conversation.observe is not None
+    replaced.conversation.observe(question)
     wanted = all_chosen(selecting.select(one, Budget(9)), selecting)
     assert all_chosen(replaced.select(one, Budget(9)), replaced) == wanted != before
 

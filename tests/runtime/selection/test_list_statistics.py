@@ -13,7 +13,6 @@ from support.small_tables import SMALL, TabledLayer, tabled_layer
 
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.capabilities import DescribesClusters, DescribesLists
 from sparsekv.runtime.selection.cluster_statistics import ListShape, subspace_shares
 
 properties = settings(max_examples=10, deadline=None)
@@ -82,5 +81,7 @@ def test_a_subspace_whose_keys_are_alike_ranks_none_and_keys_all_alike_are_ranke
 
 
 def test_a_method_without_lists_has_none_and_one_with_them_no_clusters() -> None:
-    assert not issubclass(Squeezed, DescribesLists)
-    assert not issubclass(CSAttention, DescribesClusters)
+    layer = tabled_layer().layer
+    context = layer.context
+    assert Squeezed.describe_lists(context, layer.queries) is None
+    assert CSAttention.describe_clusters(context, context.load_values(), 2) is None

@@ -16,7 +16,7 @@ from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.window import Window
 from sparsekv.runtime.selection.interface import Budget, Selector
-from sparsekv.runtime.selection.wrappers import RepresentsRest, ResidualSelector, residual_clusters, unite
+from sparsekv.runtime.selection.wrappers import ResidualSelector, residual_clusters, unite
 
 METHODS: dict[str, Any] = {
     "flat": Squeezed("flat"),
@@ -58,7 +58,6 @@ def test_it_is_all_that_each_query_chooses(name: str, seed: int, queries: int, b
 def test_centroids_represent_what_nobody_chooses(name: str, queries: int, budget: int) -> None:
     layer = small_layer(1, block=64)
     selector = replacing(layer, name)
-    assert isinstance(selector, RepresentsRest)
     together = unite(selector.select(as_queries(layer.queries[:, :, :queries]), Budget(budget)), selector, 200)
     (left,) = together.attended_segments()
     tokens = torch.as_tensor(together.rows.counts())[:, 0]

@@ -16,7 +16,6 @@ from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.reporting.recall import MeasuredSetting, SharedStates, measure_layer
-from sparsekv.runtime.selection.capabilities import NumbersCentroids, ObservesQuestion
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.tracing.recorder import MEASURES, last_query, own_shares
@@ -75,8 +74,10 @@ def test_every_token_that_is_not_chosen_is_represented_once(full_index: OpenInde
         for one in (one for steps in answered(full_index, form).steps.values() for one in steps):
             if not one.fetched.rest_attended or form.name == "sparq":
                 continue
-            assert isinstance(one.selector, NumbersCentroids)
-            shares, numbers = own_shares(one, middle), one.selector.centroid_of(one.fetched.rest)
+            report = one.selector.report
+            assert report is not None
+            assert report.centroid_of is not None
+            shares, numbers = own_shares(one, middle), report.centroid_of(one.fetched.rest)
             left = torch.ones_like(shares.others[0])
             for head, (chosen,) in enumerate(all_chosen(one.selection, one.selector)):
                 left[head, chosen] = 0
@@ -135,7 +136,7 @@ def test_measures_are_a_reports_of_the_same_queries_to_the_last_digit(
     question = question_ids(full_index, QUESTION)
     for form in forms:
         steps = answered(full_index, form, tokens=2).steps
-        if isinstance(steps[0][0].selector, ObservesQuestion):
+        if steps[0][0].selector.conversation is not None:
             continue  # a report's selector has observed no question
         _, trace = TracedIndex(full_index, DecodeConfig(form, SOME)).trace(question, 2, truth=True)
         states: SharedStates = {}

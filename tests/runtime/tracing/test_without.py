@@ -152,7 +152,10 @@ def _expected(one: AttendedStep, hidden: torch.Tensor, beside: torch.Tensor) -> 
     if fetched.log_weights is not None:
         biases[0] = biases[0] + fetched.log_weights
     if fetched.rest_attended:
-        numbers = one.selector.centroid_of(fetched.rest)  # type: ignore[attr-defined]
+        report = one.selector.report
+        assert report is not None
+        assert report.centroid_of is not None
+        numbers = report.centroid_of(fetched.rest)
         chosen = chosen_tokens(own_shares(one, len(hidden))) > 0
         start = 0
         for part in fetched.rest:

@@ -33,7 +33,7 @@ def test_every_lookup_reads_what_is_stored(method: Method, block: int | None) ->
     assert isinstance(selector, ClusterSelector)
     kept = selector.keys[0][:, : context.tensors["level0.centroids"].shape[1]]
     assert torch.equal(kept, context.tensors["level0.centroids"])
-    assert selector.rows_in_8_bits == 0  # there is no GPU whose kernels would read the numbers
+    assert selector.kernels.rows_in_8_bits == 0  # there is no GPU whose kernels would read the numbers
 
 
 def test_what_kernels_read_in_8_bits_chooses_as_the_restored_centroids_do() -> None:

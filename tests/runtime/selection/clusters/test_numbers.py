@@ -22,7 +22,8 @@ def test_a_centroid_has_as_many_tokens_as_it_counts(
     selector = Multipole("flat" if len(levels) == 1 else "hierarchical", opened=opened).prepare(layer.context)
     selection = selector.select(as_queries(layer.queries[:, :, :1]), Budget(budget))
     parts = selection.attended_segments()
-    numbers, left = selector.centroid_of(parts), torch.ones(len(layer.keys), layer.split.middle)
+    assert selector.report.centroid_of is not None
+    numbers, left = selector.report.centroid_of(parts), torch.ones(len(layer.keys), layer.split.middle)
     for head, (chosen,) in enumerate(all_chosen(selection, selector)):
         left[head, chosen] = 0
     counts = torch.cat([part.log_counts[:, 0] for part in parts], 1).exp()
