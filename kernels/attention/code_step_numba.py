@@ -1,9 +1,9 @@
 """A compiled decode step over product codes on a CPU: tables of products, a scan of all codes, the choice, and
 attention."""
 
-import ctypes
 import math
 from collections import namedtuple
+from typing import Any
 
 import numpy as np
 from numba import carray, njit
@@ -33,6 +33,7 @@ from sparsekv.kernels.attention.step_memory_numba import (
     compiled,
     floats,
     ints,
+    job_type,
     join,
     share_of,
     thread_count,
@@ -41,10 +42,6 @@ from sparsekv.kernels.attention.step_memory_numba import (
     wait_for_all,
 )
 
-ADDRESSES = (
-    "turn books codes labels centroids counts masses rest_values query keys values exact_keys exact_values sinks"
-)
-SIZES = "scratch output H G D M C E fours parts size budget replace key_step value_step exact_key_step exact_value_step"
 CODES = 256  # rows of a table: the values of a byte
 BLOCK = 256  # keys whose logits are summed before their exponentials are
 SCANNED = BLOCK + BLOCK // LANES  # fours of numbers: a block's logits, and a number for each key
@@ -53,19 +50,9 @@ BIN_BITS = 20  # the other bits of a score
 NUMBER = 4  # bytes of a float32 or an int32
 
 
-class CodeJob(ctypes.Structure):
-    """Addresses, sizes, strides in bytes between heads (`_step`), and scale and soft cap of the logits.
-
-    `fours` are the group's query heads in fours, `parts` those of a key's code, each of `size` channels.
-    """
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in f"{ADDRESSES} {SIZES}".split()),
-        *((name, ctypes.c_float) for name in ("scale", "softcap")),
-    )
-
-
-CODE_JOB = np.dtype(CodeJob)
+Job = job_type("turn books codes labels centroids counts masses rest_values", "M parts size")
+"""`parts` are those of a key's code, each of `size` channels."""
+JOB = np.dtype(Job)
 Memory = namedtuple("Memory", "scores found taken weights tables logits bins lanes outputs sums done end")
 
 
@@ -110,7 +97,7 @@ def lanes_of(job, memory, thread):
     return query, turned, turned + NUMBER * LANES * job.fours * job.size
 
 
-def scratch_size(job: CodeJob, threads: int) -> int:
+def scratch_size(job: Any, threads: int) -> int:
     """Size of the scratch memory in 32-bit numbers."""
     memory = lay_out(job, threads)
     size: int = (memory.end - memory.scores) // NUMBER
@@ -473,7 +460,7 @@ def _step(version):
 
     def step(address):
         _ = version
-        job, thread, threads = carray(address, 1, CODE_JOB)[0], np.int64(thread_number()), np.int64(thread_count())
+        job, thread, threads = carray(address, 1, JOB)[0], np.int64(thread_number()), np.int64(thread_count())
         memory = memory_of(job, threads)
         _score(job, memory, thread, threads)
         if thread == 0:
