@@ -83,7 +83,7 @@ def _directions_kernel(
     tl.store(directions + place, total / G, mask=inside)
 
 
-def far_directions_triton(query: torch.Tensor, count: int) -> torch.Tensor:
+def far_directions_triton(query, count):
     """`far_directions` on a GPU, for `count` less than the number of queries."""
     Hk, G, B, D = query.shape
     heads = query.flatten(0, 1)
@@ -188,7 +188,7 @@ def _rows_kernel(
         equal_before += tl.sum(is_equal, 0)
 
 
-def nearest_keys_triton(some: torch.Tensor, keys: torch.Tensor, count: int, first: int, last: int) -> torch.Tensor:
+def nearest_keys_triton(some, keys, count, first=0, last=0):
     """`nearest_keys` on a GPU, by the largest cosine; reads views of keys in place if their last axis is contiguous."""
     (H, T, D), Q = keys.shape, some.shape[1]
     keys = keys if keys.stride(2) == 1 else keys.contiguous()

@@ -26,8 +26,8 @@ from sparsekv.kernels.clusters.cluster_choice_triton import (
     open_clusters_triton,
 )
 from sparsekv.kernels.clusters.types import Children, ClusterChoice
-from sparsekv.kernels.kmeans.kmeans import assign_plainly, cluster_means_plainly
-from sparsekv.kernels.kmeans.kmeans_triton import NearestCentres, cluster_means
+from sparsekv.kernels.kmeans.kmeans import assign_plainly, cluster_means
+from sparsekv.kernels.kmeans.kmeans_triton import NearestCentres, cluster_means_triton
 from sparsekv.kernels.posting_lists.list_ranks import rank_rows, rank_tokens, top_ranked
 from sparsekv.kernels.posting_lists.list_ranks_triton import rank_tokens_triton
 from sparsekv.kernels.posting_lists.posting_lists import encode_lists
@@ -184,6 +184,6 @@ def test_keys_nearest_to_odd_queries(dtype: torch.dtype, form: str, kind: str) -
 def test_labels_of_odd_points(dtype: torch.dtype, form: str, kind: str) -> None:
     points, centres = on_device(*odd(kind, normal(0, 2, 40, 16).to(dtype), normal(1, 2, 21, 16).to(dtype)))
     with poisoned_memory():
-        labels = NearestCentres(points)(centres) if form == "kernels" else assign_plainly(points, centres)
-        cluster_means(points, labels, 21) if form == "kernels" else cluster_means_plainly(points, labels, 21)
+        labels = NearestCentres(points, 21)(centres) if form == "kernels" else assign_plainly(points, centres)
+        cluster_means_triton(points, labels, 21) if form == "kernels" else cluster_means.reference(points, labels, 21)
     assert bool(((labels >= 0) & (labels < 21)).all())
