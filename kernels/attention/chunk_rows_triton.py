@@ -41,9 +41,7 @@ def _chunk_rows_kernel(
         tl.store(of_query + head * joined_head + place, q, mask=of_chunk)
 
 
-def chunk_rows_triton(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor, *, padded: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def chunk_rows_triton(query, keys, values, chosen, *, padded=False):
     """`chunk_rows` on a GPU; reads views in place if their last axis is contiguous, and copies them otherwise."""
     (H, T, D), (Hq, B, _), K = keys.shape, query.shape, chosen.shape[1]
     query, keys, values = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (query, keys, values))

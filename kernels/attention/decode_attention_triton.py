@@ -5,7 +5,6 @@ rows; another merges them. Logits are in units of log 2. Rows are read from a li
 for runs another launch writes that list first.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +22,7 @@ from sparsekv.kernels.attention.running_softmax_triton import (
     store_partial,
     tile_logits,
 )
-from sparsekv.kernels.attention.types import RunRows, ScoredCentroids, one_level
+from sparsekv.kernels.attention.types import ScoredCentroids, one_level
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
 from sparsekv.kernels.common.pairs_triton import from_pairs, in_pairs, load_pairs, scaled_queries, scales_of
 from sparsekv.kernels.common.run_rows_triton import list_rows
@@ -254,15 +253,8 @@ def _tensors(part: ScoredCentroids | None, other: torch.Tensor) -> tuple[torch.T
 
 
 def decode_attention_triton(
-    query: torch.Tensor,
-    runs: RunRows,
-    exact: tuple[torch.Tensor, torch.Tensor],
-    centroids: Sequence[ScoredCentroids],
-    softmax_scale: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-    exact_count: torch.Tensor | None = None,
-) -> torch.Tensor:
+    query, runs, exact, centroids, softmax_scale, softcap=None, sink_logits=None, exact_count=None
+):
     """`decode_attention` on a GPU. Allocates float32 outputs [H, programs, G, D], about four programs an SM, and the
     row indices of runs [H, capacity] int32."""
     (H, G, D), E = query.shape, exact[0].shape[1]

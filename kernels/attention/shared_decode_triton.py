@@ -4,13 +4,10 @@ A program holds the queries of as many tokens as fit on an SM, so that tensor co
 Logits are in units of log 2.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.attention.attention import OwnRows
 from sparsekv.kernels.attention.running_softmax_triton import (
     add_pairs,
     add_tile,
@@ -21,7 +18,7 @@ from sparsekv.kernels.attention.running_softmax_triton import (
     tile_logits,
     tile_weights,
 )
-from sparsekv.kernels.attention.types import Centroids, RunRows
+from sparsekv.kernels.attention.types import Centroids
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
 from sparsekv.kernels.common.pairs_triton import from_pairs, in_pairs, load_pairs, scaled_queries
 from sparsekv.kernels.common.tiles_triton import (
@@ -80,14 +77,7 @@ def _logsumexp_kernel(
     tl.store(totals + (head * G + g) * tl.num_programs(0) + token, result, mask=g < G)
 
 
-def exact_logsumexp_triton(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    own: OwnRows,
-    softmax_scale: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-) -> torch.Tensor:
+def exact_logsumexp_triton(query, keys, own, softmax_scale, softcap=None, sink_logits=None):
     """`exact_logsumexp` on a GPU. Allocates the result alone."""
     (H, G, B, D), device = query.shape, query.device
     query = query if query.stride(3) == 1 else query.contiguous()
@@ -257,16 +247,7 @@ def _alike(keys: torch.Tensor, values: torch.Tensor) -> bool:
     return all(of_keys == of_values or size == 1 for of_keys, of_values, size in strides)
 
 
-def shared_decode_triton(
-    query: torch.Tensor,
-    runs: RunRows,
-    exact: tuple[torch.Tensor, torch.Tensor],
-    centroids: Sequence[Centroids],
-    own: OwnRows,
-    softmax_scale: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-) -> torch.Tensor:
+def shared_decode_triton(query, runs, exact, centroids, own, softmax_scale, softcap=None, sink_logits=None):
     """`shared_decode` on a GPU. Allocates float32 outputs [Hk, parts, B G, D]: two tiles of queries an SM where there
     are fewer queries, otherwise up to nine times as many as there are."""
     assert len(centroids) <= 1

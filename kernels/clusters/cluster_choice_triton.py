@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.clusters.budget_choice_triton import Scored, Wanted, choose
-from sparsekv.kernels.clusters.types import Children, ClusterChoice, ListedChoice
+from sparsekv.kernels.clusters.types import ListedChoice
 from sparsekv.kernels.common.eight_bits import Int8Kernel, Keys, RowScales, pair_block
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
 from sparsekv.kernels.common.pairs_triton import pair_products, scaled_queries, scales_of
@@ -145,30 +145,13 @@ def _launch(
     return Scored(logits, numbers, peaks, totals, used, queue, None if listed is None else known), starts
 
 
-def choose_clusters_triton(
-    query: torch.Tensor,
-    centroids: Keys,
-    counts: torch.Tensor,
-    starts: torch.Tensor,
-    budget: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-) -> ClusterChoice:
+def choose_clusters_triton(query, centroids, counts, starts, budget, softmax_scale, softcap=None):
     """`choose_clusters` on a GPU; reads the centroids once, their logits once more."""
     scored, _ = _launch(query, centroids, counts, softmax_scale, softcap)
     return choose(scored, counts.shape[1], Wanted(starts, budget, budget))
 
 
-def open_clusters_triton(
-    query: torch.Tensor,
-    centroids: torch.Tensor,
-    counts: torch.Tensor,
-    children: Children,
-    wanted: int,
-    budget: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-) -> ClusterChoice:
+def open_clusters_triton(query, centroids, counts, children, wanted, budget, softmax_scale, softcap=None):
     """`open_clusters` on a GPU; reads the centroids once, their logits once more."""
     numbers = children.numbers.contiguous()
     scored, _ = _launch(query, centroids, counts, softmax_scale, softcap)
@@ -176,32 +159,13 @@ def open_clusters_triton(
     return choose(scored, counts.shape[1], take)
 
 
-def keep_clusters_triton(
-    query: torch.Tensor,
-    centroids: Keys,
-    counts: torch.Tensor,
-    starts: torch.Tensor,
-    threshold: float,
-    most: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-    seen: torch.Tensor | None = None,
-) -> ClusterChoice:
+def keep_clusters_triton(query, centroids, counts, starts, threshold, most, softmax_scale, softcap=None, seen=None):
     """`keep_clusters` on a GPU; reads the centroids once, their logits once more."""
     scored, _ = _launch(query, centroids, counts, softmax_scale, softcap)
     return choose(scored, counts.shape[1], Wanted(starts, most, 0, threshold, seen=seen))
 
 
-def choose_listed_triton(
-    query: torch.Tensor,
-    centroids: torch.Tensor,
-    counts: torch.Tensor,
-    first_row: torch.Tensor,
-    listed: tuple[torch.Tensor, torch.Tensor],
-    budget: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-) -> ListedChoice:
+def choose_listed_triton(query, centroids, counts, first_row, listed, budget, softmax_scale, softcap=None):
     """`choose_listed` on a GPU; reads the listed centroids once, their logits once more."""
     scored, starts = _launch(query, centroids, counts, softmax_scale, softcap, first_row, listed)
     slots = listed[0].shape[1]

@@ -314,18 +314,8 @@ def _list_kernel(
 
 
 def choose_together_triton(
-    query: torch.Tensor,
-    ends: torch.Tensor,
-    centroids: torch.Tensor,
-    counts: torch.Tensor,
-    starts: torch.Tensor,
-    budget: int,
-    capacity: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-    thresholds: torch.Tensor | None = None,
-    seen: torch.Tensor | None = None,
-) -> SharedChoice:
+    query, ends, centroids, counts, starts, budget, capacity, softmax_scale, softcap=None, thresholds=None, seen=None
+):
     """`choose_together` on a GPU; see `token_scores` for what it reads."""
     H, G, T, _ = query.shape
     B, C, device, early = len(ends), counts.shape[1], query.device, dependent_launch(query.device)

@@ -391,15 +391,7 @@ def _scan_kernel(
         tl.store(logsumexps + head * G + g, logsumexp / LOG2_E, mask=g < G)
 
 
-def rank_codes_triton(
-    query: torch.Tensor,
-    codes: LaidOutCodes,
-    clusters: WeighedClusters,
-    exact: ExactKeys,
-    wanted: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-) -> CodeRanks:
+def rank_codes_triton(query, codes, clusters, exact, wanted, softmax_scale, softcap=None):
     """`rank_codes` on a GPU; reads the codes and the clusters' keys once."""
     found = make_tables(query, codes, clusters, exact, softmax_scale, softcap)
     return CodeRanks(_scan(found, codes, wanted, softcap), found.logits, found.taken)

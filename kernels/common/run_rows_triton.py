@@ -26,12 +26,7 @@ def _store_kernel(
     tl.store(values + place, v, mask=inside)
 
 
-def store_in_slots_triton(
-    stored: tuple[torch.Tensor, torch.Tensor],
-    new: tuple[torch.Tensor, torch.Tensor],
-    slots: torch.Tensor,
-    rows: torch.Tensor,
-) -> None:
+def store_in_slots_triton(stored, new, slots, rows):
     """`store_in_slots` on a GPU; reads views in place if their last axis is contiguous, and copies them otherwise."""
     keys, values = (one if one.stride(2) == 1 else one.contiguous() for one in new)
     H, T, D = keys.shape

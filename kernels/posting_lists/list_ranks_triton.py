@@ -344,14 +344,7 @@ def many(programs: int, device: torch.device) -> bool:
     return programs >= MANY * count_sms(device)
 
 
-def rank_tokens_triton(
-    query: torch.Tensor,
-    lists: ListCodes,
-    exact: ExactKeys,
-    wanted: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-) -> TokenRanks:
+def rank_tokens_triton(query, lists, exact, wanted, softmax_scale, softcap=None):
     """`rank_tokens` on a GPU; reads the lists' codes once, and one byte for each logit."""
     (H, G, _), m, device = query.shape, lists.centroids.shape[1], query.device
     early, tiles = dependent_launch(device), lists.codes.shape[3] // TILE_WORDS

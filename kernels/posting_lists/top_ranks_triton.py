@@ -32,7 +32,6 @@ from sparsekv.kernels.posting_lists.types import (
     FEW_RANKS,
     FRACTION_BITS,
     RANKS,
-    KeyGroups,
     TokenRanks,
     lowest_rank,
 )
@@ -106,15 +105,7 @@ def _row_rank_kernel(
     tl.store(coarse + (head * tiles + tile) * BINS + tl.arange(0, BINS), tl.histogram(rank // BINS, BINS))
 
 
-def rank_rows_triton(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    rows: torch.Tensor,
-    logsumexp: torch.Tensor,
-    wanted: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-) -> TokenRanks:
+def rank_rows_triton(query, keys, rows, logsumexp, wanted, softmax_scale, softcap=None):
     """`rank_rows` on a GPU; reads the rows' keys once."""
     (H, G, D), S, device = query.shape, rows.shape[1], query.device
     tiles, early = -(-S // TILE_TOKENS), dependent_launch(device)
@@ -263,9 +254,7 @@ def _place_kernel(
         _write_in_turn(taken, number, slot, token, names, labels, chosen, counts, NAMED, GROUPED)
 
 
-def top_ranked_triton(
-    ranked: TokenRanks, wanted: int, names: torch.Tensor | None = None, groups: KeyGroups | None = None
-) -> torch.Tensor:
+def top_ranked_triton(ranked, wanted, names=None, groups=None):
     """`top_ranked` on a GPU; reads the ranks twice, or once where each is counted."""
     (H, tiles, _), ranks, early = ranked.coarse.shape, ranked.ranks, dependent_launch(ranked.ranks.device)
     chosen = torch.empty(H, wanted, dtype=torch.int32, device=ranks.device)
