@@ -145,10 +145,13 @@ def _launch(
     return Scored(logits, numbers, peaks, totals, used, queue, None if listed is None else known), starts
 
 
-def choose_clusters_triton(query, centroids, counts, starts, budget, softmax_scale, softcap=None):
+def choose_clusters_triton(
+    query, centroids, counts, starts, budget, softmax_scale, softcap=None, threshold=None, seen=None
+):
     """`choose_clusters` on a GPU; reads the centroids once, their logits once more."""
     scored, _ = _launch(query, centroids, counts, softmax_scale, softcap)
-    return choose(scored, counts.shape[1], Wanted(starts, budget, budget))
+    take = Wanted(starts, budget, budget if threshold is None else 0, threshold, seen=seen)
+    return choose(scored, counts.shape[1], take)
 
 
 def open_clusters_triton(query, centroids, counts, children, wanted, budget, softmax_scale, softcap=None):
@@ -157,12 +160,6 @@ def open_clusters_triton(query, centroids, counts, children, wanted, budget, sof
     scored, _ = _launch(query, centroids, counts, softmax_scale, softcap)
     take = Wanted(children.first, children.slots, budget, children=numbers, wanted=wanted, seen=children.seen)
     return choose(scored, counts.shape[1], take)
-
-
-def keep_clusters_triton(query, centroids, counts, starts, threshold, most, softmax_scale, softcap=None, seen=None):
-    """`keep_clusters` on a GPU; reads the centroids once, their logits once more."""
-    scored, _ = _launch(query, centroids, counts, softmax_scale, softcap)
-    return choose(scored, counts.shape[1], Wanted(starts, most, 0, threshold, seen=seen))
 
 
 def choose_listed_triton(query, centroids, counts, first_row, listed, budget, softmax_scale, softcap=None):

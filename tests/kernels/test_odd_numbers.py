@@ -16,13 +16,11 @@ from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
 from sparsekv.kernels.clusters.cluster_choice import (
     choose_clusters,
     choose_listed,
-    keep_clusters,
     open_clusters,
 )
 from sparsekv.kernels.clusters.cluster_choice_triton import (
     choose_clusters_triton,
     choose_listed_triton,
-    keep_clusters_triton,
     open_clusters_triton,
 )
 from sparsekv.kernels.clusters.types import Children, ClusterChoice
@@ -81,12 +79,12 @@ def test_clusters_to_a_budget(form: str, kind: str) -> None:
 @few_kinds
 @by_form
 def test_clusters_by_threshold(form: str, kind: str) -> None:
-    keep = keep_clusters_triton if form == "kernels" else keep_clusters.reference
+    choose = choose_clusters_triton if form == "kernels" else choose_clusters.reference
     clusters = some_clusters(kind)
     counts, seen = clusters[2].cpu(), torch.zeros(2, dtype=torch.int64, device=DEVICE)
     most = int(counts.sum(-1).max())
     with poisoned_memory():
-        found = keep(*clusters, 0.01, most, SCALE, None, seen)
+        found = choose(*clusters, most, SCALE, None, 0.01, seen)
     lengths = found.lengths.cpu()
     assert bool(((lengths == 0) | (lengths == counts)).all())
     assert_filled(found, lengths, most)
