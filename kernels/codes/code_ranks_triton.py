@@ -4,13 +4,11 @@ The products of four query heads with a part's centroid are the bytes of a word,
 They are added as 16-bit integers, two in a word.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.codes.types import CENTROIDS, LEVELS, PER_OCTAVE, CodeRanks, LaidOutCodes, WeighedClusters
+from sparsekv.kernels.codes.types import CENTROIDS, LEVELS, PER_OCTAVE, CodeRanks
 from sparsekv.kernels.common.launch import count_sms, dependent_launch
 from sparsekv.kernels.common.tiles_triton import (
     LOG2_E,
@@ -43,7 +41,6 @@ from sparsekv.kernels.posting_lists.types import (
     FINE_FROM,
     FRACTION_BITS,
     RANKS,
-    ExactKeys,
     TokenRanks,
     lowest_rank,
 )
@@ -51,25 +48,6 @@ from sparsekv.kernels.posting_lists.types import (
 HEADS_OF_WORD = 4
 TILE_BYTES, STAGES, WARPS = 16_384, 2, 4
 TILES_OF_A_PROGRAM = 2
-
-
-@dataclass(frozen=True)
-class ProductTables:
-    """Tables of each query, made before the keys' codes are read.
-
-    tables [H, m, words, 256] int32: byte g of word w is how far below the best the product of query head 4 w + g is;
-    tops [H, G, m], each part's best product / ln 2. peaks and totals [H, G, sums], largest logit / ln 2 and sum of
-    exponentials, of the clusters' shares, then of the exact keys. logits [H, G, C or more] of the clusters. taken
-    [H, C] int32 and coarse, the counts of a `TokenRanks`, are zeros.
-    """
-
-    tables: torch.Tensor
-    tops: torch.Tensor
-    peaks: torch.Tensor
-    totals: torch.Tensor
-    logits: torch.Tensor
-    taken: torch.Tensor
-    coarse: torch.Tensor
 
 
 @triton.jit
@@ -177,45 +155,6 @@ def _tables_kernel(
         for at in range(0, bins, CENTROIDS):
             bin = at + tl.arange(0, CENTROIDS)
             tl.store(coarse + head * bins + bin, tl.zeros([CENTROIDS], tl.int32), mask=bin < bins)
-
-
-def make_tables(
-    query: torch.Tensor,
-    codes: LaidOutCodes,
-    clusters: WeighedClusters,
-    exact: ExactKeys,
-    softmax_scale: float,
-    softcap: float | None,
-) -> ProductTables:
-    """For queries [H, G, D], several of a document's head or one; reads the clusters' keys once for each."""
-    (H, G, D), (documents, m, _, size), device = query.shape, codes.books.shape, query.device
-    C, query = clusters.counts.shape[1], query.contiguous()
-    rows = tile_rows(D, query.dtype, TILE_BYTES)
-    shares = triton.cdiv(C, rows * TILES_OF_A_PROGRAM)
-    stride, sums = aligned(C), shares + EXACT_PROGRAMS
-    found = ProductTables(
-        tables=torch.empty(H, m, -(-G // HEADS_OF_WORD), CENTROIDS, dtype=torch.int32, device=device),
-        tops=torch.empty(H, G, m, device=device),
-        peaks=torch.empty(H, G, sums, device=device),
-        totals=torch.empty(H, G, sums, device=device),
-        logits=torch.empty(H, G, stride, device=device),
-        taken=torch.empty(H, C, dtype=torch.int32, device=device),
-        coarse=torch.empty(H, codes.words.shape[2] // TILE_TOKENS, FEW_RANKS // 2, dtype=torch.int32, device=device),
-    )
-    centroids, counts, bias = clusters.keys.to(query.dtype), clusters.counts, clusters.bias
-    _tables_kernel[(m + EXACT_PROGRAMS + shares, H)](
-        query, codes.turn, codes.books, centroids, counts, bias, exact.keys,
-        found.taken if exact.count is None else exact.count,
-        found.peaks if exact.sinks is None else exact.sinks.contiguous(), found.tables, found.tops, found.coarse,
-        found.logits, found.taken, found.peaks, found.totals, found.coarse[0].numel(), shares, sums, C, stride,
-        centroids.stride(0), counts.stride(0), bias.stride(0), exact.keys.shape[1], exact.keys.stride(0),
-        H // documents, softmax_scale, softcap or 0.0, SHARED=documents < H, CAPPED=softcap is not None,
-        COUNTED=exact.count is not None, HAS_SINKS=exact.sinks is not None, G=G,
-        GROUP=group_rows(G), PARTS=m, SIZE=size, BLOCK_SIZE=group_rows(size), D=D, BLOCK_D=power_of_two(D),
-        CENTROIDS=CENTROIDS, LEVELS=LEVELS, PER_OCTAVE=PER_OCTAVE, EXACT_PROGRAMS=EXACT_PROGRAMS, TILE=rows,
-        STAGES=STAGES, MOST_TILES=TILES_OF_A_PROGRAM, num_warps=WARPS, **dependent_launch(device),
-    )  # fmt: skip
-    return found
 
 
 SCAN_WARPS = 4
@@ -392,25 +331,39 @@ def _scan_kernel(
 
 
 def rank_codes_triton(query, codes, clusters, exact, wanted, softmax_scale, softcap=None):
-    """`rank_codes` on a GPU; reads the codes and the clusters' keys once."""
-    found = make_tables(query, codes, clusters, exact, softmax_scale, softcap)
-    return CodeRanks(_scan(found, codes, wanted, softcap), found.logits, found.taken)
-
-
-def _scan(found: ProductTables, codes: LaidOutCodes, wanted: int, softcap: float | None) -> TokenRanks:
-    (H, G, m), sums, device = found.tops.shape, found.peaks.shape[2], found.tops.device
-    padded, coarse = codes.words.shape[2], found.coarse
-    of_each = H * coarse.shape[1] / count_sms(device)
+    """`rank_codes` on a GPU; reads the codes once, and the clusters' keys once for each query."""
+    (H, G, D), (documents, m, _, size), device = query.shape, codes.books.shape, query.device
+    query, padded, C, keys = query.contiguous(), codes.words.shape[2], clusters.counts.shape[1], exact.keys
+    rows, tiles = tile_rows(D, query.dtype, TILE_BYTES), padded // TILE_TOKENS
+    shares, stride = triton.cdiv(C, rows * TILES_OF_A_PROGRAM), aligned(C)
+    sums = shares + EXACT_PROGRAMS
+    # Byte g of word w is how far below the part's best, / ln 2 in tops, the product of query head 4 w + g is.
+    tables = torch.empty(H, m, -(-G // HEADS_OF_WORD), CENTROIDS, dtype=torch.int32, device=device)
+    tops, logits = torch.empty(H, G, m, device=device), torch.empty(H, G, stride, device=device)
+    # Largest logit / ln 2 and sum of exponentials, of the clusters' shares, then of the exact keys.
+    peaks, totals = torch.empty(H, G, sums, device=device), torch.empty(H, G, sums, device=device)
+    taken = torch.empty(H, C, dtype=torch.int32, device=device)
+    coarse = torch.empty(H, tiles, FEW_RANKS // 2, dtype=torch.int32, device=device)
+    centroids, counts, bias, cap = clusters.keys.to(query.dtype), clusters.counts, clusters.bias, softcap or 0.0
+    same = {"SHARED": documents < H, "CAPPED": softcap is not None, "G": G, "PARTS": m, "CENTROIDS": CENTROIDS}
+    same |= {"PER_OCTAVE": PER_OCTAVE, **dependent_launch(device)}
+    _tables_kernel[(m + EXACT_PROGRAMS + shares, H)](
+        query, codes.turn, codes.books, centroids, counts, bias, keys, taken if exact.count is None else exact.count,
+        peaks if exact.sinks is None else exact.sinks.contiguous(), tables, tops, coarse, logits, taken, peaks, totals,
+        coarse[0].numel(), shares, sums, C, stride, centroids.stride(0), counts.stride(0), bias.stride(0),
+        keys.shape[1], keys.stride(0), H // documents, softmax_scale, cap, COUNTED=exact.count is not None,
+        HAS_SINKS=exact.sinks is not None, GROUP=group_rows(G), SIZE=size, BLOCK_SIZE=group_rows(size), D=D,
+        BLOCK_D=power_of_two(D), LEVELS=LEVELS, EXACT_PROGRAMS=EXACT_PROGRAMS, TILE=rows, STAGES=STAGES,
+        MOST_TILES=TILES_OF_A_PROGRAM, num_warps=WARPS, **same,
+    )  # fmt: skip
+    of_each = H * tiles / count_sms(device)
     scanned, pieces = FEW if of_each < MANY_TILES else MANY if of_each < MOST_TILES else MOST
-    ranks = torch.empty(H, padded // TILE_TOKENS, 2, TILE_WORDS, dtype=torch.int32, device=device)
+    ranks = torch.empty(H, tiles, 2, TILE_WORDS, dtype=torch.int32, device=device)
     logsumexp = torch.empty(H, G, device=device)
     _scan_kernel[(padded // (scanned * pieces), H)](
-        codes.words, found.tables, found.tops, found.peaks, found.totals, ranks, coarse, logsumexp,
-        codes.keys, padded, sums, H // len(codes.words), lowest_rank(wanted), softcap or 0.0,
-        SHARED=len(codes.words) < H, CAPPED=softcap is not None, SMALL=m * LEVELS < 2048, G=G,
-        FEW=power_of_two(G), PARTS=m, BLOCK_PARTS=power_of_two(m), SUMS=power_of_two(sums), SLOTS=scanned,
-        PIECES=pieces, TILE=TILE_TOKENS, FRACTION_BITS=FRACTION_BITS, RANKS=RANKS, CENTROIDS=CENTROIDS,
-        FEW_RANKS=FEW_RANKS, FINE_FROM=FINE_FROM, FINE=FINE, PER_OCTAVE=PER_OCTAVE,
-        num_warps=SCAN_WARPS, **dependent_launch(device),
+        codes.words, tables, tops, peaks, totals, ranks, coarse, logsumexp, codes.keys, padded, sums, H // documents,
+        lowest_rank(wanted), cap, SMALL=m * LEVELS < 2048, FEW=power_of_two(G), BLOCK_PARTS=power_of_two(m),
+        SUMS=power_of_two(sums), SLOTS=scanned, PIECES=pieces, TILE=TILE_TOKENS, FRACTION_BITS=FRACTION_BITS,
+        RANKS=RANKS, FEW_RANKS=FEW_RANKS, FINE_FROM=FINE_FROM, FINE=FINE, num_warps=SCAN_WARPS, **same,
     )  # fmt: skip
-    return TokenRanks(ranks, coarse, logsumexp, codes.keys)
+    return CodeRanks(TokenRanks(ranks, coarse, logsumexp, codes.keys), logits, taken)

@@ -5,8 +5,6 @@ adds both. Exponentials relative to the tile's largest are stored as a byte each
 until the sum over all tiles is known; a rank then takes an instruction or two for each query.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -35,27 +33,11 @@ from sparsekv.kernels.posting_lists.packed_triton import (
     sums_of_fours,
     two_numbers,
 )
-from sparsekv.kernels.posting_lists.posting_lists import HIGHEST, TILE_TOKENS, TILE_WORDS, ListCodes
-from sparsekv.kernels.posting_lists.types import BINS, LARGEST, ExactKeys, TokenRanks, lowest_rank
+from sparsekv.kernels.posting_lists.posting_lists import HIGHEST, TILE_TOKENS, TILE_WORDS
+from sparsekv.kernels.posting_lists.types import BINS, LARGEST, TokenRanks, lowest_rank
 
 # Small tiles and one stage: with more shared memory each, fewer programs could wait for memory at the same time.
 EXACT_PROGRAMS, TILE_BYTES, STAGES, WARPS = 4, 8192, 1, 4
-
-
-@dataclass(frozen=True)
-class FoundLists:
-    """Tables of each query, made before the keys' codes are read.
-
-    lists [H, G, m] int32, indices of the nearest centroids' lists among all heads'; slopes and floors [H, G, m] of the
-    logit of a code; peaks and totals [H, G, sums], largest logit / ln 2 and sum of exponentials: first of the tiles of
-    keys, which are still to be written, then of the exact keys.
-    """
-
-    lists: torch.Tensor
-    slopes: torch.Tensor
-    floors: torch.Tensor
-    peaks: torch.Tensor
-    totals: torch.Tensor
 
 
 @triton.jit
@@ -136,35 +118,6 @@ def _look_up_kernel(
         tl.store(lists + place, found.to(tl.int32), mask=g < G)
         tl.store(slopes + place, reach * tl.sum(tl.where(at_nearest, step, 0.0), 1), mask=g < G)
         tl.store(floors + place, reach * tl.sum(tl.where(at_nearest, origin, 0.0), 1), mask=g < G)
-
-
-def look_up_lists(
-    query: torch.Tensor,
-    lists: ListCodes,
-    exact: ExactKeys,
-    tiles: int,
-    softmax_scale: float,
-    softcap: float | None,
-) -> FoundLists:
-    """The list of each subspace for queries [H, G, D], with room for the sums over `tiles` tiles of keys."""
-    (H, G, D), (_, m, C, size), device = query.shape, lists.centroids.shape, query.device
-    query, sums = query.contiguous(), tiles + EXACT_PROGRAMS
-    found = torch.empty(H, G, m, dtype=torch.int32, device=device)
-    slopes, floors = torch.empty(2, H, G, m, device=device)
-    peaks, totals = torch.empty(2, H, G, sums, device=device)
-    _look_up_kernel[(m + EXACT_PROGRAMS, H)](
-        query, lists.centroids, lists.channels, lists.origins, lists.steps, lists.weights, exact.keys,
-        found if exact.count is None else exact.count, slopes if exact.sinks is None else exact.sinks.contiguous(),
-        found, slopes, floors, peaks, totals,
-        sums, exact.keys.shape[1], exact.keys.stride(0), softmax_scale, softcap or 0.0, CAPPED=softcap is not None,
-        COUNTED=exact.count is not None, HAS_SINKS=exact.sinks is not None, REACHING=lists.reaching, G=G,
-        GROUP=group_rows(G), FEW=power_of_two(G), PARTS=m, C=C, BLOCK_C=power_of_two(C), SIZE=size,
-        BLOCK_SIZE=power_of_two(size), D=D, BLOCK_D=power_of_two(D),
-        EXACT_PROGRAMS=EXACT_PROGRAMS, TILE=tile_rows(D, query.dtype, TILE_BYTES), num_warps=WARPS, num_stages=STAGES,
-        # Threads that hold the same sum would round it differently with fused multiply-adds, and store different ones.
-        enable_fp_fusion=False, **dependent_launch(device),
-    )  # fmt: skip
-    return FoundLists(found, slopes, floors, peaks, totals)
 
 
 LOGIT_WARPS = 4
@@ -346,22 +299,37 @@ def many(programs: int, device: torch.device) -> bool:
 
 def rank_tokens_triton(query, lists, exact, wanted, softmax_scale, softcap=None):
     """`rank_tokens` on a GPU; reads the lists' codes once, and one byte for each logit."""
-    (H, G, _), m, device = query.shape, lists.centroids.shape[1], query.device
-    early, tiles = dependent_launch(device), lists.codes.shape[3] // TILE_WORDS
-    found = look_up_lists(query, lists, exact, tiles, softmax_scale, softcap)
-    sums = found.peaks.shape[2]
+    (H, G, D), (_, m, C, size), device = query.shape, lists.centroids.shape, query.device
+    query, early, tiles = query.contiguous(), dependent_launch(device), lists.codes.shape[3] // TILE_WORDS
+    sums, capped_by = tiles + EXACT_PROGRAMS, {"softcap": softcap or 0.0, "CAPPED": softcap is not None}
+    # Of each query: indices of the nearest centroids' lists among all heads', and slopes and floors of a code's logit.
+    nearest = torch.empty(H, G, m, dtype=torch.int32, device=device)
+    slopes, floors = torch.empty(2, H, G, m, device=device)
+    # Largest logit / ln 2 and sum of exponentials, of the tiles of keys, then of the exact keys.
+    peaks, totals = torch.empty(2, H, G, sums, device=device)
+    _look_up_kernel[(m + EXACT_PROGRAMS, H)](
+        query, lists.centroids, lists.channels, lists.origins, lists.steps, lists.weights, exact.keys,
+        nearest if exact.count is None else exact.count, slopes if exact.sinks is None else exact.sinks.contiguous(),
+        nearest, slopes, floors, peaks, totals, sums, exact.keys.shape[1], exact.keys.stride(0), softmax_scale,
+        COUNTED=exact.count is not None, HAS_SINKS=exact.sinks is not None, REACHING=lists.reaching, G=G,
+        GROUP=group_rows(G), FEW=power_of_two(G), PARTS=m, C=C, BLOCK_C=power_of_two(C), SIZE=size,
+        BLOCK_SIZE=power_of_two(size), D=D, BLOCK_D=power_of_two(D),
+        EXACT_PROGRAMS=EXACT_PROGRAMS, TILE=tile_rows(D, query.dtype, TILE_BYTES), num_warps=WARPS, num_stages=STAGES,
+        # Threads that hold the same sum would round it differently with fused multiply-adds, and store different ones.
+        enable_fp_fusion=False, **capped_by, **early,
+    )  # fmt: skip
     weights = torch.empty(H, G, tiles, TILE_TOKENS // 4, dtype=torch.int32, device=device)
     ranks = torch.empty(H, tiles, 2, TILE_WORDS, dtype=torch.int32, device=device)
     coarse = torch.empty(H, tiles, BINS, dtype=torch.int32, device=device)
     logsumexps = torch.empty(H, G, device=device)
     several = TILES_OF_A_PROGRAM if many(H * G * tiles, device) else 1
     _weights_kernel[(-(-tiles // several), H * G)](
-        lists.codes, found.lists, found.slopes, found.floors, weights, found.peaks, found.totals, lists.keys, tiles,
-        sums, softcap or 0.0, CAPPED=softcap is not None, PARTS=m, WORDS=TILE_WORDS, ROOM=LARGEST // HIGHEST - m,
-        HIGHEST=HIGHEST, TILES=several, num_warps=LOGIT_WARPS, **early,
+        lists.codes, nearest, slopes, floors, weights, peaks, totals, lists.keys, tiles, sums, PARTS=m,
+        WORDS=TILE_WORDS, ROOM=LARGEST // HIGHEST - m, HIGHEST=HIGHEST, TILES=several, num_warps=LOGIT_WARPS,
+        **capped_by, **early,
     )  # fmt: skip
     _rank_kernel[(tiles, H)](
-        weights, found.peaks, found.totals, ranks, coarse, logsumexps, lowest_rank(wanted), sums, G=G,
+        weights, peaks, totals, ranks, coarse, logsumexps, lowest_rank(wanted), sums, G=G,
         FEW=power_of_two(G), WORDS=TILE_WORDS, SUMS=power_of_two(sums), BINS=BINS,
         num_warps=WARPS_OF_MANY if many(tiles * H, device) else WARPS_OF_FEW, **early,
     )  # fmt: skip
