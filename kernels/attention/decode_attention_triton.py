@@ -33,6 +33,7 @@ from sparsekv.kernels.common.tiles_triton import (
     group_rows,
     log2_of_normal,
     share,
+    side_by_side,
     tile_rows,
     wait_for_previous_kernel,
 )
@@ -247,7 +248,7 @@ def _tensors(part: ScoredCentroids | None, other: torch.Tensor) -> tuple[torch.T
         log_counts = pad(log_counts, (0, size - log_counts.shape[1]), value=-torch.inf)
     if rows is not None and rows.shape[1] != size:
         rows = pad(rows, (0, size - rows.shape[1]))
-    values = part.values if part.values[0].is_contiguous() else part.values.contiguous()
+    values = side_by_side(part.values)
     values = values if part.scales is None else values.view(torch.int16)
     return logits, log_counts, values, other if rows is None else rows
 

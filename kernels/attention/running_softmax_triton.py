@@ -12,19 +12,10 @@ from sparsekv.kernels.common.tiles_triton import (
     LOG2_E,
     capped,
     dot,
-    exp2_flushed,
     power_of_two,
+    tile_weights,
     wait_for_previous_kernel,
 )
-
-
-@triton.jit
-def tile_weights(peak, logits):
-    """The highest logits so far, the weights of one tile, and the factor of what came before it."""
-    highest = tl.maximum(peak, tl.max(logits, 1))
-    # The tiles so far may be masked out completely.
-    safe = tl.where(highest == -float("inf"), 0.0, highest)
-    return highest, exp2_flushed(logits - safe[:, None]), exp2_flushed(peak - safe)
 
 
 @triton.jit

@@ -16,7 +16,6 @@ from sparsekv.kernels.attention.running_softmax_triton import (
     merge,
     store_partial,
     tile_logits,
-    tile_weights,
 )
 from sparsekv.kernels.attention.types import Centroids
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
@@ -27,7 +26,10 @@ from sparsekv.kernels.common.tiles_triton import (
     group_rows,
     power_of_two,
     share,
+    side_by_side,
     tile_rows,
+    tile_weights,
+    unit_stride,
     wait_for_previous_kernel,
 )
 
@@ -80,8 +82,7 @@ def _logsumexp_kernel(
 def exact_logsumexp_triton(query, keys, own, softmax_scale, softcap=None, sink_logits=None):
     """`exact_logsumexp` on a GPU. Allocates the result alone."""
     (H, G, B, D), device = query.shape, query.device
-    query = query if query.stride(3) == 1 else query.contiguous()
-    totals = torch.empty(H, G, B, device=device)
+    query, totals = unit_stride(query), torch.empty(H, G, B, device=device)
     _logsumexp_kernel[(B, H)](
         query, keys, own.keys, own.slots, own.first, own.used,
         query if sink_logits is None else sink_logits.contiguous(), totals,
@@ -230,17 +231,6 @@ def _own_kernel(
     store_partial(peaks, totals, outputs, parts - 1, parts, head, r, R, d, peak, total, output, D)
 
 
-def _no_centroids(query: torch.Tensor) -> Centroids:
-    """None, of no rows that anything reads."""
-    nothing = query.new_empty(len(query), 0, query.shape[3])
-    return Centroids(nothing, nothing, nothing[..., 0])
-
-
-def _adjacent(rows: torch.Tensor) -> torch.Tensor:
-    """The same with each head's rows contiguous."""
-    return rows if rows[0].is_contiguous() else rows.contiguous()
-
-
 def _alike(keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether values lie as far apart as keys, along all axes that have more than one of them."""
     strides = zip(keys.stride(), values.stride(), keys.shape, strict=True)
@@ -253,10 +243,10 @@ def shared_decode_triton(query, runs, exact, centroids, own, softmax_scale, soft
     assert len(centroids) <= 1
     assert all(_alike(*pair) for pair in ((runs.keys, runs.values), exact, (own.keys, own.values)))
     (H, G, B, D), device, early = query.shape, query.device, dependent_launch(query.device)
-    query = query if query.stride(3) == 1 else query.contiguous()
+    query, none = unit_stride(query), query.new_empty(H, 0, D)
     R, E, BLOCK_D = B * G, exact[0].shape[1], block_of(runs)
-    stands = centroids[0] if centroids else _no_centroids(query)
-    centres, stood = _adjacent(stands.keys), _adjacent(stands.values)
+    stands = centroids[0] if centroids else Centroids(none, none, none[..., 0])
+    centres, stood = side_by_side(stands.keys), side_by_side(stands.values)
     C = centres.shape[1]
     rows_of_tile = max(16, min(MOST_ROWS, QUERY_NUMBERS // BLOCK_D, power_of_two(R)))
     blocks = triton.cdiv(R, rows_of_tile)

@@ -1,11 +1,11 @@
 """Inputs of one decode step's attention: runs of rows, and centroids with logits."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from sparsekv.kernels.common.eight_bits import RowScales
+from sparsekv.kernels.common.eight_bits import Int8Kernel, RowScales
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,8 @@ class RunRows:
         keys, values = self.keys.gather(1, places), self.values.gather(1, places)
         if self.scales is None:
             return keys, values
-        of_rows = self.scales.rows.gather(1, rows[..., None].expand(-1, -1, 2)).to(dtype)
-        of_keys, of_values = of_rows.split(1, 2)
-        channels, offsets = (one[:, None].to(dtype) for one in (self.scales.channels, self.scales.offsets))
-        return keys.to(dtype) * of_keys * channels + offsets, values.to(dtype) * of_values
+        of_rows = self.scales.rows.gather(1, rows[..., None].expand(-1, -1, 2))
+        return Int8Kernel(keys, values, replace(self.scales, rows=of_rows)).restored(dtype)
 
 
 @dataclass(frozen=True)

@@ -22,26 +22,19 @@ from sparsekv.kernels.clusters.types import (
     least_rank,
 )
 from sparsekv.kernels.common.launch import count_sms, dependent_launch
-from sparsekv.kernels.common.tiles_triton import ALIGNED, aligned, power_of_two, wait_for_previous_kernel
+from sparsekv.kernels.common.tiles_triton import (
+    ALIGNED,
+    aligned,
+    power_of_two,
+    sum_of_four,
+    sum_of_three,
+    sum_of_two,
+    wait_for_previous_kernel,
+)
 
 # Numbers after a part's counts. Three, so that row lengths are no multiple of 4: loads four wide would have to be laid
 # out anew before they are summed.
 LIMITS = tl.constexpr(3)
-
-
-@triton.jit
-def sum_of_two(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
-def sum_of_three(a, b, c, d, e, f):
-    return a + d, b + e, c + f
-
-
-@triton.jit
-def sum_of_four(a, b, c, d, e, f, g, h):
-    return a + e, b + f, c + g, d + h
 
 
 @triton.jit

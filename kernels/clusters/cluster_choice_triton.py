@@ -16,6 +16,7 @@ from sparsekv.kernels.common.tiles_triton import (
     group_rows,
     power_of_two,
     share,
+    side_by_side,
     tile_rows,
     wait_for_previous_kernel,
 )
@@ -93,11 +94,6 @@ def _logits_kernel(
     place = (head * G + g) * parts + part
     tl.store(peaks + place, peak, mask=of_group)
     tl.store(totals + place, total, mask=of_group)
-
-
-def side_by_side(rows: torch.Tensor) -> torch.Tensor:
-    """Rows [H, C] or [H, C, D] with contiguous heads, which need not be adjacent; copied if they are not."""
-    return rows if rows.stride()[1:] == (*rows.shape[2:], 1) else rows.contiguous()
 
 
 def _keys(query: torch.Tensor, centroids: Keys) -> tuple[torch.Tensor, RowScales, int]:

@@ -4,7 +4,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.clusters.cluster_choice_triton import side_by_side
 from sparsekv.kernels.clusters.types import (
     EXPONENT_BITS,
     MOST_TOKENS,
@@ -24,7 +23,10 @@ from sparsekv.kernels.common.tiles_triton import (
     power_of_two,
     product,
     share,
+    side_by_side,
     tile_rows,
+    tile_weights,
+    unit_stride,
     wait_for_previous_kernel,
 )
 
@@ -115,11 +117,8 @@ def _sums_kernel(
             tl.store(zeros + head * C + c, tl.zeros([TILE], tl.int32), mask=c < stop)
         log_number = log2_of_normal(tl.maximum(number, 1).to(tl.float32))
         logits += tl.where(number > 0, log_number, -float("inf"))
-        highest = tl.maximum(peak, tl.max(logits, 1))
-        # All clusters so far may be empty.
-        safe = tl.where(highest == -float("inf"), 0.0, highest)
-        total = total * exp2_flushed(peak - safe) + tl.sum(exp2_flushed(logits - safe[:, None]), 1)
-        peak = highest
+        peak, weights, shrink = tile_weights(peak, logits)
+        total = total * shrink + tl.sum(weights, 1)
     place = ((head * tl.num_programs(2) + tl.program_id(2)) * parts + part) * ROWS + tl.arange(0, ROWS)
     tl.store(peaks + place, peak)
     tl.store(sums + place, total)
@@ -202,8 +201,12 @@ def token_scores(
         [H, T, C or more] float32; 0 past the last cluster.
     """
     (H, G, T, D), C, device, early = query.shape, counts.shape[1], query.device, dependent_launch(query.device)
-    query = query if query.stride(3) == 1 else query.contiguous()
-    centroids, counts, group = side_by_side(centroids.to(query.dtype)), side_by_side(counts), power_of_two(G)
+    query, centroids, counts, group = (
+        unit_stride(query),
+        side_by_side(centroids.to(query.dtype)),
+        side_by_side(counts),
+        power_of_two(G),
+    )
     tile_of_queries, stride = max(16, group, min(MOST_ROWS, power_of_two(T * group))), aligned(C)
     blocks = triton.cdiv(T, tile_of_queries // group)
     tile = min(tile_rows(D, query.dtype, TILE_BYTES), MOST_LOGITS // tile_of_queries)

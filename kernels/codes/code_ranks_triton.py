@@ -23,6 +23,7 @@ from sparsekv.kernels.common.tiles_triton import (
     prefetch,
     product,
     share,
+    sum_of_four,
     tile_rows,
     wait_for_previous_kernel,
 )
@@ -31,7 +32,6 @@ from sparsekv.kernels.posting_lists.packed_triton import (
     byte_of,
     exp2,
     second_and_fourth,
-    sum_of_four,
     two_small_numbers,
 )
 from sparsekv.kernels.posting_lists.posting_lists import TILE_TOKENS, TILE_WORDS

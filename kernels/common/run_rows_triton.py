@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.common.launch import dependent_launch
-from sparsekv.kernels.common.tiles_triton import power_of_two, wait_for_previous_kernel
+from sparsekv.kernels.common.tiles_triton import power_of_two, unit_stride, wait_for_previous_kernel
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def _store_kernel(
 
 def store_in_slots_triton(stored, new, slots, rows):
     """`store_in_slots` on a GPU; reads views in place if their last axis is contiguous, and copies them otherwise."""
-    keys, values = (one if one.stride(2) == 1 else one.contiguous() for one in new)
+    keys, values = (unit_stride(one) for one in new)
     H, T, D = keys.shape
     assert all(one.is_contiguous() for one in stored)
     _store_kernel[(T, H)](

@@ -35,6 +35,16 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
+def unit_stride(rows: torch.Tensor) -> torch.Tensor:
+    """Rows [..., D] with contiguous channels; copied if they are not."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def side_by_side(rows: torch.Tensor) -> torch.Tensor:
+    """Rows [H, C] or [H, C, D] with contiguous heads, which need not be adjacent; copied if they are not."""
+    return rows if rows.stride()[1:] == (*rows.shape[2:], 1) else rows.contiguous()
+
+
 @triton.jit
 def share(part, parts, rows):
     """Start and stop of one of `parts` equal parts of some rows; the first parts may have one row more."""
@@ -107,6 +117,30 @@ def log2_of_normal(numbers):
     if WIDEN:
         return tl.log2(numbers)
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [numbers], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def tile_weights(peak, logits):
+    """The highest logits so far, the weights of one tile, and the factor of what came before it."""
+    highest = tl.maximum(peak, tl.max(logits, 1))
+    # The tiles so far may be masked out completely.
+    safe = tl.where(highest == -float("inf"), 0.0, highest)
+    return highest, exp2_flushed(logits - safe[:, None]), exp2_flushed(peak - safe)
+
+
+@triton.jit
+def sum_of_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def sum_of_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def sum_of_four(a, b, c, d, e, f, g, h):
+    return a + e, b + f, c + g, d + h
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.common.tiles_triton import power_of_two
+from sparsekv.kernels.common.tiles_triton import power_of_two, unit_stride
 from sparsekv.kernels.kmeans.kmeans import LEAST_WEIGHT
 
 FARTHEST_MEAN = 4096.0  # largest entry of the scaled mean: centres at 16 times it are still finite in float16
@@ -159,7 +159,7 @@ class NearestCentres:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows [Hk, padded_count, padded D] float16, and half squared norms [Hk, padded_count] float32, infinite where
         padded."""
-        rows, (Hk, count, dims) = _rows(rows), rows.shape
+        rows, (Hk, count, dims) = unit_stride(rows), rows.shape
         rounded = rows.new_empty(Hk, padded_count, _padded(dims), dtype=torch.float16)
         half_norms = rows.new_empty(Hk, padded_count if norms else 0, dtype=torch.float32)
         _round_rows[(triton.cdiv(padded_count, ROWS_AT_ONCE), Hk)](
@@ -175,7 +175,7 @@ def cluster_means_triton(points, labels, clusters, weights=None):
     Sorting the labels moves 12 bytes a point a few times, while the sums read 4 D bytes a point once. Atomic additions
     would read as much, write all of it to the L2 cache, and round in the order in which they happen to come.
     """
-    points, (Hk, count, dims) = _rows(points), points.shape
+    points, (Hk, count, dims) = unit_stride(points), points.shape
     first = torch.arange(0, Hk * clusters, clusters, dtype=torch.int32, device=points.device)
     ordered, order = (labels.int() + first[:, None]).flatten().sort(stable=True)
     numbers = torch.arange(Hk * clusters + 1, dtype=torch.int32, device=points.device)
@@ -188,10 +188,6 @@ def cluster_means_triton(points, labels, clusters, weights=None):
         DIMS=_padded(dims), ROWS=ROWS_AT_ONCE, WEIGHTED=weights is not None, LEAST=LEAST_WEIGHT,
     )  # fmt: skip
     return means, totals
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
 def _padded(dims: int) -> int:

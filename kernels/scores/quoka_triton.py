@@ -16,6 +16,7 @@ from sparsekv.kernels.common.tiles_triton import (
     power_of_two,
     share,
     tile_rows,
+    unit_stride,
     wait_for_previous_kernel,
 )
 
@@ -86,8 +87,7 @@ def _directions_kernel(
 def far_directions_triton(query, count):
     """`far_directions` on a GPU, for `count` less than the number of queries."""
     Hk, G, B, D = query.shape
-    heads = query.flatten(0, 1)
-    heads = heads if heads.stride(2) == 1 else heads.contiguous()
+    heads = unit_stride(query.flatten(0, 1))
     nearness = torch.empty(Hk * G, B, device=query.device)
     found = torch.empty(Hk, count, D, device=query.device)
     _nearness_kernel[(Hk * G,)](
@@ -190,8 +190,7 @@ def _rows_kernel(
 
 def nearest_keys_triton(some, keys, count, first=0, last=0):
     """`nearest_keys` on a GPU, by the largest cosine; reads views of keys in place if their last axis is contiguous."""
-    (H, T, D), Q = keys.shape, some.shape[1]
-    keys = keys if keys.stride(2) == 1 else keys.contiguous()
+    (H, T, D), Q, keys = keys.shape, some.shape[1], unit_stride(keys)
     parts = num_splits(H, T, PROGRAMS_PER_SM * count_sms(keys.device))
     stride = aligned(T)
     ranks = torch.empty(H, stride, dtype=torch.int16, device=keys.device)
