@@ -170,10 +170,10 @@ def _attend_head(job, h, query, lengths, starts, weights, part, sums, pieces):
     for c in range(C):
         if lengths[c] > 0:
             low, high, ahead = max(start, begin), min(stop, begin + lengths[c]), begin - starts[c]
-            add_rows(part, weights, C + ahead, values, low - ahead, high - ahead)
+            add_rows(part, weights, C + ahead, values, low - ahead, high - ahead, None)
             begin += lengths[c]
-    add_rows(part, weights, always, exact_values, first_exact, last_exact)
-    add_rows(part, weights, np.int64(0), floats(job.stand_values, (job.H, C, D))[h], first, last)
+    add_rows(part, weights, always, exact_values, first_exact, last_exact, None)
+    add_rows(part, weights, np.int64(0), floats(job.stand_values, (job.H, C, D))[h], first, last, None)
 
 
 def _step(version):

@@ -304,29 +304,6 @@ def write_listed_logits(job, query, keys, values, listed, start, stop, logits, a
     cap_logits(job, logits, ahead + start, ahead + stop)
 
 
-@njit(**SUMS)
-def add_listed_rows(output, weights, ahead, rows, listed, start, stop):
-    """Add the rows [T, D] with listed numbers `start` to `stop` of [N] int32; to outputs [G, D],
-    number i weighted by weights [:, ahead + i]; four rows together."""
-    fours = stop - max(stop - start, 0) % 4
-    for i in range(start, fours, 4):
-        one, two, three, four = listed[i], listed[i + 1], listed[i + 2], listed[i + 3]
-        for g in range(output.shape[0]):
-            place = ahead + i
-            first, second, third, fourth = (
-                weights[g, place], weights[g, place + 1], weights[g, place + 2], weights[g, place + 3]
-            )  # fmt: skip
-            for d in range(output.shape[1]):
-                output[g, d] += (
-                    first * rows[one, d] + second * rows[two, d] + third * rows[three, d] + fourth * rows[four, d]
-                )
-    for i in range(fours, stop):
-        for g in range(output.shape[0]):
-            weight = weights[g, ahead + i]
-            for d in range(output.shape[1]):
-                output[g, d] += weight * rows[listed[i], d]
-
-
 @njit(inline="always")
 def _score(job, memory, thread, threads):
     """Score a thread's share of all heads' keys. Threads that share a head make its tables each for themselves, so that
@@ -450,9 +427,9 @@ def _attend_head(job, memory, h, output, sums, start, stop, first, last):
     weights, chosen = weights_of(job, memory)[h], min(stop, budget)
     write_listed_logits(job, query, keys, values, found, start, chosen, weights, C)
     to_weights(weights, sums, C + start, C + stop, first, last)
-    add_listed_rows(output, weights, C, floats(values, (M, D)), found, start, chosen)
-    add_rows(output, weights, C + budget, exact, max(start - budget, 0), stop - budget)
-    add_rows(output, weights, np.int64(0), floats(job.rest_values, (H, C, D))[h], first, last)
+    add_rows(output, weights, C, floats(values, (M, D)), start, chosen, found)
+    add_rows(output, weights, C + budget, exact, max(start - budget, 0), stop - budget, None)
+    add_rows(output, weights, np.int64(0), floats(job.rest_values, (H, C, D))[h], first, last, None)
 
 
 def _step(version):
