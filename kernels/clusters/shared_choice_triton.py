@@ -181,50 +181,6 @@ def _scores_kernel(
         _store_scores(place, c, stop, present, logits, number, total, ROWS, GROUP, TILE)
 
 
-def token_scores(
-    query: torch.Tensor,
-    centroids: torch.Tensor,
-    counts: torch.Tensor,
-    zeros: torch.Tensor,
-    softmax_scale: float,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """S_i of each token's query heads, summed over these: `cluster_scores` times G, for tokens in the place of queries.
-
-    Reads the centroids twice for every `MOST_ROWS` query rows.
-
-    Args:
-        query: [H, G, T, D]; centroids: [H, C, D]; counts: [H, C] int.
-        zeros: [H, C] int32 contiguous, to which zeros are written.
-
-    Returns:
-        [H, T, C or more] float32; 0 past the last cluster.
-    """
-    (H, G, T, D), C, device, early = query.shape, counts.shape[1], query.device, dependent_launch(query.device)
-    query, centroids, counts, group = (
-        unit_stride(query),
-        side_by_side(centroids.to(query.dtype)),
-        side_by_side(counts),
-        power_of_two(G),
-    )
-    tile_of_queries, stride = max(16, group, min(MOST_ROWS, power_of_two(T * group))), aligned(C)
-    blocks = triton.cdiv(T, tile_of_queries // group)
-    tile = min(tile_rows(D, query.dtype, TILE_BYTES), MOST_LOGITS // tile_of_queries)
-    parts = min(num_splits(H * blocks, C, PROGRAMS_PER_SM * count_sms(device)), triton.cdiv(C, tile))
-    peaks, sums = torch.empty(2, H, blocks, parts, tile_of_queries, device=device)
-    scores = torch.empty(H, T, stride, device=device)
-    strides = *query.stride()[:3], centroids.stride(0), counts.stride(0), softmax_scale, softcap or 0.0
-    tiles = {
-        "CAPPED": softcap is not None, "G": G, "GROUP": group, "ROWS": tile_of_queries, "D": D,
-        "BLOCK_D": power_of_two(D), "TILE": tile, "STAGES": STAGES, "num_warps": WARPS, **early,
-    }  # fmt: skip
-    _sums_kernel[(parts, H, blocks)](query, centroids, counts, peaks, sums, zeros, T, C, *strides, **tiles)
-    _scores_kernel[(parts, H, blocks)](
-        query, centroids, counts, peaks, sums, scores, T, C, stride, parts, *strides, PARTS=power_of_two(parts), **tiles
-    )
-    return scores
-
-
 # Clusters of a program that lists rows, how many rows of each it writes at once, how many clusters it counts at once.
 LISTED, RUN, BEFORE = 64, 16, 1024
 CLUSTERS_A_WARP, MOST_WARPS = 1024, 32  # of a program that ranks
@@ -319,12 +275,28 @@ def _list_kernel(
 def choose_together_triton(
     query, ends, centroids, counts, starts, budget, capacity, softmax_scale, softcap=None, thresholds=None, seen=None
 ):
-    """`choose_together` on a GPU; see `token_scores` for what it reads."""
-    H, G, T, _ = query.shape
-    B, C, device, early = len(ends), counts.shape[1], query.device, dependent_launch(query.device)
-    counts, starts, stride = side_by_side(counts), side_by_side(starts), aligned(C)
+    """`choose_together` on a GPU; reads the centroids twice for every `MOST_ROWS` query rows."""
+    (H, G, T, D), B, C, device = query.shape, len(ends), counts.shape[1], query.device
+    query, centroids, early = unit_stride(query), side_by_side(centroids.to(query.dtype)), dependent_launch(device)
+    counts, starts = side_by_side(counts), side_by_side(starts)
+    group, stride = power_of_two(G), aligned(C)
+    tile_of_queries = max(16, group, min(MOST_ROWS, power_of_two(T * group)))
+    blocks = triton.cdiv(T, tile_of_queries // group)
+    tile = min(tile_rows(D, query.dtype, TILE_BYTES), MOST_LOGITS // tile_of_queries)
+    parts = min(num_splits(H * blocks, C, PROGRAMS_PER_SM * count_sms(device)), triton.cdiv(C, tile))
+    peaks, sums = torch.empty(2, H, blocks, parts, tile_of_queries, device=device)
     lengths = torch.empty(H, C, dtype=torch.int32, device=device)
-    scores = token_scores(query, centroids, counts, lengths, softmax_scale, softcap)
+    # Of each token's query heads together: `cluster_scores` times G; 0 past the last cluster.
+    scores = torch.empty(H, T, stride, device=device)
+    strides = *query.stride()[:3], centroids.stride(0), counts.stride(0), softmax_scale, softcap or 0.0
+    tiles = {
+        "CAPPED": softcap is not None, "G": G, "GROUP": group, "ROWS": tile_of_queries, "D": D,
+        "BLOCK_D": power_of_two(D), "TILE": tile, "STAGES": STAGES, "num_warps": WARPS, **early,
+    }  # fmt: skip
+    _sums_kernel[(parts, H, blocks)](query, centroids, counts, peaks, sums, lengths, T, C, *strides, **tiles)
+    _scores_kernel[(parts, H, blocks)](
+        query, centroids, counts, peaks, sums, scores, T, C, stride, parts, *strides, PARTS=power_of_two(parts), **tiles
+    )
     clusters = power_of_two(stride)
     warps = min(MOST_WARPS, max(4, clusters // CLUSTERS_A_WARP))
     # Programs that have an SM each are faster with all the registers that they want; larger ones have none to spare.
