@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.common.launch import dependent_launch
-from sparsekv.kernels.common.tiles_triton import power_of_two, tile_rows, unit_stride, wait_for_previous_kernel
+from sparsekv.kernels.common.launch import dependent_launch, power_of_two, tile_rows, unit_stride
+from sparsekv.kernels.common.tiles_triton import wait_for_previous_kernel
 
 TILE_BYTES, WARPS = 8192, 4
 

@@ -6,20 +6,19 @@ import triton.language as tl
 
 from sparsekv.kernels.clusters.budget_choice_triton import Scored, Wanted, choose
 from sparsekv.kernels.clusters.types import ListedChoice
+from sparsekv.kernels.common import tiles_triton as common
 from sparsekv.kernels.common.eight_bits import Int8Kernel, Keys, RowScales, pair_block
-from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
-from sparsekv.kernels.common.pairs_triton import pair_products, scaled_queries, scales_of
-from sparsekv.kernels.common.tiles_triton import (
+from sparsekv.kernels.common.launch import (
     aligned,
-    capped,
-    dot,
+    count_sms,
+    dependent_launch,
     group_rows,
+    num_splits,
     power_of_two,
-    share,
     side_by_side,
     tile_rows,
-    wait_for_previous_kernel,
 )
+from sparsekv.kernels.common.pairs_triton import pair_products, scaled_queries, scales_of
 
 # Bytes of a tile, stages of the loop, programs an SM, warps: measured, for up to MANY clusters, more, and in 8 bits.
 MANY, FEW_CLUSTERS, MANY_CLUSTERS, IN_8_BITS = 16_384, (32_768, 2, 4, 4), (16_384, 3, 5, 4), (16_384, 3, 4, 2)
@@ -37,7 +36,7 @@ def _logits_kernel(
 
     For listed clusters, slots up to a multiple of 16 are written; `_take_kernel` writes those after it.
     """
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     of_group = g < G
@@ -63,7 +62,7 @@ def _logits_kernel(
         tl.store(used + head, 0)
         tl.store(queue + head, 0)
     # The last cluster is followed by empty ones, up to a multiple of 16.
-    first, stop = share(part, parts, tl.cdiv(known_clusters, 16))
+    first, stop = common.share(part, parts, tl.cdiv(known_clusters, 16))
     first, stop = tl.multiple_of(first * 16, 16), tl.multiple_of(stop * 16, 16)
     for at in tl.range(first, stop, TILE, num_stages=STAGES):
         slot = at + t
@@ -82,8 +81,8 @@ def _logits_kernel(
             of_keys, _ = scales_of(tl.load(scales + c, mask=known, other=0), of_queries, 1.0)
             products = pair_products(q_first, q_second, shift, k, EXACT) * of_keys[None, :] + offset[:, None]
         else:
-            products = dot(q, tl.trans(k)) * softmax_scale
-        scores = capped(products, softcap, CAPPED)
+            products = common.dot(q, tl.trans(k)) * softmax_scale
+        scores = common.capped(products, softcap, CAPPED)
         scores = tl.where(number > 0, scores, -float("inf"))
         tl.store(logits + g[:, None] * stride + slot, scores, mask=of_group[:, None] & inside)
         highest = tl.maximum(peak, tl.max(scores, 1))

@@ -9,31 +9,11 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.codes.types import CENTROIDS, LEVELS, PER_OCTAVE, CodeRanks
-from sparsekv.kernels.common.launch import count_sms, dependent_launch
-from sparsekv.kernels.common.tiles_triton import (
-    LOG2_E,
-    aligned,
-    capped,
-    dot,
-    group_rows,
-    let_next_launch,
-    log2_of_normal,
-    only_wait,
-    power_of_two,
-    prefetch,
-    product,
-    share,
-    sum_of_four,
-    tile_rows,
-    wait_for_previous_kernel,
-)
+from sparsekv.kernels.common import tiles_triton as common
+from sparsekv.kernels.common.launch import aligned, count_sms, dependent_launch, group_rows, power_of_two, tile_rows
+from sparsekv.kernels.common.tiles_triton import LOG2_E
+from sparsekv.kernels.posting_lists import packed_triton as packed
 from sparsekv.kernels.posting_lists.list_ranks_triton import EXACT_PROGRAMS, add_exact
-from sparsekv.kernels.posting_lists.packed_triton import (
-    byte_of,
-    exp2,
-    second_and_fourth,
-    two_small_numbers,
-)
 from sparsekv.kernels.posting_lists.posting_lists import TILE_TOKENS, TILE_WORDS
 from sparsekv.kernels.posting_lists.types import (
     FEW_RANKS,
@@ -62,7 +42,7 @@ def _make_table(
     turning = tl.load(turn + of_part, mask=(d < D)[:, None] & (j < SIZE), other=0.0)
     place = ((document * PARTS + part) * CENTROIDS + c[None, :]) * SIZE + j[:, None]
     book = tl.load(books + place, mask=(j < SIZE)[:, None], other=0.0)
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     q = tl.load(query + (head * G + g[:, None]) * D + d, mask=(g < G)[:, None] & (d < D), other=0.0)
     turned = tl.dot(q.to(tl.float32), turning.to(tl.float32), input_precision="tf32x3")
     products = tl.dot(turned, book.to(tl.float32), input_precision="tf32x3") * (softmax_scale * LOG2_E)
@@ -91,11 +71,11 @@ def _weigh_clusters(
     logits, bias = logits + head * G * stride, bias + document * bias_stride
     peak = tl.full([GROUP], -float("inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
-    first, stop = share(part, parts, stride // 16)
+    first, stop = common.share(part, parts, stride // 16)
     first, stop = tl.multiple_of(first * 16, 16), tl.multiple_of(stop * 16, 16)
     SIZE: tl.constexpr = centroids.dtype.element_ty.primitive_bitwidth // 8
-    prefetch(centroids + first * D, (tl.minimum(stop, C) - first) * D, MOST_TILES * TILE * BLOCK_D, SIZE, EARLY)
-    wait_for_previous_kernel(EARLY)
+    common.prefetch(centroids + first * D, (tl.minimum(stop, C) - first) * D, MOST_TILES * TILE * BLOCK_D, SIZE, EARLY)
+    common.wait_for_previous_kernel(EARLY)
     q = tl.load(query + (head * G + g[:, None]) * D + d, mask=(g < G)[:, None] & (d < D), other=0.0)
     for at in tl.range(first, stop, TILE, num_stages=STAGES):
         c = at + t
@@ -105,10 +85,10 @@ def _weigh_clusters(
         number = tl.load(counts + c, mask=known, other=0)
         factor = tl.load(bias + c, mask=known, other=0.0)
         tl.store(taken + head * C + c, tl.zeros([TILE], tl.int32), mask=known)
-        some = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
+        some = common.capped(common.dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
         some = tl.where(number > 0, some, -float("inf"))
         tl.store(logits + g[:, None] * stride + c, some, mask=(g < G)[:, None] & inside)
-        some = some * LOG2_E + (factor * LOG2_E + log2_of_normal(tl.maximum(number, 1).to(tl.float32)))
+        some = some * LOG2_E + (factor * LOG2_E + common.log2_of_normal(tl.maximum(number, 1).to(tl.float32)))
         highest = tl.maximum(peak, tl.max(some, 1))
         # All clusters so far may be empty.
         safe = tl.where(highest == -float("inf"), 0.0, highest)
@@ -139,7 +119,7 @@ def _tables_kernel(
             D, BLOCK_D, CENTROIDS, LEVELS, PER_OCTAVE, EARLY,
         )  # fmt: skip
     elif which < PARTS + EXACT_PROGRAMS:
-        wait_for_previous_kernel(EARLY)
+        common.wait_for_previous_kernel(EARLY)
         add_exact(
             query, exact_keys + (document - head) * exact_stride, exact_count, sinks, peaks, totals, head,
             which - PARTS, sums, exact_rows, exact_stride,
@@ -167,8 +147,8 @@ MANY_TILES, MOST_TILES = 4, 16
 def _places(words, CENTROIDS: tl.constexpr):
     """Where four neighbouring tables have what the four codes of each word name: [..., 2, 2], each word's by one
     thread."""
-    first = tl.join(byte_of(words, 0), byte_of(words, 1) + CENTROIDS)
-    return tl.join(first, tl.join(byte_of(words, 2) + 2 * CENTROIDS, byte_of(words, 3) + 3 * CENTROIDS))
+    first = tl.join(packed.byte_of(words, 0), packed.byte_of(words, 1) + CENTROIDS)
+    return tl.join(first, tl.join(packed.byte_of(words, 2) + 2 * CENTROIDS, packed.byte_of(words, 3) + 3 * CENTROIDS))
 
 
 @triton.jit
@@ -198,7 +178,7 @@ def _sums_of_parts(words, tables, head, word, first, first_places, padded, FOURS
             places = _places_of_parts(words, part, first, padded, FOURS, AT_ONCE, CENTROIDS)
         found = tl.reshape(tl.gather(table, places, 0), [FOURS, 4, AT_ONCE])
         every += tl.sum(found, 2)
-        odd += tl.sum(second_and_fourth(found), 2)
+        odd += tl.sum(packed.second_and_fourth(found), 2)
     # What the odd bytes added to the even ones' sums is known; that it carries does no harm.
     return every - (odd << 8), odd
 
@@ -215,8 +195,8 @@ def _partial_sums(peaks, totals, head, sums, g, G: tl.constexpr, SUMS: tl.conste
 def _logsumexps(part_peaks, part_totals, g, G: tl.constexpr):
     """[FEW] in units of log 2, of each query head, from those of parts [FEW, SUMS]."""
     peak = tl.where(g < G, tl.max(part_peaks, 1), 0.0)
-    total = tl.where(g < G, tl.sum(product(part_totals, tl.exp2(part_peaks - peak[:, None])), 1), 1.0)
-    return peak + log2_of_normal(total)
+    total = tl.where(g < G, tl.sum(common.product(part_totals, tl.exp2(part_peaks - peak[:, None])), 1), 1.0)
+    return peak + common.log2_of_normal(total)
 
 
 @triton.jit
@@ -231,7 +211,7 @@ def _of_word(numbers, g, word: tl.constexpr):
             tl.where(g == 4 * word + 3, numbers, 0.0),
         ),
         0,
-        sum_of_four,
+        common.sum_of_four,
     )
 
 
@@ -243,8 +223,8 @@ def _scores(
     """Estimated probabilities of some keys, summed over the query heads of a word."""
     OCTAVE: tl.constexpr = 2.0**24 / PER_OCTAVE if SMALL else 1 / PER_OCTAVE
     if SMALL:
-        first, third = two_small_numbers(even)
-        second, fourth = two_small_numbers(odd)
+        first, third = packed.two_small_numbers(even)
+        second, fourth = packed.two_small_numbers(odd)
     else:
         first, third = (even & 0xFFFF).to(tl.float32), ((even >> 16) & 0xFFFF).to(tl.float32)
         second, fourth = (odd & 0xFFFF).to(tl.float32), ((odd >> 16) & 0xFFFF).to(tl.float32)
@@ -255,8 +235,8 @@ def _scores(
     for group in tl.static_range(0, G - 4 * word if 4 * word + 4 > G else 4):
         logit = tops[group] - below[group] * OCTAVE
         if CAPPED:
-            logit = capped(logit / LOG2_E, softcap, CAPPED) * LOG2_E - totals[group]
-        score += exp2(logit)
+            logit = common.capped(logit / LOG2_E, softcap, CAPPED) * LOG2_E - totals[group]
+        score += packed.exp2(logit)
     return score
 
 
@@ -284,16 +264,16 @@ def _scan_kernel(
     words += ((tl.program_id(1) // each).to(tl.int64) if SHARED else head) * (PARTS // 4) * padded
     for quad in tl.static_range(PARTS // 4):
         first_word = words + quad * padded + some * PIECES * SLOTS
-        prefetch(first_word, PIECES * SLOTS, PIECES * SLOTS, 4, EARLY)
+        common.prefetch(first_word, PIECES * SLOTS, PIECES * SLOTS, 4, EARLY)
     # A look-up is a barrier of all threads, and so of as many parts at a time as there are words for.
     AT_ONCE: tl.constexpr = 8 if PARTS % 8 == 0 else 4
     first = some * PIECES * SLOTS
     # With few tiles the registers that hold them while the program waits would be another program's.
     if PIECES > 1:
         places = _places_of_parts(words, 0, first, padded, FOURS, AT_ONCE, CENTROIDS)
-    only_wait(EARLY)
+    common.only_wait(EARLY)
     if PIECES > 1:
-        let_next_launch(EARLY)
+        common.let_next_launch(EARLY)
     # Asked for before the look-ups, which wait for memory themselves.
     part_peaks, part_totals = _partial_sums(peaks, totals, head, sums, g, G, SUMS)
     best = tl.load(tops + (head * G + g[:, None]) * PARTS + p, mask=(g < G)[:, None] & (p < PARTS), other=0.0)
@@ -314,7 +294,7 @@ def _scan_kernel(
             score += _scores(even, odd, word, base, logsumexp, g, softcap, CAPPED, G, SMALL, PER_OCTAVE)
         # All programs run at once: the next kernel's would come early, and unevenly, between them.
         if PIECES == 1:
-            let_next_launch(EARLY)
+            common.let_next_launch(EARLY)
         key = first + i // 8 * 32 + i % 8 + 8 * tl.arange(0, 4)
         score = tl.where(key < keys, score / G, 0.0)
         rank = (score.to(tl.int32, bitcast=True) >> (23 - FRACTION_BITS)) - least

@@ -1,8 +1,7 @@
-"""Helpers of several Triton kernels: tile shapes, shares of work, products, soft caps, dependent launches."""
+"""Helpers of several Triton kernels: shares of work, products, soft caps, dependent launches."""
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 
@@ -10,39 +9,6 @@ import triton.language as tl
 WIDEN = tl.constexpr(triton.knobs.runtime.interpret)
 # Logits times this are exponents of 2: a power of 2 takes one instruction less than one of e.
 LOG2_E = tl.constexpr(math.log2(math.e))
-
-
-def power_of_two(size: int) -> int:
-    """The smallest power of two that is at least `size`."""
-    return 1 << max(size - 1, 0).bit_length()
-
-
-def group_rows(group: int) -> int:
-    """Rows of a tile that holds a group of query heads: tensor cores need at least 16."""
-    return max(16, power_of_two(group))
-
-
-def tile_rows(head_dim: int, dtype: torch.dtype, size: int) -> int:
-    """Rows of a tile of `size` bytes, limited to 16 to 128."""
-    return min(max(size // (power_of_two(head_dim) * dtype.itemsize), 16), 128)
-
-
-ALIGNED = 16  # elements: rows whose start and length are multiples of this can be read four elements at a time
-
-
-def aligned(size: int) -> int:
-    """The next multiple of `ALIGNED`."""
-    return -(-size // ALIGNED) * ALIGNED
-
-
-def unit_stride(rows: torch.Tensor) -> torch.Tensor:
-    """Rows [..., D] with contiguous channels; copied if they are not."""
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
-def side_by_side(rows: torch.Tensor) -> torch.Tensor:
-    """Rows [H, C] or [H, C, D] with contiguous heads, which need not be adjacent; copied if they are not."""
-    return rows if rows.stride()[1:] == (*rows.shape[2:], 1) else rows.contiguous()
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.common.tiles_triton import power_of_two, unit_stride
+from sparsekv.kernels.common.launch import power_of_two, unit_stride
 from sparsekv.kernels.kmeans.kmeans import LEAST_WEIGHT
 
 FARTHEST_MEAN = 4096.0  # largest entry of the scaled mean: centres at 16 times it are still finite in float16
