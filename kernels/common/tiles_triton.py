@@ -1,4 +1,8 @@
-"""Helpers of several Triton kernels: shares of work, products, soft caps, dependent launches."""
+"""Helpers of several Triton kernels: shares of work, products, soft caps, dependent launches.
+
+Kernels import the module for its functions, and its constants by name: Triton compiles anew for other values of named
+constants only.
+"""
 
 import math
 
