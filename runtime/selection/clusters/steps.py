@@ -17,7 +17,6 @@ from sparsekv.kernels.clusters.cluster_choice import (
     choose_clusters,
     choose_listed,
     choose_together,
-    keep_clusters,
     open_clusters,
 )
 from sparsekv.kernels.clusters.types import Children, ClusterChoice, Tree
@@ -231,10 +230,7 @@ class ClusterSteps:
         centroids = self.tree.centroids[0] if numbers is None else numbers
         looked = query[:, :, 0], centroids, counts, self.first_row
         how = self.facts.softmax_scale, self.facts.softcap
-        if threshold is None:
-            chosen = choose_clusters(*looked, tokens, *how)
-        else:
-            chosen = keep_clusters(*looked, threshold, tokens, *how, counter)
+        chosen = choose_clusters(*looked, tokens, *how, threshold, counter)
         values = (self.values or self.keys)[0]
         # Logits of lookup centroids (windowed RoPE) differ from the attention's, so they are not passed on.
         scored = None
