@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
@@ -50,31 +50,6 @@ def refuse_merged_heads(config: DecodeConfig) -> None:
 def _merges_heads(method: object) -> bool:
     """Of a method, or of its class."""
     return isinstance(method, ChoosesForAllHeads)
-
-
-@dataclass
-class Choices:
-    """A budget (None: each method's own), the methods' options, and --residual."""
-
-    artifact: Artifact
-    budget: Budget | None
-    parameters: Mapping[str, Any]
-    residual: bool
-
-    def other_method(self, before: DecodeConfig, name: str) -> DecodeConfig:
-        """The config with another method, with those options that it has; raises UsageError if there is none."""
-        name, kind = attention_of(self.artifact, name)
-        own = {field.name for field in fields(kind)}
-        kept, dense = {option: value for option, value in self.parameters.items() if option in own}, kind is Dense
-        config = choose_config(self.artifact, name, kept, residual=self.residual and not dense)
-        budget = config.budget if dense or self.budget is None else self.budget
-        return replace(config, budget=budget, question=before.question, placement=before.placement)
-
-    def other_budget(self, config: DecodeConfig, text: str) -> DecodeConfig:
-        """A config with another budget; raises UsageError if it is none, or the config reads everything."""
-        if isinstance(config.attention, Dense):
-            refuse_beside_dense({"/budget": text})
-        return replace(config, budget=Budget.parse(text, "/budget"), layer_budgets={}, origin="")
 
 
 ATTENDED, SAMPLING = "What is attended to", "Sampling"
@@ -233,6 +208,37 @@ class AttentionOptions:
         if found is None:
             raise UsageError(f"--schedule {schedule}: give BUDGET-step-STEPS, such as 0.15-step-4")
         return found[1], self.parameters | {"step": int(found[2])}
+
+
+@dataclass
+class Choices:
+    """A budget (None: each method's own), the methods' options, and --residual."""
+
+    artifact: Artifact
+    budget: Budget | None
+    parameters: Mapping[str, Any]
+    residual: bool
+
+    @classmethod
+    def of(cls, options: AttentionOptions, artifact: Artifact, config: DecodeConfig) -> Self:
+        """Those of the command line, of which the config was made."""
+        budget = None if options.budget is None else config.budget
+        return cls(artifact, budget, options.parameters, options.residual)
+
+    def other_method(self, before: DecodeConfig, name: str) -> DecodeConfig:
+        """The config with another method, with those options that it has; raises UsageError if there is none."""
+        name, kind = attention_of(self.artifact, name)
+        own = {field.name for field in fields(kind)}
+        kept, dense = {option: value for option, value in self.parameters.items() if option in own}, kind is Dense
+        config = choose_config(self.artifact, name, kept, residual=self.residual and not dense)
+        budget = config.budget if dense or self.budget is None else self.budget
+        return replace(config, budget=budget, question=before.question, placement=before.placement)
+
+    def other_budget(self, config: DecodeConfig, text: str) -> DecodeConfig:
+        """A config with another budget; raises UsageError if it is none, or the config reads everything."""
+        if isinstance(config.attention, Dense):
+            refuse_beside_dense({"/budget": text})
+        return replace(config, budget=Budget.parse(text, "/budget"), layer_budgets={}, origin="")
 
 
 @dataclass(frozen=True, kw_only=True)
