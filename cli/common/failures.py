@@ -39,9 +39,9 @@ def described_usage(message: str, command: str, arguments: Sequence[str], *, opt
         return f"eval takes the text of an index, and builds indices of its own: {_eval_of(arguments)}"
     unknown = UNKNOWN.match(message)
     if unknown and (now := moved(command, unknown[1].lstrip("-"))) is not None:
-        called = [one for one in arguments if one != "--end-to-end"]
-        called[called.index(command)] = now
-        return f"a whole model's steps are timed by a command of their own: {shown(*called)}"
+        renamed = [one for one in arguments if one != "--end-to-end"]
+        renamed[renamed.index(command)] = now
+        return f"a whole model's steps are timed by a command of their own: {shown(*renamed)}"
     if message.startswith(f"{NO_OPTION} --gpus"):
         if command not in BY_RANKS:
             return f"{command} runs as one process; several GPUs are for {' and '.join(BY_RANKS)}"

@@ -63,7 +63,7 @@ def with_options(
 def _declared(options: type) -> Iterator[inspect.Parameter]:
     """The options that a dataclass declares, in the order of its fields."""
     for name, one in inspect.signature(options).parameters.items():
-        if is_dataclass(one.annotation):
+        if isinstance(one.annotation, type) and is_dataclass(one.annotation):
             yield from _declared(one.annotation)
         elif get_origin(one.annotation) is Annotated or one.annotation is typer.Context:
             yield inspect.Parameter(name, one.kind, default=one.default, annotation=one.annotation)
@@ -74,23 +74,6 @@ def _made(options: Any, given: Mapping[str, Any]) -> Any:
     types = {one.name: one.type for one in fields(options)}
     inner = {name: _made(kind, given) for name, kind in types.items() if is_dataclass(kind)}
     return options(**inner, **{name: value for name, value in given.items() if name in types})
-
-
-def with_method_options(methods: Mapping[str, type]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator of a command that takes `**parameters`: adds an option for each field of the methods' dataclasses.
-
-    A field that several methods have becomes one option, which sets it for all of them.
-    """
-
-    def extend(command: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(command)
-        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        options = _options(methods, taken={one.name: _kind(one.annotation) for one in own})
-        command.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-        command.__annotations__ |= {option.name: option.annotation for option in options}
-        return command
-
-    return extend
 
 
 def _options(methods: Mapping[str, type], taken: Mapping[str, str]) -> list[inspect.Parameter]:
