@@ -57,83 +57,6 @@ ATTENDED, SAMPLING = "What is attended to", "Sampling"
 AT_ONCE = {"cpu": 16, "cuda": 64}
 """How many questions `--batch-size auto` answers at once; on a GPU fewer where they do not fit."""
 
-BatchSizeOption = Annotated[
-    str,
-    typer.Option(
-        metavar="N|auto",
-        help="How many questions of --batch-file to answer at once. They share what each step reads of the document: "
-        f"all attend to what any of them selects. auto: {AT_ONCE['cpu']} on a CPU, up to {AT_ONCE['cuda']} on a GPU, 1 "
-        "where they cannot.",
-    ),
-]
-AnswersJsonOption = Annotated[
-    bool, typer.Option("--json", help="Print JSON, with unrounded numbers: an object, or with --batch-file one a line.")
-]
-ResumeOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE.jsonl",
-        help="With --batch-file and --json: answers that are in this file are printed and not asked for again; new "
-        "ones are added to it as soon as they are whole. Its lines are of the first questions, in order, of the same "
-        "index and with the same settings. Answers that share steps (--batch-size) depend on those beside them: not "
-        "all are as in one run.",
-    ),
-]
-CompileOption = Annotated[
-    str,
-    typer.Option(
-        "--compile",
-        metavar="auto|on|off",
-        help="Compile the model's layers with torch, all but their attention: decoding is faster, and starts later by "
-        f"ten to twenty seconds, from then on by five. auto: on a GPU, if {WORTH_IT:,} steps may be taken, each a "
-        "token of every question that is answered at once.",
-    ),
-]
-MethodOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Method that selects the tokens to attend to, or `dense` for dense attention to all of them. Default: "
-        "what `tune` found, or the index's first.",
-        autocompletion=names_of(methods, DENSE),
-    ),
-]
-BudgetOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Share (0.1, 10%) or number of the document's tokens to attend to. Default: what `tune` found, or 0.1, "
-        "for codes 0.05.",
-        show_default=False,
-        rich_help_panel=ATTENDED,
-    ),
-]
-ResidualOption = Annotated[
-    bool,
-    typer.Option(
-        "--residual",
-        help="Attend to cluster centroids in place of the tokens not selected, where a method would drop these: codes "
-        "and multipole attend to their own without it.",
-        rich_help_panel=ATTENDED,
-    ),
-]
-PrefillOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="dense|own|METHOD",
-        help="What the question's tokens attend to: everything (dense), what --method selects for them by --budget "
-        "(own), or what METHOD does. Default: dense, which reads the document once a question; with own most methods "
-        "lose answers.",
-        rich_help_panel=ATTENDED,
-        autocompletion=names_of(methods, DENSE, Own.name),
-    ),
-]
-PrefillBudgetOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Share or number of the document's tokens that each 128 tokens of the question attend to, with --prefill "
-        f"METHOD. Default: {QUESTION_BUDGET}.",
-        rich_help_panel=ATTENDED,
-    ),
-]
 PlacementOption = Annotated[
     str,
     typer.Option(
@@ -144,21 +67,6 @@ PlacementOption = Annotated[
     ),
 ]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=SAMPLING)]
-TemperatureOption = Annotated[
-    float,
-    typer.Option(
-        help="0 takes the likeliest token each time; above 0 one is drawn, among those of --top-p and --top-k.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-TopPOption = Annotated[
-    float | None,
-    typer.Option(
-        help="Sample from the most likely tokens whose probabilities add up to this.", rich_help_panel=SAMPLING
-    ),
-]
-TopKOption = Annotated[int | None, typer.Option(help="Sample from the K most likely tokens.", rich_help_panel=SAMPLING)]
-SamplingSeedOption = Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel=SAMPLING)]
 RawOption = Annotated[bool, typer.Option("--raw", help="Put no chat template around the question.")]
 StatsOption = Annotated[
     bool, typer.Option("--stats", help="Print times, and the share of keys and values read; with --quiet, too.")
@@ -172,13 +80,53 @@ class AttentionOptions:
     `parameters` are the methods' own options by name, None for one that the user did not set.
     """
 
-    method: MethodOption = None
-    budget: BudgetOption = None
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Method that selects the tokens to attend to, or `dense` for dense attention to all of them. Default: "
+            "what `tune` found, or the index's first.",
+            autocompletion=names_of(methods, DENSE),
+        ),
+    ] = None
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Share (0.1, 10%) or number of the document's tokens to attend to. Default: what `tune` found, or "
+            "0.1, for codes 0.05.",
+            show_default=False,
+            rich_help_panel=ATTENDED,
+        ),
+    ] = None
     schedule: str | None = None
-    residual: ResidualOption = False
+    residual: Annotated[
+        bool,
+        typer.Option(
+            "--residual",
+            help="Attend to cluster centroids in place of the tokens not selected, where a method would drop these: "
+            "codes and multipole attend to their own without it.",
+            rich_help_panel=ATTENDED,
+        ),
+    ] = False
     guard: float | None = None
-    prefill: PrefillOption = None
-    prefill_budget: PrefillBudgetOption = None
+    prefill: Annotated[
+        str | None,
+        typer.Option(
+            metavar="dense|own|METHOD",
+            help="What the question's tokens attend to: everything (dense), what --method selects for them by "
+            "--budget (own), or what METHOD does. Default: dense, which reads the document once a question; with own "
+            "most methods lose answers.",
+            rich_help_panel=ATTENDED,
+            autocompletion=names_of(methods, DENSE, Own.name),
+        ),
+    ] = None
+    prefill_budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Share or number of the document's tokens that each 128 tokens of the question attend to, with "
+            f"--prefill METHOD. Default: {QUESTION_BUDGET}.",
+            rich_help_panel=ATTENDED,
+        ),
+    ] = None
     placement: str = "device"
     ahead: bool = False
     parameters: dict[str, Any]
@@ -246,10 +194,23 @@ class SamplingOptions:
     """Options of how an answer's tokens are drawn."""
 
     max_new_tokens: MaxNewTokensOption = 256
-    temperature: TemperatureOption = 0.0
-    top_p: TopPOption = None
-    top_k: TopKOption = None
-    seed: SamplingSeedOption = 0
+    temperature: Annotated[
+        float,
+        typer.Option(
+            help="0 takes the likeliest token each time; above 0 one is drawn, among those of --top-p and --top-k.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = 0.0
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Sample from the most likely tokens whose probabilities add up to this.", rich_help_panel=SAMPLING
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample from the K most likely tokens.", rich_help_panel=SAMPLING)
+    ] = None
+    seed: Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel=SAMPLING)] = 0
 
     def make(self) -> "Sampling":
         """The sampling of answers; raises what `Sampling` raises."""
@@ -310,8 +271,25 @@ class GenerateOptions:
     batch_file: Annotated[
         str | None, typer.Option(help="Answer every line of a file (- for stdin), and print one line per answer.")
     ] = None
-    batch_size: BatchSizeOption = "auto"
-    resume: ResumeOption = None
+    batch_size: Annotated[
+        str,
+        typer.Option(
+            metavar="N|auto",
+            help="How many questions of --batch-file to answer at once. They share what each step reads of the "
+            f"document: all attend to what any of them selects. auto: {AT_ONCE['cpu']} on a CPU, up to "
+            f"{AT_ONCE['cuda']} on a GPU, 1 where they cannot.",
+        ),
+    ] = "auto"
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="With --batch-file and --json: answers that are in this file are printed and not asked for again; "
+            "new ones are added to it as soon as they are whole. Its lines are of the first questions, in order, of "
+            "the same index and with the same settings. Answers that share steps (--batch-size) depend on those "
+            "beside them: not all are as in one run.",
+        ),
+    ] = None
     model: ModelOption = None
     attention: GenerateAttention
     sampling: SamplingOptions
@@ -333,8 +311,20 @@ class GenerateOptions:
             "Decoding is slower: each step computes its logits once more and is not captured as a CUDA graph.",
         ),
     ] = False
-    compiled: CompileOption = "auto"
-    as_json: AnswersJsonOption = False
+    compiled: Annotated[
+        str,
+        typer.Option(
+            "--compile",
+            metavar="auto|on|off",
+            help="Compile the model's layers with torch, all but their attention: decoding is faster, and starts "
+            f"later by ten to twenty seconds, from then on by five. auto: on a GPU, if {WORTH_IT:,} steps may be "
+            "taken, each a token of every question that is answered at once.",
+        ),
+    ] = "auto"
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print JSON, with unrounded numbers: an object, or with --batch-file one a line."),
+    ] = False
     device: DeviceOption = "auto"
     dtype: DtypeOption = "auto"
     quiet: QuietOption = False
