@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import typer
 
 from sparsekv.cli.common.options import (
+    ATTENDED,
+    PLACED,
     DeviceOption,
     DtypeOption,
     IndexOption,
@@ -52,7 +54,7 @@ def _merges_heads(method: object) -> bool:
     return isinstance(method, ChoosesForAllHeads)
 
 
-ATTENDED, SAMPLING = "What is attended to", "Sampling"
+SAMPLING = "Sampling"
 
 AT_ONCE = {"cpu": 16, "cuda": 64}
 """How many questions `--batch-size auto` answers at once; on a GPU fewer where they do not fit."""
@@ -63,7 +65,7 @@ PlacementOption = Annotated[
         metavar="|".join(PLACEMENTS),
         help="Where the document's keys and values are kept: in the memory of the model's device, in main memory "
         "(host), or in the index's files (disk).",
-        rich_help_panel="Where the document lies",
+        rich_help_panel=PLACED,
     ),
 ]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=SAMPLING)]
@@ -228,7 +230,7 @@ class GenerateAttention(AttentionOptions):
         typer.Option(
             metavar="BUDGET-step-STEPS",
             help="--budget and --step in one: 0.15-step-4 is --budget 0.15 --step 4.",
-            rich_help_panel="What is attended to",
+            rich_help_panel=ATTENDED,
         ),
     ] = None
     guard: Annotated[
@@ -238,7 +240,7 @@ class GenerateAttention(AttentionOptions):
             parser=share,
             help="Largest share of its attention, by estimate, that a head may leave to centroids or drop. Above it "
             "the head's budget is doubled, at most twice, and then the head reads everything.",
-            rich_help_panel="What is attended to",
+            rich_help_panel=ATTENDED,
         ),
     ] = None
     placement: PlacementOption = "device"
@@ -247,7 +249,7 @@ class GenerateAttention(AttentionOptions):
         typer.Option(
             "--ahead",
             help="Prefetch: select the next step's tokens with this step's query, while this step runs.",
-            rich_help_panel="Where the document lies",
+            rich_help_panel=PLACED,
         ),
     ] = False
 

@@ -51,6 +51,8 @@ def share(text: str | float) -> float:
         raise typer.BadParameter(f"{text or repr(text)} is no share, such as 0.9 or 90%") from None
 
 
+ATTENDED, PLACED = "What is attended to", "Where the document lies"
+"""Panels of options that mean nothing to dense attention."""
 METHODS_OF = "methods: "  # prefix of a method option's panel; the names of the methods that have it follow
 NAMES = "sparsekv.methods"
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sparsekv.cli.common.options import METHODS_OF
+from sparsekv.cli.common.options import ATTENDED, METHODS_OF, PLACED
 from sparsekv.cli.configuring.project_file import (
     SHARED,
     OptionDefaults,
@@ -30,11 +30,12 @@ EITHER = (
 )
 """Options that exclude each other: one on the command line outranks a default of another."""
 ALONE: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "method": ("dense", ("budget", "residual", "guard", "gauge", "ahead", "placement", "prefill", "prefill-budget")),
+    "method": ("dense", (ATTENDED, PLACED, "gauge")),
     "temperature": (0, ("top-p", "top-k")),
     "reset": (True, ("target-recall", "target-error", "target-perplexity", "dry-run")),
 }
-"""Options that with this value leave others nothing to say: given so on the command line, they outrank these."""
+"""Options that with this value leave others, or panels of others, nothing to say: given so on the command line, they
+outrank these."""
 NAMING_METHODS = ("method", "prefill", "question-prefill")
 _TELLING = 3
 """Letters from which on a value tells a reader of an error which option is meant."""
@@ -82,7 +83,8 @@ def _leave_out_excluded(ctx: Any, options: dict[str, Any]) -> None:
     for name, (value, others) in ALONE.items():
         one = options.get(name)
         if one is not None and on_command_line(ctx, one.name) and ctx.params[one.name] == value:
-            _leave_out(ctx, [options[other] for other in others if other in options and not _counts_later(ctx, other)])
+            named = (other for other, its in options.items() if {other, _panel(its)} & {*others})
+            _leave_out(ctx, [options[other] for other in named if not _counts_later(ctx, other)])
 
 
 def _counts_later(ctx: Any, option: str) -> bool:
@@ -103,9 +105,13 @@ def _leave_out_others_methods(ctx: Any, options: dict[str, Any]) -> None:
 
 def owners(option: Any) -> set[str]:
     """The methods that an option belongs to; empty for an option of the command."""
-    panel = str(getattr(option, "rich_help_panel", None) or "")
+    panel = _panel(option)
     names = panel.removeprefix(METHODS_OF).split(", ") if panel.startswith(METHODS_OF) else []
     return {name.split(" ")[-1] for name in names}
+
+
+def _panel(option: Any) -> str:
+    return str(getattr(option, "rich_help_panel", None) or "")
 
 
 def _leave_out(ctx: Any, options: list[Any]) -> None:
