@@ -110,6 +110,7 @@ class AttentionOptions:
         ),
     ] = False
     guard: float | None = None
+    dense_layers: int = 0
     prefill: Annotated[
         str | None,
         typer.Option(
@@ -134,7 +135,10 @@ class AttentionOptions:
     parameters: dict[str, Any]
 
     def config(self, artifact: Artifact, *, gauge: bool = False) -> DecodeConfig:
-        """The config of answers over an index; raises what `choose_config` raises, or UsageError for a bad schedule."""
+        """The config of answers over an index; raises what `choose_config` raises, or UsageError."""
+        layers = len(artifact.manifest.layers)
+        if not 0 <= self.dense_layers <= layers:
+            raise UsageError(f"--dense-layers {self.dense_layers}: give 0 to {layers}, which is how many the model has")
         budget, parameters = (self.budget, self.parameters) if self.schedule is None else self._scheduled(self.schedule)
         return choose_config(
             artifact,
@@ -148,6 +152,7 @@ class AttentionOptions:
             gauge=gauge,
             placement=self.placement,
             ahead=self.ahead,
+            dense_layers=self.dense_layers,
         )
 
     def _scheduled(self, schedule: str) -> tuple[str, dict[str, Any]]:
@@ -243,6 +248,15 @@ class GenerateAttention(AttentionOptions):
             rich_help_panel=ATTENDED,
         ),
     ] = None
+    dense_layers: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Attend to everything in the model's first N layers, as Quest and others do in 2 of them; "
+            "recall-report --by layer shows which layers lose most.",
+            rich_help_panel=ATTENDED,
+        ),
+    ] = 0
     placement: PlacementOption = "device"
     ahead: Annotated[
         bool,
@@ -259,6 +273,7 @@ class GenerateAttention(AttentionOptions):
         if isinstance(config.attention, Dense):
             by_method = isinstance(config.question, QuestionPrefill) and self.prefill
             given = {"--guard": self.guard, "--gauge": gauge, "--ahead": self.ahead, "--prefill": by_method}
+            given["--dense-layers"] = self.dense_layers
             refuse_beside_dense(given | {"--placement": self.placement != "device" and self.placement})
         return config
 

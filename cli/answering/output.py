@@ -140,6 +140,7 @@ def settings_of(config: DecodeConfig, sampling: Sampling, artifact: Artifact, **
         "parameters": {name: _as_json(value) for name, value in parameters.items()},
         "layer_budgets": layers or None,
         "prefill": _in_words(config.question),
+        "dense_layers": config.dense_layers or None,
         "guard": None if config.guard is None else config.guard.share,
         "ahead": config.ahead,
         **more,
