@@ -14,12 +14,14 @@ from sparsekv.cli.common.console import note
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
 from sparsekv.cli.common.options import (
+    CsvOption,
     DeviceOption,
     DtypeOption,
     GroupedCommand,
     JsonOption,
     QuietOption,
     names_of,
+    refuse_two_formats,
     refuse_unwritable_plot,
 )
 from sparsekv.cli.common.process import resume_collector
@@ -78,7 +80,7 @@ class BenchOptions:
         ),
     ] = False
     as_json: JsonOption = False
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False
+    as_csv: CsvOption = False
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -122,8 +124,7 @@ def bench(options: BenchOptions) -> None:
     sparsekv bench --shared --batch 1 --batch 16 --index manual.skv --method codes --budget 5% --budget 1%
     sparsekv bench --method squeezed --variants --index manual.skv --layer 12 --json > steps.json
     """
-    if options.as_json and options.as_csv:
-        raise UsageError("--json and --csv exclude each other: choose one")
+    refuse_two_formats(as_json=options.as_json, as_csv=options.as_csv)
     refuse_unwritable_plot(options.plot)
     where = choose_device(options.device)
     resume_collector()

@@ -1,259 +1,22 @@
 """`sparsekv eval`: score each method's answers against dense attention's, with confidence intervals."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
 import typer
 
 from sparsekv.cli.common.console import note, progress
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
-from sparsekv.cli.common.options import (
-    ChunkSizeOption,
-    DeviceOption,
-    DtypeOption,
-    EncodingOption,
-    GroupedCommand,
-    JsonOption,
-    KVDtypeOption,
-    ModelOption,
-    QuietOption,
-    RayOption,
-    WorkersOption,
-    check_ray,
-    names_of,
-    refuse_unwritable_plot,
-)
+from sparsekv.cli.common.options import GroupedCommand
+from sparsekv.cli.evaluating.options import BUILDING, EvalOptions
 from sparsekv.cli.evaluating.output import evaluation_page, evaluation_record, note_few_contexts, print_rows
-from sparsekv.cli.evaluating.recipe import (
-    QUESTION_OPTIONS,
-    EvalRecipe,
-    answer_by_ray,
-    asking_method,
-    chosen_methods,
-    needed_indexers,
-)
-from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html, write_html
-from sparsekv.formats.documents.document import UTF_8
-from sparsekv.formats.errors import UsageError
-from sparsekv.formats.index.schema import AUTO, kv_dtype_named
-from sparsekv.indexing.indexers.interface import indexers
-from sparsekv.indexing.plan import BuildConfig
-from sparsekv.indexing.prefill.interface import choose_prefill, prefills
-from sparsekv.runtime.attention.config import QUESTION_BUDGET, Own
-from sparsekv.runtime.decoding.choose_config import question_prefill
+from sparsekv.cli.evaluating.recipe import EvalRecipe, answer_by_ray
+from sparsekv.cli.pages.page import write_html
 from sparsekv.runtime.evaluation.engine import check_room, evaluate
-from sparsekv.runtime.evaluation.inputs import Inputs, read_contexts, work_folder
-from sparsekv.runtime.evaluation.published import FORMATS
+from sparsekv.runtime.evaluation.inputs import read_contexts
 from sparsekv.runtime.evaluation.table import Cell, Score, cells, rows
-from sparsekv.runtime.evaluation.tasks import tasks
-from sparsekv.runtime.selection.interface import Budget
-from sparsekv.runtime.selection.registry import DENSE, configure, methods, refuse_unused
-
-T = TypeVar("T")
+from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
-DEFAULT_BUDGETS = ["0.05", "0.1"]
-BUILDING = {f"the index of {name}": indexer for name, indexer in indexers().items()} | {
-    f"--prefill {name}": prefill for name, prefill in prefills().items()
-}
-"""Indexers and prefills by their names in --help: their parameters become options beside those of the methods."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalOptions:
-    """The options of `eval`."""
-
-    document: Annotated[
-        str | None, typer.Argument(metavar="DOC", help="A text to make tasks from; - for standard input.")
-    ] = None
-    task: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Task; repeatable: {', '.join(tasks())}. Default: niah-facts.", autocompletion=names_of(tasks)
-        ),
-    ] = None
-    data: Annotated[
-        str | None, typer.Option(metavar="FILE.jsonl", help="Published tasks to use instead of DOC; needs --format.")
-    ] = None
-    data_format: Annotated[
-        str | None, typer.Option("--format", metavar="|".join(FORMATS), help="Format of --data.")
-    ] = None
-    pairs: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE.jsonl", help='Questions of --task qa, each line {"question": ..., "answers": [...]}.'
-        ),
-    ] = None
-    length: Annotated[
-        list[int] | None, typer.Option(help="Tokens per context; repeatable. Default: 4096; with --data, uncut.")
-    ] = None
-    depth: Annotated[
-        list[float] | None,
-        typer.Option(help="Where needles are hidden, in percent of the context; repeatable. Default: evenly spread."),
-    ] = None
-    contexts: Annotated[int, typer.Option(help="Contexts per task and length.")] = 3
-    questions: Annotated[
-        int | None, typer.Option(help="Questions per context. Default: 5, or all that a file has.")
-    ] = None
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Method to compare with dense attention; repeatable; `dense` runs dense attention alone. Default: "
-            "all.",
-            autocompletion=names_of(methods, "all", DENSE),
-        ),
-    ] = None
-    budget: Annotated[
-        list[str] | None,
-        typer.Option(help="Share (0.05, 5%) or number of tokens to attend to; repeatable. Default: 5% and 10%."),
-    ] = None
-    residual: Annotated[
-        bool,
-        typer.Option(
-            "--residual", help="Run each method a second time, with centroids for the tokens that it does not select."
-        ),
-    ] = False
-    prefill: Annotated[
-        list[str] | None,
-        typer.Option(metavar="|".join(prefills()), help="How contexts are prefilled; repeatable. Default: dense."),
-    ] = None
-    question_prefill: Annotated[
-        str,
-        typer.Option(
-            metavar="dense|own|METHOD",
-            help="What questions attend to: everything, what the answer's method selects (own), or what METHOD does.",
-            autocompletion=names_of(methods, DENSE, Own.name),
-        ),
-    ] = DENSE
-    question_budget: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Share or number of tokens a chunk attends to with --question-prefill. Default: {QUESTION_BUDGET}."
-        ),
-    ] = None
-    batch_size: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="How many questions of a context to answer at once. Dense attention's answers stay as they are; a "
-            "method's questions then share what each step selects, and lose less.",
-        ),
-    ] = 1
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer, in tokens. Default: the task's.")
-    ] = None
-    sinks: Annotated[int, typer.Option(help="First tokens of the prompt: always attended, never indexed.")] = 10
-    tail: Annotated[int, typer.Option(help="Last tokens of the prompt: always attended, never indexed.")] = 128
-    kv_dtype: KVDtypeOption = AUTO
-    chunk_size: ChunkSizeOption = None
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the tasks and of the confidence intervals.")] = 0
-    encoding: EncodingOption = UTF_8
-    raw: Annotated[bool, typer.Option("--raw", help="Put no chat template around document and question.")] = False
-    work: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Folder for answers and indices. Default: DOC's name with the ending .eval."
-        ),
-    ] = None
-    keep_indices: Annotated[
-        bool, typer.Option("--keep-indices", help="Keep each context's index after its questions are answered.")
-    ] = False
-    as_json: JsonOption = False
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.png", help="Plot scores against the kv fraction, and needles also by length and depth."
-        ),
-    ] = None
-    html: HtmlOption = None
-    ray: RayOption = None
-    workers: WorkersOption = None
-    model: ModelOption = None
-    device: DeviceOption = "auto"
-    dtype: DtypeOption = "auto"
-    quiet: QuietOption = False
-    parameters: dict[str, Any]
-
-    def check(self) -> None:
-        """Raise UsageError for options that exclude each other, and for files that cannot be written."""
-        if self.as_json and self.as_csv:
-            raise UsageError("--json and --csv exclude each other: choose one")
-        check_ray(self.ray, self.workers)
-        refuse_unwritable_plot(self.plot)
-        refuse_unwritable_html(self.html)
-
-    def inputs(self) -> Inputs:
-        """What is asked about, and which questions; raises what `Inputs.read` raises."""
-        return Inputs.read(
-            self.document,
-            self.task or [],
-            self.data,
-            self.data_format,
-            self.pairs,
-            self.length or [],
-            self.depth or [],
-            self.contexts,
-            self.questions,
-            self.seed,
-            self.encoding,
-        )
-
-    def recipe(self) -> EvalRecipe:
-        """How it is answered.
-
-        Raises:
-            UsageError: no such method, prefill, budget or parameter, or no folder for the answers.
-        """
-        budgets, chosen = Budget.parse_each(self.budget or DEFAULT_BUDGETS), chosen_methods(self.method or [])
-        ways = {name: choose_prefill(name) for name in dict.fromkeys(self.prefill or ["dense"])}
-        asking = asking_method(self.question_prefill)
-        built = needed_indexers([*chosen, *asking], residual=self.residual)
-        self._refuse_unused(chosen, built, ways, asking)
-        question = self.question_prefill, self.question_budget, asking, self.parameters, QUESTION_OPTIONS
-        return EvalRecipe(
-            work=work_folder(self.document, self.data, self.work),
-            model=self.model,
-            device=self.device,
-            dtype=self.dtype,
-            methods=self._configured(chosen),
-            budgets=budgets,
-            build=BuildConfig(
-                methods=self._configured(built),
-                sinks=self.sinks,
-                tail=self.tail,
-                chunk_size=self.chunk_size,
-                kv_dtype=kv_dtype_named(self.kv_dtype),
-            ),
-            prefills=self._configured(ways),
-            question=question_prefill(*question),
-            residual=self.residual,
-            raw=self.raw,
-            keep=self.keep_indices,
-            max_new_tokens=self.max_new_tokens,
-            together=self.batch_size,
-            quiet=self.quiet,
-        )
-
-    def _configured(self, kinds: Mapping[str, type[T]]) -> dict[str, T]:
-        return {name: configure(kind, self.parameters) for name, kind in kinds.items()}
-
-    def _refuse_unused(
-        self,
-        chosen: Mapping[str, type],
-        built: Mapping[str, type],
-        ways: Mapping[str, type],
-        asking: Mapping[str, type],
-    ) -> None:
-        """Raise UsageError for a parameter that none of these reads."""
-        reading = {**chosen}
-        reading |= {f"the index of {name}": indexer for name, indexer in built.items()}
-        reading |= {f"the {name} prefill": way for name, way in ways.items()}
-        reading |= {f"--question-prefill {name}": one for name, one in asking.items()}
-        refuse_unused(reading, self.parameters)
 
 
 @app.command(cls=GroupedCommand)
@@ -272,7 +35,7 @@ def evaluate_methods(options: EvalOptions) -> None:
     sparsekv eval --data hotpotqa.jsonl --format longbench --questions 1 --json > hotpotqa.json
     """
     options.check()
-    recipe, inputs = options.recipe(), options.inputs()
+    recipe, inputs = EvalRecipe.of(options), options.inputs()
     note_small_budgets(recipe.budgets, quiet=options.quiet)
     comparison = recipe.load()
     asked = read_contexts(inputs, comparison)

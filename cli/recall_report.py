@@ -11,6 +11,7 @@ from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
 from sparsekv.cli.common.options import (
+    CsvOption,
     DeviceOption,
     DtypeOption,
     GroupedCommand,
@@ -20,6 +21,7 @@ from sparsekv.cli.common.options import (
     QuietOption,
     SpecialTokensOption,
     names_of,
+    refuse_two_formats,
     refuse_unwritable_plot,
     share,
 )
@@ -107,7 +109,7 @@ class ReportOptions:
     ] = "1"
     by: Annotated[str | None, typer.Option(metavar="layer,head", help="Rows per layer, per KV head, or both.")] = None
     as_json: JsonOption = False
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False
+    as_csv: CsvOption = False
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -128,8 +130,7 @@ class ReportOptions:
             self._refuse_options_of_queries()
         if not 0 < self.within <= 1:
             raise UsageError(f"--within {self.within:g}: give a share between 0 and 1, such as 0.12")
-        if self.as_json and self.as_csv:
-            raise UsageError("--json and --csv exclude each other: choose one")
+        refuse_two_formats(as_json=self.as_json, as_csv=self.as_csv)
         refuse_unwritable_plot(self.plot)
         refuse_unwritable_html(self.html)
 

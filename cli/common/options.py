@@ -224,3 +224,10 @@ ChunkSizeOption = Annotated[
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no notes.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, with unrounded numbers.")]
+CsvOption = Annotated[bool, typer.Option("--csv", help="Print CSV.")]
+
+
+def refuse_two_formats(*, as_json: bool, as_csv: bool) -> None:
+    """Raise UsageError where both --json and --csv were given."""
+    if as_json and as_csv:
+        raise UsageError("--json and --csv exclude each other: choose one")
