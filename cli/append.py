@@ -18,6 +18,7 @@ from sparsekv.cli.common.options import (
     QuietOption,
     SpecialTokensOption,
 )
+from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.documents.document import UTF_8, read_document
 from sparsekv.formats.documents.document_hints import tune_hint
 from sparsekv.formats.errors import UsageError
@@ -37,7 +38,7 @@ from sparsekv.indexing.build import build_index
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
-@app.command()
+@app.command(cls=Command)
 def append(
     document: Annotated[str, typer.Argument(metavar="MORE", help="A text file, or - for standard input.")],
     index: IndexOption = None,

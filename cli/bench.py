@@ -17,7 +17,6 @@ from sparsekv.cli.common.options import (
     CsvOption,
     DeviceOption,
     DtypeOption,
-    GroupedCommand,
     JsonOption,
     QuietOption,
     names_of,
@@ -25,6 +24,7 @@ from sparsekv.cli.common.options import (
     refuse_unwritable_plot,
 )
 from sparsekv.cli.common.process import resume_collector
+from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.index.schema import MethodRecord
@@ -94,7 +94,7 @@ class BenchOptions:
     parameters: dict[str, Any]
 
 
-@app.command(cls=GroupedCommand)
+@app.command(cls=Command)
 @with_options(BenchOptions, methods() | {f"the index of {name}": indexer for name, indexer in indexers().items()})
 def bench(options: BenchOptions) -> None:
     """Time one decode step of one layer, from the query to the output, selection included.

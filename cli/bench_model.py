@@ -13,11 +13,11 @@ from sparsekv.cli.common.method_options import note_small_budgets, with_options
 from sparsekv.cli.common.options import (
     DeviceOption,
     DtypeOption,
-    GroupedCommand,
     JsonOption,
     QuietOption,
     names_of,
 )
+from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.runtime.benchmark.end_to_end import CONFIGS
@@ -78,7 +78,7 @@ class BenchModelOptions:
     parameters: dict[str, Any]
 
 
-@app.command(cls=GroupedCommand)
+@app.command(cls=Command)
 @with_options(BenchModelOptions, methods() | {f"the index of {name}": one for name, one in indexers().items()})
 def bench_model(options: BenchModelOptions) -> None:
     """Time decode steps of a whole model with random weights, of the shape of --config.

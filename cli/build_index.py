@@ -16,7 +16,6 @@ from sparsekv.cli.common.options import (
     DeviceOption,
     DtypeOption,
     EncodingOption,
-    GroupedCommand,
     KVDtypeOption,
     ModelOption,
     QuietOption,
@@ -26,7 +25,7 @@ from sparsekv.cli.common.options import (
     check_ray,
     names_of,
 )
-from sparsekv.cli.configuring.sources import on_command_line
+from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.distributed.join import join_ranks, refuse_with_ranks
 from sparsekv.formats.documents.document import UTF_8, check_encoding
 from sparsekv.formats.errors import UsageError
@@ -139,7 +138,7 @@ class BuildOptions:
         )
 
 
-@app.command(cls=GroupedCommand)
+@app.command(cls=Command)
 @with_options(BuildOptions, indexers() | {f"--prefill {name}": prefill for name, prefill in prefills().items()})
 def build_index(options: BuildOptions) -> None:
     """Prefill each DOC once, index it, and print the index's path.

@@ -19,13 +19,13 @@ from sparsekv.cli.common.method_options import note_small_budgets, with_options
 from sparsekv.cli.common.options import (
     DeviceOption,
     DtypeOption,
-    GroupedCommand,
     IndexOption,
     ModelOption,
     QuietOption,
     SpecialTokensOption,
 )
 from sparsekv.cli.common.process import refuse_little_room
+from sparsekv.cli.configuring.sources import Command
 from sparsekv.runtime.attention.config import Dense
 from sparsekv.runtime.decoding.prepare import EarlyReading
 from sparsekv.runtime.selection.registry import methods
@@ -56,7 +56,7 @@ class ChatOptions:
     quiet: QuietOption = False
 
 
-@app.command(cls=GroupedCommand)
+@app.command(cls=Command)
 @with_options(ChatOptions, methods())
 def chat(options: ChatOptions) -> None:
     """Ask one question after another over an index; each sees the document and the talk before it.

@@ -6,7 +6,7 @@ import typer
 
 from sparsekv.cli.common.console import note, progress
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
-from sparsekv.cli.common.options import GroupedCommand
+from sparsekv.cli.configuring.sources import Command
 from sparsekv.cli.evaluating.options import BUILDING, EvalOptions
 from sparsekv.cli.evaluating.output import evaluation_page, evaluation_record, note_few_contexts, print_rows
 from sparsekv.cli.evaluating.recipe import EvalRecipe, answer_by_ray
@@ -19,7 +19,7 @@ from sparsekv.runtime.selection.registry import methods
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
-@app.command(cls=GroupedCommand)
+@app.command(cls=Command)
 @with_options(EvalOptions, methods() | BUILDING)
 def evaluate_methods(options: EvalOptions) -> None:
     """Ask questions with known answers, with dense attention and with each method at each budget, and compare.

@@ -8,8 +8,8 @@ from sparsekv.cli.answering.options import GenerateOptions
 from sparsekv.cli.common.console import say
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
-from sparsekv.cli.common.options import GroupedCommand
 from sparsekv.cli.common.process import refuse_little_room
+from sparsekv.cli.configuring.sources import Command
 from sparsekv.cli.distributed.join import join_ranks
 from sparsekv.runtime.decoding.prepare import EarlyReading
 from sparsekv.runtime.selection.registry import methods
@@ -17,7 +17,7 @@ from sparsekv.runtime.selection.registry import methods
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
-@app.command(cls=GroupedCommand)
+@app.command(cls=Command)
 @with_options(GenerateOptions, methods())
 def generate(options: GenerateOptions) -> None:
     """Answer a question over an index; the answer streams to stdout.

@@ -14,7 +14,6 @@ from sparsekv.cli.common.options import (
     CsvOption,
     DeviceOption,
     DtypeOption,
-    GroupedCommand,
     IndexOption,
     JsonOption,
     ModelOption,
@@ -27,7 +26,7 @@ from sparsekv.cli.common.options import (
 )
 from sparsekv.cli.common.questions import read_questions
 from sparsekv.cli.common.stats import stored_line
-from sparsekv.cli.configuring.sources import on_command_line
+from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html, write_html
 from sparsekv.cli.reporting.output import (
     answers_line,
@@ -161,7 +160,7 @@ class ReportOptions:
         return list(dict.fromkeys(int(part) for part in found))
 
 
-@app.command(cls=GroupedCommand)
+@app.command(cls=Command)
 @with_options(ReportOptions, methods())
 def recall_report(options: ReportOptions) -> None:
     """Compare methods and budgets by how much of dense attention they keep.

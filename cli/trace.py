@@ -15,7 +15,6 @@ from sparsekv.cli.common.method_options import note_small_budgets, with_options
 from sparsekv.cli.common.options import (
     DeviceOption,
     DtypeOption,
-    GroupedCommand,
     IndexOption,
     JsonOption,
     ModelOption,
@@ -24,6 +23,7 @@ from sparsekv.cli.common.options import (
 )
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.common.questions import AnswerStream, answer_may_meet_notes, read_question
+from sparsekv.cli.configuring.sources import Command
 from sparsekv.cli.pages.trace import describe_size, describe_without, refuse_unwritable, say_json, write
 from sparsekv.runtime.decoding.prepare import EarlyReading
 from sparsekv.runtime.selection.registry import methods
@@ -79,7 +79,7 @@ class TraceOptions:
     quiet: QuietOption = False
 
 
-@app.command(cls=GroupedCommand)
+@app.command(cls=Command)
 @with_options(TraceOptions, methods())
 def trace(options: TraceOptions) -> None:
     """Answer a question over an index and show what each token of the answer attended to, by layer and KV head.

@@ -21,7 +21,7 @@ from sparsekv.cli.common.options import (
     names_of,
     share,
 )
-from sparsekv.cli.configuring.sources import on_command_line
+from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.reporting.tuned import Rounds, cost_ahead, print_table, record, row, told_budget
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.documents.document_hints import eval_hint
@@ -126,7 +126,7 @@ class TuneOptions:
         return PerplexityGoal(target, reference, open_model=open_model)
 
 
-@app.command()
+@app.command(cls=Command)
 @with_options(TuneOptions)
 def tune(options: TuneOptions) -> None:
     """Find each method's cheapest setting that meets a target, and make the cheapest of all the index's default.
