@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from itertools import chain
 
 from sparsekv.cli.chatting.lines import History, Lines
 from sparsekv.cli.chatting.session import Chat
@@ -13,17 +14,21 @@ from sparsekv.formats.documents.document import wait_for_stdin
 from sparsekv.formats.errors import SparsekvError, UsageError
 
 
-def is_piped() -> bool:
-    """Whether nobody sits at standard input."""
-    return sys.stdin is None or not sys.stdin.isatty()
+def piped_questions() -> Iterator[str] | None:
+    """The lines of standard input as they come, but for blank ones; None at a terminal.
 
-
-def piped_questions() -> Iterator[str]:
-    """The lines of standard input as they come, but for blank ones.
+    The first is read here, before a model is loaded for it.
 
     Raises:
         UsageError: a line is a command, not text in UTF-8, or far too long, or there is none.
     """
+    if sys.stdin is not None and sys.stdin.isatty():
+        return None
+    questions = _lines()
+    return chain([next(questions)], questions)
+
+
+def _lines() -> Iterator[str]:
     number = asked = 0
     if sys.stdin is not None:
         wait_for_stdin()

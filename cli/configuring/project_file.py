@@ -11,6 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, NoReturn, get_args, get_origin
 
+from sparsekv.cli.common.commands import moved
 from sparsekv.cli.common.values import check_value
 from sparsekv.formats.errors import UsageError, suggestion
 
@@ -258,7 +259,8 @@ def command_defaults(
     options = {long_name(one): one for one in command.params if one.param_type_name == "option"}
     for key in table:
         if key not in options:
-            near = suggestion(key, options)
+            now = moved(name[0], key)
+            near = suggestion(key, options) if now is None else f" any more: it is of [{now}]"
             raise UsageError(
                 f"{file.where(*name, key)}: {' '.join(name)} has no option {key}{near}; see `sparsekv "
                 f"{' '.join(name)} --help`"

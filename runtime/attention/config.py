@@ -11,6 +11,7 @@ from sparsekv.runtime.attention.guard import Guard, check_estimates_missed
 from sparsekv.runtime.cache.kv_store import check_placement
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, Queries, RowSet, Selection, Selector
 from sparsekv.runtime.selection.registry import DENSE
+from sparsekv.runtime.selection.token_choice import LayerSharing
 
 QUESTION_BUDGET = "1024"
 EVERYTHING = Budget(1.0)
@@ -57,11 +58,13 @@ class DecodeConfig:
         guard: measures the missed share of attention, and limits it for each KV head.
         gauge: measures the missed share. Steps compute their logits once more, and none is captured.
         placement: where the document's keys and values are kept, one of PLACEMENTS.
+        dense_layers: how many of the model's first layers attend to everything, whatever their budgets.
         ahead: prefetch: search for each step's rows with the previous step's query, during its attention.
         origin: where method and budget are from, if the user did not choose them.
 
     Raises:
-        UsageError: unknown placement, or a missed share to be measured of a method that cannot estimate it.
+        UsageError: unknown placement; a missed share to be measured of a method that cannot estimate it; or dense
+            layers with a method that has its own.
     """
 
     attention: MethodSpec | Dense
@@ -72,10 +75,13 @@ class DecodeConfig:
     gauge: bool = False
     placement: str = "device"
     ahead: bool = False
+    dense_layers: int = 0
     origin: str = ""
 
     def __post_init__(self) -> None:
         check_placement(self.placement)
+        if self.dense_layers and isinstance(getattr(self.attention, "method", None), LayerSharing):
+            raise UsageError(f"--dense-layers {self.dense_layers}: {self.attention.name} has its own; leave it out")
         if self.measured and isinstance(self.attention, MethodSpec):
             check_estimates_missed(self.measured, self.attention)
 
@@ -86,7 +92,7 @@ class DecodeConfig:
 
     def budget_of(self, layer: int) -> Budget:
         """The budget of one layer."""
-        return self.layer_budgets.get(layer, self.budget)
+        return EVERYTHING if layer < self.dense_layers else self.layer_budgets.get(layer, self.budget)
 
 
 class QuestionSearch:
