@@ -41,7 +41,7 @@ class TraceOptions:
 
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The question; - for stdin.")] = None
     index: IndexOption = None
-    prompt_file: Annotated[str | None, typer.Option(help="Read the question from a file.")] = None
+    prompt_file: Annotated[str | None, typer.Option(help="Read the question from a file in UTF-8.")] = None
     model: ModelOption = None
     output: Annotated[
         Path | None,

@@ -278,9 +278,10 @@ class GenerateOptions:
 
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The question; - for stdin.")] = None
     index: IndexOption = None
-    prompt_file: Annotated[str | None, typer.Option(help="Read the question from a file.")] = None
+    prompt_file: Annotated[str | None, typer.Option(help="Read the question from a file in UTF-8.")] = None
     batch_file: Annotated[
-        str | None, typer.Option(help="Answer every line of a file (- for stdin), and print one line per answer.")
+        str | None,
+        typer.Option(help="Answer every line of a file in UTF-8 (- for stdin), and print one line per answer."),
     ] = None
     batch_size: Annotated[
         str,

@@ -10,7 +10,7 @@ from sparsekv.cli.chatting.slash import COMMANDS, as_question, completions, is_c
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.failures import describe
 from sparsekv.cli.common.questions import MOST
-from sparsekv.formats.documents.document import wait_for_stdin
+from sparsekv.formats.documents.document import UTF_8, marked_encoding, wait_for_stdin
 from sparsekv.formats.errors import SparsekvError, UsageError
 
 
@@ -36,10 +36,15 @@ def _lines() -> Iterator[str]:
         number += 1
         if len(line) > MOST:
             raise UsageError(f"standard input line {number} is longer than {MOST >> 20} MiB; questions are short")
+        if number == 1 and (encoding := marked_encoding(line)) != UTF_8:
+            # A line ends at a byte here, so that each question is answered as it comes.
+            raise UsageError(f"standard input is text in {encoding.upper()}; convert it to UTF-8, such as by iconv")
         try:
             question = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError:
             raise UsageError(f"standard input line {number} is not text in UTF-8; convert it first") from None
+        if "\0" in question:
+            raise UsageError(f"standard input line {number} is not text: it contains zero bytes; convert it to UTF-8")
         if question.strip():
             asked += 1
             yield _no_command(question, number)

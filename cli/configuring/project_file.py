@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn, get_args, get_origin
 
 from sparsekv.cli.common.commands import moved
 from sparsekv.cli.common.values import check_value
+from sparsekv.formats.documents.document import decode_text
 from sparsekv.formats.errors import UsageError, suggestion
 
 NAME = "sparsekv.toml"
@@ -77,10 +78,7 @@ def _read(path: Path) -> str:
         raise UsageError(f"{shown} cannot be read: {reason}; mend it or move it away") from None
     if len(data) > MOST:
         raise UsageError(f"{shown} is longer than {MOST >> 10} KiB; keep a project's defaults alone in it")
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        raise UsageError(f"{shown} is not text in UTF-8; convert it") from None
+    return decode_text(data, shown)
 
 
 def _parse(path: Path, text: str) -> ProjectFile:
