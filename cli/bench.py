@@ -25,12 +25,13 @@ from sparsekv.cli.common.process import resume_collector
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.index.schema import AUTO, KV_DTYPES, MethodRecord, kv_dtype_named
+from sparsekv.formats.models.load import check_dtype
 from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.end_to_end import CONFIGS
 from sparsekv.runtime.benchmark.layer_timer import Timer, check_runs, configured, machine
 from sparsekv.runtime.benchmark.model_timer import EndToEnd
-from sparsekv.runtime.benchmark.sources import DEFAULT_METHODS, Mixtures, Source, StoredLayerSource, Wanted, check_dtype
+from sparsekv.runtime.benchmark.sources import DEFAULT_METHODS, Mixtures, Source, StoredLayerSource, Wanted
 from sparsekv.runtime.selection.interface import Budget, Method
 from sparsekv.runtime.selection.registry import methods, refuse_unused
 

@@ -50,11 +50,11 @@ from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.common.stats import note_cut
 from sparsekv.cli.common.streams import outlive_reader
 from sparsekv.cli.distributed.join import join_ranks, refuse_with_ranks
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import UsageError, check_choice
 from sparsekv.runtime.attention.config import Dense, QuestionPrefill
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.decoding.choose_config import choose_config, refuse_beside_dense
-from sparsekv.runtime.decoding.compiled import check_mode
+from sparsekv.runtime.decoding.compiled import MODES
 from sparsekv.runtime.decoding.prepare import EarlyReading
 from sparsekv.runtime.selection.registry import methods
 
@@ -194,7 +194,7 @@ def generate(
     if save_to is not None:
         refuse_unsavable(artifact, save_to, dtype)
         outlive_reader()
-    check_mode(compiled)
+    check_choice("--compile", compiled, MODES)
     stats = stats or gauge
     if isinstance(config.attention, Dense):
         by_method = isinstance(config.question, QuestionPrefill) and prefill

@@ -45,6 +45,20 @@ class UsageError(SparsekvError):
     exit_code = 2
 
 
+def check_choice(option: str, given: str, known: Iterable[str]) -> None:
+    """Raise UsageError for a value that an option does not have."""
+    names = [*known]
+    if given not in names:
+        raise UsageError(f"{option} {given}: {choose_one(str(given), names)}")
+
+
+def check_at_least_one(parameters: object, *names: str) -> None:
+    """Raise UsageError for the first of these parameters below 1, by the name of its option."""
+    for name in names:
+        if (value := getattr(parameters, name)) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: give at least 1")
+
+
 class ArtifactError(SparsekvError):
     """An index is unfinished, damaged, newer than this version, or not writable."""
 

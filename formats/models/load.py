@@ -11,7 +11,7 @@ import torch
 
 from sparsekv.formats.checksums import hash_file, hash_json
 from sparsekv.formats.device import choose_device
-from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.formats.errors import UsageError, check_choice
 from sparsekv.formats.index.identity import fingerprint_weights, identify_model, identify_tokenizer
 from sparsekv.formats.index.schema import Manifest, ModelIdentity, TokenizerIdentity
 from sparsekv.formats.models.embedded import EMBEDDED, damaged_files, embedded_path, pull_embedded, silent_transformers
@@ -175,7 +175,7 @@ def load_model(
 
     scaling = None if rope_scaling is None else RopeScaling.parse(rope_scaling)
     target = choose_device(device)
-    _check_dtype(dtype)
+    check_dtype(dtype)
     folder, name, revision = find_model(name, progress)
     with silent_transformers(), ThreadPoolExecutor(1) as thread:
         files, config = TokenizerFiles(folder), _config(folder, name, scaling)
@@ -200,10 +200,9 @@ def load_tokenizer(name: str) -> "Tokenizer":
         return _tokenizer(folder, name)
 
 
-def _check_dtype(dtype: str) -> None:
+def check_dtype(dtype: str) -> None:
     """Raise UsageError for an unknown dtype."""
-    if dtype not in ("auto", *DTYPES):
-        raise UsageError(f"--dtype {dtype}: {choose_one(dtype, ('auto', *DTYPES))}")
+    check_choice("--dtype", dtype, ("auto", *DTYPES))
 
 
 def _auto_dtype(config: "PreTrainedConfig", device: torch.device) -> torch.dtype:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from sparsekv.formats.device import read_ahead
-from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.formats.errors import UsageError, check_choice
 from sparsekv.indexing.indexers.interface import Indexer, check_iterations
 from sparsekv.kernels.kmeans.hierarchy import level_sizes, level_tensors, levels_above, number_neighbours, single_out
 from sparsekv.kernels.kmeans.kmeans import SPACES, random_kmeans, to_space
@@ -173,8 +173,7 @@ class ClusterIndexer(Indexer):
         if not 0 <= self.outliers <= 1:
             raise UsageError(f"--outliers {self.outliers:g}: give a share from 0 to 1, such as 0.03")
         check_iterations(self.iterations)
-        if self.space not in SPACES:
-            raise UsageError(f"--space {self.space}: {choose_one(self.space, SPACES)}")
+        check_choice("--space", self.space, SPACES)
 
     def cluster(
         self, keys: torch.Tensor, values: torch.Tensor, first_token: int, lookup_keys: torch.Tensor | None = None

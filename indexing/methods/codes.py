@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import UsageError, check_at_least_one
 from sparsekv.indexing.indexers.cluster_indexer import ClusterIndexer, finest_labels
 from sparsekv.indexing.indexers.interface import LayerInput, indexers
 from sparsekv.indexing.indexers.product_codes import (
@@ -56,9 +56,7 @@ class CodesIndexer(MultipoleIndexer):
         if len(self.levels) > 1:
             shares = ",".join(map(str, self.levels))
             raise UsageError(f"--levels {shares}: codes has one level; give one share, or build it by another command")
-        for name in ("code_bytes", "query_sample"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: give at least 1")
+        check_at_least_one(self, "code_bytes", "query_sample")
 
     def queries_wanted(self) -> int:
         return self.query_sample

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.formats.errors import UsageError, check_at_least_one, check_choice
 from sparsekv.formats.index.schema import RopeFacts
 from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, check_iterations, indexers
 from sparsekv.kernels.posting_lists.posting_lists import (
@@ -57,15 +57,12 @@ class CSAttentionIndexer(Indexer):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_iterations(self.iterations)
-        for name in ("subspace_size", "centroids", "query_sample"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: give at least 1")
+        check_at_least_one(self, "subspace_size", "centroids", "query_sample")
         if self.query_sample > self.largest_sample:
             raise UsageError(f"--query-sample {self.query_sample}: give at most {self.largest_sample}")
         if not 0 < self.alpha <= 1:
             raise UsageError(f"--alpha {self.alpha:g}: give a share above 0 and at most 1")
-        if self.subspaces not in SUBSPACES:
-            raise UsageError(f"--subspaces {self.subspaces}: {choose_one(self.subspaces, SUBSPACES)}")
+        check_choice("--subspaces", self.subspaces, SUBSPACES)
 
     def queries_wanted(self) -> int:
         return self.query_sample

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import check_at_least_one
 from sparsekv.indexing.indexers.interface import Indexer, LayerInput, indexers
 from sparsekv.kernels.scores.logits import attention_logits
 
@@ -26,8 +26,7 @@ class H2OIndexer(Indexer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.query_sample < 1:
-            raise UsageError(f"--query-sample {self.query_sample}: give at least 1")
+        check_at_least_one(self, "query_sample")
 
     def queries_wanted(self) -> int:
         return self.query_sample

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import check_at_least_one
 from sparsekv.indexing.indexers.interface import Indexer, LayerInput, check_iterations, indexers
 from sparsekv.indexing.indexers.product_codes import CODES, check_parts, encode, train_codebooks
 
@@ -28,9 +28,7 @@ class PQCacheIndexer(Indexer):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_iterations(self.iterations)
-        for name in ("pq_bytes",):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: give at least 1")
+        check_at_least_one(self, "pq_bytes")
 
     def check_channels(self, head_dim: int) -> None:
         check_parts("--pq-bytes", self.pq_bytes, head_dim)

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import torch
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import check_at_least_one, check_choice
 from sparsekv.runtime.attention.guard import Guard, check_estimates_missed
-from sparsekv.runtime.cache.kv_store import check_placement
+from sparsekv.runtime.cache.kv_store import PLACEMENTS
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, Queries, RowSet, Selection, Selector
 from sparsekv.runtime.selection.registry import DENSE
 
@@ -41,8 +41,7 @@ class QuestionPrefill:
     chunk_size: int = 128
 
     def __post_init__(self) -> None:
-        if self.chunk_size < 1:
-            raise UsageError(f"--chunk-size {self.chunk_size}: give at least 1")
+        check_at_least_one(self, "chunk_size")
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class DecodeConfig:
     origin: str = ""
 
     def __post_init__(self) -> None:
-        check_placement(self.placement)
+        check_choice("--placement", self.placement, PLACEMENTS)
         if self.measured and isinstance(self.attention, MethodSpec):
             check_estimates_missed(self.measured, self.attention)
 

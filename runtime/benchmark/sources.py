@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.context_rows import Int8Stored
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import KVDtype, LayerFacts, MethodRecord
@@ -308,9 +308,3 @@ def _tokens(text: str) -> int:
     if tokens < LEAST_CONTEXT:
         raise UsageError(f"--context {text}: give a number of tokens such as 32768 or 128K, at least {LEAST_CONTEXT}")
     return tokens
-
-
-def check_dtype(dtype: str) -> None:
-    """Raise UsageError for a dtype that there is not."""
-    if dtype not in ("auto", *DTYPES):
-        raise UsageError(f"--dtype {dtype}: {choose_one(dtype, ('auto', *DTYPES))}")

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sparsekv.formats.errors import UsageError, choose_one
 from sparsekv.formats.index.context_rows import (
     NAMES,
     OF_CHANNELS,
@@ -115,12 +114,6 @@ class LayerRows:
 
 PLACEMENTS = ("device", "host", "disk")
 EVERY = slice(None)
-
-
-def check_placement(placement: str) -> None:
-    """Raise UsageError for an unknown placement."""
-    if placement not in PLACEMENTS:
-        raise UsageError(f"--placement {placement}: {choose_one(placement, PLACEMENTS)}")
 
 
 @dataclass(frozen=True)

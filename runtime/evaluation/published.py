@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sparsekv.formats.documents.document import decode_text, read_bytes
-from sparsekv.formats.errors import SparsekvError, UsageError, choose_one
+from sparsekv.formats.errors import SparsekvError, UsageError, check_choice
 from sparsekv.runtime.evaluation.haystack import depth_of, fill, largest
 from sparsekv.runtime.evaluation.metrics import normalise
 from sparsekv.runtime.evaluation.tasks import Context, CountTokens, Question, Request, Task, tasks
@@ -237,8 +237,7 @@ def read_published(file: str, form: str) -> list[Context]:
     Raises:
         UsageError: an unknown format, an unreadable file, or a line that is not in this format.
     """
-    if form not in FORMATS:
-        raise UsageError(f"--format {form}: {choose_one(form, FORMATS)}")
+    check_choice("--format", form, FORMATS)
     return [_read(record, number, FORMATS[form], f"--data {file} --format {form}") for number, record in _lines(file)]
 
 

@@ -37,7 +37,7 @@ from sparsekv.runtime.selection.interface import (
     single_rows,
 )
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.selection.token_choice import token_logits
+from sparsekv.runtime.selection.token_choice import check_rerank, token_logits
 from sparsekv.runtime.selection.wrappers import residual_clusters
 
 PIECE = 32  # tokens of a question that share a choice
@@ -64,8 +64,7 @@ class Codes(Method):
     )
 
     def __post_init__(self) -> None:
-        if not 1 <= self.rerank < math.inf:
-            raise UsageError(f"--rerank {self.rerank:g}: give at least 1, such as 2")
+        check_rerank(self.rerank)
         if not 0 < self.scan <= 1:
             raise UsageError(f"--scan {self.scan:g}: give a share above 0 and at most 1, such as 0.5")
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import check_at_least_one
 from sparsekv.kernels.clusters.cluster_choice import choose_clusters
 from sparsekv.kernels.clusters.types import MOST_TOKENS
 from sparsekv.kernels.common.runs import fill_budget
@@ -31,8 +31,7 @@ class Quest(Method):
     page_size: int = field(default=16, metadata={"help": "Tokens a page."})
 
     def __post_init__(self) -> None:
-        if self.page_size < 1:
-            raise UsageError(f"--page-size {self.page_size}: give at least 1")
+        check_at_least_one(self, "page_size")
 
     def prepare(self, context: MiddleContext) -> "QuestSelector":
         """Allocates two rows per page and head."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional
 
-from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.formats.errors import UsageError, check_at_least_one, check_choice
 from sparsekv.kernels.scores.logits import attention_logits, softmax_beside
 from sparsekv.runtime.selection.interface import Budget, ConversationState, Method, MiddleContext, Queries, Selection
 from sparsekv.runtime.selection.registry import methods
@@ -37,12 +37,10 @@ class SnapKV(Method):
     pooling: str = field(default="max", metadata={"help": f"How neighbours' scores are pooled: {', '.join(POOLING)}."})
 
     def __post_init__(self) -> None:
-        if self.window_queries < 1:
-            raise UsageError(f"--window-queries {self.window_queries}: give at least 1")
+        check_at_least_one(self, "window_queries")
         if self.pool_size < 1 or self.pool_size % 2 == 0:
             raise UsageError(f"--pool-size {self.pool_size}: give an odd number, such as 7, or 1 for no pooling")
-        if self.pooling not in POOLING:
-            raise UsageError(f"--pooling {self.pooling}: {choose_one(self.pooling, POOLING)}")
+        check_choice("--pooling", self.pooling, POOLING)
 
     def prepare(self, context: MiddleContext) -> "SnapKVSelector":
         """Keeps two int64 per token and head; ranking allocates the window's logits over the middle."""

@@ -15,7 +15,7 @@ from typing import Self
 
 import torch
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import check_at_least_one
 from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.kernels.scores.logits import attention_logits, softcapped
 from sparsekv.runtime.selection.interface import (
@@ -45,8 +45,7 @@ class SparQ(Method):
     )
 
     def __post_init__(self) -> None:
-        if self.channels < 1:
-            raise UsageError(f"--channels {self.channels}: give at least 1")
+        check_at_least_one(self, "channels")
 
     def replaces(self) -> bool:
         return self.mean_value

@@ -1,5 +1,6 @@
 """Selection of single tokens by logits, by one fixed ranking, or in a few layers for all layers after them."""
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import cast
@@ -157,6 +158,12 @@ def token_logits(query: torch.Tensor, keys: torch.Tensor, tokens: torch.Tensor, 
     each = query.transpose(1, 2).flatten(0, 1)[:, :, None]
     logits = attention_logits(each, chosen.flatten(0, 1), facts.softmax_scale, facts.softcap)
     return logits.view(Hk, Q, G, -1).transpose(1, 2)
+
+
+def check_rerank(rerank: float) -> None:
+    """Raise UsageError unless a method can read so many times the budget's keys."""
+    if not 1 <= rerank < math.inf:
+        raise UsageError(f"--rerank {rerank:g}: give at least 1, such as 2")
 
 
 def top_tokens(scores: torch.Tensor, tokens: int, index_rows: torch.Tensor | float) -> Selection:

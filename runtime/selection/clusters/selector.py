@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from sparsekv.formats.errors import ArtifactError, UsageError, choose_one
+from sparsekv.formats.errors import ArtifactError, UsageError, check_choice
 from sparsekv.formats.index.manifest import REBUILD
 from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best
@@ -353,8 +353,7 @@ class ClusterMethod(Method):
     )
 
     def __post_init__(self) -> None:
-        if self.lookup not in LOOKUPS:
-            raise UsageError(f"--lookup {self.lookup}: {choose_one(self.lookup, LOOKUPS)}")
+        check_choice("--lookup", self.lookup, LOOKUPS)
         if not self.opened > 0:
             raise UsageError(f"--opened {self.opened:g}: give a number above 0, such as {OPENED:g}")
 
