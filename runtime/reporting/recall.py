@@ -1,7 +1,7 @@
 """Recall, attention mass and output error of methods against dense attention on one layer."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -45,32 +45,21 @@ class MeasuredSetting:
 
 @dataclass
 class Measures:
-    """Sums over queries, per KV head [Hk] float64."""
+    """Sums over queries of each measure, by name, per KV head [Hk] float64."""
 
     queries: int = 0
-    selected_tokens: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    recall: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    attention_mass: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    output_error: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    kv_fraction: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    missed_mass: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    missed_estimate: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    list_coverage: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    raised: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    dense: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def add(self, **per_query: torch.Tensor) -> None:
         """Add values [Hk, Q] of each measure; NaN where it is not measured."""
         self.queries += next(iter(per_query.values())).shape[1]
         for name, values in per_query.items():
-            setattr(self, name, getattr(self, name) + values.double().sum(1))
+            self.sums[name] = self.sums.get(name, 0) + values.double().sum(1)
 
     def means(self) -> dict[str, torch.Tensor]:
         """Mean over queries of each measure, [Hk] on the CPU; one sync."""
-        names = [one.name for one in fields(self) if one.name != "queries"]
-        sums = torch.broadcast_tensors(*(getattr(self, name).to(self.recall.device) for name in names))
-        means = torch.stack(sums).cpu() / self.queries
-        return dict(zip(names, means, strict=True))
+        means = torch.stack([*self.sums.values()]).cpu() / self.queries
+        return dict(zip(self.sums, means, strict=True))
 
 
 LOGITS_AT_ONCE = 64 * 2**20  # elements of [Hq, Q, N] float32 logits: 256 MB

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from statistics import fmean
 from typing import Any
@@ -52,19 +52,6 @@ def describe_layers(
 
 GROUPS = ("layer", "kv_head")
 """Fields by whose values rows can be grouped and averaged."""
-MEASURES = (
-    "selected_tokens",
-    "recall",
-    "attention_mass",
-    "output_error",
-    "kv_fraction",
-    "missed_mass",
-    "missed_estimate",
-    "recall_seen",
-    "list_coverage",
-    "raised",
-    "dense",
-)
 
 
 @dataclass(frozen=True)
@@ -102,6 +89,10 @@ class RecallRow:
         """Of a line or a row: the method, its variant, and how many queries share a choice."""
         shared = f"{self.together} together" if self.together > 1 else ""
         return " ".join(part for part in (self.method, self.variant, shared) if part)
+
+
+MEASURES = tuple(one.name for one in fields(RecallRow) if one.type in (float, float | None))
+"""Fields that are averaged."""
 
 
 @dataclass(frozen=True)
