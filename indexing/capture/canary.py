@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from sparsekv.formats.errors import IdentityError, SparsekvError
 from sparsekv.formats.index.manifest import (
@@ -23,7 +23,7 @@ from sparsekv.formats.models.find import first_line
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.indexing.capture.capture import Capture, ContextLayer, capture
 from sparsekv.indexing.prefill.interface import DensePrefill
-from sparsekv.kernels.common.given_rows import RowPair, Rows, logits_over_rows, soft_caps, with_cache
+from sparsekv.kernels.common.given_rows import CalledCache, RowPair, Rows, logits_over_rows, soft_caps, with_cache
 from sparsekv.kernels.common.hook import AttentionCall, alone, route_attention
 
 TOKENS, DOCUMENT, CHUNK, SINGLE = 48, 32, 16, 2
@@ -104,7 +104,7 @@ def _tried(what: str) -> Iterator[None]:
         raise SparsekvError(f"{what} ({type(error).__name__}: {first_line(error)})") from None
 
 
-class _AnswerCache(Cache):
+class _AnswerCache(CalledCache):
     """Captured rows as an answer attends to them: `attend` appends the keys and values that it is called with.
 
     Raises:
@@ -119,11 +119,6 @@ class _AnswerCache(Cache):
         self.rows = [ContextLayer(TOKENS, (one.keys, one.values)) for one in rows]
         self.heads, self.channels = sizes[0]
         super().__init__(layers=list(self.rows))
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return key_states, value_states
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Dense attention [Hq, Q, D] to captured and appended rows; SparsekvError for rows of other sizes."""

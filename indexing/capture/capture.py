@@ -5,27 +5,24 @@ from dataclasses import dataclass, field
 
 import torch
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.index.context_rows import Pair, context_rows, first_tokens, joined, quantise
 from sparsekv.formats.index.schema import KVDtype, KVStorage, LayerFacts
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
-from sparsekv.kernels.common.given_rows import with_cache
+from sparsekv.kernels.common.given_rows import RowLayer, with_cache
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.kernels.common.mask import UnsupportedAttentionError
 
 
-class ContextLayer(CacheLayerMixin):
+class ContextLayer(RowLayer):
     """Keys and values of one layer, [1, Hk, N, D] each, allocated once and filled from the front.
 
     Args:
         tokens: N.
         prefix: keys and values [Hk, P, D] of the first P tokens, if they are known.
     """
-
-    is_sliding = False
 
     def __init__(self, tokens: int, prefix: tuple[torch.Tensor, torch.Tensor] | None = None):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -54,9 +51,6 @@ class ContextLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         return self.seen if self._prefix is None else self._prefix[0].shape[1]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
         return self.tokens

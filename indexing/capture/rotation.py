@@ -53,16 +53,14 @@ def queries_of_tokens(
 
 def _attend_at(call: AttentionCall, at: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Attention [Hq, P, D] of a call's queries at positions [P], each to the rows [Hk, T, D] up to its own."""
-    (Hk, T, _), (Hq, P, _) = keys.shape, call.query.shape
-    query = call.query.unflatten(0, (Hk, -1))
-    sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
+    T, (Hq, P, _), query = keys.shape[1], call.query.shape, call.grouped
     numbers, at_once = torch.arange(T, device=at.device), max(1, LOGIT_BYTES // (4 * Hq * T))
     parts = []
     for start in range(0, P, at_once):
         distance = at[start : start + at_once, None] - numbers
         mask = (distance >= 0) & (distance < (T if call.window is None else call.window))
         part = query[:, :, start : start + at_once]
-        parts.append(attend(part, [Segment(keys, values, mask)], call.softmax_scale, call.softcap, sinks))
+        parts.append(attend(part, [Segment(keys, values, mask)], *call.scaling))
     return torch.cat(parts, 2).flatten(0, 1)
 
 

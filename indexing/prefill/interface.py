@@ -102,7 +102,7 @@ class SparsePrefill(Prefill):
 
     def attend(self, call: AttentionCall, sinks: int) -> torch.Tensor:
         """Layers with a sliding window attend to their whole window. Copies the selected rows and the chunk's rows."""
-        Hk, before = call.keys.shape[0], call.keys.shape[1] - call.query.shape[1]
+        before = call.keys.shape[1] - call.query.shape[1]
         if call.window is not None or before <= self.prefill_budget:
             return DensePrefill().attend(call, sinks)
         facts = LayerFacts(
@@ -112,8 +112,8 @@ class SparsePrefill(Prefill):
             attention_sinks=call.sink_logits is not None,
         )
         recent = int(self.prefill_recent * self.prefill_budget)
-        query, first = call.query.unflatten(0, (Hk, -1)), min(sinks, self.prefill_budget - recent)
-        rows = self.choose(query, call.keys[:, :before], facts, first, recent)
+        first = min(sinks, self.prefill_budget - recent)
+        rows = self.choose(call.grouped, call.keys[:, :before], facts, first, recent)
         return chunk_attention(
             call.query, call.keys, call.values, rows, call.softmax_scale, call.softcap, call.sink_logits
         )

@@ -8,7 +8,7 @@ import torch
 
 from sparsekv.kernels.attention.attention import Segment, causal_mask
 from sparsekv.kernels.attention.types import RunRows
-from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.kernels.common.hook import AttentionCall, LogitScaling
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.cache.kv_store import Pair, PlacedRows
 from sparsekv.runtime.cache.stored_layer import DynamicSlot, StoredLayer
@@ -42,10 +42,6 @@ def in_place_runs(rows: PlacedRows, chosen: RowSet) -> RunRows:
     lengths = chosen.run_lengths
     ends = None if lengths is None else lengths.cumsum(-1, dtype=torch.int32)[:, 0]
     return RunRows(keys, values, chosen.starts[:, 0], ends, chosen.capacity, scales=rows.scales)
-
-
-LogitScaling = tuple[float, float | None, torch.Tensor | None]
-"""Softmax scale, soft cap, sink logits [Hk, G]."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +102,9 @@ class Step:
 def step_of(layer: StoredLayer, call: AttentionCall) -> Step:
     """The step for an attention call, after the layer has appended the keys and values of its Q tokens."""
     keys, values = layer.exact_rows()
-    Hk, queries = keys.shape[0], call.query.shape[1]
+    queries = call.query.shape[1]
     return Step(
-        query=call.query.view(Hk, -1, *call.query.shape[1:]),
+        query=call.grouped,
         keys=keys,
         values=values,
         mask=None if queries == 1 else causal_mask(queries, layer.used, None, keys.device),
@@ -116,5 +112,5 @@ def step_of(layer: StoredLayer, call: AttentionCall) -> Step:
         step_row=layer.step_row,
         unstored=layer.stored - layer.first,
         joint=layer.prefills(queries),
-        how=(call.softmax_scale, call.softcap, None if call.sink_logits is None else call.sink_logits.view(Hk, -1)),
+        how=call.scaling,
     )

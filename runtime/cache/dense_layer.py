@@ -43,8 +43,6 @@ class DenseLayer(StoredLayer):
 
     def _join(self) -> None:
         """Put stored and new rows into one buffer, so that a window is one run of rows."""
-        assert self.keys is not None
-        assert self.values is not None
         stored = self.stored_rows()
         seen = stored[0].shape[1]
         if self.joined[0].shape[1] != seen + self.keys.shape[1]:
@@ -65,7 +63,7 @@ class DenseLayer(StoredLayer):
         keys, values = new
         if call.window is None and keys.is_cuda:
             return self.attend_in_place(call, new)
-        queries, Hk, tokens = call.query.shape[1], keys.shape[0], self.stored + keys.shape[1]
+        queries, tokens = call.query.shape[1], self.stored + keys.shape[1]
         mask = causal_mask(queries, tokens, call.window, keys.device)
         first = 0 if call.window is None else min(max(0, tokens - queries - call.window + 1), self.stored)
         in_sight = slice(first - self.out_of_sight, None)
@@ -74,16 +72,12 @@ class DenseLayer(StoredLayer):
             Segment(stored_keys[:, in_sight], stored_values[:, in_sight], mask[:, first : self.stored]),
             Segment(keys, values, mask[:, self.stored :]),
         ]
-        sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
-        grouped = call.query.unflatten(0, (Hk, -1))
-        return attend(grouped, segments, call.softmax_scale, call.softcap, sinks).flatten(0, 1)
+        return attend(call.grouped, segments, *call.scaling).flatten(0, 1)
 
     def attend_in_place(self, call: AttentionCall, new: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """`attend_before` without a window, by a kernel that reads all rows where they lie."""
-        Hk, (runs, exact), own = len(new[0]), self.shared(), of_last(*new, call.query.shape[1])
-        sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
-        how = call.softmax_scale, call.softcap, sinks
-        return shared_decode(call.query.unflatten(0, (Hk, -1)), runs, exact, (), own, *how).flatten(0, 1)
+        (runs, exact), own = self.shared(), of_last(*new, call.query.shape[1])
+        return shared_decode(call.grouped, runs, exact, (), own, *call.scaling).flatten(0, 1)
 
     def _attend_once(self, call: AttentionCall) -> torch.Tensor:
         """One query's attention on a CPU: it sees the last rows or all, so that none are masked."""
@@ -91,9 +85,7 @@ class DenseLayer(StoredLayer):
         seen, new = min(first, self.stored) - self.out_of_sight, max(0, first - self.stored)
         stored_keys, stored_values = self.stored_rows()
         rows = [(stored_keys[:, seen:], stored_values[:, seen:]), (keys[:, new:], values[:, new:])]
-        sinks = None if call.sink_logits is None else call.sink_logits.view(len(keys), -1)
-        query = call.query[:, 0].unflatten(0, (len(keys), -1))
-        return attend_once(query, rows, (), call.softmax_scale, call.softcap, sinks).flatten(0, 1)[:, None]
+        return attend_once(call.grouped[:, :, 0], rows, (), *call.scaling).flatten(0, 1)[:, None]
 
     def _first_seen(self, call: AttentionCall) -> int:
         """Position of the first token that the first query sees."""
@@ -104,16 +96,12 @@ class DenseLayer(StoredLayer):
         first, new = self._first_seen(call), self.used
         seen = min(first, self.stored) - self.out_of_sight
         stored_keys, stored_values = (rows[:, seen:] for rows in self.stored_rows())
-        assert self.keys is not None
-        assert self.values is not None
         start = torch.full((len(self.keys), 1), max(0, first - self.stored), dtype=torch.int32, device=self.keys.device)
         runs = RunRows(self.keys, self.values, start, new - start, new)
         return attend_to(call, runs, (stored_keys, stored_values))
 
     def _decode_at(self, step_row: DynamicSlot, call: AttentionCall) -> torch.Tensor:
         """The same when the number of new rows is on the device, in `step_row`."""
-        assert self.keys is not None
-        assert self.values is not None
         assert call.window == self.window
         count = step_row.count.expand(len(self.keys), 1)
         if self.window is None:
@@ -133,11 +121,8 @@ def attend_to(
     exact_count: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One query's attention [Hq, 1, D] to runs of rows, and to the rows of `exact`: all or the first `exact_count`."""
-    Hk = len(runs.keys)
-    sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
-    query = call.query[:, 0].unflatten(0, (Hk, -1))
-    how = call.softmax_scale, call.softcap, sinks
-    return decode_attention(query, runs, exact, (), *how, exact_count=exact_count).flatten(0, 1)[:, None]
+    output = decode_attention(call.grouped[:, :, 0], runs, exact, (), *call.scaling, exact_count=exact_count)
+    return output.flatten(0, 1)[:, None]
 
 
 class DenseLayerIn8Bits(DenseLayer):
@@ -177,6 +162,4 @@ class DenseLayerIn8Bits(DenseLayer):
         return attend_to(call, self._runs, self.exact_rows())
 
     def _decode_at(self, step_row: DynamicSlot, call: AttentionCall) -> torch.Tensor:
-        assert self.keys is not None
-        assert self.values is not None
         return attend_to(call, self._runs, (self.keys, self.values), step_row.count)
