@@ -1,9 +1,8 @@
 """Executors: attention over a selection through gathered rows, rows read in place, or one fused kernel."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -172,18 +171,8 @@ def attend_in_layout(executor: GatherExecutor, step: Step) -> torch.Tensor:
     return torch.cat([*some], 2)
 
 
-class GatherMaker(Protocol):
-    """Makes one layer's `GatherExecutor`, or one of its own kind, of the same arguments."""
-
-    def __call__(
-        self,
-        selector: Selector,
-        middle: MiddleRows,
-        search_device: torch.device,
-        mapped: tuple[torch.Tensor, ...] = (),
-        *,
-        fetch_rest: bool = False,
-    ) -> GatherExecutor: ...
+GatherMaker = Callable[..., GatherExecutor]
+"""Makes one layer's `GatherExecutor`, or one of its own kind, of the same arguments."""
 
 
 class InPlaceExecutor(Executor):

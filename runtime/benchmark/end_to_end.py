@@ -3,9 +3,8 @@
 import math
 import statistics
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -56,24 +55,10 @@ class PackedForm(PackedLayer):
         raise NotImplementedError  # nothing is prefilled here
 
 
-class ModelSteps(ABC):
-    """Steps that follow one another; call them within `routed`."""
+class BatchSteps:
+    """Steps of a batch of contexts with a question each; one context is what `generate` runs.
 
-    @abstractmethod
-    def routed(self) -> AbstractContextManager[None]:
-        """While it lasts the model attends as these steps want it."""
-
-    @abstractmethod
-    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, V] after tokens [batch, 1]; the next call may overwrite them."""
-
-    @abstractmethod
-    def captured(self) -> bool:
-        """Whether they are replayed as CUDA graphs."""
-
-
-class BatchSteps(ModelSteps):
-    """Of a batch of contexts with a question each; one context is what `generate` runs.
+    Call them within `routed`, one after another.
 
     Args:
         steps: how many there will be.
@@ -95,17 +80,19 @@ class BatchSteps(ModelSteps):
                 self.cache.release()
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [batch, V] after tokens [batch, 1]; the next call may overwrite them."""
         if self.step is not None:
             return self.step(tokens)
         logits: torch.Tensor = self.model(input_ids=tokens, **with_cache(self.model, self.cache)).logits
         return logits[:, -1]
 
     def captured(self) -> bool:
+        """Whether they are replayed as CUDA graphs."""
         return self.cache.graph is not None
 
 
-class QuestionSteps(ModelSteps):
-    """Of one context with several questions, as `generate --batch-file` runs them.
+class QuestionSteps:
+    """The same of one context with several questions, as `generate --batch-file` runs them.
 
     Args:
         tokens: of the context.
@@ -320,7 +307,7 @@ class ModelBench:
             tokens = torch.arange(self.batch, device=device)[:, None]
             for _ in range(WARM_UPS):
                 tokens = steps(tokens).argmax(-1, keepdim=True)
-            stopwatch = _CudaStopwatch() if device.type == "cuda" else _Stopwatch()
+            stopwatch: _Stopwatch | _CudaStopwatch = _CudaStopwatch() if device.type == "cuda" else _Stopwatch()
             for _ in range(self.runs):
                 for _ in range(cycle):
                     logits = steps(tokens)
@@ -330,7 +317,7 @@ class ModelBench:
         how = "wall clock" if device.type == "cpu" else "graph" if steps.captured() else "eager"
         return _Timed(taken, how, 1000 * self.batch * len(taken) / sum(taken), finite)
 
-    def _steps(self, layers: list[StoredLayer], tokens: int) -> ModelSteps:
+    def _steps(self, layers: list[StoredLayer], tokens: int) -> BatchSteps | QuestionSteps:
         data = self.data[0]
         if data.questions > 1:
             return QuestionSteps(self.model, layers, data.split.tokens, data.questions)
@@ -369,18 +356,8 @@ class _Timed:
     finite: bool
 
 
-class _Laps(ABC):
-    @abstractmethod
-    def lap(self) -> None:
-        """Mark the end of a lap; the first lap begins when the stopwatch is created."""
-
-    @abstractmethod
-    def milliseconds(self) -> list[float]:
-        """Milliseconds of each lap; call it after the last."""
-
-
-class _Stopwatch(_Laps):
-    """By the host's clock."""
+class _Stopwatch:
+    """Milliseconds between laps, the first of which begins when it is made, by the host's clock."""
 
     def __init__(self) -> None:
         self.marks = [time.perf_counter()]
@@ -392,8 +369,9 @@ class _Stopwatch(_Laps):
         return [1000 * (stop - start) for start, stop in pairwise(self.marks)]
 
 
-class _CudaStopwatch(_Laps):
-    """By CUDA events between the steps; time that the GPU waits for the host counts, as where questions share one."""
+class _CudaStopwatch:
+    """The same by CUDA events between the steps; time that the GPU waits for the host counts, as where questions share
+    one."""
 
     def __init__(self) -> None:
         torch.cuda.synchronize()
