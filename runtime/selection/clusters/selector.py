@@ -2,7 +2,7 @@
 the methods' base class."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -125,6 +125,7 @@ class ClusterSelector(Selector):
             below=self._below(),
             facts=self.facts,
             own=not scored,
+            replaces=self.replace,
             in_8_bits=in_8_bits if self.keys[0].is_cuda and not self.hierarchical and not scored else None,
         )
         values, facts = self.values[0] if self.values else None, self.facts
@@ -136,7 +137,7 @@ class ClusterSelector(Selector):
             self.attend_fused,
             choose_together=self.choose_together,
             chooses_together=self.chooses_together,
-            rows_in_8_bits=0 if self.steps.in_8_bits is None else self.starts.shape[1] * self._rows_of_a_cluster(),
+            rows_in_8_bits=0 if self.steps.in_8_bits is None else self.starts.shape[1] * self.steps.rows,
         )
 
     def _below(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -168,6 +169,7 @@ class ClusterSelector(Selector):
 
     def replace_by_own(self) -> bool:
         self.replace = bool(self.values)
+        self.steps = replace(self.steps, replaces=self.replace)
         return self.replace
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
@@ -183,7 +185,7 @@ class ClusterSelector(Selector):
         read = sum((one.read for one in scored[1:]), scored[0].read)
         return Selection(
             RowSet(of_clusters(self.starts, scored[-1].clusters), lengths, capacity),
-            Cost(read * self._rows_of_a_cluster()),
+            Cost(read * self.steps.rows),
             Residual(lambda: self._centroids.remainders(scored, lengths), attended=self.replace),
         )
 
@@ -207,8 +209,7 @@ class ClusterSelector(Selector):
         query = queries.query if self.windowed_rope is None else self.windowed_rope.query(queries)
         tokens = min(budget.tokens(self.middle), self.middle)
         capacity = self.middle if limits is not None else min(self.middle, len(ends) * tokens)
-        rows, replace = self._rows_of_a_cluster(), self.replace
-        return self.steps.together(query, ends, tokens, capacity, limits, rows=rows, replace=replace, counter=counter)
+        return self.steps.together(query, ends, tokens, capacity, limits, counter)
 
     def rest_of(self, chosen: torch.Tensor) -> Residual:
         """Of the finest clusters, all of which are read: down a hierarchy, queries that share a choice have scored
@@ -234,7 +235,7 @@ class ClusterSelector(Selector):
         if self.thresholds is not None or self.windowed_rope is not None or not (tokens and self._is_flat(budget)):
             return None
         output = attend_to_best(query, self.fused, rows, exact, tokens, replace=self.replace, sink_logits=sink_logits)
-        return output, 2.0 * tokens + self.starts.shape[1] * self._rows_of_a_cluster()
+        return output, 2.0 * tokens + self.starts.shape[1] * self.steps.rows
 
     def _is_flat(self, budget: Budget) -> bool:
         """Whether all finest clusters are scored. A hierarchical lookup scores at most 0.5 ** (levels - 1) of them; for
@@ -243,7 +244,6 @@ class ClusterSelector(Selector):
 
     def _step(self, query: torch.Tensor, budget: Budget, flat: bool, in_place: InPlace | None) -> Selection | None:
         """One query's selection by kernels; None where no kernel covers the case."""
-        rows, replace = self._rows_of_a_cluster(), self.replace
         tokens = min(budget.tokens(self.middle), self.middle)
         counter = None if in_place is None else in_place.counter
         if self.middle > MOST_TOKENS:
@@ -252,21 +252,14 @@ class ClusterSelector(Selector):
             if not (flat and counter is not None and query.is_cuda):
                 return None
             threshold = self.thresholds.finest(budget.share(self.middle), joint=False)
-            return self.steps.flat(query, self.middle, rows=rows, replace=replace, threshold=threshold, counter=counter)
+            return self.steps.flat(query, self.middle, threshold, counter)
         if not query.is_cuda:
-            return self.steps.best(query, tokens, rows=rows, replace=replace) if flat and tokens else None
+            return self.steps.best(query, tokens) if flat and tokens else None
         if flat:
-            return self.steps.flat(query, tokens, rows=rows, replace=replace)
+            return self.steps.flat(query, tokens)
         if self.steps.below is None:
             return None
-        wanted, slots = self._wanted(0, 1, budget), self._slots(0, 1, budget)
-        return self.steps.down(query, wanted, slots, tokens, rows=rows, replace=replace, counter=counter)
-
-    def _rows_of_a_cluster(self) -> int:
-        """Rows read per scored cluster: the scored centroid and, with replacement, its value and true-RoPE key."""
-        if not self.replace:
-            return 1
-        return 2 if self.windowed_rope is None else 3
+        return self.steps.down(query, self._wanted(0, 1, budget), self._slots(0, 1, budget), tokens, counter)
 
     def _score_level(self, query: torch.Tensor, level: int, joint: bool) -> Scored:
         centroids, counts = self.tree.centroids[level], self.tree.counts[level]
