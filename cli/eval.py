@@ -244,7 +244,7 @@ def evaluate_methods(
     if plot is not None:
         from sparsekv.cli.evaluating.plots import plot_scores
 
-        mapped = places if len(inputs.lengths) > 1 or len(inputs.depths) > 1 else []
+        mapped = places if len(inputs.lengths) > 1 or len(inputs.request.depths) > 1 else []
         plot_scores(found, mapped, f"{comparison.loaded.name} on {inputs.name}", plot)
         note(f"plot: {plot}", quiet=quiet)
     name, where = comparison.loaded.name, str(folder)
