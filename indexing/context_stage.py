@@ -22,7 +22,7 @@ from sparsekv.indexing.capture.canary import (
 )
 from sparsekv.indexing.capture.capture import CapturedQueries, RowsDone, TakenOver, capture, rows_as_stored
 from sparsekv.indexing.capture.rotation import measure_rotations
-from sparsekv.indexing.capture.team import Captured, SharedRows
+from sparsekv.indexing.capture.team import Captured, MeasureRotations, RunCanary, RunPrompt, SharedRows, TryModel
 from sparsekv.indexing.context_files import ContextFacts, ContextFiles
 from sparsekv.indexing.plan import Build, tell_memory
 from sparsekv.indexing.reuse import ReusePlan, reused_rows
@@ -145,7 +145,7 @@ class ContextStage:
         kv_dtype, recipe = plan.config.kv_dtype, build.context_recipe
         writer.need_space(self._bytes_to_write())
         tell_memory(build, len(reuse.positions))
-        build.team.begin_preflight(self.input_ids)
+        build.team.begin(TryModel(self.input_ids))
         preflight(self.model, self.input_ids, plan.loaded.name)
         self._check_rotations()
         if build.earlier is not None and reuse.prefix_tokens:
@@ -185,7 +185,7 @@ class ContextStage:
         if not indexers:
             return
         first = self.input_ids[:FIRST_TOKENS]
-        self.build.team.begin_rotations(first)
+        self.build.team.begin(MeasureRotations(first))
         rotations = measure_rotations(self.model, first)
         kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or ["full_attention"] * len(rotations)
         for kind, rope in zip(kinds, rotations, strict=True):
@@ -205,7 +205,7 @@ class ContextStage:
         queries = None
         if len(known) and build.earlier is not None:
             queries = prefix_queries(self.plan, build.earlier, known, self._prefix_rows)
-        build.team.begin_capture(self.input_ids, options)
+        build.team.begin(RunPrompt(self.input_ids, options))
         own = capture(
             self.model,
             self.input_ids,
@@ -225,7 +225,7 @@ class ContextStage:
     def _measure(self, captured: Captured, taken: TakenOver | None) -> ContextFacts:
         canary, probe = self._canary(captured, taken)
         # After the prefill: RoPE frequencies that depend on the sequence's length are then those of the prompt.
-        self.build.team.begin_rotations(self.input_ids)
+        self.build.team.begin(MeasureRotations(self.input_ids))
         rotations = measure_rotations(self.model, self.input_ids)
         layers: list[LayerFacts] = [
             captured.facts(layer).model_copy(update={"rope": rope}) for layer, rope in enumerate(rotations)
@@ -235,7 +235,7 @@ class ContextStage:
     def _canary(self, captured: Captured, taken: TakenOver | None) -> tuple[list[CanaryToken], Probe]:
         """Logits of the model's own attention over the rows as they will be stored; SparsekvError where ours differ."""
         kv_dtype = self.plan.config.kv_dtype
-        self.build.team.begin_canary(self.input_ids, kv_dtype)
+        self.build.team.begin(RunCanary(self.input_ids, kv_dtype))
         rows = partial(rows_as_stored, captured.rows, kv_dtype=kv_dtype, taken=taken)
         runs = run_canary(self.model, self.input_ids, rows)
         return judge_canary(runs, self.model.dtype, self.plan.loaded.name)

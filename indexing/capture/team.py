@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +25,40 @@ class Captured(Protocol):
     def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def take(self, layer: int) -> CapturedLayer: ...
+
+
+@dataclass(frozen=True)
+class TryModel:
+    """Run the passes of `preflight` over input_ids [N]."""
+
+    input_ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RunPrompt:
+    """Prefill input_ids [N] and keep what is captured; the options are keyword arguments of `capture`."""
+
+    input_ids: torch.Tensor
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunCanary:
+    """Run the passes of `run_canary` over input_ids [N] and what was captured, as `kv_dtype` stores it."""
+
+    input_ids: torch.Tensor
+    kv_dtype: KVDtype | None
+
+
+@dataclass(frozen=True)
+class MeasureRotations:
+    """Run the passes of `measure_rotations` over input_ids [N]."""
+
+    input_ids: torch.Tensor
+
+
+ModelRun = TryModel | RunPrompt | RunCanary | MeasureRotations
+"""A run of the model that all processes which share it make together."""
 
 
 class SharedRows(ABC):
@@ -64,24 +99,12 @@ class Team(ABC):
         return self.part == ALL_HEADS
 
     @abstractmethod
-    def begin_preflight(self, input_ids: torch.Tensor) -> None:
-        """A call of `preflight` over input_ids [N] follows."""
-
-    @abstractmethod
-    def begin_capture(self, input_ids: torch.Tensor, options: Mapping[str, Any]) -> None:
-        """A call of `capture` follows, over input_ids [N] with these keyword arguments."""
+    def begin(self, run: ModelRun) -> None:
+        """This process makes this run next."""
 
     @abstractmethod
     def whole(self, own: Capture) -> Captured:
-        """The capture of that call, with the heads of all processes."""
-
-    @abstractmethod
-    def begin_canary(self, input_ids: torch.Tensor, kv_dtype: KVDtype | None) -> None:
-        """A call of `run_canary` over input_ids [N] follows, over each process's heads as `kv_dtype` stores them."""
-
-    @abstractmethod
-    def begin_rotations(self, input_ids: torch.Tensor) -> None:
-        """A call of `measure_rotations` over input_ids [N] follows."""
+        """A capture of this process with the heads of all processes."""
 
     @abstractmethod
     def make_layers(
@@ -99,20 +122,11 @@ class Alone(Team):
 
     part, shared_rows, starts_after_prefix = ALL_HEADS, None, True
 
-    def begin_preflight(self, input_ids: torch.Tensor) -> None:
-        """Nobody is to be told."""
-
-    def begin_capture(self, input_ids: torch.Tensor, options: Mapping[str, Any]) -> None:
+    def begin(self, run: ModelRun) -> None:
         """Nobody is to be told."""
 
     def whole(self, own: Capture) -> Captured:
         return own
-
-    def begin_canary(self, input_ids: torch.Tensor, kv_dtype: KVDtype | None) -> None:
-        """Nobody is to be told."""
-
-    def begin_rotations(self, input_ids: torch.Tensor) -> None:
-        """Nobody is to be told."""
 
     def make_layers(
         self, work: LayerWork, layers: Sequence[int], files: BuildFiles, device: torch.device

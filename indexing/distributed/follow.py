@@ -17,18 +17,15 @@ from sparsekv.formats.models.load import LoadedModel
 from sparsekv.indexing.capture.canary import preflight, run_canary
 from sparsekv.indexing.capture.capture import Capture, capture, rows_as_stored
 from sparsekv.indexing.capture.rotation import measure_rotations
+from sparsekv.indexing.capture.team import MeasureRotations, RunCanary, RunPrompt, TryModel
 from sparsekv.indexing.distributed.requests import (
     CheckNumbers,
     EndLayer,
     MakeLayers,
-    MeasureRotations,
     Request,
-    RunCanary,
-    RunPrompt,
     SendLayer,
     SentSums,
     ShareFiles,
-    TryModel,
     give_memory_back,
     give_turns,
     join_layer,

@@ -3,28 +3,23 @@
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from sparsekv.formats.distributed.group import Ranks
 from sparsekv.formats.index.folder import SharedFile
 from sparsekv.formats.index.growing_file import ALL_HEADS, HeadPart, RemoteSum
-from sparsekv.formats.index.schema import KVDtype, LayerFacts, layer_file
+from sparsekv.formats.index.schema import LayerFacts, layer_file
 from sparsekv.indexing.capture.capture import Capture, CapturedLayer, CapturedQueries
-from sparsekv.indexing.capture.team import Captured, SharedRows, Team
+from sparsekv.indexing.capture.team import Captured, ModelRun, SharedRows, Team
 from sparsekv.indexing.distributed.requests import (
     CheckNumbers,
     End,
     EndLayer,
     MakeLayers,
-    MeasureRotations,
     ReceivedSums,
-    RunCanary,
-    RunPrompt,
     SendLayer,
     ShareFiles,
-    TryModel,
     give_memory_back,
     join_layer,
     join_queries,
@@ -79,23 +74,14 @@ class Leader(Team):
         self._rows = self.shared_rows = SplitRows(ranks) if split else None
         self._released = False
 
-    def begin_preflight(self, input_ids: torch.Tensor) -> None:
-        self.ranks.share(TryModel(input_ids))
-
-    def begin_capture(self, input_ids: torch.Tensor, options: Mapping[str, Any]) -> None:
-        self.ranks.share(RunPrompt(input_ids, options))
+    def begin(self, run: ModelRun) -> None:
+        self.ranks.share(run)
 
     def whole(self, own: Capture) -> Captured:
         if self._rows is None:
             return own
         self._rows.own = own
         return JoinedCapture(self.ranks, own)
-
-    def begin_canary(self, input_ids: torch.Tensor, kv_dtype: KVDtype | None) -> None:
-        self.ranks.share(RunCanary(input_ids, kv_dtype))
-
-    def begin_rotations(self, input_ids: torch.Tensor) -> None:
-        self.ranks.share(MeasureRotations(input_ids))
 
     def make_layers(
         self, work: LayerWork, layers: Sequence[int], files: BuildFiles, device: torch.device
