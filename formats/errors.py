@@ -33,6 +33,11 @@ def choose_one(given: str, known: Iterable[str]) -> str:
     return f"choose one of {', '.join(names)}{suggestion(given, names)}"
 
 
+def reason_of(error: BaseException) -> str:
+    """Why a system refused something, in its own words."""
+    return (getattr(error, "strerror", None) or str(error)).lower()
+
+
 class SparsekvError(Exception):
     """A failure while running; the message says what failed and what to do. Exit code 1."""
 
@@ -91,6 +96,5 @@ class WaysOut:
 
     def cannot_write(self, folder: Path, error: OSError) -> ArtifactError:
         """The error for a folder to which the system refuses to write."""
-        reason = (error.strerror or str(error)).lower()
         ways = ", or ".join(part for part in ("make room or permission there", self.elsewhere) if part)
-        return ArtifactError(f"cannot write {folder}: {reason}; {ways}, and run the same command again")
+        return ArtifactError(f"cannot write {folder}: {reason_of(error)}; {ways}, and run the same command again")

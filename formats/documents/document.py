@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.errors import SparsekvError, UsageError, reason_of
 from sparsekv.formats.index.schema import MANIFEST
 
 PATIENCE = 10.0
@@ -116,8 +116,7 @@ def _await_writer(file: io.FileIO, reader: "io.BufferedReader[_Source]") -> None
 
 
 def _unreadable(name: str, error: OSError) -> SparsekvError:
-    reason = (error.strerror or str(error)).lower()
-    return SparsekvError(f"cannot read {name}: {reason}; allow reading it, or name another text")
+    return SparsekvError(f"cannot read {name}: {reason_of(error)}; allow reading it, or name another text")
 
 
 UTF_8 = "utf-8"

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from sparsekv.formats.checksums import hash_descriptor
 from sparsekv.formats.device import device_reader
-from sparsekv.formats.errors import ArtifactError, UsageError
+from sparsekv.formats.errors import ArtifactError, UsageError, reason_of
 from sparsekv.formats.hints import add_methods_hint
 from sparsekv.formats.index.context_rows import ContextRows, Pair, bounds, context_rows
 from sparsekv.formats.index.folder import Folder, SharedFile
@@ -82,8 +82,9 @@ def _open(folder: Folder, name: str, record: FileRecord, remedy: str) -> int:
     except FileNotFoundError:
         raise ArtifactError(f"{name} of {folder.path} is missing; {remedy}") from None
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ArtifactError(f"cannot read {name} of {folder.path}: {reason}; mend that, or {REBUILD}") from None
+        raise ArtifactError(
+            f"cannot read {name} of {folder.path}: {reason_of(error)}; mend that, or {REBUILD}"
+        ) from None
     size = os.fstat(descriptor).st_size
     if size != record.bytes:
         os.close(descriptor)
@@ -152,7 +153,7 @@ def on_device(
     try:
         return device_reader(device).read(descriptor, mapped, skipped)
     except OSError as error:
-        raise ArtifactError(f"cannot read {what}: {(error.strerror or str(error)).lower()}; {REBUILD}") from None
+        raise ArtifactError(f"cannot read {what}: {reason_of(error)}; {REBUILD}") from None
 
 
 class Artifact:

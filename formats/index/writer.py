@@ -4,7 +4,6 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -49,9 +48,7 @@ class ArtifactWriter(BuildFolder):
         self._receiving = ThreadPoolExecutor(1)  # one, as sums come in the order in which files were ended
         self._growing = GrowingFiles(self._begin, self._threads)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             for threads in (self._receiving, self._awaiting, self._summing, self._threads):
                 threads.shutdown()
@@ -267,9 +264,7 @@ class PartWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._threads.shutdown(cancel_futures=True)
         self.leave()
 

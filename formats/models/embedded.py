@@ -19,7 +19,7 @@ from filelock import FileLock
 from safetensors import SafetensorError
 
 from sparsekv.formats.checksums import hash_file
-from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.errors import SparsekvError, reason_of
 from sparsekv.formats.index.folder import sync_path
 from sparsekv.formats.user.cache import cache_root, keep_named, named_models, read_small, replace_small
 
@@ -96,9 +96,8 @@ def pull_embedded(progress: Callable[[str], None] = lambda text: None, *, full_c
             if damaged:
                 _make(folder, progress)
     except (OSError, SafetensorError) as error:
-        reason = (getattr(error, "strerror", None) or str(error)).lower()
         raise SparsekvError(
-            f"cannot write the model's cache {folder.parent}: {reason}; make room or permission there, "
+            f"cannot write the model's cache {folder.parent}: {reason_of(error)}; make room or permission there, "
             "or set SPARSEKV_CACHE to another folder"
         ) from None
     return folder

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 import numpy as np
@@ -127,9 +126,7 @@ class Answers:
             raise SparsekvError(f"cannot write {self._path}: {error.strerror or error}; give another --work") from None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             if self._file is not None:
                 with suppress(OSError):  # of a disk that is full, which was told when the answer was added
