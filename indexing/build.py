@@ -215,27 +215,14 @@ def build_index(
         reuse = plan_reuse(build)
         tell_what_is_there(build, reuse)
         facts = build_context(build, reuse)
-        stage = _method_stage(build, facts)
+        device = plan.loaded.model.device
+        stage = MethodStage(split, plan.dtype, device, writer, facts, progress, plan.growth, team.make_layers)
         files = [stage.write(name, indexer) for name, indexer in build.plan.config.methods.items()]
         # Before this process waits for its disk, which may take longer than another one waits for it.
         team.release()
         built = {one.work.name: stage.record(one) for one in files}
         kept = stage.keep_others(build.plan.config.methods, tell)
         return _finished(writer, _manifest(build, facts, in_order(kept | built, writer.base)))
-
-
-def _method_stage(build: Build, facts: ContextFacts) -> MethodStage:
-    plan = build.plan
-    return MethodStage(
-        build.split,
-        plan.dtype,
-        plan.loaded.model.device,
-        build.writer,
-        facts,
-        build.progress,
-        plan.growth,
-        build.team.make_layers,
-    )
 
 
 def _additions(build: Build) -> list[AdditionRecord]:

@@ -81,16 +81,14 @@ def _difference(model: PreTrainedModel, ids: torch.Tensor, name: str) -> float:
     document = TOKENS if by_length else DOCUMENT
     with _tried("its attention does not run over a cache of keys and values as attended"):
         captured = capture(model, ids[:document], tail=1, chunk_size=CHUNK)
-        _check_windows(captured, name)
+        if all(captured.facts(layer).sliding_window is not None for layer in range(len(captured))):
+            raise SparsekvError(
+                f"every layer of {name} has a sliding window, and an index is of those that see all tokens"
+            )
         answered = [] if by_length else _answer_logits(model, ids[document:], _AnswerCache(captured))
     found = torch.cat([captured.logits[None], *answered])
     difference = float((found - own[document - 1 :]).abs().max() / own.abs().max())
     return difference if math.isfinite(difference) else 0.0
-
-
-def _check_windows(captured: Capture, name: str) -> None:
-    if all(captured.facts(layer).sliding_window is not None for layer in range(len(captured))):
-        raise SparsekvError(f"every layer of {name} has a sliding window, and an index is of those that see all tokens")
 
 
 @contextmanager

@@ -81,6 +81,7 @@ class Executor(ABC):
         """Select within the budget, then attend."""
 
 
+@dataclass(eq=False)
 class GatherExecutor(Executor):
     """Copies the chosen rows to the model's device and attends to the copy. Works for every placement and selection.
 
@@ -92,17 +93,11 @@ class GatherExecutor(Executor):
         fetch_rest: fetch the centroids of the rest even where they are not attended, for the missed-mass meter.
     """
 
-    def __init__(
-        self,
-        selector: Selector,
-        middle: MiddleRows,
-        search_device: torch.device,
-        mapped: tuple[torch.Tensor, ...] = (),
-        *,
-        fetch_rest: bool = False,
-    ):
-        self.selector, self.middle, self.search_device = selector, middle, search_device
-        self.mapped, self.fetch_rest = mapped, fetch_rest
+    selector: Selector
+    middle: MiddleRows
+    search_device: torch.device
+    mapped: tuple[torch.Tensor, ...] = ()
+    fetch_rest: bool = False
 
     def attend(self, step: Step, budget: Budget) -> LayerOutput:
         return self.attend_to(step, self.select(step.queries, budget), self.selector)

@@ -32,6 +32,7 @@ from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.selection.interface import Appending, Budget, Selector
 
 
+@dataclass
 class Appender:
     """Moves one layer's tokens from its exact rows to the middle and the selector's index.
 
@@ -43,18 +44,13 @@ class Appender:
         prefetcher: its pending search is discarded at each append, because the index changes.
     """
 
-    def __init__(
-        self,
-        index: Appending,
-        middle: MiddleRows,
-        sinks: int,
-        read: ReadRows,
-        device: torch.device,
-        prefetcher: Prefetcher | None,
-    ):
-        self.index, self.middle, self.sinks, self.read = index, middle, sinks, read
-        self.device, self.prefetcher = device, prefetcher
-        self.torn = False
+    index: Appending
+    middle: MiddleRows
+    sinks: int
+    read: ReadRows
+    device: torch.device
+    prefetcher: Prefetcher | None
+    torn: bool = False
 
     def append_due(self, layer: StoredLayer) -> None:
         """Append the oldest rows after the sinks, `size` at a time, until fewer than twice as many are left."""

@@ -223,12 +223,6 @@ def _with_room(ids: torch.Tensor, length: int, device: torch.device | str) -> to
     return longer
 
 
-def _next(processors: LogitsProcessorList, ids: torch.Tensor, logits: torch.Tensor, *, sample: bool) -> torch.Tensor:
-    """The next token [1, 1] after ids [1, N], by logits [1, V]."""
-    scores = processors(ids, logits.to(torch.float32, copy=True))  # type: ignore[arg-type]  # any tensors will do
-    return _choose(scores, sample=sample)
-
-
 def _on_host(token: torch.Tensor) -> torch.Tensor:
     """A token [1, 1] as [1] on the host; raises NotFiniteError for `NO_TOKEN`."""
     told = token[:, 0].cpu()
@@ -237,8 +231,10 @@ def _on_host(token: torch.Tensor) -> torch.Tensor:
     return told
 
 
-def _choose(scores: torch.Tensor, *, sample: bool) -> torch.Tensor:
-    """The next token [1, 1] by scores [1, V]; `NO_TOKEN` if they are not finite, so that this needs no extra sync."""
+def _next(processors: LogitsProcessorList, ids: torch.Tensor, logits: torch.Tensor, *, sample: bool) -> torch.Tensor:
+    """The next token [1, 1] after ids [1, N], by logits [1, V]; `NO_TOKEN` if the scores are not finite, so that this
+    needs no extra sync."""
+    scores = processors(ids, logits.to(torch.float32, copy=True))  # type: ignore[arg-type]  # any tensors will do
     if sample:
         probability = scores.softmax(-1)
         token = torch.multinomial(probability.nan_to_num(1.0), 1)
@@ -356,13 +352,9 @@ def answer_after(
     Args:
         before: [N] token ids, of the stored prompt and of all that followed; the cache may lack the last one, which is
             then prefilled too.
-        question: [Q] token ids.
-        stop: asked after each token; the answer ends with the first for which it is True.
 
     Raises:
-        UsageError: no position of the model is left for an answer.
-        NotFiniteError: the model's logits are not finite.
-        SparsekvError: the cache has other tokens than `before`.
+        SparsekvError: the cache has other tokens than `before`; and what `generate` raises.
     """
     cache.check_length(len(before))
     prompt = torch.cat([before, question])[None].to(index.model.device)

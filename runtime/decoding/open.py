@@ -193,7 +193,11 @@ class OpenIndex:
         self.artifact.check_sums(files_read(self.artifact, config.attention))
         split = self.split if tail else self.split.model_copy(update={"tail": 0})
         where = search_device(config.attention.method, config.placement, self.device)
-        prepared = self._take_prepared(PreparedMethod(config.attention, where))
+        prepared = PreparedMethod(config.attention, where)
+        # A prepared method serves one cache.
+        early, self.prepared = self.prepared, None
+        if early is not None and early.is_like(prepared):
+            prepared = early
         about = self.artifact, self.device, self.dtype, self.take_rows
         sparse, facts = SparseLayers(*about, prepared, split, config, gather_makers), self.artifact.manifest.layers
         layers: list[StoredLayer] = [
@@ -201,11 +205,6 @@ class OpenIndex:
             for layer, of_layer in enumerate(facts)
         ]
         return IndexCache(layers, BuiltLayers(facts))
-
-    def _take_prepared(self, wanted: PreparedMethod) -> PreparedMethod:
-        """The prepared method if there is one, or else the method; a prepared method serves one cache."""
-        early, self.prepared = self.prepared, None
-        return early if early is not None and early.is_like(wanted) else wanted
 
     def dense_cache(self, tokens: int | None = None) -> IndexCache:
         """A cache for dense attention over the first `tokens` of the stored context, all by default.

@@ -88,7 +88,11 @@ class AttentionMeter(Meter):
             layers: measure only these layers, except for forms whose layers share state; None: all.
         """
         states, asked = SharedStates(), self.layers if layers is None else layers
-        wanted = [(form, shares) for form, shares in wanted if not self._knows(form, shares, asked)]
+        wanted = [
+            (form, shares)
+            for form, shares in wanted
+            if any((form, shares[layer], layer) not in self._known for layer in asked)
+        ]
         for done, layer in enumerate(self.layers, 1):
             here = []
             for form, shares in wanted:
@@ -107,9 +111,6 @@ class AttentionMeter(Meter):
     def at(self, form: MethodSpec, share: float, layer: int) -> Point:
         """The measures of one layer."""
         return self._known[form, share, layer]
-
-    def _knows(self, form: MethodSpec, shares: Shares, layers: Sequence[int]) -> bool:
-        return all((form, shares[layer], layer) in self._known for layer in layers)
 
     def _measure_layer(self, layer: int, here: list[tuple[MethodSpec, float]], states: SharedStates) -> None:
         if not here:

@@ -115,6 +115,9 @@ class ClusterSelector(Selector):
         self.most_children = [int(children.max()) for children in self.tree.children]
         self.open_row = 0 if self.stream is None else self.stream.open.row
         logs, shares = found["level0.log_counts"].unsqueeze(1), found["level0.shares"]
+        below = None
+        if len(self.parents) == 1 and self.windowed_rope is None:  # kernels go down two levels, without windowed RoPE
+            below = self.tree.children[0].int(), self.tree.first_child[0].int()
         self.steps = ClusterSteps(
             tree=self.tree,
             keys=self.keys,
@@ -122,7 +125,7 @@ class ClusterSelector(Selector):
             starts=self.starts,
             first_row=found["first_row"],
             counted=CountedClusters(self.tree.centroids[0], self.tree.counts[0], logs, shares, self.middle),
-            below=self._below(),
+            below=below,
             facts=self.facts,
             own=not scored,
             replaces=self.replace,
@@ -139,15 +142,6 @@ class ClusterSelector(Selector):
             chooses_together=self.chooses_together,
             rows_in_8_bits=0 if self.steps.in_8_bits is None else self.starts.shape[1] * self.steps.rows,
         )
-
-    def _below(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Children and first child of each coarse cluster, for kernels that go down two levels.
-
-        None for any other number of levels, and with windowed RoPE.
-        """
-        if len(self.parents) != 1 or self.windowed_rope is not None:
-            return None
-        return self.tree.children[0].int(), self.tree.first_child[0].int()
 
     @property
     def append(self) -> Appending | None:

@@ -196,7 +196,7 @@ def test_no_choice_recalls_more_than_it_has_tokens(artifact: Artifact, tokens: i
     ]
     oracle, quest = measure_layer(LayerRows(artifact, layer), wanted, [tail_block(artifact, layer)]).values()
     most = min(1.0, min(tokens, middle) / min(reference, middle))
-    assert oracle.means()["recall"].tolist() == pytest.approx([most] * len(oracle.recall))
+    assert oracle.means()["recall"].tolist() == pytest.approx([most] * len(oracle.means()["recall"]))
     # A query's recall is a float32: 9 of 277 is rounded up by more than 1e-9.
     assert bool((quest.means()["recall"] <= most * (1 + 1e-6)).all())
 
