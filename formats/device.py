@@ -239,7 +239,6 @@ def _whole_pages(mapped: torch.Tensor) -> tuple[int, int]:
 
 
 def _advise(first: int, length: int, advice: int) -> None:
-    """Give advice about pages."""
     madvise = _madvise()
     if madvise is not None and length:
         madvise(first, length, advice)

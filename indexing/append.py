@@ -37,7 +37,6 @@ OWNER = ".owner"
 
 
 def cannot_write(folder: Path, error: OSError) -> ArtifactError:
-    """The error for a folder that cannot be written, with a remedy."""
     taken = error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
     remedy = "choose another name" if taken else "choose another name, or make room there"
     return ArtifactError(f"cannot write {folder}: {reason_of(error)}; {remedy}")

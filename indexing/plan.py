@@ -239,7 +239,6 @@ class BuildPlan:
 
     @property
     def prefill_record(self) -> PrefillRecord:
-        """The manifest's record of the prefill."""
         prefill = self.config.prefill
         return PrefillRecord(
             kind=prefill_name(prefill),
@@ -322,7 +321,6 @@ class Build:
 
     @cached_property
     def context_recipe(self) -> str:
-        """The recipe of the context's files."""
         plan = self.plan
         return context_recipe(
             self.model, self.ids_sha256, self.split, plan.dtype, plan.prefill_record, plan.config.kv_dtype

@@ -261,7 +261,9 @@ def check_layout(manifest: Manifest, folder: Path) -> None:
 def _check_layer(manifest: Manifest, layer: int, letters: Letters, *, indexed: bool) -> None:
     context, queries = (layer_file(folder, layer) for folder in ("context", "queries"))
     rows = _CONTEXT if manifest.kv_storage is None else _CONTEXT_INT8
-    _check_all(context, manifest.files[context], rows, letters, manifest.dtype)
+    _check(context, manifest.files[context], rows, letters, manifest.dtype)
+    if more := sorted(manifest.files[context].tensors.keys() - rows.keys()):  # scales decide how a context is read
+        raise ValueError(f"{context} has a tensor {more[0][:80]}, which keys and values so stored have not")
     wanted = _QUERIES if manifest.layers[layer].attention_sinks else {"tail": _QUERIES["tail"]}
     _check(queries, manifest.files[queries], wanted, letters, manifest.dtype)
     rope = manifest.layers[layer].rope
@@ -290,13 +292,6 @@ def first_axis(folder: str, tensor: str) -> str | None:
     known = {"context": _CONTEXT_INT8, "queries": _QUERIES, "samples": _SAMPLES}
     shape = known[folder].get(tensor) if folder in known else _CENTROIDS_INT8.get(tensor) or _of_method(tensor)
     return None if shape is None else shape[1][0]
-
-
-def _check_all(name: str, record: FileRecord, wanted: dict[str, Shape], letters: Letters, rows: str) -> None:
-    """`_check`, and ValueError for a tensor that is not wanted: scales decide how a context is read."""
-    _check(name, record, wanted, letters, rows)
-    if more := sorted(record.tensors.keys() - wanted.keys()):
-        raise ValueError(f"{name} has a tensor {more[0][:80]}, which keys and values so stored have not")
 
 
 def _known_shapes(name: str, record: FileRecord, *, in_8_bits: bool) -> dict[str, Shape]:

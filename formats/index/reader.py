@@ -181,7 +181,6 @@ class Artifact:
 
     @property
     def manifest_data(self) -> bytes:
-        """The manifest's bytes as stored on disk."""
         return self._snapshot.data
 
     def descriptor(self, name: str) -> int:
@@ -343,7 +342,6 @@ def _part(whole: Artifact, layer: int, number: int, size: int, own: int) -> tupl
 
 
 def _number(file: str) -> int:
-    """A layer's number, of its file's name."""
     return int(file.removeprefix("layer_").partition(".")[0])
 
 

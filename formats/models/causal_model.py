@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -130,17 +129,13 @@ def causal_model(
         ) from None
     except _UNREADABLE as error:
         raise SparsekvError(_why_not(error, name, device, dtype)) from None
-    _refuse_missing(name, loaded[1]["missing_keys"])
-    model: PreTrainedModel = loaded[0].eval()
-    return model
-
-
-def _refuse_missing(name: str, keys: Iterable[str]) -> None:
-    if missing := sorted(keys):
+    if missing := sorted(loaded[1]["missing_keys"]):
         raise SparsekvError(
             f"model '{name}' lacks {len(missing)} weights of a causal language model (the first: {missing[0]}); "
             "transformers would fill them with random numbers: choose a checkpoint with all of them"
         )
+    model: PreTrainedModel = loaded[0].eval()
+    return model
 
 
 def _why_not(error: Exception, name: str, device: torch.device, dtype: torch.dtype) -> str:

@@ -171,7 +171,7 @@ def load_model(
         UsageError: an unknown model, device, dtype or scaling; no tokenizer; not a causal language model.
         SparsekvError: weights that are damaged, incomplete or larger than the device's memory.
     """
-    from sparsekv.formats.models.causal_model import causal_model
+    from sparsekv.formats.models.causal_model import causal_model, mapped_weights
 
     scaling = None if rope_scaling is None else RopeScaling.parse(rope_scaling)
     target = choose_device(device)
@@ -182,7 +182,9 @@ def load_model(
         chosen = DTYPES.get(dtype) or _auto_dtype(config, target)
         if target.type == "cuda":
             thread.submit(meanwhile, target, chosen)
-        mapped, tokenizer = _mapped(folder, config, target) if ranks == 1 else None, _tokenizer(folder, name)
+        # For a CPU; their pages are mapped while the tokenizer is loaded.
+        mapped = mapped_weights(folder, config) if ranks == 1 and target.type == "cpu" else None
+        tokenizer = _tokenizer(folder, name)
         hashed = thread.submit(files.hash)
         model = causal_model(folder, name, config, target, chosen, ranks, mapped)
         return LoadedModel(model, tokenizer, name, revision, hashed.result())
@@ -210,13 +212,6 @@ def _auto_dtype(config: "PreTrainedConfig", device: torch.device) -> torch.dtype
         return torch.float32
     own = config.dtype or config.get_text_config().dtype
     return own if isinstance(own, torch.dtype) else torch.bfloat16
-
-
-def _mapped(folder: Path, config: "PreTrainedConfig", device: torch.device) -> dict[str, torch.Tensor] | None:
-    """The weights for a CPU, whose pages are mapped while the tokenizer is loaded."""
-    from sparsekv.formats.models.causal_model import mapped_weights
-
-    return mapped_weights(folder, config) if device.type == "cpu" else None
 
 
 def _config(folder: Path, name: str, scaling: RopeScaling | None) -> "PreTrainedConfig":

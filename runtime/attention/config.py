@@ -84,7 +84,6 @@ class DecodeConfig:
         return "--guard" if self.guard is not None else "--gauge" if self.gauge else ""
 
     def budget_of(self, layer: int) -> Budget:
-        """The budget of one layer."""
         return self.layer_budgets.get(layer, self.budget)
 
 

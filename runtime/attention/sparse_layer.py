@@ -252,5 +252,4 @@ def packed_layer(layer: StoredLayer, slots: int) -> PackedLayer:
 
 
 def _centroids(chosen: Selection) -> list[Centroids]:
-    """Centroids that are attended for the rest."""
     return [Centroids(part.keys, part.values, part.log_counts[:, 0]) for part in chosen.attended_segments()]

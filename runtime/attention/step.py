@@ -21,14 +21,8 @@ def everything(rows: PlacedRows, used: int, exact: Pair) -> tuple[RunRows, Pair]
     Unless they are in 8 bits the rows take the place of the exact ones, of which it looks up no numbers. Allocates
     those of the others."""
     if rows.scales is not None:
-        return _each(rows, used), exact
-    return _each(PlacedRows(*exact), exact[0].shape[1]), (rows.keys[:, :used], rows.values[:, :used])
-
-
-def _each(rows: PlacedRows, used: int) -> RunRows:
-    """The first `used` rows, one by one."""
-    every = torch.arange(used, dtype=torch.int32, device=rows.keys.device).expand(len(rows.keys), -1)
-    return RunRows(rows.keys, rows.values, every, None, used, scales=rows.scales)
+        return rows.first(used), exact
+    return PlacedRows(*exact).first(exact[0].shape[1]), (rows.keys[:, :used], rows.values[:, :used])
 
 
 def in_place_runs(rows: PlacedRows, chosen: RowSet) -> RunRows:

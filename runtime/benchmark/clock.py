@@ -73,7 +73,6 @@ class Clock(ABC):
 
 
 def clock_for(device: torch.device, runs: int, *, cold: bool) -> Clock:
-    """The clock for a device."""
     return CudaClock(device, runs, cold=cold) if device.type == "cuda" else WallClock(device, runs, cold=cold)
 
 

@@ -177,7 +177,6 @@ def model_config(name: str) -> PreTrainedConfig:
 
 
 def head_dim(config: PreTrainedConfig) -> int:
-    """Channels per head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 

@@ -52,7 +52,6 @@ class LayerData:
 
     @property
     def middle(self) -> slice:
-        """The middle tokens."""
         return slice(self.split.sinks, self.split.sinks + self.split.middle)
 
     def of_heads(self, heads: slice) -> "LayerData":

@@ -145,9 +145,7 @@ class DenseLayerIn8Bits(DenseLayer):
     @cached_property
     def _runs(self) -> RunRows:
         rows = placed(side_by_side(self._tensors), self._tensors, units_of(self._tensors["value_scales"]))
-        every = torch.arange(self.stored, dtype=torch.int32, device=self._nothing.device)
-        every = every.expand(len(self._nothing), -1)
-        return RunRows(rows.keys, rows.values, every, None, self.stored, scales=rows.scales)
+        return rows.first(self.stored)
 
     def shared(self) -> tuple[RunRows, Pair]:
         return self._runs, (self._nothing, self._nothing)

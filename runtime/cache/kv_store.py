@@ -21,6 +21,7 @@ from sparsekv.formats.index.context_rows import (
 from sparsekv.formats.index.context_rows import Pair as Pair
 from sparsekv.formats.index.layout import check_values
 from sparsekv.formats.index.reader import CPU, Artifact
+from sparsekv.kernels.attention.types import RunRows
 from sparsekv.kernels.common.eight_bits import Int8Kernel, RowScales
 from sparsekv.runtime.cache.buffers import GrowingRows
 
@@ -72,15 +73,8 @@ class LayerRows:
         keys, values = self._restored[device]
         return keys[:, tokens], values[:, tokens]
 
-    def middle_keys(self, device: torch.device) -> torch.Tensor:
-        """[Hk, M, D]; on a GPU a copy, so that `release` frees all other rows."""
-        return self._middle("keys", device)
-
-    def middle_values(self, device: torch.device) -> torch.Tensor:
-        """[Hk, M, D]; on a GPU a copy, so that `release` frees all other rows."""
-        return self._middle("values", device)
-
-    def _middle(self, name: Name, device: torch.device) -> torch.Tensor:
+    def middle(self, name: Name, device: torch.device) -> torch.Tensor:
+        """Keys or values [Hk, M, D]; on a GPU a copy, so that `release` frees all other rows."""
         split = self.artifact.manifest.split
         tokens = slice(split.sinks, split.sinks + split.middle)
         if device in self._restored:
@@ -123,6 +117,11 @@ class PlacedRows:
     keys: torch.Tensor
     values: torch.Tensor
     scales: RowScales | None = None
+
+    def first(self, used: int) -> RunRows:
+        """The first `used` rows, one by one."""
+        every = torch.arange(used, dtype=torch.int32, device=self.keys.device).expand(len(self.keys), -1)
+        return RunRows(self.keys, self.values, every, None, used, scales=self.scales)
 
 
 class MiddleRows(ABC):

@@ -30,17 +30,9 @@ def files_read(artifact: Artifact, attention: MethodSpec | Dense) -> list[str]:
     return [layer_file(folder, layer) for folder in folders for layer in artifact.manifest.indexed_layers]
 
 
-@dataclass(frozen=True)
-class StoredContext:
-    """A method's input for one layer of an index, and the views of the index's files in it."""
-
-    context: MiddleContext
-    mapped: tuple[torch.Tensor, ...]
-
-
 def stored_context(
     rows: LayerRows, name: str, device: torch.device = CPU, shared: dict[str, Any] | None = None
-) -> StoredContext:
+) -> MiddleContext:
     """Read what the method called `name` built for the layer of `rows`; keys and values are read at first use.
 
     Args:
@@ -54,9 +46,9 @@ def stored_context(
     if "token_order" in tensors:
         tensors["token_order"] = tensors["token_order"] - manifest.split.sinks
     split, indexed = manifest.split, manifest.indexed_layers
-    context = MiddleContext(
-        load_keys=partial(rows.middle_keys, device),
-        load_values=partial(rows.middle_values, device),
+    return MiddleContext(
+        load_keys=partial(rows.middle, "keys", device),
+        load_values=partial(rows.middle, "values", device),
         load_observed=partial(rows.observed_queries, device),
         facts=manifest.layers[layer],
         tensors=tensors,
@@ -65,8 +57,8 @@ def stored_context(
         first_token=split.sinks,
         position=LayerPosition(indexed.index(layer), len(indexed), {} if shared is None else shared),
         centroids_in_8_bits=in_8_bits,
+        mapped=(*rows.mapped_keys, *stored.values()) if device.type == "cpu" else (),
     )
-    return StoredContext(context, (*rows.mapped_keys, *stored.values()) if device.type == "cpu" else ())
 
 
 @dataclass(frozen=True)
@@ -99,11 +91,11 @@ def prepare_layer(
         ArtifactError: the parameters or the calibration in the manifest are not valid, or tensors are missing; of the
             method, or of the one whose clusters are the residual's.
     """
-    artifact, stored = rows.artifact, stored_context(rows, name, device, shared)
+    artifact, context = rows.artifact, stored_context(rows, name, device, shared)
     with _told_of(name, artifact):
-        selector = method.prepare(stored.context)
+        selector = method.prepare(context)
     if not residual or method.replaces() or selector.replace_by_own():
-        return PreparedLayer(selector, stored.context, stored.mapped)
+        return PreparedLayer(selector, context, context.mapped)
     if selector.append is not None:
         raise UsageError(
             f"--residual: {name} takes generated tokens in, and no cluster holds these; leave out --residual, or let "
@@ -112,8 +104,8 @@ def prepare_layer(
     source = residual_source(artifact)
     lender = stored_context(rows, source, device)
     with _told_of(source, artifact):
-        replacing = ResidualSelector(selector, residual_clusters(lender.context.tensors))
-    return PreparedLayer(replacing, stored.context, stored.mapped + lender.mapped)
+        replacing = ResidualSelector(selector, residual_clusters(lender.tensors))
+    return PreparedLayer(replacing, context, context.mapped + lender.mapped)
 
 
 @dataclass

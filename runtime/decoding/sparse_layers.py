@@ -112,7 +112,7 @@ class SparseLayers:
             order = None if layout is None else layout.to(where)
             return Int8Middle(of_tokens(rows.stored_on(where).tensors, middle), order, self.dtype)
         if layout is None and where == self.prepared.device:
-            keys, values = prepared.context.keys, rows.middle_values(where)
+            keys, values = prepared.context.keys, rows.middle("values", where)
         else:
             keys, values = rows.part(middle, where)
         order = None if layout is None else layout.to(where)

@@ -97,11 +97,6 @@ def coined(number: int, letters: int, alphabet: str, random_numbers: random.Rand
     return list(words)
 
 
-def variables(number: int, random_numbers: random.Random) -> list[str]:
-    """`number` different names of five capital letters."""
-    return coined(number, 5, string.ascii_uppercase, random_numbers)
-
-
 LONGEST_SENTENCE = 400  # characters; tables and code have no full stops to split at
 LEAST_SUGGESTED = 256
 """Tokens of the shortest context that is suggested: of it sinks and tail leave half to index."""
@@ -384,7 +379,7 @@ class VariableTracking(Task):
     def _context(self, request: Request, number: int, units: list[str]) -> Context:
         drawn = random.Random(f"{request.seed} vt {request.length} {number}")
         chains = request.asked()
-        names = variables((HOPS + 1) * chains, drawn)
+        names = coined((HOPS + 1) * chains, 5, string.ascii_uppercase, drawn)
         values = drawn.sample(range(10_000, 100_000), chains)
         needles = []
         for chain, value in enumerate(values):

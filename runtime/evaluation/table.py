@@ -192,11 +192,6 @@ class Variant:
     variant: str = ""
     budget: Budget | None = None
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether everything is attended."""
-        return self.budget is None
-
     def record(self) -> dict[str, Any]:
         """The fields of a row. A budget is a number there: an int of tokens, or a float of the document."""
         return {**asdict(self), "budget": None if self.budget is None else self.budget.value}
@@ -279,7 +274,7 @@ def _group(task: str, length: int | None, metric: str, results: list[Result], se
     for result in results:
         ways.setdefault(result.way, {}).setdefault(result.context, {})[result.question] = result
     shared = _shared(list(ways.values()))
-    base = next((way for way in ways if way.is_dense), None)
+    base = next((way for way in ways if way.budget is None), None)
     told = METRICS[metric]
     found = []
     for way, answered in ways.items():

@@ -44,7 +44,7 @@ def describe_layers(
     method = methods()[name]
     for layer in artifact.manifest.indexed_layers:
         rows = LayerRows(artifact, layer)
-        context, middle = stored_context(rows, name, device).context, rows.middle_values(device)
+        context, middle = stored_context(rows, name, device), rows.middle("values", device)
         queries = tail_block(artifact, layer).queries.unflatten(0, (len(middle), -1)).to(device)
         clusters, lists = method.describe_clusters(context, middle, biggest), method.describe_lists(context, queries)
         yield LayerDescription(layer, clusters, lists)

@@ -226,7 +226,6 @@ class Halves:
         return self.gain_at(self.calibration.mean(form, shares))
 
     def gain_at(self, point: Point) -> float:
-        """The goal's gain at a measured point."""
         return self.goal.gain(self.goal.of(point))
 
     def gap(self, form: MethodSpec, shares: Shares) -> float:

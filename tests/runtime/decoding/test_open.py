@@ -142,13 +142,13 @@ def test_an_index_in_full_precision_opens_with_the_model_in_half(index: OpenInde
 def test_what_a_method_selects_from_is_the_middle_counted_from_its_first_token(index: OpenIndex) -> None:
     split = index.split
     keys, _ = index.artifact.context(1)
-    context = stored_context(LayerRows(index.artifact, 1), "squeezed").context
+    context = stored_context(LayerRows(index.artifact, 1), "squeezed")
     assert context.first_token == split.sinks
     assert torch.equal(context.keys, keys[:, split.sinks : split.sinks + split.middle])
     order = context.tensors["token_order"].long()
     assert torch.equal(order.sort(dim=1).values, torch.arange(split.middle).expand_as(order))
     assert context.calibration == index.artifact.manifest.methods["squeezed"].calibration
-    assert stored_context(LayerRows(index.artifact, 1), "oracle").context.tensors == {}
+    assert stored_context(LayerRows(index.artifact, 1), "oracle").tensors == {}
 
 
 def test_an_index_moved_to_another_folder_opens(tmp_path: Path) -> None:
