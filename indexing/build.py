@@ -32,7 +32,7 @@ from sparsekv.indexing.capture.team import Alone, Team
 from sparsekv.indexing.context_files import ContextFacts
 from sparsekv.indexing.context_stage import build_context
 from sparsekv.indexing.existing_index import in_order, refuse_what_is_lost, tell_what_is_there, with_lost_methods
-from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput
+from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, Tensors
 from sparsekv.indexing.indexers.layer_work import LayerMaker, LayerWork, ahead_on, lend, make_layers
 from sparsekv.indexing.plan import Build, BuildConfig, BuildPlan, Growth, Progress, choose_chunk_size, library_versions
 from sparsekv.indexing.prefill.interface import Prefill
@@ -156,7 +156,7 @@ class MethodStage:
 
         return work.indexer.calibrate(lambda: ahead_on(self.device, files.layers, read))
 
-    def _read(self, name: str) -> dict[str, torch.Tensor]:
+    def _read(self, name: str) -> Tensors:
         tensors = self.writer.read(name, self.device)
         lend(tensors.values())
         return tensors
@@ -171,7 +171,7 @@ class _GrownWork(LayerWork):
 
     stage: MethodStage
 
-    def build(self, layer: int, rows: LayerInput) -> dict[str, torch.Tensor]:
+    def build(self, layer: int, rows: LayerInput) -> Tensors:
         path, writer = layer_file(self.name, layer), self.stage.writer
         if writer.base and self.stage.grows(path):
             before = writer.read_base(path, self.stage.device)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel
 
+from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.schema import RopeFacts
 from sparsekv.kernels.attention.attention import Segment, attend
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
@@ -19,7 +20,7 @@ def queries_of_tokens(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
     positions: torch.Tensor,
-    rows: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    rows: Callable[[int], Pair],
     chunk_size: int,
 ) -> dict[int, torch.Tensor]:
     """Queries [Hq, P, D] at `positions`, by layer, of layers with full attention, as of a dense prefill of the prompt.

@@ -8,11 +8,13 @@ from typing import Any, Protocol
 
 import torch
 
+from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.folder import SharedFile
 from sparsekv.formats.index.growing_file import ALL_HEADS, HeadPart, RemoteSum
 from sparsekv.formats.index.schema import KVDtype, LayerFacts
 from sparsekv.indexing.capture.capture import Capture, CapturedLayer, CapturedQueries
-from sparsekv.indexing.indexers.layer_work import BuildFiles, LayerWork, Tensors, make_layers
+from sparsekv.indexing.indexers.interface import Tensors
+from sparsekv.indexing.indexers.layer_work import BuildFiles, LayerWork, make_layers
 
 
 class Captured(Protocol):
@@ -22,7 +24,7 @@ class Captured(Protocol):
 
     def not_finite(self) -> str | None: ...
 
-    def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def rows(self, layer: int) -> Pair: ...
 
     def take(self, layer: int) -> CapturedLayer: ...
 

@@ -31,6 +31,7 @@ from sparsekv.indexing.distributed.requests import (
     join_layer,
     join_queries,
 )
+from sparsekv.indexing.indexers.interface import Tensors
 
 
 def follow(ranks: Ranks, loaded: LoadedModel) -> None:
@@ -126,7 +127,7 @@ class _Follower:
         if not all(self.ranks.collect(found is not None)) or found is None:
             return
 
-        def read(name: str) -> dict[str, torch.Tensor]:
+        def read(name: str) -> Tensors:
             return (found.get(name) or self.writer.whole(name)).read(self.ranks.device)
 
         give_turns(self.ranks, request.work, request.layers, read)

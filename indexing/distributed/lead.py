@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from sparsekv.formats.distributed.group import Ranks
+from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.folder import SharedFile
 from sparsekv.formats.index.growing_file import ALL_HEADS, HeadPart, RemoteSum
 from sparsekv.formats.index.schema import LayerFacts, layer_file
@@ -25,7 +26,8 @@ from sparsekv.indexing.distributed.requests import (
     join_queries,
     take_turns,
 )
-from sparsekv.indexing.indexers.layer_work import BuildFiles, LayerWork, Tensors, make_layers
+from sparsekv.indexing.indexers.interface import Tensors
+from sparsekv.indexing.indexers.layer_work import BuildFiles, LayerWork, make_layers
 
 
 class SplitRows(SharedRows):
@@ -126,7 +128,7 @@ class JoinedCapture:
         self.ranks.share(CheckNumbers())
         return next((wrong for wrong in self.ranks.collect(self.own.not_finite()) if wrong), None)
 
-    def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows(self, layer: int) -> Pair:
         """Those of this rank's heads."""
         return self.own.rows(layer)
 

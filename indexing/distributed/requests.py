@@ -17,7 +17,8 @@ from sparsekv.formats.index.reader import WholeFile
 from sparsekv.formats.index.writer import SUMS
 from sparsekv.indexing.capture.capture import CapturedLayer, CapturedQueries
 from sparsekv.indexing.capture.team import ModelRun
-from sparsekv.indexing.indexers.layer_work import LayerWork, Tensors, make_layers_from
+from sparsekv.indexing.indexers.interface import Tensors
+from sparsekv.indexing.indexers.layer_work import LayerWork, make_layers_from
 
 _LAYER, _SUM = 8, 32  # bytes of a message
 _UNREADABLE = bytes(_SUM)  # no file has this sum

@@ -13,7 +13,7 @@ from sparsekv.formats.index.context_rows import context_rows, with_centroids_in_
 from sparsekv.formats.index.folder import SharedFile
 from sparsekv.formats.index.schema import LayerFacts, Split, layer_file
 from sparsekv.indexing.indexers.cluster_indexer import share_cores
-from sparsekv.indexing.indexers.interface import Indexer, LayerInput
+from sparsekv.indexing.indexers.interface import Indexer, LayerInput, Tensors
 
 Read = Callable[[str], Mapping[str, torch.Tensor]]
 """Returns the tensors of a file of the build by its name, on the device where indices are made."""
@@ -65,13 +65,11 @@ class LayerWork:
             sink_logits=_lent(read(layer_file("queries", layer))).get("sink_logits"),
         )
 
-    def build(self, layer: int, rows: LayerInput) -> dict[str, torch.Tensor]:
+    def build(self, layer: int, rows: LayerInput) -> Tensors:
         """The method's tensors of a layer, by name, as they are stored."""
         return self.stored(self.indexer.build_layer(rows))
 
-    def stored(
-        self, tensors: dict[str, torch.Tensor], before: dict[str, torch.Tensor] | None = None
-    ) -> dict[str, torch.Tensor]:
+    def stored(self, tensors: Tensors, before: Tensors | None = None) -> Tensors:
         """An indexer's tensors of a layer as they are stored, which continue what is stored before."""
         return with_centroids_in_8_bits(tensors, before) if self.in_8_bits else tensors
 
@@ -90,7 +88,6 @@ def _lent(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
 
 
 T = TypeVar("T")
-Tensors = dict[str, torch.Tensor]
 AHEAD = 2
 """Layers that are read while a method is built for one."""
 
@@ -100,7 +97,7 @@ class BuildFiles(Protocol):
 
     folder: Path
 
-    def read(self, name: str, device: torch.device) -> dict[str, torch.Tensor]: ...
+    def read(self, name: str, device: torch.device) -> Tensors: ...
 
     def is_new(self, name: str) -> bool: ...
 

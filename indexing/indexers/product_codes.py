@@ -9,6 +9,7 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import LayerFacts
+from sparsekv.indexing.indexers.interface import Tensors
 from sparsekv.kernels.kmeans.kmeans import assign, moved_centres, random_points
 from sparsekv.kernels.scores.logits import attention_logits, best_tokens, softmax_with_logsumexp
 
@@ -54,7 +55,7 @@ def fit_rest(
     values: torch.Tensor,
     queries: torch.Tensor,
     estimated: Callable[[torch.Tensor], torch.Tensor],
-    clusters: dict[str, torch.Tensor],
+    clusters: Tensors,
     labels: torch.Tensor,
     facts: LayerFacts,
 ) -> FittedRest:

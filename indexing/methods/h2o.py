@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sparsekv.formats.errors import check_at_least_one
-from sparsekv.indexing.indexers.interface import Indexer, LayerInput, indexers
+from sparsekv.indexing.indexers.interface import Indexer, LayerInput, Tensors, indexers
 from sparsekv.kernels.scores.logits import attention_logits
 
 LOGITS_AT_ONCE = 16 * 2**20  # elements of [Hq, P, S + M] float32 logits: 64 MB
@@ -31,7 +31,7 @@ class H2OIndexer(Indexer):
     def queries_wanted(self) -> int:
         return self.query_sample
 
-    def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
+    def build_layer(self, layer: LayerInput) -> Tensors:
         """scores [Hk, M] float32: sums over the sample, means over the group. Allocates 64 MB of logits at a time."""
         assert layer.queries is not None
         assert layer.positions is not None

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from sparsekv.indexing.indexers.cluster_indexer import ClusterIndexer
-from sparsekv.indexing.indexers.interface import BuiltLayer, KeepCurve, LayerInput, indexers
+from sparsekv.indexing.indexers.interface import BuiltLayer, KeepCurve, LayerInput, Tensors, indexers
 from sparsekv.kernels.scores.logits import attention_logits, scores_from_logits
 
 QUESTION_TOKENS = 16  # queries that one calibrated prefill lookup averages over
@@ -26,7 +26,7 @@ class SqueezedIndexer(ClusterIndexer):
 
     revision: ClassVar[int] = 2
 
-    def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
+    def build_layer(self, layer: LayerInput) -> Tensors:
         """Levels of key centroids and the token order; also value centroids, which `--residual` uses."""
         return self.cluster(layer.keys, layer.values, layer.split.sinks)
 

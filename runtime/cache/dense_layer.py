@@ -26,11 +26,11 @@ class DenseLayer(StoredLayer):
         self.stored_keys, self.stored_values, self.out_of_sight = keys, values, out_of_sight
         self.window, self.joined = window, (keys[:, :0], values[:, :0])
 
-    def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def stored_rows(self) -> Pair:
         """Keys and values [Hk, T, D]."""
         return self.stored_keys, self.stored_values
 
-    def shared(self) -> tuple[RunRows, tuple[torch.Tensor, torch.Tensor]]:
+    def shared(self) -> tuple[RunRows, Pair]:
         """The stored rows as `shared_decode` takes them: its runs, and what all attend to."""
         keys, values = self.stored_rows()
         nothing = torch.empty(len(keys), 0, dtype=torch.int32, device=keys.device)
@@ -57,7 +57,7 @@ class DenseLayer(StoredLayer):
             return self._decode(call) if call.query.is_cuda else self._attend_once(call)
         return self.attend_before(call, self.exact_rows())
 
-    def attend_before(self, call: AttentionCall, new: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def attend_before(self, call: AttentionCall, new: Pair) -> torch.Tensor:
         """Causal attention [Hq, Q, D] to the stored rows and to new ones [Hk, T, D], the last of which are the
         queries' own. On a GPU, without a window, copies no rows; elsewhere allocates the logits twice."""
         keys, values = new
@@ -74,7 +74,7 @@ class DenseLayer(StoredLayer):
         ]
         return attend(call.grouped, segments, *call.scaling).flatten(0, 1)
 
-    def attend_in_place(self, call: AttentionCall, new: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def attend_in_place(self, call: AttentionCall, new: Pair) -> torch.Tensor:
         """`attend_before` without a window, by a kernel that reads all rows where they lie."""
         (runs, exact), own = self.shared(), of_last(*new, call.query.shape[1])
         return shared_decode(call.grouped, runs, exact, (), own, *call.scaling).flatten(0, 1)
@@ -114,12 +114,7 @@ class DenseLayer(StoredLayer):
         return attend_to(call, runs, (keys[:, :0], values[:, :0]))
 
 
-def attend_to(
-    call: AttentionCall,
-    runs: RunRows,
-    exact: tuple[torch.Tensor, torch.Tensor],
-    exact_count: torch.Tensor | None = None,
-) -> torch.Tensor:
+def attend_to(call: AttentionCall, runs: RunRows, exact: Pair, exact_count: torch.Tensor | None = None) -> torch.Tensor:
     """One query's attention [Hq, 1, D] to runs of rows, and to the rows of `exact`: all or the first `exact_count`."""
     output = decode_attention(call.grouped[:, :, 0], runs, exact, (), *call.scaling, exact_count=exact_count)
     return output.flatten(0, 1)[:, None]

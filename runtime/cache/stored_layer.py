@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sparsekv.formats.index.context_rows import Pair
 from sparsekv.kernels.common.given_rows import RowLayer
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.cache.buffers import ReadRows
@@ -50,9 +51,7 @@ class StoredLayer(RowLayer):
         self.keys[:, : self.first], self.values[:, : self.first] = first_keys, first_values
         self.is_initialized = True
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Pair:
         """Append new rows [batch, Hk, Q, D]; the attention function reads the layer itself, not the returned tensors.
 
         Between `reserve` and `release` only one row, which `advance` then counts.
@@ -111,7 +110,7 @@ class StoredLayer(RowLayer):
         """Drop the tokens after the stored ones; no prompt is expected then."""
         self.used, self.prompt_tokens = self.first, 0
 
-    def exact_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def exact_rows(self) -> Pair:
         """Keys and values [Hk, E + new, D] that are always attended; after `reserve` the whole buffers."""
         if self.step_row is not None:
             return self.keys, self.values

@@ -12,6 +12,7 @@ from typing import ClassVar, Self
 import torch
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.kernels.attention.cluster_step import StepCodes, attend_by_codes, choose_by_codes
 from sparsekv.kernels.attention.types import ScoredCentroids
@@ -188,12 +189,7 @@ class CodesSelector(Selector):
         )
 
     def attend_fused(
-        self,
-        query: torch.Tensor,
-        rows: tuple[torch.Tensor, torch.Tensor],
-        exact: tuple[torch.Tensor, torch.Tensor],
-        budget: Budget,
-        sink_logits: torch.Tensor | None,
+        self, query: torch.Tensor, rows: Pair, exact: Pair, budget: Budget, sink_logits: torch.Tensor | None
     ) -> tuple[torch.Tensor, float] | None:
         """Only where the codes of all keys are read, and no key is looked at again."""
         tokens = budget.tokens(self.middle)

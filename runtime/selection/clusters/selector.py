@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from sparsekv.formats.errors import ArtifactError, UsageError, check_choice
+from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.manifest import REBUILD
 from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best
@@ -217,12 +218,7 @@ class ClusterSelector(Selector):
         return Residual(lambda: (centroids,), attended=self.replace, index_rows=read)
 
     def attend_fused(
-        self,
-        query: torch.Tensor,
-        rows: tuple[torch.Tensor, torch.Tensor],
-        exact: tuple[torch.Tensor, torch.Tensor],
-        budget: Budget,
-        sink_logits: torch.Tensor | None,
+        self, query: torch.Tensor, rows: Pair, exact: Pair, budget: Budget, sink_logits: torch.Tensor | None
     ) -> tuple[torch.Tensor, float] | None:
         """Only for flat selections up to a budget."""
         tokens = min(budget.tokens(self.middle), self.middle)
