@@ -289,7 +289,6 @@ def run_beside(steps: Iterator[object], name: str) -> None:
 
     Args:
         steps: does its work as it is iterated, and raises nothing.
-        name: the thread's.
     """
     Thread(target=_run, args=[steps], name=name).start()
 

@@ -53,7 +53,6 @@ class MethodStage:
     """Builds the methods of an index over the context's files; needs no model.
 
     Args:
-        dtype: the index's, such as `bfloat16`.
         device: where indices are made.
         growth: the tokens that methods take in; None where they are built from all tokens.
         make_layers: makes the tensors of layers, in this process or in several.

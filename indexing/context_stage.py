@@ -31,11 +31,7 @@ from sparsekv.indexing.sampling import prefix_queries, write_sample
 
 @dataclass(frozen=True)
 class EarlyRows:
-    """Writes rows as chunks are prefilled, and each layer after the last chunk.
-
-    Args:
-        rows_done: as of `capture`.
-    """
+    """Writes rows as chunks are prefilled, and each layer after the last chunk."""
 
     rows_done: RowsDone
 

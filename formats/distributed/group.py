@@ -43,9 +43,6 @@ def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConf
 
     By its tensor-parallel plan; a model that has one for its experts alone keeps the rest whole on each rank.
 
-    Args:
-        name: what error messages call the model.
-
     Raises:
         UsageError: transformers has no plan for it, or its heads or experts cannot be shared out evenly, which
             transformers itself would find in the middle of a forward pass.

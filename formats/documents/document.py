@@ -137,7 +137,6 @@ class Document:
     `of` raises UsageError if what it reads is not text in its encoding, or if the whole text is white space.
 
     Args:
-        name: the document's name in errors.
         encoding: one that `check_encoding` returns.
     """
 
@@ -242,9 +241,6 @@ def undecodable(error: UnicodeError, encoding: str, end: int) -> str:
 
 def decode_text(data: bytes, name: str) -> str:
     """A whole text in UTF-8, or in UTF-16 or UTF-32 with a byte order mark, without its mark.
-
-    Args:
-        name: the text's name in errors.
 
     Raises:
         UsageError: it is not text in that encoding.

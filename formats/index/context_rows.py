@@ -218,7 +218,6 @@ class ContextRows(ABC):
 
     Args:
         tensors: those of the file, by name.
-        dtype: the index's.
     """
 
     tensors: Mapping[str, torch.Tensor]

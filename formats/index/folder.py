@@ -91,7 +91,6 @@ class UnfinishedFile(OpenFile):
     """A file with a temporary name, until it is kept or discarded.
 
     Args:
-        parent: descriptor of its folder.
         path: its own path below the index's folder, once it is kept.
     """
 
@@ -145,7 +144,6 @@ class JoinedFile(OpenFile):
     build removes, and to no file that has its name.
 
     Args:
-        parent: descriptor of its folder.
         name: its temporary name there.
         shared: which file that must be.
 

@@ -236,9 +236,6 @@ class GrowingFile(GrowingPart):
         """Wait until all rows are written, give the file its name, and return its record. Raises OSError if it fails.
 
         Its hash is of what is read back, which the page cache holds. Other processes must be done with it.
-
-        Args:
-            remote_sum: gives the hash, if another process makes it.
         """
         try:
             self.wait()

@@ -31,7 +31,6 @@ def check_values(tensors: Tensors, split: Split, what: str) -> None:
     Args:
         tensors: of the shapes that `formats.layout` requires, on the device that will use them; positions are those in
             the prompt.
-        what: the layer's name in error messages.
     """
     floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
     faults = {name: ~_is_finite(tensor) for name, tensor in (floating | _scales(tensors)).items()}

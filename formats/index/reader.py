@@ -119,9 +119,6 @@ CPU = torch.device("cpu")
 def map_tensors(descriptor: int, what: str) -> dict[str, torch.Tensor]:
     """All tensors of an open safetensors file, as views of its memory mapping, which outlives the descriptor.
 
-    Args:
-        what: the file's name in error messages.
-
     Raises:
         ArtifactError: it cannot be read as a safetensors file.
     """
@@ -142,7 +139,6 @@ def on_device(
     """Tensors as they are mapped from an open safetensors file, or copies on a GPU, which reads the file itself.
 
     Args:
-        what: the file's name in error messages.
         skipped: bytes that a tensor has in the file before what is mapped here, by name.
 
     Raises:
@@ -350,7 +346,6 @@ class WholeFile:
 
     Args:
         descriptor: of the file; this opens it again, for reading alone.
-        what: what messages call it.
 
     Raises:
         OSError: it cannot be read.

@@ -107,7 +107,6 @@ def causal_model(
     """A causal language model in evaluation mode, with the weights in a folder.
 
     Args:
-        name: what error messages call it.
         ranks: how many processes, this one among them, load a share of it each.
         mapped: the folder's weights where they are mapped already, for a CPU.
 

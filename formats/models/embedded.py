@@ -246,9 +246,6 @@ def may_be_loaded(name: str) -> bool:
 def named_by_index(name: str, progress: Callable[[str], None]) -> str:
     """The model that an index names, if it is the embedded one or the user has named it before.
 
-    Args:
-        progress: gets a line that says so.
-
     Raises:
         SparsekvError: the user never named it here, its folder is gone, or the embedded model is not in the cache.
     """

@@ -41,7 +41,6 @@ def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> Non
 
     Args:
         input_ids: [N] int64, the prompt.
-        name: the model's, for error messages.
 
     Raises:
         SparsekvError: the model lacks tokens of the prompt, or an index cannot follow it.
@@ -250,9 +249,6 @@ def compare_canary(
 
 def judge_canary(runs: Sequence[CanaryRun], dtype: torch.dtype, name: str) -> tuple[list[CanaryToken], Probe]:
     """The runs' top logits that an index stores: of the middle's last tokens, and of the prompt's.
-
-    Args:
-        name: what error messages call the model.
 
     Raises:
         SparsekvError: ours differs from the model's own attention beyond rounding, or its logits are not finite.

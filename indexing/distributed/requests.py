@@ -51,11 +51,7 @@ class ReceivedSums:
 
 
 class SentSums:
-    """Another rank's side: makes sums in threads, and sends them in order.
-
-    Args:
-        channel: to the first rank.
-    """
+    """Another rank's side: makes sums in threads, and sends them in order."""
 
     def __init__(self, channel: Channel):
         self._channel = channel

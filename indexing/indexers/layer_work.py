@@ -24,9 +24,7 @@ class LayerWork:
     """One method's work on any layer of an index. It can be sent to another process, which then does the same.
 
     Args:
-        name: the method's.
         dtype: the index's, such as `bfloat16`.
-        facts: how each layer attends.
         in_8_bits: the index stores keys and values so, and with them the finest clusters' centroids.
     """
 

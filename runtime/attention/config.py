@@ -91,7 +91,6 @@ class QuestionSearch:
     """Selects one layer's rows for a chunk of a question, as row indices in the decoding method's layout.
 
     Args:
-        device: the selector's.
         layout: [Hk, M] int64, the middle position of each stored row; None for order of position.
     """
 

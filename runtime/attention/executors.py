@@ -88,7 +88,6 @@ class GatherExecutor(Executor):
     Allocates the rows and the logits.
 
     Args:
-        search_device: the selector's.
         mapped: views of the index's files that the selector reads; their pages are released after each search.
         fetch_rest: fetch the centroids of the rest even where they are not attended, for the missed-mass meter.
     """

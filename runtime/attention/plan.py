@@ -40,7 +40,6 @@ class Appender:
 
     Args:
         sinks: how many of the first exact rows are sinks, which never move.
-        device: the index's.
         prefetcher: its pending search is discarded at each append, because the index changes.
     """
 

@@ -59,9 +59,6 @@ class BatchSteps:
     """Steps of a batch of contexts with a question each; one context is what `generate` runs.
 
     Call them within `routed`, one after another.
-
-    Args:
-        steps: how many there will be.
     """
 
     def __init__(self, model: PreTrainedModel, layers: list[StoredLayer], batch: int, steps: int):
@@ -92,11 +89,7 @@ class BatchSteps:
 
 
 class QuestionSteps:
-    """The same of one context with several questions, as `generate --batch-file` runs them.
-
-    Args:
-        tokens: of the context.
-    """
+    """The same of one context with several questions, as `generate --batch-file` runs them."""
 
     def __init__(self, model: PreTrainedModel, layers: list[StoredLayer], tokens: int, questions: int):
         packed = [

@@ -51,7 +51,6 @@ class ModelTimer:
     Args:
         indexed: methods that have an index.
         indexers: what builds those of the methods that are named.
-        report: gets a line of progress.
     """
 
     def __init__(

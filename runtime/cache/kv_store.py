@@ -168,7 +168,6 @@ class MemoryRows(MiddleRows):
     Args:
         keys, values: [Hk, M, D] in order of position.
         order: [Hk, M], the layout; None for order of position.
-        device: the model's.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, order: torch.Tensor | None, device: torch.device):
@@ -312,7 +311,6 @@ class MappedRows(MiddleRows):
             gathered.
         middle: which of the N are the middle.
         order: [Hk, M], the layout; None for order of position.
-        dtype: the model's.
     """
 
     stored: ContextRows
@@ -371,7 +369,6 @@ class Int8Middle(MiddleRows):
     Args:
         stored: the tensors of a context's file in 8 bits, of the middle's M tokens, on the model's device.
         order: [Hk, M], the layout; None for order of position.
-        dtype: the model's.
     """
 
     def __init__(self, stored: Mapping[str, torch.Tensor], order: torch.Tensor | None, dtype: torch.dtype):

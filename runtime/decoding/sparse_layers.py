@@ -38,9 +38,7 @@ class SparseLayers:
     """Makes the sparse layers of one cache.
 
     Args:
-        device, dtype: the model's.
         take_rows: gives a layer's stored keys and values, which are let go of afterwards.
-        prepared: the method.
         split: the prompt's, whose tail may be cut.
         gather_makers: for each layer, what makes the executor of all of its steps.
         question_shared: what the layers of the question's method share.

@@ -252,9 +252,6 @@ def attempt_of(selection: Selection, layout: torch.Tensor | None, truth: Truth, 
 
     Without `outputs` output and missed share are NaN; the missed share also without centroids of the
     rest.
-
-    Args:
-        layout: of the selection's rows, `Selector.layout`.
     """
     positions = chosen_positions(selection.rows, layout, truth.logits.shape[-1])
     chosen = _chosen(positions, truth.probability)

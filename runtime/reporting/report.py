@@ -37,9 +37,6 @@ def describe_layers(
     """Descriptions of each indexed layer for the method called `name`, made on a device.
 
     Reads the whole context and the method's tensors, one layer at a time.
-
-    Args:
-        biggest: how many of the biggest clusters to list.
     """
     method = methods()[name]
     for layer in artifact.manifest.indexed_layers:

@@ -134,9 +134,6 @@ class TokenRecorder:
     """Records answer tokens one after another, from the steps of so many layers, which come in order.
 
     All layers of a token are recorded together: on a CPU the number of operations decides what a record takes.
-
-    Args:
-        middle: M.
     """
 
     layers: int

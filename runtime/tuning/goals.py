@@ -193,7 +193,6 @@ class Halves:
 
     Args:
         progress: called with a round's name, the number of layers or settings done, and the total.
-        device: where attention is measured.
     """
 
     def __init__(self, artifact: Artifact, goal: Goal, progress: Progress, device: torch.device):

@@ -58,7 +58,6 @@ class AttentionMeter(Meter):
         calibration: the tail's first half; False: the held-out second half.
         stride: measure every `stride`-th query.
         outputs: also measure the error of attention's output.
-        device: where it is measured.
     """
 
     def __init__(
