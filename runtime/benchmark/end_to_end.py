@@ -1,7 +1,6 @@
 """Timings of a whole model's decode steps, dense and sparse, over synthetic contexts."""
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from sparsekv.kernels.common.given_rows import with_cache
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.attention.sparse_layer import packed_layer
-from sparsekv.runtime.benchmark.clock import clock_for
+from sparsekv.runtime.benchmark.clock import Timing, clock_for
 from sparsekv.runtime.benchmark.layer import LayerData, dense_layer, lay_out, sparse_layer
 from sparsekv.runtime.benchmark.layer_timer import OWN, DenseForm, RefusedError, dense_forms, refuse_unshared
 from sparsekv.runtime.cache.index_cache import IndexCache
@@ -231,7 +230,7 @@ class ModelBench:
     def __init__(self, model: PreTrainedModel, data: list[LayerData], runs: int, tell: Callable[[str], None]):
         self.model, self.data, self.runs, self.tell = model, data, runs, tell
         self.layers = int(model.config.num_hidden_layers)
-        self.dense_rate, self.batch = float("nan"), data[0].batch * data[0].questions
+        self.dense_ms, self.batch = float("nan"), data[0].batch * data[0].questions
 
     @torch.inference_mode()
     def dense(self) -> Iterator[ModelRow]:
@@ -240,7 +239,7 @@ class ModelBench:
         name = self._fastest_form()
         forms = [dict(dense_forms(data))[name] for data in self.data]
         torchs = self._time(self._each(lambda data, turn: DenseFormLayer(data, forms[turn])))
-        self.dense_rate = torchs.rate
+        self.dense_ms = torchs.mean
         yield self._row(DENSE, name, None, torchs, 1.0)
         own = self._each(lambda data, turn: dense_layer(data))
         yield self._row(DENSE, OWN, None, self._time(own), 1.0)
@@ -292,7 +291,7 @@ class ModelBench:
         }
         return min(taken, key=lambda name: taken[name])
 
-    def _time(self, layers: list[StoredLayer], cycle: int = 1) -> "_Timed":
+    def _time(self, layers: list[StoredLayer], cycle: int = 1) -> Timing:
         """Time greedy decode steps, so many `cycle` at a time: a method may choose in one of them alone."""
         device, steps = self.model.device, self._steps(layers, WARM_UPS + self.runs * cycle)
         with steps.routed():
@@ -305,9 +304,9 @@ class ModelBench:
                     logits = steps(tokens)
                     tokens = logits.argmax(-1, keepdim=True)
                 stopwatch.lap()
-            taken, finite = [lap / cycle for lap in stopwatch.milliseconds()], bool(logits.isfinite().all())
+            taken = [lap / cycle for lap in stopwatch.milliseconds()]
         how = "wall clock" if device.type == "cpu" else "graph" if steps.captured() else "eager"
-        return _Timed(taken, how, 1000 * self.batch * len(taken) / sum(taken), finite)
+        return Timing.of(taken, how, logits)
 
     def _steps(self, layers: list[StoredLayer], tokens: int) -> BatchSteps | QuestionSteps:
         data = self.data[0]
@@ -315,37 +314,27 @@ class ModelBench:
             return QuestionSteps(self.model, layers, data.split.tokens, data.questions)
         return BatchSteps(self.model, layers, data.batch, tokens)
 
-    def _row(self, name: str, variant: str, budget: Budget | None, timed: "_Timed", kv_fraction: float) -> ModelRow:
+    def _row(self, name: str, variant: str, budget: Budget | None, timed: Timing, kv_fraction: float) -> ModelRow:
         split, batch = self.data[0].split, self.batch
-        if not timed.finite:
+        if not bool(timed.output.isfinite().all()):
             raise RefusedError(f"{name} {variant} over {split.tokens:,} tokens, batch {batch}, gave what is no number")
-        lower, median, upper = statistics.quantiles(timed.milliseconds, n=4, method="inclusive")
-        self.tell(f"{name} {variant}: {median:.2f} ms a step, {timed.rate:,.1f} tokens a second, {timed.how}")
+        rate = 1000 * batch / timed.mean
+        self.tell(f"{name} {variant}: {timed.median:.2f} ms a step, {rate:,.1f} tokens a second, {timed.how}")
         return ModelRow(
             method=name,
             variant=variant,
             context=split.tokens,
             batch=batch,
             budget=None if budget is None else budget.value,
-            median_ms=median,
-            lower_ms=lower,
-            upper_ms=upper,
+            median_ms=timed.median,
+            lower_ms=timed.lower,
+            upper_ms=timed.upper,
             runs=self.runs,
             timed=timed.how,
-            tokens_per_second=timed.rate,
-            speedup=timed.rate / self.dense_rate,
+            tokens_per_second=rate,
+            speedup=self.dense_ms / timed.mean,
             kv_fraction=kv_fraction,
         )
-
-
-@dataclass(frozen=True)
-class _Timed:
-    """Milliseconds per step, how they were timed, tokens per second, whether the last logits are finite."""
-
-    milliseconds: list[float]
-    how: str
-    rate: float
-    finite: bool
 
 
 class _Stopwatch:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -285,6 +285,33 @@ NO_ANSWER = Answer("", [], 0, 0, "", 0.0, 0.0, 0.0)
 """The answer to an empty line."""
 
 
+def answer_of(
+    index: OpenIndex,
+    ids: list[int],
+    prompt_tokens: int,
+    times: tuple[float, float, float],
+    kv_fraction: float,
+    layers: Sequence[LayerStats] = (),
+) -> Answer:
+    """An answer by its tokens.
+
+    Args:
+        times: seconds at which it was asked for, and at which its first and its last token came.
+    """
+    (asked, first, last), steps = times, len(ids) - 1
+    return Answer(
+        text=answer_text(index, ids),
+        ids=ids,
+        prompt_tokens=prompt_tokens,
+        generated_tokens=len(ids),
+        finish_reason=finish_reason(ids, ending_tokens(index)),
+        tokens_per_second=steps / (last - first) if steps and last > first else 0.0,
+        time_to_first_token=first - asked,
+        kv_fraction=kv_fraction,
+        layers=list(layers),
+    )
+
+
 def question_ids(index: OpenIndex, question: str, *, raw: bool = False, special_tokens: bool = False) -> torch.Tensor:
     """Token ids [Q] that follow the stored prompt: the question within the rest of the chat template, or alone.
 
@@ -378,21 +405,10 @@ def answer_after(
             streamer=streamer,
             **_decoding(index, cache, sampling, streamer),
         )
-    generated = output[0, prompt.shape[1] :]
-    steps, seconds = len(generated) - 1, streamer.last - streamer.first
-    ids = generated.tolist()
-    ended = finish_reason(ids, ending_tokens(index))
-    return Answer(
-        text=answer_text(index, ids),
-        ids=ids,
-        prompt_tokens=prompt.shape[1],
-        generated_tokens=len(generated),
-        finish_reason="interrupted" if ended == "length" and stop is not None and stop() else ended,
-        tokens_per_second=steps / seconds if steps and seconds else 0.0,
-        time_to_first_token=streamer.first - start,
-        kv_fraction=cache.kv_fraction(),
-        layers=cache.stats(),
-    )
+    ids, times = output[0, prompt.shape[1] :].tolist(), (start, streamer.first, streamer.last)
+    answer = answer_of(index, ids, prompt.shape[1], times, cache.kv_fraction(), cache.stats())
+    interrupted = answer.finish_reason == "length" and stop is not None and stop()
+    return replace(answer, finish_reason="interrupted") if interrupted else answer
 
 
 def _decoding(index: OpenIndex, cache: IndexCache, sampling: Sampling, streamer: TextStreamer) -> dict[str, Any]:
