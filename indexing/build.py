@@ -1,11 +1,8 @@
 """Building an index: prefill and capture, each method layer by layer, calibration, and the manifest last."""
 
-import uuid
 from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +31,7 @@ from sparsekv.indexing.context_stage import build_context
 from sparsekv.indexing.existing_index import in_order, refuse_what_is_lost, tell_what_is_there, with_lost_methods
 from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, Tensors
 from sparsekv.indexing.indexers.layer_work import LayerMaker, LayerWork, ahead_on, lend, make_layers
-from sparsekv.indexing.plan import Build, BuildConfig, BuildPlan, Growth, Progress, choose_chunk_size, library_versions
+from sparsekv.indexing.plan import Build, BuildConfig, BuildPlan, Growth, Progress, birth, choose_chunk_size
 from sparsekv.indexing.prefill.interface import Prefill
 from sparsekv.indexing.reuse import plan_reuse
 
@@ -255,10 +252,8 @@ def _manifest(build: Build, facts: ContextFacts, methods: dict[str, MethodRecord
     plan, base = build.plan, build.writer.base
     config = plan.loaded.model.config.get_text_config()
     return Manifest(
-        writer_version=version("sparsekv"),
-        uuid=str(uuid.uuid4()),
+        **birth(),
         parent_uuid=base.uuid if base else None,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
         model=build.model,
         tokenizer=build.tokenizer,
         tokenizer_files=plan.loaded.tokenizer_files,
@@ -282,7 +277,6 @@ def _manifest(build: Build, facts: ContextFacts, methods: dict[str, MethodRecord
         ),
         layers=facts.layers,
         prefill=plan.prefill_record,
-        versions=library_versions(),
         methods=methods,
         probe=facts.probe,
         canary=facts.canary,

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.schema import RopeFacts
 from sparsekv.kernels.attention.attention import Segment, attend
+from sparsekv.kernels.common.given_rows import keys_of_one_token
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.kernels.common.runs import rotate, split_pairs
 
@@ -84,25 +85,11 @@ def measure_rotations(model: PreTrainedModel, input_ids: torch.Tensor) -> list[R
         One entry per layer; None if none of the model's rotary embeddings explains what the layer does.
     """
     last = len(input_ids) - 1
-    before = _keys_of_one_token(model, input_ids[-1:], 0)
-    after = _keys_of_one_token(model, input_ids[-1:], last)
+    before = keys_of_one_token(model, input_ids[-1:], 0)
+    after = keys_of_one_token(model, input_ids[-1:], last)
     # Read only now: the second pass has set the frequencies to those for its length.
     candidates = [UNTURNED, *_rotary_embeddings(model)]
     return [_explanation(before[layer], after[layer], last, candidates) for layer in sorted(before)]
-
-
-def _keys_of_one_token(model: PreTrainedModel, input_ids: torch.Tensor, position: int) -> dict[int, torch.Tensor]:
-    """Keys [Hk, D] of each layer for one token id [1], run alone at a position."""
-    keys: dict[int, torch.Tensor] = {}
-
-    def attend_to_itself(call: AttentionCall) -> torch.Tensor:
-        keys[call.layer] = call.keys[:, 0]
-        return call.values.repeat_interleave(len(call.query) // len(call.values), 0)
-
-    ids = input_ids[None].to(model.device)
-    with route_attention(model, attend_to_itself):
-        model(input_ids=ids, position_ids=torch.full_like(ids, position), use_cache=False)
-    return keys
 
 
 def _rotary_embeddings(model: PreTrainedModel) -> list[RopeFacts]:

@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations import sdpa_attention
 
-from sparsekv.kernels.common.hook import alone
+from sparsekv.kernels.common.hook import AttentionCall, alone, route_attention
 
 
 def cache_argument(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
@@ -101,6 +101,21 @@ def logits_over_rows(model: PreTrainedModel, input_ids: torch.Tensor, before: in
         ids = input_ids[None].to(model.device)
         logits: torch.Tensor = model(input_ids=ids, **with_cache(model, cache)).logits[0]
         return logits.float().cpu()
+
+
+@torch.inference_mode()
+def keys_of_one_token(model: PreTrainedModel, input_ids: torch.Tensor, position: int) -> dict[int, torch.Tensor]:
+    """Keys [Hk, D] of each layer for one token id [1], run alone at a position; ranks of a model call it together."""
+    keys: dict[int, torch.Tensor] = {}
+
+    def attend_to_itself(call: AttentionCall) -> torch.Tensor:
+        keys[call.layer] = call.keys[:, 0]
+        return call.values.repeat_interleave(len(call.query) // len(call.values), 0)
+
+    ids = input_ids[None].to(model.device)
+    with route_attention(model, attend_to_itself):
+        model(input_ids=ids, position_ids=torch.full_like(ids, position), use_cache=False)
+    return keys
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.tasks import Context, Question
@@ -98,11 +97,6 @@ class ScoredAnswer:
     loss: float | None
     kv_fraction: float | None
     seconds: float
-
-
-def answer_key(decides: dict[str, Any]) -> str:
-    """The key of an answer: a hash of everything that determines it."""
-    return hash_json(decides)
 
 
 class Answers:
