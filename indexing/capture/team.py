@@ -12,9 +12,10 @@ from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.folder import SharedFile
 from sparsekv.formats.index.growing_file import ALL_HEADS, HeadPart, RemoteSum
 from sparsekv.formats.index.schema import KVDtype, LayerFacts
+from sparsekv.formats.index.writer import ArtifactWriter
 from sparsekv.indexing.capture.capture import Capture, CapturedLayer, CapturedQueries
 from sparsekv.indexing.indexers.interface import Tensors
-from sparsekv.indexing.indexers.layer_work import BuildFiles, LayerWork, make_layers
+from sparsekv.indexing.indexers.layer_work import LayerWork, make_layers
 
 
 class Captured(Protocol):
@@ -110,7 +111,7 @@ class Team(ABC):
 
     @abstractmethod
     def make_layers(
-        self, work: LayerWork, layers: Sequence[int], files: BuildFiles, device: torch.device
+        self, work: LayerWork, layers: Sequence[int], files: ArtifactWriter, device: torch.device
     ) -> Generator[Tensors, None, None]:
         """As `LayerMaker`: what a method makes of layers, whichever process does the work."""
 
@@ -131,7 +132,7 @@ class Alone(Team):
         return own
 
     def make_layers(
-        self, work: LayerWork, layers: Sequence[int], files: BuildFiles, device: torch.device
+        self, work: LayerWork, layers: Sequence[int], files: ArtifactWriter, device: torch.device
     ) -> Generator[Tensors, None, None]:
         return make_layers(work, layers, files, device)
 

@@ -11,6 +11,7 @@ from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.folder import SharedFile
 from sparsekv.formats.index.growing_file import ALL_HEADS, HeadPart, RemoteSum
 from sparsekv.formats.index.schema import LayerFacts, layer_file
+from sparsekv.formats.index.writer import ArtifactWriter
 from sparsekv.indexing.capture.capture import Capture, CapturedLayer, CapturedQueries
 from sparsekv.indexing.capture.team import Captured, ModelRun, SharedRows, Team
 from sparsekv.indexing.distributed.requests import (
@@ -27,7 +28,7 @@ from sparsekv.indexing.distributed.requests import (
     take_turns,
 )
 from sparsekv.indexing.indexers.interface import Tensors
-from sparsekv.indexing.indexers.layer_work import BuildFiles, LayerWork, make_layers
+from sparsekv.indexing.indexers.layer_work import LayerWork, make_layers
 
 
 class SplitRows(SharedRows):
@@ -86,7 +87,7 @@ class Leader(Team):
         return JoinedCapture(self.ranks, own)
 
     def make_layers(
-        self, work: LayerWork, layers: Sequence[int], files: BuildFiles, device: torch.device
+        self, work: LayerWork, layers: Sequence[int], files: ArtifactWriter, device: torch.device
     ) -> Generator[Tensors, None, None]:
         """In turn with the other ranks, if all of them can read the files; else by this one alone, as all else then."""
         give_memory_back(device)
@@ -102,7 +103,7 @@ class Leader(Team):
             self._released = True
             self.ranks.share(End())
 
-    def _others_read(self, work: LayerWork, layers: Sequence[int], files: BuildFiles) -> bool:
+    def _others_read(self, work: LayerWork, layers: Sequence[int], files: ArtifactWriter) -> bool:
         """Whether the others can read all that the work on these layers is made from, without waiting for sums."""
         shared = self._rows.files if self._rows else frozenset()
         context = {layer_file("context", layer) for layer in layers} - shared

@@ -3,15 +3,14 @@
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from sparsekv.formats.device import read_ahead
 from sparsekv.formats.index.context_rows import context_rows, with_centroids_in_8_bits
-from sparsekv.formats.index.folder import SharedFile
 from sparsekv.formats.index.schema import LayerFacts, Split, layer_file
+from sparsekv.formats.index.writer import ArtifactWriter
 from sparsekv.indexing.indexers.cluster_indexer import share_cores
 from sparsekv.indexing.indexers.interface import Indexer, LayerInput, Tensors
 
@@ -90,24 +89,12 @@ AHEAD = 2
 """Layers that are read while a method is built for one."""
 
 
-class BuildFiles(Protocol):
-    """The files of a build under way, by name; see `ArtifactWriter`."""
-
-    folder: Path
-
-    def read(self, name: str, device: torch.device) -> Tensors: ...
-
-    def is_new(self, name: str) -> bool: ...
-
-    def find(self, name: str) -> SharedFile: ...
-
-
-LayerMaker = Callable[[LayerWork, Sequence[int], BuildFiles, torch.device], Generator[Tensors, None, None]]
+LayerMaker = Callable[[LayerWork, Sequence[int], ArtifactWriter, torch.device], Generator[Tensors, None, None]]
 """Yields what a method makes of each of some layers, in order, on a device, from the files of a build."""
 
 
 def make_layers(
-    work: LayerWork, layers: Sequence[int], files: BuildFiles, device: torch.device
+    work: LayerWork, layers: Sequence[int], files: ArtifactWriter, device: torch.device
 ) -> Generator[Tensors, None, None]:
     """The `LayerMaker` of one process."""
     yield from make_layers_from(work, layers, lambda name: files.read(name, device), device)
