@@ -214,6 +214,11 @@ class LayerFacts(Record):
     attention_sinks: bool = Field(description="the layer has a learned logit per head in its softmax")
     rope: RopeFacts | None = Field(default=None, description="null where it is not known")
 
+    @property
+    def scaling(self) -> tuple[float, float | None]:
+        """Softmax scale and soft cap of logits."""
+        return self.softmax_scale, self.softcap
+
 
 class PrefillRecord(Record):
     """How the context was computed: `dense`, or an approximation with its parameters."""

@@ -36,7 +36,7 @@ def attended(keys: torch.Tensor, queries: torch.Tensor, facts: LayerFacts) -> to
     """
     roots = torch.zeros(keys.shape[:2], device=keys.device)
     for some in queries.split(AT_ONCE, 2):
-        shares, _ = softmax_with_logsumexp(attention_logits(some, keys, facts.softmax_scale, facts.softcap))
+        shares, _ = softmax_with_logsumexp(attention_logits(some, keys, *facts.scaling))
         roots += shares.mean(1).sqrt_().sum(1)
     return roots / queries.shape[2]
 
@@ -74,10 +74,10 @@ def fit_rest(
     weights = torch.zeros(keys.shape[:2], device=keys.device)  # of each token, over all queries that do not take it
     expected = torch.zeros_like(counts)
     for some in queries.split(AT_ONCE, 2):
-        shares, total = softmax_with_logsumexp(attention_logits(some, keys, facts.softmax_scale, facts.softcap))
+        shares, total = softmax_with_logsumexp(attention_logits(some, keys, *facts.scaling))
         best = _chosen(estimated(some), total)
         weights += shares.scatter_(-1, best[:, None].expand(-1, some.shape[1], -1, -1), 0).sum((1, 2))
-        of_means = attention_logits(some, centroids, facts.softmax_scale, facts.softcap)
+        of_means = attention_logits(some, centroids, *facts.scaling)
         left = counts[:, None].repeat(1, some.shape[2], 1)
         cluster = labels[:, None].expand(-1, some.shape[2], -1).gather(-1, best)
         left.scatter_add_(-1, cluster, -torch.ones_like(cluster, dtype=left.dtype))

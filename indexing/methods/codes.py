@@ -107,7 +107,7 @@ def _rest(layer: LayerInput, clusters: Tensors, coded: Tensors) -> Tensors:
     turn, named = coded["query_turn"].float()[:, None], decode(coded["codes"], coded["codebooks"])
 
     def by_codes(queries: torch.Tensor) -> torch.Tensor:
-        return attention_logits(queries.float() @ turn, named, layer.facts.softmax_scale, layer.facts.softcap)
+        return attention_logits(queries.float() @ turn, named, *layer.facts.scaling)
 
     rest = fit_rest(layer.keys, layer.values, some, by_codes, clusters, labels, layer.facts)
     return {"rest_bias": rest.bias, "rest_values": rest.values}

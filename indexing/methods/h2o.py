@@ -47,7 +47,7 @@ class H2OIndexer(Indexer):
         self, layer: LayerInput, keys: torch.Tensor, queries: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """[Hk, S + M]: attention of queries [Hk, G, P, D] at positions [P] to keys [Hk, S + M, D], summed over P."""
-        logits = attention_logits(queries, keys, layer.facts.softmax_scale, layer.facts.softcap)
+        logits = attention_logits(queries, keys, *layer.facts.scaling)
         unseen = torch.arange(keys.shape[1], device=keys.device) > positions[:, None]
         logits = logits.masked_fill(unseen, -torch.inf)
         total = logits.logsumexp(-1, keepdim=True)

@@ -110,6 +110,6 @@ def _pooled(
     Hk, pools = centroids.shape[0], queries.shape[1] // group
     grouped = queries[:, : pools * group].reshape(Hk, -1, pools * group, queries.shape[2])
     counts = (layer.tensors[f"level{level}.counts"][:, None] * alive).expand(Hk, pools, -1)
-    logits = attention_logits(grouped, centroids, layer.facts.softmax_scale, layer.facts.softcap)
+    logits = attention_logits(grouped, centroids, *layer.facts.scaling)
     scores = scores_from_logits(logits, counts.repeat_interleave(group, 1)[:, None])
     return scores.view(Hk, pools, group, -1).mean(2), counts

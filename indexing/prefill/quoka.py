@@ -28,7 +28,7 @@ class SampleAttentionPrefill(SparsePrefill):
 
     def scores(self, query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
         some = query[:, :, spaced_places(query.shape[2], self.prefill_queries).to(query.device)]
-        return sampled_attention(some, keys, facts.softmax_scale, facts.softcap)
+        return sampled_attention(some, keys, *facts.scaling)
 
 
 @prefills.register("keydiff")

@@ -31,10 +31,7 @@ def missed_share(
     """
     if not rest:
         return torch.full_like(total[:, 0], torch.nan)
-    logits = [
-        attention_logits(query, part.keys, facts.softmax_scale, facts.softcap) + part.log_counts[:, None]
-        for part in rest
-    ]
+    logits = [attention_logits(query, part.keys, *facts.scaling) + part.log_counts[:, None] for part in rest]
     left = torch.cat(logits, -1).logsumexp(-1)
     whole = total if attended else torch.logaddexp(total, left)
     return (left - whole).exp().mean(1)

@@ -246,7 +246,7 @@ class CodesSelector(Selector):
         return self.stored_rows + clusters + scanned * self.codes.shape[2] / self.row_bytes + more
 
     def _logits(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        return attention_logits(query, keys, self.facts.softmax_scale, self.facts.softcap)
+        return attention_logits(query, keys, *self.facts.scaling)
 
     def _members(self, scores: torch.Tensor, wanted: int) -> torch.Tensor:
         """The tokens [Hk, Q or 1, wanted] of the clusters of highest score [Hk, Q or 1, C]."""

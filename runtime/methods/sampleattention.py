@@ -41,7 +41,7 @@ class SampleAttentionSelector(Selector):
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """Allocates the logits of the sampled queries over the middle."""
         some = self._some(queries) if queries.joint else queries
-        logits = attention_logits(some.query, self.keys, self.facts.softmax_scale, self.facts.softcap)
+        logits = attention_logits(some.query, self.keys, *self.facts.scaling)
         middle = self.keys.shape[1]
         return top_tokens(group_probability(logits, some), budget.tokens(middle), float(middle))
 

@@ -61,7 +61,7 @@ class SnapKVSelector(KeptTokens):
     def _ranking(self, query: torch.Tensor, exact_logsumexp: torch.Tensor) -> torch.Tensor:
         """[Hk, M], from the last queries of [Hk, G, Q, D] and their log-sum-exp [Hk, G, Q] over all other tokens."""
         window = slice(-self.method.window_queries, None)
-        logits = attention_logits(query[:, :, window], self.keys, self.facts.softmax_scale, self.facts.softcap)
+        logits = attention_logits(query[:, :, window], self.keys, *self.facts.scaling)
         summed = softmax_beside(logits, exact_logsumexp[..., window]).sum(2)
         return ranking(_pooled(summed, self.method.pool_size, self.method.pooling).mean(1))
 

@@ -115,7 +115,7 @@ class SparQSelector(Selector):
         exact = token_logits(queries.query, self.keys, tokens, self.facts)
         wanted = left - kept + torch.logaddexp(exact.logsumexp(-1), beside)
         mean_key, mean_value = self.mean_rows
-        of_mean = attention_logits(queries.query, mean_key, self.facts.softmax_scale, self.facts.softcap)[..., 0]
+        of_mean = attention_logits(queries.query, mean_key, *self.facts.scaling)[..., 0]
         return CentroidSegment(mean_key, (wanted - of_mean).mean(1)[..., None], mean_value)
 
 

@@ -115,7 +115,7 @@ def _truth(rows: LayerRows, block: QueryBlock, batch: int) -> Truth:
     ]
     grouped = block.queries.unflatten(0, (keys.shape[0], -1)).to(keys)
     visible = torch.arange(exact[0].shape[1], device=keys.device) < split.sinks + block.visible[:, None]
-    exact_logits = attention_logits(grouped, exact[0], facts.softmax_scale, facts.softcap)
+    exact_logits = attention_logits(grouped, exact[0], *facts.scaling)
     exact_logits = exact_logits.masked_fill(~visible, -torch.inf)
     weights = exact_logits.softmax(-1)
     exact_lse = exact_logits.logsumexp(-1)
@@ -124,7 +124,7 @@ def _truth(rows: LayerRows, block: QueryBlock, batch: int) -> Truth:
         with_sinks = torch.logaddexp(exact_lse, sinks)
         weights = weights * (exact_lse - with_sinks).exp()[..., None]
         exact_lse = with_sinks
-    logits = attention_logits(grouped, keys[:, middle], facts.softmax_scale, facts.softcap)
+    logits = attention_logits(grouped, keys[:, middle], *facts.scaling)
     (probability, beside), _ = joint_softmax([logits, exact_lse[..., None]])
     exact_output = weighted(weights, exact[1])
     output = weighted(probability, values[:, middle]) + exact_output * beside
@@ -305,7 +305,7 @@ def _sparse_output(
         logits = logits + weights[..., :-1]
     parts = [(logits, truth.values)]
     for one in rest:
-        logits = attention_logits(truth.queries.query, one.keys, truth.facts.softmax_scale, truth.facts.softcap)
+        logits = attention_logits(truth.queries.query, one.keys, *truth.facts.scaling)
         parts.append((logits + one.log_counts[:, None], one.values))
     (beside, *shares), total = joint_softmax([truth.exact_logsumexp[..., None], *(logits for logits, _ in parts)])
     output = truth.exact_output * beside

@@ -154,9 +154,9 @@ def token_logits(query: torch.Tensor, keys: torch.Tensor, tokens: torch.Tensor, 
     rows = tokens.flatten(1)[..., None].expand(-1, -1, D)
     chosen = keys.gather(1, rows).view(*tokens.shape, D)
     if tokens.shape[1] == 1:
-        return attention_logits(query, chosen[:, 0], facts.softmax_scale, facts.softcap)
+        return attention_logits(query, chosen[:, 0], *facts.scaling)
     each = query.transpose(1, 2).flatten(0, 1)[:, :, None]
-    logits = attention_logits(each, chosen.flatten(0, 1), facts.softmax_scale, facts.softcap)
+    logits = attention_logits(each, chosen.flatten(0, 1), *facts.scaling)
     return logits.view(Hk, Q, G, -1).transpose(1, 2)
 
 

@@ -133,7 +133,7 @@ class ClusterSelector(Selector):
             in_8_bits=in_8_bits if self.keys[0].is_cuda and not self.hierarchical and not scored else None,
         )
         values, facts = self.values[0] if self.values else None, self.facts
-        self.fused = StepClusters(self.steps.counted, self.starts, values, facts.softmax_scale, facts.softcap)
+        self.fused = StepClusters(self.steps.counted, self.starts, values, *facts.scaling)
 
     @property
     def kernels(self) -> SelectorKernels:
@@ -253,7 +253,7 @@ class ClusterSelector(Selector):
 
     def _score_level(self, query: torch.Tensor, level: int, joint: bool) -> Scored:
         centroids, counts = self.tree.centroids[level], self.tree.counts[level]
-        scores = cluster_scores(query, centroids, counts, self.facts.softmax_scale, self.facts.softcap)
+        scores = cluster_scores(query, centroids, counts, *self.facts.scaling)
         scores = scores.mean(1, keepdim=True) if joint else scores
         clusters = torch.arange(scores.shape[2], device=scores.device).expand_as(scores)
         return Scored(level, clusters, scores, counts[:, None].expand_as(scores), float(scores.shape[2]))
@@ -262,8 +262,7 @@ class ClusterSelector(Selector):
         """Score the children of the opened clusters; the softmax is over these children only."""
         level = above.level - 1
         starts, lengths, capacity = self._open(above, budget, joint)
-        scale, softcap = self.facts.softmax_scale, self.facts.softcap
-        scores, clusters, counts = child_scores(query, self.tree, level, starts, lengths, capacity, scale, softcap)
+        scores, clusters, counts = child_scores(query, self.tree, level, starts, lengths, capacity, *self.facts.scaling)
         scores = scores.mean(1, keepdim=True) if joint else scores
         return Scored(level, clusters, scores, counts, lengths.sum(-1))
 

@@ -230,11 +230,10 @@ class ClusterSteps:
         counts, numbers = self.tree.counts[0], self.in_8_bits
         centroids = self.tree.centroids[0] if numbers is None else numbers
         looked = query[:, :, 0], centroids, counts, self.first_row
-        how = self.facts.softmax_scale, self.facts.softcap
         if threshold is None:
-            chosen = choose_clusters(*looked, tokens, *how)
+            chosen = choose_clusters(*looked, tokens, *self.facts.scaling)
         else:
-            chosen = keep_clusters(*looked, threshold, tokens, *how, counter)
+            chosen = keep_clusters(*looked, threshold, tokens, *self.facts.scaling, counter)
         values = (self.values or self.keys)[0]
         # Logits of lookup centroids (windowed RoPE) differ from the attention's, so they are not passed on.
         scored = None
@@ -267,11 +266,9 @@ class ClusterSteps:
                 of tokens chosen is added.
         """
         centroids, counts = self.tree.centroids[0], self.tree.counts[0]
-        facts, values = self.facts, (self.values or self.keys)[0]
-        chosen = choose_together(
-            query, ends, centroids, counts, self.first_row, tokens, capacity, facts.softmax_scale, facts.softcap,
-            thresholds, counter,
-        )  # fmt: skip
+        values = (self.values or self.keys)[0]
+        looked = query, ends, centroids, counts, self.first_row
+        chosen = choose_together(*looked, tokens, capacity, *self.facts.scaling, thresholds, counter)
         left = CentroidSegment(self.keys[0], chosen.log_left[:, None, : counts.shape[1]], values)
         indices = RowIndices(chosen.rows, chosen.used, None)
         return Selection(
@@ -294,11 +291,10 @@ class ClusterSteps:
         assert self.below is not None
         (fine, coarse), (counts, coarse_counts) = self.tree.centroids, self.tree.counts
         (children, first_child), q = self.below, query[:, :, 0]
-        how = self.facts.softmax_scale, self.facts.softcap
         of_coarse, in_place = Children(children, first_child, slots, counter), counter is not None
-        opened = open_clusters(q, coarse, coarse_counts, of_coarse, wanted, tokens, *how)
+        opened = open_clusters(q, coarse, coarse_counts, of_coarse, wanted, tokens, *self.facts.scaling)
         below = opened.rows, opened.used
-        listed = choose_listed(q, fine, counts, self.first_row, below, tokens, *how)
+        listed = choose_listed(q, fine, counts, self.first_row, below, tokens, *self.facts.scaling)
         chosen, (fine_values, coarse_values) = listed.chosen, self.values or self.keys
         scored = (
             ScoredCentroids(opened.logits, opened.log_left, coarse_values),
@@ -331,7 +327,7 @@ class ClusterSteps:
     def best(self, query: torch.Tensor, tokens: int) -> Selection:
         """The best of all finest clusters, on a CPU; the runs are the chosen clusters and a few empty ones."""
         keys = self.keys[0]
-        best = best_clusters(query.squeeze(2), self.counted, tokens, self.facts.softmax_scale, self.facts.softcap)
+        best = best_clusters(query.squeeze(2), self.counted, tokens, *self.facts.scaling)
 
         def left() -> tuple[CentroidSegment, ...]:
             share, values = best.log_share_left(self.counted.shares), (self.values or self.keys)[0]
