@@ -271,7 +271,7 @@ class Folder:
             for found in os.listdir(parent):
                 temporary = _TEMPORARY.fullmatch(found)
                 ours = beginning + found in gone or (temporary and beginning + temporary[1] in written)
-                if ours and _is_plain(found, parent):
+                if ours and stat.S_ISREG(os.stat(found, dir_fd=parent, follow_symlinks=False).st_mode):
                     os.unlink(found, dir_fd=parent)
 
     @contextmanager
@@ -292,10 +292,6 @@ class Folder:
             yield descriptor, last
         finally:
             os.close(descriptor)
-
-
-def _is_plain(name: str, parent: int) -> bool:
-    return stat.S_ISREG(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
 
 
 def _not_plain(name: str) -> OSError:

@@ -33,7 +33,8 @@ def check_values(tensors: Tensors, split: Split, what: str) -> None:
             the prompt.
     """
     floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
-    faults = {name: ~_is_finite(tensor) for name, tensor in (floating | _scales(tensors)).items()}
+    scales = {CENTROID_NAMES[name]: largest for name, largest in bounds(numbers_of(tensors) or {}).items()}
+    faults = {name: ~_is_finite(tensor) for name, tensor in (floating | scales).items()}
     try:
         faults |= _positions(tensors, split) | _clusters(tensors, split.middle) | _blocks(tensors, split)
         wrong = _first(faults | _codes(tensors))
@@ -43,11 +44,6 @@ def check_values(tensors: Tensors, split: Split, what: str) -> None:
         raise ArtifactError(f"{what} has a tensor whose name names no level; {REBUILD}") from None
     if wrong is not None:
         raise ArtifactError(f"{wrong} in {what} holds numbers that no build of ours writes; {REBUILD}")
-
-
-def _scales(tensors: Tensors) -> Tensors:
-    """Scales of int8 centroids, which must be finite, by the names of a method's tensors."""
-    return {CENTROID_NAMES[name]: largest for name, largest in bounds(numbers_of(tensors) or {}).items()}
 
 
 def _first(faults: Faults) -> str | None:

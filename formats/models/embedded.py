@@ -174,7 +174,8 @@ def _convert(gguf: Path, folder: Path) -> None:
 
     from sparsekv.formats.models.embedded_tokenizer import build_tokenizer
 
-    with silent_transformers(), _silent_stderr():
+    # The GGUF reader draws a tqdm bar that no setting turns off.
+    with silent_transformers(), contextlib.redirect_stderr(io.StringIO()):
         quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         settings = quantised.config.to_dict()
         # The quantised module refuses to be saved, and its config would send readers back to the GGUF file.
@@ -219,13 +220,6 @@ def silent_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-@contextlib.contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """Discards stderr: the GGUF reader draws a tqdm bar that no setting turns off."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        yield
 
 
 def remember(name: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.context_rows import Int8Stored
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.formats.index.schema import KVDtype, LayerFacts, MethodRecord
+from sparsekv.formats.index.schema import KVDtype, MethodRecord
 from sparsekv.formats.models.load import DTYPES
 from sparsekv.runtime.benchmark.layer import LayerData, Shape, mixture
 from sparsekv.runtime.cache.kv_store import LayerRows
@@ -95,7 +95,13 @@ def stored_layer(artifact: Artifact, layer: int | None, device: torch.device, dt
     number = indexed[len(indexed) // 2] if layer is None else layer
     if number not in indexed:
         raise UsageError(f"--layer {number}: the index has {', '.join(map(str, indexed))}")
-    _refuse_unlike(manifest.layers[number], number)
+    facts = manifest.layers[number]
+    if facts.softcap is not None or facts.attention_sinks:
+        what = "learned sinks" if facts.attention_sinks else "a soft cap"
+        raise UsageError(
+            f"the attention of layer {number} has {what}, which torch's own dense attention has not, so there is "
+            "nothing to compare with; bench an index of another model"
+        )
     return layer_of(artifact, number, device, dtype)
 
 
@@ -136,15 +142,6 @@ def asked(data: LayerData, questions: int) -> LayerData:
         raise UsageError(f"--batch {questions}: give 1 to {known}, half the held-out queries of the index")
     places = torch.linspace(known - 1, 0, questions, device=data.query.device).round().long()
     return replace(data, query=data.query[:, places].contiguous())
-
-
-def _refuse_unlike(facts: LayerFacts, number: int) -> None:
-    if facts.softcap is not None or facts.attention_sinks:
-        what = "learned sinks" if facts.attention_sinks else "a soft cap"
-        raise UsageError(
-            f"the attention of layer {number} has {what}, which torch's own dense attention has not, so there is "
-            "nothing to compare with; bench an index of another model"
-        )
 
 
 def stored_index(data: LayerData, artifact: Artifact, name: str) -> Indexed:

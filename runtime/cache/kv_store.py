@@ -174,16 +174,13 @@ class MemoryRows(MiddleRows):
         self.device = device
         self.pinned = keys.device != device
         self.reachable = not self.pinned
-        self.keys, self.values = (GrowingRows(self._lay_out(rows, order)) for rows in (keys, values))
+        laid_out = (lay_out(rows, order) for rows in (keys, values))
+        self.keys, self.values = (GrowingRows(rows.pin_memory() if self.pinned else rows) for rows in laid_out)
         self.heads = torch.arange(len(keys), device=keys.device)[:, None]
 
     @property
     def used(self) -> int:  # type: ignore[override]
         return self.keys.used
-
-    def _lay_out(self, rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-        laid_out = lay_out(rows, order)
-        return laid_out.pin_memory() if self.pinned else laid_out
 
     def gather(self, rows: torch.Tensor) -> Pair:
         flat = torch.add(rows.to(self.heads.device), self.heads, alpha=self.keys.buffer.shape[1]).flatten()

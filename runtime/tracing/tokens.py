@@ -80,12 +80,10 @@ def _last_word(texts: Sequence[str], start: int) -> int:
     """Where the last word begins that the longest passage from `start` cannot hold as a whole; its end where none does
     in its second half, as in languages without spaces."""
     end = start + LONGEST
-    words = (at for at in range(end, start + LONGEST // 2, -1) if _begins_word(texts, at))
+    words = (
+        at for at in range(end, start + LONGEST // 2, -1) if texts[at][:1].isspace() or texts[at - 1][-1:].isspace()
+    )
     return next(words, end)
-
-
-def _begins_word(texts: Sequence[str], at: int) -> bool:
-    return texts[at][:1].isspace() or texts[at - 1][-1:].isspace()
 
 
 UNDECODED = "\ufffd"
