@@ -1,6 +1,5 @@
 """Executors: attention over a selection through gathered rows, rows read in place, or one fused kernel."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -73,16 +72,8 @@ class Fetched:
         return scored if plain else None
 
 
-class Executor(ABC):
-    """Selects rows for a step and attends to them."""
-
-    @abstractmethod
-    def attend(self, step: Step, budget: Budget) -> LayerOutput:
-        """Select within the budget, then attend."""
-
-
 @dataclass(eq=False)
-class GatherExecutor(Executor):
+class GatherExecutor:
     """Copies the chosen rows to the model's device and attends to the copy. Works for every placement and selection.
 
     Allocates the rows and the logits.
@@ -99,6 +90,7 @@ class GatherExecutor(Executor):
     fetch_rest: bool = False
 
     def attend(self, step: Step, budget: Budget) -> LayerOutput:
+        """Select within the budget, then attend."""
         return self.attend_to(step, self.select(step.queries, budget), self.selector)
 
     def attend_to(self, step: Step, selection: Selection, selector: Selector) -> LayerOutput:
@@ -169,7 +161,7 @@ GatherMaker = Callable[..., GatherExecutor]
 """Makes one layer's `GatherExecutor`, or one of its own kind, of the same arguments."""
 
 
-class InPlaceExecutor(Executor):
+class InPlaceExecutor:
     """Attends for one query with kernels that read the chosen rows in place; copies none of them.
 
     Args:
@@ -194,7 +186,7 @@ class InPlaceExecutor(Executor):
         return LayerOutput(output[:, :, None], selection.rows_read(), per_count)
 
 
-class FusedExecutor(Executor):
+class FusedExecutor:
     """Attends for one query on a CPU: in one kernel that also selects, or else to gathered rows in few operations."""
 
     def __init__(self, selector: Selector, middle: MiddleRows, gather: GatherExecutor):
@@ -212,6 +204,10 @@ class FusedExecutor(Executor):
             output = attend_once(query, ((fetched.keys, fetched.values), exact), scored, *step.how)
             return LayerOutput(output.unsqueeze(2), fetched.rows_read)
         return LayerOutput(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read)
+
+
+Executor = GatherExecutor | InPlaceExecutor | FusedExecutor
+"""Selects rows for a step and attends to them."""
 
 
 def _scored(selection: Selection, step: Step) -> tuple[ScoredCentroids, ...]:
