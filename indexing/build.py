@@ -41,7 +41,6 @@ class MethodFiles:
     """A method's files, one a layer, as a build has written or reused them: `new` says whether it wrote any."""
 
     work: LayerWork
-    layers: list[int]
     new: bool
 
 
@@ -81,11 +80,12 @@ class MethodStage:
             for done, (layer, tensors) in enumerate(zip(missing, built, strict=True), len(recipes) - len(missing) + 1):
                 writer.write(layer_file(name, layer), tensors, recipes[layer], work.sources(layer))
                 self.progress(f"index {name}", done, len(recipes))
-        return MethodFiles(work, layers, new=bool(missing))
+        return MethodFiles(work, new=bool(missing))
 
     def record(self, files: MethodFiles) -> MethodRecord:
         """The manifest's record of a method, once its files' sources are on disk: its calibration, made or kept."""
-        indexer, sources = files.work.indexer, [path for layer in files.layers for path in files.work.sources(layer)]
+        indexer, layers = files.work.indexer, self.facts.indexed_layers
+        sources = [path for layer in layers for path in files.work.sources(layer)]
         return MethodRecord(
             revision=indexer.revision,
             parameters=stored_parameters(indexer),
@@ -150,7 +150,7 @@ class MethodStage:
             lend(tensors.values())
             return BuiltLayer(tensors, queries, work.facts[layer])
 
-        return work.indexer.calibrate(lambda: ahead_on(self.device, files.layers, read))
+        return work.indexer.calibrate(lambda: ahead_on(self.device, self.facts.indexed_layers, read))
 
     def _read(self, name: str) -> Tensors:
         tensors = self.writer.read(name, self.device)

@@ -3,7 +3,6 @@ are not selected."""
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -16,14 +15,6 @@ from sparsekv.kernels.scores.logits import attention_logits, best_tokens, softma
 TAKEN = 0.04  # share of the tokens that each query takes
 PRIOR = 0.1  # of a cluster's mean mass: how much of it is as the means say
 AT_ONCE = 16  # positions whose logits are in memory
-
-
-@dataclass(frozen=True)
-class FittedRest:
-    """Log factors [Hk, C] float32 of the clusters' masses, and values [Hk, C, D] in the dtype of the document's."""
-
-    bias: torch.Tensor
-    values: torch.Tensor
 
 
 def attended(keys: torch.Tensor, queries: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
@@ -58,8 +49,9 @@ def fit_rest(
     clusters: Tensors,
     labels: torch.Tensor,
     facts: LayerFacts,
-) -> FittedRest:
-    """Fit masses and values of clusters to queries; see the module.
+) -> Tensors:
+    """Fit masses and values of clusters to queries: rest_bias [Hk, C] float32, logarithms of the masses' factors, and
+    rest_values [Hk, C, D] in the dtype of the values.
 
     Allocates four times the logits of `AT_ONCE` positions on all tokens, with a soft cap five times.
 
@@ -88,7 +80,7 @@ def fit_rest(
     outputs.scatter_add_(1, labels[..., None].expand_as(values), weights[..., None] * values.float())
     plain = clusters["level0.value_centroids"].float()
     fitted = (outputs + prior[..., None] * plain) / (masses + prior)[..., None]
-    return FittedRest(((masses + prior) / (expected + prior)).log(), fitted.to(values.dtype))
+    return {"rest_bias": ((masses + prior) / (expected + prior)).log(), "rest_values": fitted.to(values.dtype)}
 
 
 SHRINK = 0.3  # of S, towards the same in all directions: a sample knows too little of those that it hardly has

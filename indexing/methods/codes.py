@@ -109,5 +109,4 @@ def _rest(layer: LayerInput, clusters: Tensors, coded: Tensors) -> Tensors:
     def by_codes(queries: torch.Tensor) -> torch.Tensor:
         return attention_logits(queries.float() @ turn, named, *layer.facts.scaling)
 
-    rest = fit_rest(layer.keys, layer.values, some, by_codes, clusters, labels, layer.facts)
-    return {"rest_bias": rest.bias, "rest_values": rest.values}
+    return fit_rest(layer.keys, layer.values, some, by_codes, clusters, labels, layer.facts)

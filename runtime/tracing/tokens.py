@@ -178,9 +178,7 @@ class TokenRecorder:
 def _alike(rows: list[torch.Tensor], filler: float) -> torch.Tensor:
     """[L, Hk, R]: rows [Hk, R] of layers, filled up where a layer has fewer."""
     most = max(one.shape[1] for one in rows)
-    return torch.stack(
-        [one if one.shape[1] == most else pad(one, (0, most - one.shape[1]), value=filler) for one in rows]
-    )
+    return torch.stack([pad(one, (0, most - one.shape[1]), value=filler) for one in rows])
 
 
 def _together(layers: list[Largest]) -> Largest | None:
