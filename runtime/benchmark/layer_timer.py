@@ -55,7 +55,7 @@ class SettingTimes:
     def sparse(self, form: MethodSpec, share: float) -> float:
         """Milliseconds of a step of a form at a share of the middle; the median."""
         rows = LayerRows(self.artifact, self.layer)
-        prepared = prepare_layer(rows, form.name, form.method, self.clock.device, residual=form.residual)
+        prepared = prepare_layer(rows, form, self.clock.device)
         middle = lay_out(self.data, prepared.selector)
         step = layer_step(
             self.data, sparse_layer(self.data, middle, prepared.selector, DecodeConfig(form, Budget(share)))

@@ -17,7 +17,7 @@ from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.formats.index.schema import layer_file
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.cache.kv_store import LayerRows, read_centroids
-from sparsekv.runtime.selection.interface import LayerPosition, Method, MethodSpec, MiddleContext, Selector
+from sparsekv.runtime.selection.interface import LayerPosition, MethodSpec, MiddleContext, Selector
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.wrappers import ResidualSelector, residual_clusters
 
@@ -71,35 +71,29 @@ class PreparedLayer:
 
 
 def prepare_layer(
-    rows: LayerRows,
-    name: str,
-    method: Method,
-    device: torch.device = CPU,
-    *,
-    residual: bool = False,
-    shared: dict[str, Any] | None = None,
+    rows: LayerRows, form: MethodSpec, device: torch.device = CPU, shared: dict[str, Any] | None = None
 ) -> PreparedLayer:
-    """A method's selector for one layer of an index, the one of `rows`.
+    """A method's selector for one layer of an index, the one of `rows`. A residual's centroids are the method's own, or
+    another method's of the index.
 
     Args:
-        residual: attend to centroids for the tokens not chosen: the method's own, or another method's of the index.
         shared: the state shared by the layers of one cache or report; new by default.
 
     Raises:
-        UsageError: `residual`, and no method of the index has value centroids, or the method appends tokens, which are
+        UsageError: a residual, and no method of the index has value centroids, or the method appends tokens, which are
             in no cluster.
         ArtifactError: the parameters or the calibration in the manifest are not valid, or tensors are missing; of the
             method, or of the one whose clusters are the residual's.
     """
-    artifact, context = rows.artifact, stored_context(rows, name, device, shared)
-    with _told_of(name, artifact):
-        selector = method.prepare(context)
-    if not residual or method.replaces() or selector.replace_by_own():
+    artifact, context = rows.artifact, stored_context(rows, form.name, device, shared)
+    with _told_of(form.name, artifact):
+        selector = form.method.prepare(context)
+    if not form.residual or form.method.replaces() or selector.replace_by_own():
         return PreparedLayer(selector, context, context.mapped)
     if selector.append is not None:
         raise UsageError(
-            f"--residual: {name} takes generated tokens in, and no cluster holds these; leave out --residual, or let "
-            "them stay exact"
+            f"--residual: {form.name} takes generated tokens in, and no cluster holds these; leave out --residual, or "
+            "let them stay exact"
         )
     source = residual_source(artifact)
     lender = stored_context(rows, source, device)
@@ -134,10 +128,7 @@ class PreparedMethod:
     def take(self, rows: LayerRows) -> PreparedLayer:
         """The layer of `rows`, which no other cache gets; raises what `prepare_layer` raises."""
         held = self._prepared.pop(rows.layer, None)
-        if held is not None:
-            return held
-        form = self.form
-        return prepare_layer(rows, form.name, form.method, self.device, residual=form.residual, shared=self.shared)
+        return held or prepare_layer(rows, self.form, self.device, self.shared)
 
 
 @contextmanager

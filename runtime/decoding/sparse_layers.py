@@ -25,7 +25,7 @@ from sparsekv.runtime.cache.kv_store import (
     of_tokens,
 )
 from sparsekv.runtime.decoding.prepare import PreparedLayer, PreparedMethod, prepare_layer
-from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.interface import Method, MethodSpec, Selector
 
 
 def search_device(method: Method, placement: str, device: torch.device) -> torch.device:
@@ -83,7 +83,7 @@ class SparseLayers:
         if not isinstance(question, QuestionPrefill):
             return None
         where, shared = search_device(question.method, self.config.placement, self.device), self.question_shared
-        selector = prepare_layer(rows, question.name, question.method, where, shared=shared).selector
+        selector = prepare_layer(rows, MethodSpec(question.name, "", question.method), where, shared).selector
         return QuestionSearch(question, selector, where, decoding.layout)
 
     def _exact(self, rows: LayerRows) -> Pair:

@@ -179,7 +179,7 @@ def measure_layer(
     selectors: dict[MethodSpec, Selector] = {}
     for form in dict.fromkeys(one.form for one in measured):
         shared = states.setdefault((form.name, form.variant), {})
-        prepared = prepare_layer(rows, form.name, form.method, device, residual=form.residual, shared=shared)
+        prepared = prepare_layer(rows, form, device, shared)
         selectors[form] = prepared.selector
     measured = [one for one in measured if one.together == 1 or one.form.method.can_unite()]
     results = {one: Measures() for one in measured}

@@ -158,7 +158,9 @@ def test_a_report_measures_what_was_drawn_by_its_weights(index: OpenIndex) -> No
 
     (keys, values), facts, inside = artifact.context(0), artifact.manifest.layers[0], slice(4, 4 + split.middle)
     query = artifact.queries(0)["tail"][:, split.tail // 2 :].unflatten(0, (len(keys), -1))
-    selection = prepare_layer(LayerRows(artifact, 0), "magicpig", FEW).selector.select(as_queries(query), Budget(0.5))
+    selection = prepare_layer(LayerRows(artifact, 0), MethodSpec("magicpig", "", FEW)).selector.select(
+        as_queries(query), Budget(0.5)
+    )
     outside = [torch.cat([rows[:, :4], rows[:, inside.stop :]], 1) for rows in (keys, values)]
     output = _weighted(selection, (keys[:, inside], values[:, inside]), (outside[0], outside[1]), query, facts)
     everything = reference_attention(

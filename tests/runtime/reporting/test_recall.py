@@ -110,7 +110,7 @@ def _tail(artifact: Artifact, layer: int) -> _Tail:
 def _selector_and_choice(artifact: Artifact, layer: int, tail: _Tail, method: str, budget: Budget) -> _Choice:
     name, parameters = METHODS[method]
     split = artifact.manifest.split
-    selector = prepare_layer(LayerRows(artifact, layer), name, parameters).selector
+    selector = prepare_layer(LayerRows(artifact, layer), MethodSpec(name, "", parameters)).selector
     # All that is attended anyway, by what is left of the probability: log(p / q) + log-sum-exp of the middle.
     middle = slice(split.sinks, split.sinks + split.middle)
     options = _options(artifact, layer)
