@@ -16,7 +16,6 @@ from sparsekv.runtime.attention.executors import (
 )
 from sparsekv.runtime.attention.guard import MissedMeter
 from sparsekv.runtime.attention.policies import (
-    Budgeted,
     ChunkedPrefill,
     DensePrefill,
     Direct,
@@ -209,7 +208,7 @@ def plan_layer(layer: LayerParts, config: DecodeConfig) -> LayerPlan:
     )
 
 
-def _prefill(layer: LayerParts, config: DecodeConfig, asking: GatherExecutor, within: Budgeted) -> Policy:
+def _prefill(layer: LayerParts, config: DecodeConfig, asking: GatherExecutor, within: Direct | Metered) -> Policy:
     """The policy of a question's tokens; `within` attends to what the layer's own selector chooses for them."""
     if isinstance(config.question, Dense):
         return DensePrefill(asking, layer.middle, within.read)
