@@ -114,8 +114,8 @@ def lay_out(data: LayerData, selector: Selector) -> MiddleRows:
 
 def dense_layer(data: LayerData) -> DenseLayer:
     """Our dense attention, as decoding has it."""
-    if (stored := data.stored) is not None:
-        return DenseLayerIn8Bits(lambda: stored, data.keys[:, :0], data.keys.shape[1])
+    if data.stored is not None:
+        return DenseLayerIn8Bits(data.stored, data.keys[:, :0])
     return DenseLayer(data.keys, data.values)
 
 

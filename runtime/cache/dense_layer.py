@@ -1,6 +1,6 @@
 """Cache layers that attend to the whole stored context or to a sliding window."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
@@ -124,22 +124,17 @@ class DenseLayerIn8Bits(DenseLayer):
     """Attends to the whole stored context, to the numbers where they lie, on any device; without a window.
 
     Args:
-        stored: gives the tensors of a context's file in 8 bits, on the model's device; called once, at the first use.
+        numbers: the tensors of a context's file in 8 bits, on the model's device.
         nothing: [Hk, 0, D], on that device and of the model's dtype.
-        tokens: how many are stored.
     """
 
-    def __init__(self, stored: Callable[[], Mapping[str, torch.Tensor]], nothing: torch.Tensor, tokens: int):
+    def __init__(self, numbers: Mapping[str, torch.Tensor], nothing: torch.Tensor):
         super().__init__(nothing, nothing)
-        self.stored, self._read, self._nothing = tokens, stored, nothing
-
-    @cached_property
-    def _tensors(self) -> Mapping[str, torch.Tensor]:
-        return self._read()
+        self.stored, self._numbers, self._nothing = numbers["keys"].shape[1], numbers, nothing
 
     @cached_property
     def _runs(self) -> RunRows:
-        rows = placed(side_by_side(self._tensors), self._tensors, units_of(self._tensors["value_scales"]))
+        rows = placed(side_by_side(self._numbers), self._numbers, units_of(self._numbers["value_scales"]))
         return rows.first(self.stored)
 
     def shared(self) -> tuple[RunRows, Pair]:

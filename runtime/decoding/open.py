@@ -230,7 +230,7 @@ class OpenIndex:
         if window is None and self.device.type == "cuda" and isinstance(held.stored_on(self.device), Int8Stored):
             stored = of_tokens(held.stored_on(self.device).tensors, slice(tokens))
             nothing = torch.empty(len(stored["keys"]), 0, stored["keys"].shape[2], dtype=self.dtype, device=self.device)
-            return DenseLayerIn8Bits(lambda: stored, nothing, tokens)
+            return DenseLayerIn8Bits(stored, nothing)
         return DenseLayer(*self._rows(held, slice(first, tokens)), out_of_sight=first, window=window)
 
     def _probed_rows(self, layer: int, ahead: Executor | None, *, hold: bool) -> Callable[[], Pair]:
