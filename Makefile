@@ -2,14 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := cli indexing runtime kernels formats
-SOURCES := $(sort $(shell find $(PACKAGES) -name "*.py" -o -path "*/assets/*"))
 
 # The embedded model comes from the Python package index; nothing here needs the model hub.
 export HF_HUB_OFFLINE := 1
 
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: help demo test test-slow test-browser chromium lint style types tests format docs docs-check wheel transformers fuzz fuzz-mutations clean FORCE
+.PHONY: help demo test test-slow test-browser chromium lint style types tests format docs docs-check wheel transformers fuzz fuzz-mutations clean
 
 help:
 	@echo "make demo          build an index of a long text with the embedded model, ask it, and report recall"
@@ -26,19 +25,16 @@ help:
 	@echo "make wheel         build a wheel into dist/"
 	@echo "make clean         remove .venv, the demo, build folders and caches"
 
-# Installed, the folders are links below sparsekv/: made anew when a file comes or goes, not when one changes.
-.venv/sources: FORCE
-	@mkdir -p .venv
-	@echo "$(SOURCES)" | cmp -s - $@ || echo "$(SOURCES)" > $@
-
-.venv/installed: pyproject.toml constraints.txt .venv/sources
+# Editable: `sparsekv` is the repository itself, so new files need no installation. The link is for mypy.
+.venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "sparsekv needs Python 3.11 or newer; '$(PYTHON)' is missing or older: make PYTHON=/path/to/python3.11" >&2; \
 		exit 1; }
 	@echo "Installing into .venv (the first time this downloads torch)."
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	@rm -rf build
-	@$(BIN)/pip install -q -c constraints.txt -e '.[dev]' --config-settings editable_mode=strict
+	@$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	@mkdir -p .venv/types
+	@ln -sfn ../.. .venv/types/sparsekv
 	@touch $@
 
 demo: .venv/installed
@@ -97,7 +93,7 @@ fuzz-mutations: .venv/installed
 	$(BIN)/python tests/fuzz/mutations.py $(if $(WORKERS),--workers $(WORKERS))
 
 .venv/browser: .venv/installed
-	@$(BIN)/pip install -q -c constraints.txt -e '.[dev,browser]' --config-settings editable_mode=strict
+	@$(BIN)/pip install -q -c constraints.txt -e '.[dev,browser]'
 	@touch $@
 
 chromium:
@@ -126,5 +122,5 @@ wheel: .venv/installed
 	$(BIN)/pip wheel -q --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
-	rm -rf .venv demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv demo build dist *.egg-info __pycache__ .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(PACKAGES) tests docs -name __pycache__ -type d -prune -exec rm -rf {} +

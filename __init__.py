@@ -9,20 +9,23 @@ Names are imported when they are first used, so that `import sparsekv` takes no 
 """
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparsekv.formats.errors import ArtifactError, SparsekvError, UsageError
+    from sparsekv.formats.errors import ArtifactError, IdentityError, MissingIndexError, SparsekvError, UsageError
     from sparsekv.runtime.api import Index, open_index
     from sparsekv.runtime.decoding.generate import Answer, Sampling
     from sparsekv.runtime.decoding.session import Session
     from sparsekv.runtime.selection.registry import methods
 
+    __version__: str
+
 __all__ = [
     "Answer",
     "ArtifactError",
+    "IdentityError",
     "Index",
+    "MissingIndexError",
     "Sampling",
     "Session",
     "SparsekvError",
@@ -34,7 +37,9 @@ __all__ = [
 _MODULES = {
     "Answer": "runtime.decoding.generate",
     "ArtifactError": "formats.errors",
+    "IdentityError": "formats.errors",
     "Index": "runtime.api",
+    "MissingIndexError": "formats.errors",
     "Sampling": "runtime.decoding.generate",
     "Session": "runtime.decoding.session",
     "SparsekvError": "formats.errors",
@@ -44,13 +49,17 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """A public name, imported from its module (PEP 562)."""
-    if name == "__version__":
-        return version("sparsekv")
-    if name in _MODULES:
-        return getattr(import_module(f"sparsekv.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'sparsekv' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        """A public name, imported from its module (PEP 562)."""
+        if name == "__version__":
+            from importlib.metadata import version
+
+            return version("sparsekv")
+        if name in _MODULES:
+            return getattr(import_module(f"sparsekv.{_MODULES[name]}"), name)
+        raise AttributeError(f"module 'sparsekv' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

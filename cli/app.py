@@ -8,7 +8,7 @@ from typer.core import TyperGroup
 
 from sparsekv.cli.common.commands import COMMANDS
 from sparsekv.cli.common.process import refuse_little_room, refuse_small_limit
-from sparsekv.cli.common.values import refuse_repeated, with_checked_values
+from sparsekv.cli.common.values import refuse_repeated
 from sparsekv.cli.configuring.sources import apply_defaults
 from sparsekv.cli.distributed.launch import GpusOption
 from sparsekv.formats.errors import UsageError
@@ -27,12 +27,12 @@ class _LazyGroup(TyperGroup):
         refuse_small_limit()
         module = importlib.import_module(f"sparsekv.cli.{cmd_name.replace('-', '_')}")
         refuse_little_room()
-        return with_checked_values(typer.main.get_command(module.app))
+        return typer.main.get_command(module.app)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
         if name is not None and not set(HELP) & set(rest):
-            ctx.default_map = {name: apply_defaults(name, command, COMMANDS)}
+            apply_defaults(ctx, name, command, COMMANDS)
         return name, command, rest
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:

@@ -18,6 +18,7 @@ from sparsekv.cli.common.options import (
     QuietOption,
     SpecialTokensOption,
 )
+from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.documents.document import UTF_8, read_document
 from sparsekv.formats.documents.document_hints import tune_hint
 from sparsekv.formats.errors import UsageError
@@ -37,7 +38,7 @@ from sparsekv.indexing.build import build_index
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
-@app.command()
+@app.command(cls=Command)
 def append(
     document: Annotated[str, typer.Argument(metavar="MORE", help="A text file, or - for standard input.")],
     index: IndexOption = None,
@@ -71,8 +72,7 @@ def append(
     if not rebuild:
         _refuse_fixed_methods(artifact)
     text = read_document(document, encoding)
-    opened = load_for(artifact, model, device, dtype, quiet=quiet)
-    loaded = opened.loaded
+    loaded = load_for(artifact, model, device, dtype, quiet=quiet).loaded
     prompt = artifact.manifest.prompt
     addition = encode_addition(loaded.tokenizer, text, prompt.chat, prompt.border, special_tokens=special_tokens)
     record = addition_record(addition)
@@ -80,8 +80,7 @@ def append(
     if there is not None and not again:
         note(f"{artifact.folder} holds this text already ({_named(there)}); --again adds it once more", quiet=quiet)
         clear_finished(artifact.folder)
-        say(str(artifact.folder))
-        return
+        return say(str(artifact.folder))
     note_plain("the added text", addition.plain, quiet=quiet)
     plan = growing_plan(artifact, loaded, addition, chunk_size=chunk_size)
     note(f"adding {len(addition.input_ids):,} tokens to {artifact.manifest.split.tokens:,}", quiet=quiet)
@@ -92,10 +91,8 @@ def append(
     note(f"added {_named(record)}", quiet=quiet)
     if artifact.manifest.defaults is not None:
         again_with = tune_hint(artifact.folder, artifact.manifest.defaults.target)
-        note(
-            f"the default that tune found was for the shorter text and is used no more; find one with {again_with}",
-            quiet=quiet,
-        )
+        told = f"the default that tune found was for the shorter text and is used no more; find one with {again_with}"
+        note(told, quiet=quiet)
     say(str(artifact.folder))
 
 

@@ -1,5 +1,6 @@
 """`sparsekv build-index`: prefill a document once and build sparse-attention indices over its keys and values."""
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,13 +10,12 @@ import typer
 from sparsekv.cli.building.recipe import FIXED, BuildRecipe, add_methods, choose_targets, index_among, index_by_ranks
 from sparsekv.cli.building.several import index_by_ray, index_here, index_several
 from sparsekv.cli.common.console import progress, say
-from sparsekv.cli.common.method_options import with_method_options
+from sparsekv.cli.common.method_options import with_options
 from sparsekv.cli.common.options import (
     ChunkSizeOption,
     DeviceOption,
     DtypeOption,
     EncodingOption,
-    GroupedCommand,
     KVDtypeOption,
     ModelOption,
     QuietOption,
@@ -25,7 +25,7 @@ from sparsekv.cli.common.options import (
     check_ray,
     names_of,
 )
-from sparsekv.cli.configuring.sources import on_command_line
+from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.distributed.join import join_ranks, refuse_with_ranks
 from sparsekv.formats.documents.document import UTF_8, check_encoding
 from sparsekv.formats.errors import UsageError
@@ -38,14 +38,15 @@ from sparsekv.runtime.selection.registry import configure, refuse_unused
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
-@app.command(cls=GroupedCommand)
-@with_method_options(indexers() | {f"--prefill {name}": prefill for name, prefill in prefills().items()})
-def build_index(
-    ctx: typer.Context,
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """The options of `build-index`."""
+
+    ctx: typer.Context
     documents: Annotated[
         list[str] | None,
         typer.Argument(metavar="DOC", help="Text files, or - for standard input; or an index, to add methods to it."),
-    ] = None,
+    ] = None
     output: Annotated[
         Path | None,
         typer.Option(
@@ -54,7 +55,7 @@ def build_index(
             help="Folder of the index; of several documents the folder that their indices go to. Default: each DOC "
             "with .skv in the place of its extension (.txt, .md, ...).",
         ),
-    ] = None,
+    ] = None
     from_file: Annotated[
         str | None,
         typer.Option(
@@ -62,50 +63,84 @@ def build_index(
             help="Index the documents that a file names, one a line without quotes, as seen from this folder; - for "
             "stdin.",
         ),
-    ] = None,
-    model: ModelOption = None,
+    ] = None
+    model: ModelOption = None
     method: Annotated[
         list[str] | None,
         typer.Option(
             help=f"Method to build an index for, or `all`; repeatable. Default: {', '.join(choose_indexers([]))}.",
             autocompletion=names_of(indexers, "all"),
         ),
-    ] = None,
-    encoding: EncodingOption = UTF_8,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Index only the document's first N tokens.")] = None,
-    sinks: Annotated[int, typer.Option(help="First tokens of the prompt: always attended, never indexed.")] = 10,
+    ] = None
+    encoding: EncodingOption = UTF_8
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Index only the document's first N tokens.")] = None
+    sinks: Annotated[int, typer.Option(help="First tokens of the prompt: always attended, never indexed.")] = 10
     tail: Annotated[
         int,
         typer.Option(
             help="Last tokens of the prompt: always attended, never indexed. Their queries are held out, to calibrate "
             "on and to measure with."
         ),
-    ] = 128,
-    chunk_size: ChunkSizeOption = None,
+    ] = 128
+    chunk_size: ChunkSizeOption = None
     prefill: Annotated[
         str,
         typer.Option(
             metavar="|".join(prefills()),
             help="What a chunk of the prefill attends to: all earlier tokens (dense), or those that a method selects.",
         ),
-    ] = "dense",
+    ] = "dense"
     rope_scaling: Annotated[
         str | None,
         typer.Option(metavar="yarn|dynamic:FACTOR", help="Extend the model's context to FACTOR times its positions."),
-    ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Put no chat template around document and question.")] = False,
-    special_tokens: SpecialTokensOption = False,
+    ] = None
+    raw: Annotated[bool, typer.Option("--raw", help="Put no chat template around document and question.")] = False
+    special_tokens: SpecialTokensOption = False
     force: Annotated[
         bool, typer.Option("--force", help="Build from scratch, and replace whatever index is in the folder.")
-    ] = False,
-    ray: RayOption = None,
-    workers: WorkersOption = None,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    kv_dtype: KVDtypeOption = AUTO,
-    quiet: QuietOption = False,
-    **parameters: Any,
-) -> None:
+    ] = False
+    ray: RayOption = None
+    workers: WorkersOption = None
+    device: DeviceOption = "auto"
+    dtype: DtypeOption = "auto"
+    kv_dtype: KVDtypeOption = AUTO
+    quiet: QuietOption = False
+    parameters: dict[str, Any]
+
+    def recipe(self) -> BuildRecipe:
+        """How each document is built.
+
+        Raises:
+            UsageError: no such method, prefill, encoding or storage dtype, or a parameter that none of them reads.
+        """
+        chosen = {name: indexers()[name] for name in choose_indexers(self.method or [])}
+        way = choose_prefill(self.prefill)
+        refuse_unused(chosen | {f"the {self.prefill} prefill": way}, self.parameters)
+        return BuildRecipe(
+            config=BuildConfig(
+                methods={name: configure(indexer, self.parameters) for name, indexer in chosen.items()},
+                prefill=configure(way, self.parameters),
+                sinks=self.sinks,
+                tail=self.tail,
+                chunk_size=self.chunk_size,
+                kv_dtype=kv_dtype_named(self.kv_dtype),
+                rope_scaling=self.rope_scaling,
+                force=self.force,
+            ),
+            model=self.model,
+            device=self.device,
+            dtype=self.dtype,
+            max_tokens=self.max_tokens,
+            raw=self.raw,
+            special_tokens=self.special_tokens,
+            quiet=self.quiet,
+            encoding=check_encoding(self.encoding),
+        )
+
+
+@app.command(cls=Command)
+@with_options(BuildOptions, indexers() | {f"--prefill {name}": prefill for name, prefill in prefills().items()})
+def build_index(options: BuildOptions) -> None:
     """Prefill each DOC once, index it, and print the index's path.
 
     An interrupted build continues where it stopped when the same command runs again. If the folder holds the index of
@@ -125,51 +160,28 @@ def build_index(
     sparsekv build-index report.txt -o q3.skv --model Qwen/Qwen3-0.6B --max-tokens 32000
     A=$(sparsekv build-index manual.txt) && sparsekv generate --index "$A" "What is this about?"
     """
-    chosen = {name: indexers()[name] for name in choose_indexers(method or [])}
-    way = choose_prefill(prefill)
-    refuse_unused(chosen | {f"the {prefill} prefill": way}, parameters)
-    check_ray(ray, workers)
-    ranks = join_ranks(device)
-    index = index_among(documents or [], ranks=ranks is not None)
-    targets = choose_targets(documents or [], from_file, output)
-    recipe = BuildRecipe(
-        config=BuildConfig(
-            methods={name: configure(indexer, parameters) for name, indexer in chosen.items()},
-            prefill=configure(way, parameters),
-            sinks=sinks,
-            tail=tail,
-            chunk_size=chunk_size,
-            kv_dtype=kv_dtype_named(kv_dtype),
-            rope_scaling=rope_scaling,
-            force=force,
-        ),
-        model=model,
-        device=device,
-        dtype=dtype,
-        max_tokens=max_tokens,
-        raw=raw,
-        special_tokens=special_tokens,
-        quiet=quiet,
-        encoding=check_encoding(encoding),
-    )
+    recipe, documents = options.recipe(), options.documents or []
+    check_ray(options.ray, options.workers)
+    ranks = join_ranks(options.device)
+    index = index_among(documents, ranks=ranks is not None)
+    targets = choose_targets(documents, options.from_file, options.output)
+    several = len(targets) > 1 or options.from_file is not None
     if index is not None:
-        with progress(quiet=quiet) as show:
-            add_methods(index, recipe, [name for name in FIXED if on_command_line(ctx, name)], show)
+        fixed = [name for name in FIXED if on_command_line(options.ctx, name)]
+        with progress(quiet=options.quiet) as show:
+            add_methods(index, recipe, fixed, show)
         return say(str(index))
-    several = len(targets) > 1 or from_file is not None
     if ranks is not None:
         if several:
             raise UsageError("several ranks index one document at a time: name one, or leave --gpus out")
-        refuse_with_ranks({"--ray": ray, "--prefill": not way.exact})
-        with progress(quiet=quiet) as show:
+        refuse_with_ranks({"--ray": options.ray, "--prefill": not recipe.config.prefill.exact})
+    elif options.ray is not None:
+        return index_several(targets, partial(index_by_ray, recipe, options.ray, options.workers), quiet=options.quiet)
+    elif several:
+        return index_several(targets, partial(index_here, recipe), quiet=options.quiet)
+    with progress(quiet=options.quiet) as show:
+        if ranks is None:
+            recipe.index(targets[0], recipe.load, show)
+        else:
             index_by_ranks(ranks, recipe, targets[0], show)
-        return say(str(targets[0].folder))
-    if ray is not None:
-        return index_several(
-            targets, lambda there, _, done: index_by_ray(recipe, ray, workers, there, done), quiet=quiet
-        )
-    if several:
-        return index_several(targets, partial(index_here, recipe), quiet=quiet)
-    with progress(quiet=quiet) as show:
-        recipe.index(targets[0], recipe.load, show)
     say(str(targets[0].folder))

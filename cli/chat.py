@@ -1,72 +1,64 @@
 """`sparsekv chat`: one question after another over an index, in a terminal."""
 
-import time
-from itertools import chain
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
 import typer
 
 from sparsekv.cli.answering.options import (
-    BudgetOption,
+    AttentionOptions,
     Choices,
-    MaxNewTokensOption,
-    MethodOption,
     PlacementOption,
-    PrefillBudgetOption,
-    PrefillOption,
     RawOption,
-    ResidualOption,
-    SamplingSeedOption,
+    SamplingOptions,
     StatsOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
 )
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.index_option import open_artifact
-from sparsekv.cli.common.method_options import note_small_budgets, with_method_options
+from sparsekv.cli.common.method_options import note_small_budgets, with_options
 from sparsekv.cli.common.options import (
     DeviceOption,
     DtypeOption,
-    GroupedCommand,
     IndexOption,
     ModelOption,
     QuietOption,
     SpecialTokensOption,
 )
 from sparsekv.cli.common.process import refuse_little_room
+from sparsekv.cli.configuring.sources import Command
 from sparsekv.runtime.attention.config import Dense
-from sparsekv.runtime.decoding.choose_config import choose_config
 from sparsekv.runtime.decoding.prepare import EarlyReading
 from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
-@app.command(cls=GroupedCommand)
-@with_method_options(methods())
-def chat(
-    index: IndexOption = None,
-    model: ModelOption = None,
-    method: MethodOption = None,
-    budget: BudgetOption = None,
-    residual: ResidualOption = False,
-    prefill: PrefillOption = None,
-    prefill_budget: PrefillBudgetOption = None,
-    placement: PlacementOption = "device",
-    max_new_tokens: MaxNewTokensOption = 256,
-    temperature: TemperatureOption = 0.0,
-    top_p: TopPOption = None,
-    top_k: TopKOption = None,
-    seed: SamplingSeedOption = 0,
-    raw: RawOption = False,
-    special_tokens: SpecialTokensOption = False,
-    stats: StatsOption = False,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    quiet: QuietOption = False,
-    **parameters: Any,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ChatAttention(AttentionOptions):
+    """The options of attention that a chat has."""
+
+    placement: PlacementOption = "device"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """The options of `chat`."""
+
+    index: IndexOption = None
+    model: ModelOption = None
+    attention: ChatAttention
+    sampling: SamplingOptions
+    raw: RawOption = False
+    special_tokens: SpecialTokensOption = False
+    stats: StatsOption = False
+    device: DeviceOption = "auto"
+    dtype: DtypeOption = "auto"
+    quiet: QuietOption = False
+
+
+@app.command(cls=Command)
+@with_options(ChatOptions, methods())
+def chat(options: ChatOptions) -> None:
     """Ask one question after another over an index; each sees the document and the talk before it.
 
     Model and index are loaded once. At a terminal, lines that begin with / are commands (/help lists them), pasted
@@ -80,44 +72,29 @@ def chat(
     printf 'What is this about?\\nSay it in one word.\\n' | sparsekv chat --index manual.skv
     """
     refuse_little_room()
-    artifact = open_artifact(index)
-    config = choose_config(
-        artifact,
-        method,
-        parameters,
-        budget=budget,
-        residual=residual,
-        prefill=prefill,
-        prefill_budget=prefill_budget,
-        placement=placement,
-    )
-    choices = Choices(artifact, None if budget is None else config.budget, parameters, residual)
-    early, hold = EarlyReading.of(artifact, device, config), placement == "device"
+    artifact, quiet = open_artifact(options.index), options.quiet
+    config = options.attention.config(artifact)
+    choices = Choices.of(options.attention, artifact, config)
+    early = EarlyReading.of(artifact, options.device, config)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
-    from sparsekv.cli.chatting.loop import HOW, converse, is_piped, piped_questions
+    from sparsekv.cli.chatting.loop import HOW, converse, piped_questions
     from sparsekv.cli.chatting.session import Chat, describe
-    from sparsekv.cli.common.loading import load_for
-    from sparsekv.runtime.decoding.generate import Sampling
+    from sparsekv.cli.common.loading import OpeningTimes, load_for
     from sparsekv.runtime.decoding.session import Conversation
 
-    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
+    sampling, placement = options.sampling.make(), config.placement
     if isinstance(config.attention, Dense) and placement != "device":
         note(f"--placement {placement} counts after /method NAME: dense attention reads everything", quiet=quiet)
-    piped, questions = is_piped(), piped_questions()
-    first = [next(questions)] if piped else []
-    started, loading = time.perf_counter(), list[float]()
-    opened = load_for(artifact, model, device, dtype, quiet=quiet, hold=hold, loaded_in=loading.append, early=early)
-    talk = Conversation(opened, config, raw=raw, special_tokens=special_tokens)
-    took = time.perf_counter() - started - sum(loading)
+    piped, times = piped_questions(), OpeningTimes()
+    load = partial(load_for, artifact, options.model, options.device, options.dtype, quiet=quiet)
+    opened = load(hold=placement == "device", loaded_in=times.loaded, early=early)
+    talk = Conversation(opened, config, raw=options.raw, special_tokens=options.special_tokens)
     note_small_budgets([config.budget], quiet=quiet)
-    if stats:
-        if piped:  # at a terminal the first line says so
-            note(f"answers by {describe(config)}", quiet=False)
-        note(f"model loaded in {sum(loading):.2f} s, index opened in {took:.2f} s", quiet=False)
-    session = Chat(talk, choices, sampling, stats=stats, quiet=quiet, dtype=dtype)
-    if piped:
-        for question in chain(first, questions):
-            session.ask(question)
-        return
-    note(f"{artifact.folder}: {opened.split.tokens:,} tokens; {describe(config)}; {HOW}", quiet=quiet)
-    converse(session)
+    if options.stats:  # at a terminal the first line says how it is answered
+        times.show("" if piped is None else f"answers by {describe(config)}")
+    session = Chat(talk, choices, sampling, stats=options.stats, quiet=quiet, dtype=options.dtype)
+    if piped is None:
+        note(f"{artifact.folder}: {opened.split.tokens:,} tokens; {describe(config)}; {HOW}", quiet=quiet)
+        return converse(session)
+    for question in piped:
+        session.ask(question)

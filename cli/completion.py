@@ -7,11 +7,12 @@ import typer
 from sparsekv.cli.common.console import say
 from sparsekv.cli.completing.candidates import SCRIPTS, program
 from sparsekv.cli.completing.learn import learn
+from sparsekv.cli.configuring.sources import Command
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
-@app.command()
+@app.command(cls=Command)
 def completion(
     ctx: typer.Context,
     shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(metavar="SHELL", help="bash, zsh or fish.")],

@@ -10,12 +10,12 @@ from rich.table import Table
 from sparsekv.cli.common.console import note, say, show
 from sparsekv.cli.common.options import JsonOption
 from sparsekv.cli.configuring.project_file import variable
-from sparsekv.cli.configuring.sources import SetDefault, set_defaults
+from sparsekv.cli.configuring.sources import Command, SetDefault, set_defaults
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
-@app.command()
+@app.command(cls=Command)
 def config(ctx: typer.Context, as_json: JsonOption = False) -> None:
     """Show which defaults are set, and where: in the project's sparsekv.toml, and in the environment.
 

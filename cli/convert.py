@@ -10,6 +10,7 @@ from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.options import DeviceOption, QuietOption
 from sparsekv.cli.common.stats import stored_line
+from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.documents.document_hints import tune_hint
 from sparsekv.formats.errors import UsageError
@@ -21,7 +22,7 @@ from sparsekv.indexing.convert import convert_index
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
-@app.command()
+@app.command(cls=Command)
 def convert(
     index: Annotated[Path, typer.Argument(metavar="INDEX", help="The index to convert; it is left as it is.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the new index.")],

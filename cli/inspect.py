@@ -22,6 +22,7 @@ from sparsekv.cli.common.options import (
 from sparsekv.cli.common.plots import plot_clusters, plot_lists
 from sparsekv.cli.common.stats import storage_record
 from sparsekv.cli.common.streams import finite_numbers
+from sparsekv.cli.configuring.sources import Command
 from sparsekv.cli.inspecting.page import inspection_page, telling_words, token_texts, words_of
 from sparsekv.cli.inspecting.tables import print_inspection
 from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html, write_html
@@ -42,7 +43,7 @@ MOST = 8
 """Clusters that are shown of each kind."""
 
 
-@app.command()
+@app.command(cls=Command)
 def inspect(
     index: IndexOption = None,
     method: Annotated[

@@ -10,6 +10,7 @@ from rich.table import Table
 from sparsekv.cli.common.console import note, say, show
 from sparsekv.cli.common.options import JsonOption, QuietOption
 from sparsekv.cli.common.process import refuse_little_room
+from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.models.embedded import EMBEDDED
 from sparsekv.formats.models.load import known_models
 from sparsekv.formats.models.load import pull as fetch
@@ -17,7 +18,7 @@ from sparsekv.formats.models.load import pull as fetch
 app = typer.Typer(rich_markup_mode=None, add_completion=False, help="List the built-in models, and download models.")
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_models(as_json: JsonOption = False) -> None:
     """List the models that need no model hub.
 
@@ -39,7 +40,7 @@ def list_models(as_json: JsonOption = False) -> None:
     show(table, width=200)
 
 
-@app.command()
+@app.command(cls=Command)
 def pull(
     name: Annotated[
         str,

@@ -1,6 +1,7 @@
 """`sparsekv recall-report`: measure how much of dense attention each method keeps on a document, and what it reads."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,23 +9,24 @@ import typer
 
 from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.index_option import open_artifact
-from sparsekv.cli.common.method_options import note_small_budgets, with_method_options
+from sparsekv.cli.common.method_options import note_small_budgets, with_options
 from sparsekv.cli.common.options import (
+    CsvOption,
     DeviceOption,
     DtypeOption,
-    GroupedCommand,
     IndexOption,
     JsonOption,
     ModelOption,
     QuietOption,
     SpecialTokensOption,
     names_of,
+    refuse_two_formats,
     refuse_unwritable_plot,
     share,
 )
 from sparsekv.cli.common.questions import read_questions
 from sparsekv.cli.common.stats import stored_line
-from sparsekv.cli.configuring.sources import on_command_line
+from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html, write_html
 from sparsekv.cli.reporting.output import (
     answers_line,
@@ -36,11 +38,13 @@ from sparsekv.cli.reporting.output import (
 )
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.reporting.queries import MeasuredQueries
+from sparsekv.runtime.reporting.report import RecallReport
 from sparsekv.runtime.reporting.report import recall_report as measure
-from sparsekv.runtime.selection.interface import Budget
+from sparsekv.runtime.selection.interface import Budget, Method
 from sparsekv.runtime.selection.registry import configured_form, methods, methods_of, refuse_unused
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -49,32 +53,33 @@ DEFAULT_BUDGETS = ["0.02", "0.05", "0.1"]
 BY = {"layer": "layer", "head": "kv_head"}
 
 
-@app.command(cls=GroupedCommand)
-@with_method_options(methods())
-def recall_report(
-    ctx: typer.Context,
-    index: IndexOption = None,
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """The options of `recall-report`."""
+
+    ctx: typer.Context
+    index: IndexOption = None
     method: Annotated[
         list[str] | None,
         typer.Option(
             help="Method to measure; repeatable. Default: all that can run.", autocompletion=names_of(methods, "all")
         ),
-    ] = None,
+    ] = None
     budget: Annotated[
         list[str] | None,
         typer.Option(help="Share (0.05, 5%) or number of tokens to attend to; repeatable. Default: 2%, 5% and 10%."),
-    ] = None,
+    ] = None
     queries: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Measure on these questions, one per line, instead of the held-out tail."),
-    ] = None,
+    ] = None
     residual: Annotated[
         bool,
         typer.Option(
             "--residual",
             help="Measure each method a second time, with centroids for the tokens that it does not select.",
         ),
-    ] = False,
+    ] = False
     guard: Annotated[
         float | None,
         typer.Option(
@@ -83,7 +88,7 @@ def recall_report(
             help="Measure each method a second time under a limit: a head that leaves more than this share of its "
             "attention, by estimate, to centroids or drops it gets a larger budget, and then reads everything.",
         ),
-    ] = None,
+    ] = None
     within: Annotated[
         float,
         typer.Option(
@@ -91,7 +96,7 @@ def recall_report(
             parser=share,
             help="Below the table, name the method of lowest error among those whose kv_fraction is at most this.",
         ),
-    ] = 0.12,
+    ] = 0.12
     together: Annotated[
         str,
         typer.Option(
@@ -100,24 +105,64 @@ def recall_report(
             "`generate` has them; such as 1,4,16,64. With --queries this measures each "
             "question's last token before what all of them end with.",
         ),
-    ] = "1",
-    by: Annotated[str | None, typer.Option(metavar="layer,head", help="Rows per layer, per KV head, or both.")] = None,
-    as_json: JsonOption = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    ] = "1"
+    by: Annotated[str | None, typer.Option(metavar="layer,head", help="Rows per layer, per KV head, or both.")] = None
+    as_json: JsonOption = False
+    as_csv: CsvOption = False
     plot: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.png", help="Plot recall and error against the kv fraction, and recall by layer and head."
         ),
-    ] = None,
-    html: HtmlOption = None,
-    special_tokens: SpecialTokensOption = False,
-    model: ModelOption = None,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    quiet: QuietOption = False,
-    **parameters: Any,
-) -> None:
+    ] = None
+    html: HtmlOption = None
+    special_tokens: SpecialTokensOption = False
+    model: ModelOption = None
+    device: DeviceOption = "auto"
+    dtype: DtypeOption = "auto"
+    quiet: QuietOption = False
+    parameters: dict[str, Any]
+
+    def check(self) -> None:
+        """Raise UsageError for options that exclude each other or need another one, and for unwritable files."""
+        if self.queries is None:
+            self._refuse_options_of_queries()
+        if not 0 < self.within <= 1:
+            raise UsageError(f"--within {self.within:g}: give a share between 0 and 1, such as 0.12")
+        refuse_two_formats(as_json=self.as_json, as_csv=self.as_csv)
+        refuse_unwritable_plot(self.plot)
+        refuse_unwritable_html(self.html)
+
+    def _refuse_options_of_queries(self) -> None:
+        """Raise UsageError for an option that needs a model: none runs on the tail's queries, which the index has."""
+        for name in ("model", "dtype"):
+            if on_command_line(self.ctx, name):
+                told = f"--{name} {getattr(self, name)}"
+                raise UsageError(f"{told}: means nothing without --queries, for no model is run; leave it out")
+        if self.special_tokens:
+            raise UsageError("--special-tokens: means nothing without --queries; leave it out")
+
+    @property
+    def groups(self) -> list[str]:
+        """The columns that --by groups rows by; UsageError for another name."""
+        names = list(dict.fromkeys(name.strip() for name in self.by.split(","))) if self.by else []
+        for name in names:
+            if name not in BY:
+                raise UsageError(f"--by {self.by}: give layer, head or layer,head")
+        return [BY[name] for name in names]
+
+    @property
+    def numbers_together(self) -> list[int]:
+        """The numbers of --together; UsageError for what is none."""
+        found = [part.strip() for part in self.together.split(",")]
+        if not all(part.isascii() and part.isdigit() and int(part) for part in found):
+            raise UsageError(f"--together {self.together}: give numbers of at least 1, such as 1,4,16,64")
+        return list(dict.fromkeys(int(part) for part in found))
+
+
+@app.command(cls=Command)
+@with_options(ReportOptions, methods())
+def recall_report(options: ReportOptions) -> None:
     """Compare methods and budgets by how much of dense attention they keep.
 
     The table has a row for each form of each method at each budget, with means over queries, layers and KV heads.
@@ -161,87 +206,80 @@ def recall_report(
     sparsekv recall-report --index manual.skv --budget 0.05 --by layer --csv > layers.csv
     sparsekv recall-report --index manual.skv --queries questions.txt --plot recall.png --html recall.html
     """
-    if queries is None:
-        _refuse_model_options({name: ctx.params[name] for name in ("model", "dtype") if on_command_line(ctx, name)})
-        if special_tokens:
-            raise UsageError("--special-tokens: means nothing without --queries; leave it out")
-    where = choose_device(device)
-    if not 0 < within <= 1:
-        raise UsageError(f"--within {within:g}: give a share between 0 and 1, such as 0.12")
-    if as_json and as_csv:
-        raise UsageError("--json and --csv exclude each other: choose one")
-    groups, shared = _groups(by), _together(together)
-    budgets = Budget.parse_each(budget or DEFAULT_BUDGETS)
-    refuse_unwritable_plot(plot)
-    refuse_unwritable_html(html)
-    artifact = open_artifact(index, thorough=True)
-    names = methods_of(artifact, method or [])
-    chosen = {name: methods()[name] for name in names}
-    refuse_unused(chosen, parameters)
-    configured = {name: found for name, one in chosen.items() if (found := configured_form(one, parameters))}
-    guarded = None if guard is None else Guard(guard)
-    if residual:
+    options.check()
+    where, budgets = choose_device(options.device), Budget.parse_each(options.budget or DEFAULT_BUDGETS)
+    groups, together = options.groups, options.numbers_together
+    artifact = open_artifact(options.index, thorough=True)
+    names = methods_of(artifact, options.method or [])
+    configured = _configured(names, options.parameters)
+    guard = None if options.guard is None else Guard(options.guard)
+    if options.residual:
         residual_source(artifact)
-    asked = MeasuredQueries(artifact)
-    if queries is not None:
-        questions = read_questions(queries, "--queries")
-        # Here, because they import transformers, which takes as long as all else: the tail's queries need no model.
-        from sparsekv.cli.common.loading import load_for
-        from sparsekv.runtime.reporting.questions import question_queries
-
-        opened = load_for(artifact, model, device, dtype, quiet=quiet)
-        asked = question_queries(opened, questions, special_tokens=special_tokens, last=shared != [1])
-    if max(shared) > len(asked):
-        of_what = "the tail has" if queries is None else "--queries has"
-        raise UsageError(f"--together {together}: {of_what} {len(asked)} queries to measure on; give at most that")
-    note_small_budgets(budgets, quiet=quiet)
-    with progress(quiet=quiet) as tell:
+    queries = _queries(options, artifact, together)
+    note_small_budgets(budgets, quiet=options.quiet)
+    with progress(quiet=options.quiet) as tell:
         report = measure(
             artifact,
             names,
             budgets,
-            asked,
+            queries,
             lambda done, of: tell("layers", done, of),
-            residual=residual,
-            guard=guarded,
+            residual=options.residual,
+            guard=guard,
             configured=configured,
-            together=shared,
+            together=together,
             device=where,
         )
-    if plot is not None:
+    _show(options, artifact, report, groups)
+
+
+def _configured(names: list[str], parameters: dict[str, Any]) -> dict[str, tuple[str, Method]]:
+    """By method for which the user set a parameter: a label and the form; UsageError for one that no method has."""
+    chosen = {name: methods()[name] for name in names}
+    refuse_unused(chosen, parameters)
+    return {name: found for name, one in chosen.items() if (found := configured_form(one, parameters))}
+
+
+def _queries(options: ReportOptions, artifact: Artifact, together: list[int]) -> MeasuredQueries:
+    """The tail's queries, or those of the questions of --queries.
+
+    Raises:
+        UsageError: no such file, or fewer queries than are to be measured `together`.
+    """
+    queries = MeasuredQueries(artifact)
+    if options.queries is not None:
+        questions = read_questions(options.queries, "--queries")
+        # Here, because they import transformers, which takes as long as all else: the tail's queries need no model.
+        from sparsekv.cli.common.loading import load_for
+        from sparsekv.runtime.reporting.questions import question_queries
+
+        opened = load_for(artifact, options.model, options.device, options.dtype, quiet=options.quiet)
+        last = together != [1]
+        queries = question_queries(opened, questions, special_tokens=options.special_tokens, last=last)
+    if max(together) > len(queries):
+        has = "the tail has" if options.queries is None else "--queries has"
+        raise UsageError(
+            f"--together {options.together}: {has} {len(queries)} queries to measure on; give at most that"
+        )
+    return queries
+
+
+def _show(options: ReportOptions, artifact: Artifact, report: RecallReport, groups: list[str]) -> None:
+    """Write the plot and the page that the options name, and print the report."""
+    if options.plot is not None:
         from sparsekv.cli.reporting.plots import plot_recall
 
-        plot_recall(report, plot)
-        note(f"plot: {plot}", quiet=quiet)
-    rows, answers = report.by(*groups), answers_line(artifact, report, within)
-    if html is not None:
-        write_html(recall_page(report, within, answers), html, quiet=quiet)
-    if as_json:
+        plot_recall(report, options.plot)
+        note(f"plot: {options.plot}", quiet=options.quiet)
+    rows, within = report.by(*groups), options.within
+    answers = answers_line(artifact, report, within)
+    if options.html is not None:
+        write_html(recall_page(report, within, answers), options.html, quiet=options.quiet)
+    if options.as_json:
         say(json.dumps(report_record(report, report.by() + (rows if groups else []), within), indent=1))
-    elif as_csv:
+    elif options.as_csv:
         print_csv(rows)
     else:
         print_report(report, groups, within, stored_line(artifact.manifest), answers)
-        if not method and (lacking := lacking_line(artifact)):
-            note(lacking, quiet=quiet)
-
-
-def _refuse_model_options(given: dict[str, str]) -> None:
-    """Raise UsageError for an option that needs a model: without --queries none runs, as the index has the queries."""
-    for name, value in given.items():
-        raise UsageError(f"--{name} {value}: means nothing without --queries, for no model is run; leave it out")
-
-
-def _groups(by: str | None) -> list[str]:
-    names = list(dict.fromkeys(name.strip() for name in by.split(","))) if by else []
-    for name in names:
-        if name not in BY:
-            raise UsageError(f"--by {by}: give layer, head or layer,head")
-    return [BY[name] for name in names]
-
-
-def _together(text: str) -> list[int]:
-    found = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) for part in found):
-        raise UsageError(f"--together {text}: give numbers of at least 1, such as 1,4,16,64")
-    return list(dict.fromkeys(int(part) for part in found))
+        if not options.method and (lacking := lacking_line(artifact)):
+            note(lacking, quiet=options.quiet)

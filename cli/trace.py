@@ -1,26 +1,20 @@
 """`sparsekv trace`: answer a question, and show what each token of the answer attended to."""
 
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
 import typer
 
-from sparsekv.cli.answering.options import (
-    BudgetOption,
-    MaxNewTokensOption,
-    MethodOption,
-    PrefillBudgetOption,
-    PrefillOption,
-    RawOption,
-    ResidualOption,
-)
+from sparsekv.cli.answering.options import AttentionOptions, MaxNewTokensOption, RawOption
 from sparsekv.cli.common.console import note, waiting
 from sparsekv.cli.common.index_option import open_artifact
-from sparsekv.cli.common.method_options import note_small_budgets, with_method_options
+from sparsekv.cli.common.method_options import note_small_budgets, with_options
 from sparsekv.cli.common.options import (
     DeviceOption,
     DtypeOption,
-    GroupedCommand,
     IndexOption,
     JsonOption,
     ModelOption,
@@ -29,21 +23,26 @@ from sparsekv.cli.common.options import (
 )
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.common.questions import AnswerStream, answer_may_meet_notes, read_question
+from sparsekv.cli.configuring.sources import Command
 from sparsekv.cli.pages.trace import describe_size, describe_without, refuse_unwritable, say_json, write
-from sparsekv.runtime.decoding.choose_config import choose_config
 from sparsekv.runtime.decoding.prepare import EarlyReading
 from sparsekv.runtime.selection.registry import methods
+
+if TYPE_CHECKING:  # they import transformers
+    from sparsekv.runtime.decoding.generate import Answer
+    from sparsekv.runtime.tracing.trace import TracedIndex
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
-@app.command(cls=GroupedCommand)
-@with_method_options(methods())
-def trace(
-    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The question; - for stdin.")] = None,
-    index: IndexOption = None,
-    prompt_file: Annotated[str | None, typer.Option(help="Read the question from a file.")] = None,
-    model: ModelOption = None,
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    """The options of `trace`."""
+
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The question; - for stdin.")] = None
+    index: IndexOption = None
+    prompt_file: Annotated[str | None, typer.Option(help="Read the question from a file in UTF-8.")] = None
+    model: ModelOption = None
     output: Annotated[
         Path | None,
         typer.Option(
@@ -52,7 +51,7 @@ def trace(
             metavar="FILE",
             help="Write the trace to this file: a page for any browser (.html), or JSON (.json).",
         ),
-    ] = None,
+    ] = None
     truth: Annotated[
         bool,
         typer.Option(
@@ -60,7 +59,7 @@ def trace(
             help="Show what dense attention weighs, for the queries of each step, and what the step missed of it. It "
             "reads all of the document's keys and values for each token.",
         ),
-    ] = False,
+    ] = False
     without: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,21 +68,20 @@ def trace(
             "are chosen or attended exactly, and centroids that stand for some of them count as many tokens less; what "
             "other tokens took over from it when the document was prefilled stays.",
         ),
-    ] = None,
-    method: MethodOption = None,
-    budget: BudgetOption = None,
-    residual: ResidualOption = False,
-    prefill: PrefillOption = None,
-    prefill_budget: PrefillBudgetOption = None,
-    max_new_tokens: MaxNewTokensOption = 256,
-    raw: RawOption = False,
-    special_tokens: SpecialTokensOption = False,
-    as_json: JsonOption = False,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    quiet: QuietOption = False,
-    **parameters: Any,
-) -> None:
+    ] = None
+    attention: AttentionOptions
+    max_new_tokens: MaxNewTokensOption = 256
+    raw: RawOption = False
+    special_tokens: SpecialTokensOption = False
+    as_json: JsonOption = False
+    device: DeviceOption = "auto"
+    dtype: DtypeOption = "auto"
+    quiet: QuietOption = False
+
+
+@app.command(cls=Command)
+@with_options(TraceOptions, methods())
+def trace(options: TraceOptions) -> None:
     """Answer a question over an index and show what each token of the answer attended to, by layer and KV head.
 
     The answer streams to stdout, or with --json the trace is printed there: which passages were chosen, what centroids
@@ -95,42 +93,52 @@ def trace(
     sparsekv trace --index manual.skv "How is it installed?" --truth --json | python3 -m json.tool
     """
     refuse_little_room()
-    refuse_unwritable(output)
-    artifact = open_artifact(index)
-    config = choose_config(
-        artifact, method, parameters, budget=budget, residual=residual, prefill=prefill, prefill_budget=prefill_budget
-    )
-    question = read_question(prompt, prompt_file)
-    early = EarlyReading.of(artifact, device, config)
+    refuse_unwritable(options.output)
+    artifact = open_artifact(options.index)
+    config = options.attention.config(artifact)
+    question = read_question(options.prompt, options.prompt_file)
+    early = EarlyReading.of(artifact, options.device, config)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
     from sparsekv.cli.common.loading import load_for
     from sparsekv.runtime.decoding.generate import Sampling, question_ids
     from sparsekv.runtime.tracing.trace import TracedIndex
 
-    Sampling(max_new_tokens)
-    opened = load_for(artifact, model, device, dtype, quiet=quiet, hold=True, early=early)
-    ids = question_ids(opened, question, raw=raw, special_tokens=special_tokens)
+    Sampling(options.max_new_tokens)
+    load = partial(load_for, artifact, options.model, options.device, options.dtype)
+    opened = load(quiet=options.quiet, hold=True, early=early)
+    ids = question_ids(opened, question, raw=options.raw, special_tokens=options.special_tokens)
     traced = TracedIndex(opened, config)
-    hidden = traced.hide(without) if without else None
-    note_small_budgets([config.budget], quiet=quiet)
-    if config.origin:
-        note(config.origin, quiet=quiet)
-    stream = AnswerStream()
-    with stream.ending_lines():
-        with waiting("tracing", quiet=quiet or (not as_json and answer_may_meet_notes())):
-            answer, document = traced.trace(ids, max_new_tokens, _discard if as_json else stream.add, truth=truth)
-        if not as_json:
-            stream.end()
+    hidden = traced.hide(options.without) if options.without else None
+    note_small_budgets([config.budget], quiet=options.quiet)
+    note(config.origin, quiet=options.quiet or not config.origin)
+    answer, document = _traced(options, traced, ids)
     document["question"] = question
-    if without and hidden is not None:
-        with waiting("answering without the passage", quiet=quiet):
-            again = traced.without(hidden, ids, max_new_tokens, answer, truth=truth)
-        document["without"] = {"passages": without, **again}
-        note(describe_without(again), quiet=quiet)
-    size = None if output is None else write(document, output)
-    printed = say_json(document) if as_json else None
+    if hidden is not None:
+        with waiting("answering without the passage", quiet=options.quiet):
+            again = traced.without(hidden, ids, options.max_new_tokens, answer, truth=options.truth)
+        document["without"] = {"passages": options.without, **again}
+        note(describe_without(again), quiet=options.quiet)
+    _show(options, document)
+
+
+def _traced(options: TraceOptions, traced: "TracedIndex", question: torch.Tensor) -> "tuple[Answer, dict[str, Any]]":
+    """The answer to a question [Q], which streams unless --json is given, and its trace."""
+    stream, quiet = AnswerStream(), options.quiet or (not options.as_json and answer_may_meet_notes())
+    on_text = _discard if options.as_json else stream.add
+    with stream.ending_lines():
+        with waiting("tracing", quiet=quiet):
+            found = traced.trace(question, options.max_new_tokens, on_text, truth=options.truth)
+        if not options.as_json:
+            stream.end()
+    return found
+
+
+def _show(options: TraceOptions, document: dict[str, Any]) -> None:
+    """Write the trace to the --output and print it, as the options say, and note its size."""
+    size = None if options.output is None else write(document, options.output)
+    printed = say_json(document) if options.as_json else None
     told = describe_size(document, printed if size is None else size)
-    note(told if output is None else f"{output}: {told}", quiet=quiet)
+    note(told if options.output is None else f"{options.output}: {told}", quiet=options.quiet)
 
 
 def _discard(text: str) -> None:

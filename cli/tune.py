@@ -1,7 +1,7 @@
 """`sparsekv tune`: find the cheapest setting that meets a target, and make it the index's default."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated
 
@@ -10,6 +10,7 @@ import typer
 from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.loading import load_for
+from sparsekv.cli.common.method_options import with_options
 from sparsekv.cli.common.options import (
     DeviceOption,
     DtypeOption,
@@ -20,7 +21,7 @@ from sparsekv.cli.common.options import (
     names_of,
     share,
 )
-from sparsekv.cli.configuring.sources import on_command_line
+from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.reporting.tuned import Rounds, cost_ahead, print_table, record, row, told_budget
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.documents.document_hints import eval_hint
@@ -44,10 +45,12 @@ RUNS = 20
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
-@app.command()
-def tune(
-    ctx: typer.Context,
-    index: IndexOption = None,
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions:
+    """The options of `tune`."""
+
+    ctx: typer.Context
+    index: IndexOption = None
     target_recall: Annotated[
         float | None,
         typer.Option(
@@ -55,30 +58,30 @@ def tune(
             parser=share,
             help="Select at least this share of the oracle's best tokens, such as 0.9 or 90%.",
         ),
-    ] = None,
+    ] = None
     target_error: Annotated[
         float | None,
         typer.Option(
             metavar="SHARE", parser=share, help="Largest relative error of the attention output, such as 0.05 or 5%."
         ),
-    ] = None,
+    ] = None
     target_perplexity: Annotated[
         float | None,
         typer.Option(
             metavar="RATIO", help="Largest ratio of perplexity on the tail to dense attention's, such as 1.02."
         ),
-    ] = None,
+    ] = None
     of: Annotated[
         str | None,
         typer.Option(
             metavar="BUDGET",
             help=f"Share or number of the document's tokens that the oracle selects, for recall. Default: {REFERENCE}.",
         ),
-    ] = None,
+    ] = None
     method: Annotated[
         list[str] | None,
         typer.Option(help="Method to tune; repeatable. Default: all that can run.", autocompletion=names_of(methods)),
-    ] = None,
+    ] = None
     cheapest: Annotated[
         str,
         typer.Option(
@@ -86,17 +89,46 @@ def tune(
             help="What is least: the keys and values that a step reads (rows), or its time, measured on this machine "
             "over the index's middle layer (time).",
         ),
-    ] = CHEAPEST[0],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Search, but leave the index as it is.")] = False,
-    reset: Annotated[
-        bool, typer.Option("--reset", help="Search nothing: take the index's default away again.")
-    ] = False,
-    model: ModelOption = None,
-    as_json: JsonOption = False,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    quiet: QuietOption = False,
-) -> None:
+    ] = CHEAPEST[0]
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Search, but leave the index as it is.")] = False
+    reset: Annotated[bool, typer.Option("--reset", help="Search nothing: take the index's default away again.")] = False
+    model: ModelOption = None
+    as_json: JsonOption = False
+    device: DeviceOption = "auto"
+    dtype: DtypeOption = "auto"
+    quiet: QuietOption = False
+
+    @property
+    def targets(self) -> list[float]:
+        """The targets that were given."""
+        given = self.target_recall, self.target_error, self.target_perplexity
+        return [target for target in given if target is not None]
+
+    def check(self) -> None:
+        """Raise UsageError for options that exclude each other, or that mean nothing without another one."""
+        if len(self.targets) != 1:
+            raise UsageError("give one target: --target-error 0.05, --target-recall 0.9 or --target-perplexity 1.02")
+        for name in ("model", "dtype"):
+            if on_command_line(self.ctx, name) and self.target_perplexity is None:
+                told = f"--{name} {getattr(self, name)}"
+                raise UsageError(f"{told}: only --target-perplexity runs a model; leave it out")
+        if self.cheapest not in CHEAPEST:
+            raise UsageError(f"--cheapest {self.cheapest}: {choose_one(self.cheapest, CHEAPEST)}")
+
+    def goal(self, artifact: Artifact) -> Goal:
+        """What is searched for; raises UsageError for a budget of the oracle that is none, or what the goal raises."""
+        (target,), reference = self.targets, REFERENCE if self.of is None else Budget.parse(self.of, "--of")
+        if self.target_recall is not None:
+            return RecallGoal(target, reference)
+        if self.target_error is not None:
+            return ErrorGoal(target, reference)
+        open_model = partial(load_for, artifact, self.model, self.device, self.dtype, quiet=self.quiet)
+        return PerplexityGoal(target, reference, open_model=open_model)
+
+
+@app.command(cls=Command)
+@with_options(TuneOptions)
+def tune(options: TuneOptions) -> None:
     """Find each method's cheapest setting that meets a target, and make the cheapest of all the index's default.
 
     The cheapest setting is the one that reads the fewest keys and values. That is no time, which depends on the
@@ -113,63 +145,29 @@ def tune(
     sparsekv tune --index manual.skv --target-error 0.05 --method squeezed --method quest --dry-run
     sparsekv tune --index manual.skv --target-perplexity 1.02 --method squeezed
     """
-    targets = [target for target in (target_recall, target_error, target_perplexity) if target is not None]
-    if reset:
-        return _reset(open_artifact(index), targets, dry_run=dry_run, quiet=quiet)
-    if len(targets) != 1:
-        raise UsageError("give one target: --target-error 0.05, --target-recall 0.9 or --target-perplexity 1.02")
-    for name, value in {"model": model, "dtype": dtype}.items():
-        if on_command_line(ctx, name) and target_perplexity is None:
-            raise UsageError(f"--{name} {value}: only --target-perplexity runs a model; leave it out")
-    if cheapest not in CHEAPEST:
-        raise UsageError(f"--cheapest {cheapest}: {choose_one(cheapest, CHEAPEST)}")
-    reference = REFERENCE if of is None else Budget.parse(of, "--of")
-    artifact = open_artifact(index, thorough=True)
-    if not dry_run:
+    if options.reset:
+        return _reset(options, open_artifact(options.index))
+    options.check()
+    artifact = open_artifact(options.index, thorough=True)
+    if not options.dry_run:
         refuse_unwritable(artifact.folder)
-    goal: Goal
-    if target_recall is not None:
-        goal = RecallGoal(target_recall, reference)
-    elif target_error is not None:
-        goal = ErrorGoal(target_error, reference)
-    elif target_perplexity is not None:
-        open_model = partial(load_for, artifact, model, device, dtype, quiet=quiet)
-        goal = PerplexityGoal(target_perplexity, reference, open_model=open_model)
-    where = choose_device(device)
-    times = SettingTimes(artifact, clock_for(where, RUNS, cold=True)) if cheapest == "time" else None
-    ahead = cost_ahead(artifact, goal, method or [])
-    with progress(quiet=quiet) as tell:
-        time, rounds = None if times is None else times.sparse, Rounds(tell, partial(note, ahead, quiet=quiet))
-        tuned, before = find(artifact, goal, method or [], rounds.show, where, time, _present(artifact))
-    note(rounds.taken(), quiet=quiet)
-    dense_ms, best = None if times is None else times.dense(), tuned[0]
-    target = goal.target().model_copy(update={"methods": [one for one in method or [] if one != "all"]})
-    defaults = _defaults(best, target) if best.holds else None
-    unwritten = None
-    if defaults is not None and not dry_run:
-        # Before anything is printed: whoever reads may be gone, after a search of minutes.
-        try:
-            write_defaults(artifact.folder, artifact.manifest, defaults)
-            note(
-                f"{artifact.folder}: {best.form.title} at {told_budget(best)} is the default now"
-                f"{_instead_of(before, best)}; tune --reset takes it away",
-                quiet=quiet,
-            )
-        except SparsekvError as error:
-            unwritten = error
-    if as_json:
+    goal = options.goal(artifact)
+    search = _search(options, artifact, goal)
+    target = goal.target().model_copy(update={"methods": [one for one in options.method or [] if one != "all"]})
+    defaults = _defaults(search.best, target) if search.best.holds else None
+    # Before anything is printed: whoever reads may be gone, after a search of minutes.
+    unwritten = None if defaults is None or options.dry_run else _keep(options, artifact, search, defaults)
+    if options.as_json:
         found = {
-            **record(artifact, goal, tuned, defaults),
-            "before": before and row(before),
+            **record(artifact, goal, search.tuned, defaults),
+            "before": search.before and row(search.before),
             "target": target.model_dump(),
-            "dense_step_ms": dense_ms,
+            "dense_step_ms": search.dense_ms,
         }
         say(json.dumps(found, indent=1))
     else:
-        print_table(artifact, goal, tuned, before, dense_ms)
-        told = f" Right answers are measured with {_eval_hint(artifact, best)}." if defaults else ""
-        unseen = " Recall does not see what centroids stand for; --target-error does." if target_recall else ""
-        say(f"{_what_is_cheap(dense_ms)}{unseen}{told}")
+        print_table(artifact, goal, search.tuned, search.before, search.dense_ms)
+        say(_advice(options, artifact, search, kept=defaults is not None))
     if defaults is None:
         raise SparsekvError(
             f"no setting reads less than everything and holds --target-{goal.measure} {goal.value:g}; "
@@ -179,13 +177,63 @@ def tune(
         raise unwritten
 
 
-def _reset(artifact: Artifact, targets: list[float], *, dry_run: bool, quiet: bool) -> None:
-    if targets or dry_run:
+@dataclass(frozen=True)
+class Search:
+    """The result of a search: each method's setting, the best first; the default before it; and, where times were
+    compared, the milliseconds of a step of dense attention."""
+
+    tuned: list[Tuned]
+    before: Tuned | None
+    dense_ms: float | None
+
+    @property
+    def best(self) -> Tuned:
+        return self.tuned[0]
+
+
+def _search(options: TuneOptions, artifact: Artifact, goal: Goal) -> Search:
+    """Search for the goal; raises what `runtime.tuning.tune` raises."""
+    where, names = choose_device(options.device), options.method or []
+    timed = options.cheapest == "time"
+    times = SettingTimes(artifact, clock_for(where, RUNS, cold=True)) if timed else None
+    ahead, quiet = cost_ahead(artifact, goal, names), options.quiet
+    with progress(quiet=quiet) as tell:
+        time, rounds = None if times is None else times.sparse, Rounds(tell, partial(note, ahead, quiet=quiet))
+        tuned, before = find(artifact, goal, names, rounds.show, where, time, _present(artifact))
+    note(rounds.taken(), quiet=quiet)
+    return Search(tuned, before, None if times is None else times.dense())
+
+
+def _keep(options: TuneOptions, artifact: Artifact, search: Search, defaults: Defaults) -> SparsekvError | None:
+    """Make it the index's default, and note so; returns the error if it cannot be written."""
+    try:
+        write_defaults(artifact.folder, artifact.manifest, defaults)
+    except SparsekvError as error:
+        return error
+    best = search.best
+    note(
+        f"{artifact.folder}: {best.form.title} at {told_budget(best)} is the default now"
+        f"{_instead_of(search.before, best)}; tune --reset takes it away",
+        quiet=options.quiet,
+    )
+    return None
+
+
+def _advice(options: TuneOptions, artifact: Artifact, search: Search, *, kept: bool) -> str:
+    """How the settings below a table were compared, and what else tells their quality."""
+    told = f" Right answers are measured with {_eval_hint(artifact, search.best)}." if kept else ""
+    of_recall = options.target_recall is not None
+    unseen = " Recall does not see what centroids stand for; --target-error does." if of_recall else ""
+    return f"{_what_is_cheap(search.dense_ms)}{unseen}{told}"
+
+
+def _reset(options: TuneOptions, artifact: Artifact) -> None:
+    if options.targets or options.dry_run:
         raise UsageError("--reset: searches nothing; leave the target and --dry-run out")
     refuse_unwritable(artifact.folder)
     write_defaults(artifact.folder, artifact.manifest, None)
     had = "no default of its own now" if artifact.manifest.defaults else "no default of its own, as before"
-    note(f"{artifact.folder} has {had}", quiet=quiet)
+    note(f"{artifact.folder} has {had}", quiet=options.quiet)
 
 
 def _defaults(best: Tuned, target: TuneTarget) -> Defaults:

@@ -9,7 +9,7 @@ from sparsekv.cli.common.commands import COMMANDS as MAIN
 
 PAGE = Path(__file__).parent / "reference" / "commands.md"
 COMMANDS = ["", *MAIN, "models list", "models pull"]
-WITH_METHODS = ("build-index", "generate", "chat", "recall-report", "eval", "bench")
+WITH_METHODS = ("build-index", "generate", "chat", "recall-report", "eval", "bench", "bench-model")
 OF_METHODS = {name: ["--method", "all"] for name in WITH_METHODS}
 HEAD = "# Commands\n\nWritten by `make docs` from each command's `--help`.\n"
 

@@ -9,7 +9,7 @@
 
 The commands `generate` and `recall-report` run the same code. Everything raises `SparsekvError` with one line for the
 user, or its subclasses `UsageError` (a wrong argument) and `ArtifactError` (an index that cannot be used); all three
-are in `sparsekv.formats.errors`.
+are in `sparsekv`.
 """
 
 import re
@@ -136,9 +136,7 @@ class Index:
         if not question.strip():
             raise UsageError("the question is empty; ask one")
         if sampling is not None and not isinstance(sampling, Sampling):
-            raise UsageError(
-                f"sampling is {sampling!r}: give Sampling(max_new_tokens=...), of runtime.decoding.generate"
-            )
+            raise UsageError(f"sampling is {sampling!r}: give sparsekv.Sampling(max_new_tokens=...)")
         with exclusive(self.opened.model):
             return self.asker(**setting).ask(question, sampling)
 

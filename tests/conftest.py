@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import tempfile
 from argparse import Namespace
 from pathlib import Path
@@ -11,6 +12,10 @@ import pytest
 
 if TYPE_CHECKING:
     from sparsekv.formats.models.load import LoadedModel
+
+ROOT = Path(__file__).parent.parent
+# `python -m pytest` puts the root there, where transformers would take `kernels/` for the hub's package of that name.
+sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
 
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -25,6 +30,7 @@ def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Whoever starts the tests in the background has them ignore Ctrl-C, and what they start with them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    config.pluginmanager.register(RootAsFolder())
     for name in ("INDEX", "MODEL", "DEVICE", "DTYPE"):
         os.environ.pop(f"SPARSEKV_{name}", None)
     if _hands_out(config.option):
@@ -35,6 +41,20 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_num_threads(1)
+
+
+class RootAsFolder:
+    """Pytest's plugin that collects the repository's root as a folder.
+
+    As a package, for it has `__init__.py`, pytest would import it under the checkout's name beside `sparsekv`.
+    """
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        if path != ROOT:
+            return None
+        folder: pytest.Collector = pytest.Dir.from_parent(parent, path=path)
+        return folder
 
 
 def _hands_out(options: Namespace) -> bool:

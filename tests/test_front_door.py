@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import sparsekv
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats import errors
 from sparsekv.runtime.api import open_index
 
 
@@ -14,7 +15,9 @@ def test_every_public_name_is_there() -> None:
     assert all(getattr(sparsekv, name) is not None for name in sparsekv.__all__)
     assert set(sparsekv.__all__) <= set(dir(sparsekv))
     assert sparsekv.open_index is open_index
-    assert sparsekv.UsageError is UsageError
+    own = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    assert own <= set(sparsekv.__all__)
+    assert all(getattr(sparsekv, name) is getattr(errors, name) for name in own)
     assert "codes" in sparsekv.methods()
 
 
@@ -26,3 +29,18 @@ def test_another_name_is_an_attribute_error() -> None:
 def test_the_import_takes_neither_torch_nor_transformers() -> None:
     check = "import sys, sparsekv; sparsekv.UsageError; print({'torch', 'transformers'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_the_repository_is_imported_under_one_name() -> None:
+    """Pytest would import the root's `__init__.py` under the checkout's name, if it took the root for a package."""
+    root = Path(sparsekv.__file__).parent.resolve()
+    folders = ("cli", "indexing", "runtime", "kernels", "formats")
+    ours = {root / "__init__.py", *(path for folder in folders for path in (root / folder).rglob("*.py"))}
+    loaded = {name for name, module in [*sys.modules.items()] if _file(module) in ours}
+    assert "sparsekv" in loaded
+    assert {name for name in loaded if name.partition(".")[0] != "sparsekv"} == set()
+
+
+def _file(module: object) -> Path | None:
+    file = getattr(module, "__file__", None)
+    return Path(file).resolve() if isinstance(file, str) else None

@@ -1,5 +1,7 @@
 """How the code is laid out: imports go one way."""
 
+import ast
+
 from support import house
 
 
@@ -19,3 +21,15 @@ def test_packages_import_only_what_they_may() -> None:
 
 def test_no_files_import_each_other() -> None:
     assert set(house.file_order()) >= house.files().keys()
+
+
+def test_triton_is_loaded_by_kernels_alone() -> None:
+    """It takes long to import, and exists on Linux only: a definition's file names its kernel, and imports none."""
+    loading = set()
+    for name in house.files():
+        for node in house.tree(name).body:
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            names = {alias.name for alias in node.names} if isinstance(node, ast.Import | ast.ImportFrom) else set()
+            if any("triton" in each for each in {module, *names}) and not name.endswith("_triton"):
+                loading.add(name)
+    assert loading == set()

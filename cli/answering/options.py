@@ -1,47 +1,40 @@
-"""Options of the commands that answer questions: attention, sampling, batch size, several ranks, checks before a model
-is loaded, and changes within a chat."""
+"""Options of the commands that answer questions: attention, sampling, batch size, and changes within a chat."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
-from sparsekv.cli.common.options import names_of
-from sparsekv.formats.errors import UsageError
+from sparsekv.cli.common.options import (
+    ATTENDED,
+    PLACED,
+    DeviceOption,
+    DtypeOption,
+    IndexOption,
+    ModelOption,
+    QuietOption,
+    SpecialTokensOption,
+    names_of,
+    share,
+)
+from sparsekv.cli.common.streams import outlive_reader
+from sparsekv.cli.distributed.join import refuse_with_ranks
+from sparsekv.formats.errors import UsageError, check_choice
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.runtime.attention.config import QUESTION_BUDGET, DecodeConfig, Dense, Own
+from sparsekv.runtime.attention.config import QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
+from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
 from sparsekv.runtime.decoding.choose_config import attention_of, choose_config, refuse_beside_dense
-from sparsekv.runtime.decoding.compiled import WORTH_IT
+from sparsekv.runtime.decoding.compiled import MODES, WORTH_IT
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import DENSE, methods
 
 if TYPE_CHECKING:  # torch.distributed is for ranks alone, and transformers takes as long to import as all else
     from sparsekv.formats.distributed.group import Ranks
-    from sparsekv.runtime.decoding.generate import Answer
-
-
-def parse_schedule(text: str, budget: str | None, step: int | None) -> tuple[str, int]:
-    """The budget as it was written, and the number of steps from one selection to the next.
-
-    Args:
-        budget, step: the options that it stands for.
-
-    Raises:
-        UsageError: it is not BUDGET-step-STEPS, or one of these options was given too.
-    """
-    if budget is not None or step is not None:
-        raise UsageError("--schedule is --budget and --step in one; leave these out")
-    found = re.fullmatch(r"(.+)-step-(\d+)", text)
-    if found is None:
-        raise UsageError(f"--schedule {text}: give BUDGET-step-STEPS, such as 0.15-step-4")
-    return found[1], int(found[2])
-
-
-T = TypeVar("T")
+    from sparsekv.runtime.decoding.sampling import Sampling
 
 
 def refuse_merged_heads(config: DecodeConfig) -> None:
@@ -55,27 +48,115 @@ def refuse_merged_heads(config: DecodeConfig) -> None:
             )
 
 
-def one_at_a_time(batch_size: str, batch_file: str | None) -> str:
-    """The `--batch-size` of ranks: 1, where there is a batch. UsageError for another number."""
-    if batch_size not in ("auto", "1"):
-        raise UsageError(f"--batch-size {batch_size}: ranks answer one question at a time; leave it out")
-    return batch_size if batch_file is None else "1"
+SAMPLING = "Sampling"
+
+AT_ONCE = {"cpu": 16, "cuda": 64}
+"""How many questions `--batch-size auto` answers at once; on a GPU fewer where they do not fit."""
+
+PlacementOption = Annotated[
+    str,
+    typer.Option(
+        metavar="|".join(PLACEMENTS),
+        help="Where the document's keys and values are kept: in the memory of the model's device, in main memory "
+        "(host), or in the index's files (disk).",
+        rich_help_panel=PLACED,
+    ),
+]
+MaxNewTokensOption = Annotated[int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=SAMPLING)]
+RawOption = Annotated[bool, typer.Option("--raw", help="Put no chat template around the question.")]
+StatsOption = Annotated[
+    bool, typer.Option("--stats", help="Print times, and the share of keys and values read; with --quiet, too.")
+]
 
 
-def for_all_ranks(ranks: "Ranks | None", read: Callable[[], T]) -> T:
-    """A value that the first rank reads: it alone has the command's standard input."""
-    if ranks is None:
-        return read()
-    return ranks.share(read() if ranks.first else None)
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """Options of how answers attend to the document; a command offers those that it annotates.
 
+    `parameters` are the methods' own options by name, None for one that the user did not set.
+    """
 
-def joined_answers(ranks: "Ranks | None", answers: "Iterable[Answer]") -> "Iterable[Answer]":
-    """The answers, with figures over the heads of all ranks."""
-    if ranks is None:
-        return answers
-    from sparsekv.runtime.decoding.distributed import join_answer
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Method that selects the tokens to attend to, or `dense` for dense attention to all of them. Default: "
+            "what `tune` found, or the index's first.",
+            autocompletion=names_of(methods, DENSE),
+        ),
+    ] = None
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Share (0.1, 10%) or number of the document's tokens to attend to. Default: what `tune` found, or "
+            "0.1, for codes 0.05.",
+            show_default=False,
+            rich_help_panel=ATTENDED,
+        ),
+    ] = None
+    schedule: str | None = None
+    residual: Annotated[
+        bool,
+        typer.Option(
+            "--residual",
+            help="Attend to cluster centroids in place of the tokens not selected, where a method would drop these: "
+            "codes and multipole attend to their own without it.",
+            rich_help_panel=ATTENDED,
+        ),
+    ] = False
+    guard: float | None = None
+    dense_layers: int = 0
+    prefill: Annotated[
+        str | None,
+        typer.Option(
+            metavar="dense|own|METHOD",
+            help="What the question's tokens attend to: everything (dense), what --method selects for them by "
+            "--budget (own), or what METHOD does. Default: dense, which reads the document once a question; with own "
+            "most methods lose answers.",
+            rich_help_panel=ATTENDED,
+            autocompletion=names_of(methods, DENSE, Own.name),
+        ),
+    ] = None
+    prefill_budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Share or number of the document's tokens that each 128 tokens of the question attend to, with "
+            f"--prefill METHOD. Default: {QUESTION_BUDGET}.",
+            rich_help_panel=ATTENDED,
+        ),
+    ] = None
+    placement: str = "device"
+    ahead: bool = False
+    parameters: dict[str, Any]
 
-    return (join_answer(ranks, answer) for answer in answers)
+    def config(self, artifact: Artifact, *, gauge: bool = False) -> DecodeConfig:
+        """The config of answers over an index; raises what `choose_config` raises, or UsageError."""
+        layers = len(artifact.manifest.layers)
+        if not 0 <= self.dense_layers <= layers:
+            raise UsageError(f"--dense-layers {self.dense_layers}: give 0 to {layers}, which is how many the model has")
+        budget, parameters = (self.budget, self.parameters) if self.schedule is None else self._scheduled(self.schedule)
+        return choose_config(
+            artifact,
+            self.method,
+            parameters,
+            budget=budget,
+            residual=self.residual,
+            prefill=self.prefill,
+            prefill_budget=self.prefill_budget,
+            guard=None if self.guard is None else Guard(self.guard),
+            gauge=gauge,
+            placement=self.placement,
+            ahead=self.ahead,
+            dense_layers=self.dense_layers,
+        )
+
+    def _scheduled(self, schedule: str) -> tuple[str, dict[str, Any]]:
+        """The budget, and the parameters with the number of steps from one selection to the next."""
+        if self.budget is not None or self.parameters.get("step") is not None:
+            raise UsageError("--schedule is --budget and --step in one; leave these out")
+        found = re.fullmatch(r"(.+)-step-(\d+)", schedule)
+        if found is None:
+            raise UsageError(f"--schedule {schedule}: give BUDGET-step-STEPS, such as 0.15-step-4")
+        return found[1], self.parameters | {"step": int(found[2])}
 
 
 @dataclass
@@ -86,6 +167,12 @@ class Choices:
     budget: Budget | None
     parameters: Mapping[str, Any]
     residual: bool
+
+    @classmethod
+    def of(cls, options: AttentionOptions, artifact: Artifact, config: DecodeConfig) -> Self:
+        """Those of the command line, of which the config was made."""
+        budget = None if options.budget is None else config.budget
+        return cls(artifact, budget, options.parameters, options.residual)
 
     def other_method(self, before: DecodeConfig, name: str) -> DecodeConfig:
         """The config with another method, with those options that it has; raises UsageError if there is none."""
@@ -103,114 +190,202 @@ class Choices:
         return replace(config, budget=Budget.parse(text, "/budget"), layer_budgets={}, origin="")
 
 
-ATTENDED, SAMPLING = "What is attended to", "Sampling"
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """Options of how an answer's tokens are drawn."""
 
-AT_ONCE = {"cpu": 16, "cuda": 64}
-"""How many questions `--batch-size auto` answers at once; on a GPU fewer where they do not fit."""
+    max_new_tokens: MaxNewTokensOption = 256
+    temperature: Annotated[
+        float,
+        typer.Option(
+            help="0 takes the likeliest token each time; above 0 one is drawn, among those of --top-p and --top-k.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = 0.0
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Sample from the most likely tokens whose probabilities add up to this.", rich_help_panel=SAMPLING
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample from the K most likely tokens.", rich_help_panel=SAMPLING)
+    ] = None
+    seed: Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel=SAMPLING)] = 0
 
-BatchSizeOption = Annotated[
-    str,
-    typer.Option(
-        metavar="N|auto",
-        help="How many questions of --batch-file to answer at once. They share what each step reads of the document: "
-        f"all attend to what any of them selects. auto: {AT_ONCE['cpu']} on a CPU, up to {AT_ONCE['cuda']} on a GPU, 1 "
-        "where they cannot.",
-    ),
-]
-AnswersJsonOption = Annotated[
-    bool, typer.Option("--json", help="Print JSON, with unrounded numbers: an object, or with --batch-file one a line.")
-]
-ResumeOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE.jsonl",
-        help="With --batch-file and --json: answers that are in this file are printed and not asked for again; new "
-        "ones are added to it as soon as they are whole. Its lines are of the first questions, in order, of the same "
-        "index and with the same settings. Answers that share steps (--batch-size) depend on those beside them: not "
-        "all are as in one run.",
-    ),
-]
-CompileOption = Annotated[
-    str,
-    typer.Option(
-        "--compile",
-        metavar="auto|on|off",
-        help="Compile the model's layers with torch, all but their attention: decoding is faster, and starts later by "
-        f"ten to twenty seconds, from then on by five. auto: on a GPU, if {WORTH_IT:,} steps may be taken, each a "
-        "token of every question that is answered at once.",
-    ),
-]
-MethodOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Method that selects the tokens to attend to, or `dense` for dense attention to all of them. Default: "
-        "what `tune` found, or the index's first.",
-        autocompletion=names_of(methods, DENSE),
-    ),
-]
-BudgetOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Share (0.1, 10%) or number of the document's tokens to attend to. Default: what `tune` found, or 0.1, "
-        "for codes 0.05.",
-        show_default=False,
-        rich_help_panel=ATTENDED,
-    ),
-]
-ResidualOption = Annotated[
-    bool,
-    typer.Option(
-        "--residual",
-        help="Attend to cluster centroids in place of the tokens not selected, where a method would drop these: codes "
-        "and multipole attend to their own without it.",
-        rich_help_panel=ATTENDED,
-    ),
-]
-PrefillOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="dense|own|METHOD",
-        help="What the question's tokens attend to: everything (dense), what --method selects for them by --budget "
-        "(own), or what METHOD does. Default: dense, which reads the document once a question; with own most methods "
-        "lose answers.",
-        rich_help_panel=ATTENDED,
-        autocompletion=names_of(methods, DENSE, Own.name),
-    ),
-]
-PrefillBudgetOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Share or number of the document's tokens that each 128 tokens of the question attend to, with --prefill "
-        f"METHOD. Default: {QUESTION_BUDGET}.",
-        rich_help_panel=ATTENDED,
-    ),
-]
-PlacementOption = Annotated[
-    str,
-    typer.Option(
-        metavar="|".join(PLACEMENTS),
-        help="Where the document's keys and values are kept: in the memory of the model's device, in main memory "
-        "(host), or in the index's files (disk).",
-        rich_help_panel="Where the document lies",
-    ),
-]
-MaxNewTokensOption = Annotated[int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=SAMPLING)]
-TemperatureOption = Annotated[
-    float,
-    typer.Option(
-        help="0 takes the likeliest token each time; above 0 one is drawn, among those of --top-p and --top-k.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-TopPOption = Annotated[
-    float | None,
-    typer.Option(
-        help="Sample from the most likely tokens whose probabilities add up to this.", rich_help_panel=SAMPLING
-    ),
-]
-TopKOption = Annotated[int | None, typer.Option(help="Sample from the K most likely tokens.", rich_help_panel=SAMPLING)]
-SamplingSeedOption = Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel=SAMPLING)]
-RawOption = Annotated[bool, typer.Option("--raw", help="Put no chat template around the question.")]
-StatsOption = Annotated[
-    bool, typer.Option("--stats", help="Print times, and the share of keys and values read; with --quiet, too.")
-]
+    def make(self) -> "Sampling":
+        """The sampling of answers; raises what `Sampling` raises."""
+        from sparsekv.runtime.decoding.sampling import Sampling
+
+        return Sampling(**asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateAttention(AttentionOptions):
+    """All options of attention."""
+
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BUDGET-step-STEPS",
+            help="--budget and --step in one: 0.15-step-4 is --budget 0.15 --step 4.",
+            rich_help_panel=ATTENDED,
+        ),
+    ] = None
+    guard: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            parser=share,
+            help="Largest share of its attention, by estimate, that a head may leave to centroids or drop. Above it "
+            "the head's budget is doubled, at most twice, and then the head reads everything.",
+            rich_help_panel=ATTENDED,
+        ),
+    ] = None
+    dense_layers: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Attend to everything in the model's first N layers, as Quest and others do in 2 of them; "
+            "recall-report --by layer shows which layers lose most.",
+            rich_help_panel=ATTENDED,
+        ),
+    ] = 0
+    placement: PlacementOption = "device"
+    ahead: Annotated[
+        bool,
+        typer.Option(
+            "--ahead",
+            help="Prefetch: select the next step's tokens with this step's query, while this step runs.",
+            rich_help_panel=PLACED,
+        ),
+    ] = False
+
+    def config(self, artifact: Artifact, *, gauge: bool = False) -> DecodeConfig:
+        """Also raises UsageError for an option that means nothing to dense attention."""
+        config = super().config(artifact, gauge=gauge)
+        if isinstance(config.attention, Dense):
+            by_method = isinstance(config.question, QuestionPrefill) and self.prefill
+            given = {"--guard": self.guard, "--gauge": gauge, "--ahead": self.ahead, "--prefill": by_method}
+            given["--dense-layers"] = self.dense_layers
+            refuse_beside_dense(given | {"--placement": self.placement != "device" and self.placement})
+        return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """The options of `generate`."""
+
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The question; - for stdin.")] = None
+    index: IndexOption = None
+    prompt_file: Annotated[str | None, typer.Option(help="Read the question from a file in UTF-8.")] = None
+    batch_file: Annotated[
+        str | None,
+        typer.Option(help="Answer every line of a file in UTF-8 (- for stdin), and print one line per answer."),
+    ] = None
+    batch_size: Annotated[
+        str,
+        typer.Option(
+            metavar="N|auto",
+            help="How many questions of --batch-file to answer at once. They share what each step reads of the "
+            f"document: all attend to what any of them selects. auto: {AT_ONCE['cpu']} on a CPU, up to "
+            f"{AT_ONCE['cuda']} on a GPU, 1 where they cannot.",
+        ),
+    ] = "auto"
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="With --batch-file and --json: answers that are in this file are printed and not asked for again; "
+            "new ones are added to it as soon as they are whole. Its lines are of the first questions, in order, of "
+            "the same index and with the same settings. Answers that share steps (--batch-size) depend on those "
+            "beside them: not all are as in one run.",
+        ),
+    ] = None
+    model: ModelOption = None
+    attention: GenerateAttention
+    sampling: SamplingOptions
+    raw: RawOption = False
+    special_tokens: SpecialTokensOption = False
+    save_to: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="NAME.skv", help="Save document, question and answer as a new index, to ask the next question of."
+        ),
+    ] = None
+    stats: StatsOption = False
+    gauge: Annotated[
+        bool,
+        typer.Option(
+            "--gauge",
+            help="Print what --stats prints and, by layer, an estimate of the attention that the answer's steps (with "
+            "--prefill own also the question) leave to centroids or drop. "
+            "Decoding is slower: each step computes its logits once more and is not captured as a CUDA graph.",
+        ),
+    ] = False
+    compiled: Annotated[
+        str,
+        typer.Option(
+            "--compile",
+            metavar="auto|on|off",
+            help="Compile the model's layers with torch, all but their attention: decoding is faster, and starts "
+            f"later by ten to twenty seconds, from then on by five. auto: on a GPU, if {WORTH_IT:,} steps may be "
+            "taken, each a token of every question that is answered at once.",
+        ),
+    ] = "auto"
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print JSON, with unrounded numbers: an object, or with --batch-file one a line."),
+    ] = False
+    device: DeviceOption = "auto"
+    dtype: DtypeOption = "auto"
+    quiet: QuietOption = False
+
+    @property
+    def with_stats(self) -> bool:
+        """Whether times are printed."""
+        return self.stats or self.gauge
+
+    def questions_at_once(self, config: DecodeConfig, ranks: "Ranks | None") -> int | None:
+        """The `--batch-size`; None for as many as fit.
+
+        Raises:
+            UsageError: it is neither auto nor a number of at least 1, or means nothing with the other options; or an
+                option or method is for one process, and there are several.
+        """
+        size = self.batch_size
+        if ranks is not None:
+            refuse_with_ranks({"--resume": self.resume, "--save-to": self.save_to})
+            refuse_merged_heads(config)
+            if size not in ("auto", "1"):
+                raise UsageError(f"--batch-size {size}: ranks answer one question at a time; leave it out")
+            return 1
+        if size == "auto":
+            return None
+        if self.batch_file is None:
+            raise UsageError(f"--batch-size {size}: is for the questions of a --batch-file; leave it out")
+        if config.measured and size != "1":
+            raise UsageError(
+                f"--batch-size {size}: {config.measured} is of one question at a time; give --batch-size 1"
+            )
+        if not size.isascii() or not size.isdigit() or int(size) < 1:
+            raise UsageError(f"--batch-size {size}: give auto, or a whole number of at least 1")
+        return int(size)
+
+    @property
+    def encoding(self) -> dict[str, bool]:
+        """How a question becomes token ids, as `question_ids` takes it."""
+        return {"raw": self.raw, "special_tokens": self.special_tokens}
+
+    def check(self, artifact: Artifact) -> None:
+        """Raise UsageError for options of which one excludes the other or needs it, or for what cannot be saved."""
+        if self.save_to is not None and self.batch_file is not None:
+            raise UsageError("--save-to keeps one question and its answer; leave --batch-file out")
+        if self.save_to is not None:
+            from sparsekv.cli.answering.session import refuse_unsavable  # here: it imports transformers
+
+            refuse_unsavable(artifact, self.save_to, self.dtype)
+            outlive_reader()
+        check_choice("--compile", self.compiled, MODES)
+        if self.resume is not None and not (self.batch_file and self.as_json):
+            raise UsageError("--resume is for the lines of --batch-file with --json; give both")

@@ -1,13 +1,16 @@
 """Print answers: as they stream, one a line, or as JSON."""
 
+import sys
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
+from sparsekv.cli.answering.options import GenerateOptions
 from sparsekv.cli.answering.resuming import AnswersFile
-from sparsekv.cli.common.console import note, say
+from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.questions import AnswerStream
-from sparsekv.cli.common.stats import print_stats
+from sparsekv.cli.common.stats import note_cut, print_stats
 from sparsekv.cli.common.streams import json_text
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
@@ -17,68 +20,108 @@ from sparsekv.runtime.selection.interface import MethodSpec
 
 @dataclass
 class Output:
-    """How the answers of a call are printed.
+    """Prints the answers of a call: as they stream, one a line, or as JSON, to a file that takes each line too.
 
-    as_json: an object a line. streamed: the answer's text was printed as it came. measured: what each layer leaves is
-    known. stats: print times too, to stderr. resumed: the file that takes each line, too. settings: what else decides
-    an answer. numbered: there are several, which stats tell apart.
+    Args:
+        of_batch: the questions are the lines of a file.
+        stats: print times too, to stderr.
+        settings: what else than the config decides an answer.
+        resumed: takes each line, and has the first ones already.
     """
 
     config: DecodeConfig
+    sampling: Sampling
     as_json: bool
-    streamed: bool
-    measured: bool
+    of_batch: bool
     stats: bool
-    resumed: AnswersFile | None
+    quiet: bool
     settings: dict[str, Any]
-    numbered: bool
-    answers: int = 0
-    cut: int = 0
-    blank: int = 0
-    tokens: int = 0
+    resumed: AnswersFile | None
     stream: AnswerStream = field(default_factory=AnswerStream)
-    began: float = field(default_factory=time.perf_counter)
+
+    @classmethod
+    def open(
+        cls,
+        options: GenerateOptions,
+        config: DecodeConfig,
+        sampling: Sampling,
+        artifact: Artifact,
+        questions: Sequence[str],
+    ) -> Self:
+        """The output that the options name; raises what `AnswersFile` and its `begin` raise."""
+        settings = settings_of(config, sampling, artifact, dtype=options.dtype, **options.encoding)
+        resumed = None
+        if options.resume is not None:
+            resumed = AnswersFile(options.resume, options.batch_file, questions, identity(config), settings)
+            if done := resumed.begin():
+                told = f"{len(done)} of {len(questions)} answers are in {options.resume}"
+                note(told, quiet=options.quiet)
+        of_batch, stats = options.batch_file is not None, options.with_stats
+        return cls(config, sampling, options.as_json, of_batch, stats, options.quiet, settings, resumed)
+
+    @property
+    def done(self) -> Sequence[str]:
+        """The lines of earlier runs."""
+        return () if self.resumed is None else self.resumed.lines
+
+    @property
+    def _streamed(self) -> bool:
+        return not (self.of_batch or self.as_json)
 
     def piece(self, text: str) -> None:
         """Print a piece of a streamed answer."""
-        if self.streamed:
+        if self._streamed:
             self.stream.add(text)
 
-    def answer(self, question: str, answer: Answer) -> None:
+    def show(self, questions: Sequence[str], answers: Iterable[Answer]) -> Answer:
+        """Print the lines of earlier runs, and the answers to the questions after them; returns the last answer."""
+        began, shown = time.perf_counter(), list[Answer]()
+        for line in self.done:
+            say(line)
+        # Whoever sees answers come needs no bar.
+        seen = sys.stdout.isatty() or (not self.of_batch and (sys.stderr.isatty() or not self.as_json))
+        with self.stream.ending_lines(), progress(quiet=self.quiet or seen) as tell:
+            for number, answer in enumerate(answers, len(self.done) + 1):
+                self._print(questions[number - 1], answer, number)
+                shown.append(answer)
+                tell("answers", number, len(questions))
+        if self.of_batch:
+            self._total(shown, time.perf_counter() - began)
+        return shown[-1]
+
+    def _print(self, question: str, answer: Answer, number: int) -> None:
         """Print one answer, or its end where it was streamed."""
         line = " ".join(answer.text.split())
         if self.as_json:
             line = json_text(self._record(question, answer))
         if self.resumed is not None:
             self.resumed.add(line)
-        if self.streamed:
+        if self._streamed:
             self.stream.end()
         else:
             say(line)
-        self.cut += answer.finish_reason == "length"
-        self.blank += answer is NO_ANSWER
-        self.answers, self.tokens = self.answers + 1, self.tokens + answer.generated_tokens
         if self.stats and answer is not NO_ANSWER:
-            before = 0 if self.resumed is None else len(self.resumed.lines)
-            print_stats(answer, before + self.answers if self.numbered else None)
-            untold = self.measured and not answer.layers
+            print_stats(answer, number if self.of_batch else None)
+            untold = self.config.measured and not answer.layers
             note("nothing to estimate: an answer of one token takes no step", quiet=not untold)
+        note_cut(answer, self.sampling.max_new_tokens, quiet=self.quiet or self.as_json or self.of_batch)
 
     def _record(self, question: str, answer: Answer) -> dict[str, Any]:
         """An answer as a JSON object, with the same keys for every question of a call."""
-        left_out = {"ids"} if self.measured else {"ids", "layers"}
+        left_out = {"ids"} if self.config.measured else {"ids", "layers"}
         kept = {name: value for name, value in asdict(answer).items() if name not in left_out}
         return {"question": question, **kept, **identity(self.config), "settings": self.settings}
 
-    def total(self, *, quiet: bool) -> None:
+    def _total(self, answers: Sequence[Answer], seconds: float) -> None:
         """Note how many answers of a batch were cut, and how fast it was answered, if times are asked for."""
-        if self.cut and not self.as_json:
-            of = f"{self.cut} of {self.answers - self.blank}"
-            note(f"answers that were cut (--max-new-tokens): {of}; --json says which", quiet=quiet)
-        seconds = time.perf_counter() - self.began
-        all_in_all = f"{self.tokens:,} tokens in {seconds:.1f} s, {self.tokens / seconds:.1f} a second in all"
-        asked = self.answers - self.blank
-        note(f"{asked} questions: {all_in_all}", quiet=not self.stats or asked < 2)
+        asked, tokens = len(answers) - answers.count(NO_ANSWER), sum(one.generated_tokens for one in answers)
+        cut = sum(one.finish_reason == "length" for one in answers)
+        if cut and not self.as_json:
+            told = f"answers that were cut (--max-new-tokens): {cut} of {asked}; --json says which"
+            note(told, quiet=self.quiet)
+        if self.stats and asked > 1:
+            speed = f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:.1f} a second in all"
+            note(f"{asked} questions: {speed}", quiet=False)
 
 
 def identity(config: DecodeConfig) -> dict[str, Any]:
@@ -97,6 +140,7 @@ def settings_of(config: DecodeConfig, sampling: Sampling, artifact: Artifact, **
         "parameters": {name: _as_json(value) for name, value in parameters.items()},
         "layer_budgets": layers or None,
         "prefill": _in_words(config.question),
+        "dense_layers": config.dense_layers or None,
         "guard": None if config.guard is None else config.guard.share,
         "ahead": config.ahead,
         **more,

@@ -17,14 +17,14 @@ FIRST_FIELD = '{"question": '
 """The beginning of each line."""
 
 
-def refuse_questions_file(file: Path, questions: str | None) -> None:
+def _refuse_questions_file(file: Path, questions: str | None) -> None:
     """Raise UsageError where the file of answers is that of the questions."""
     with suppress(OSError):
         if questions is not None and os.path.samefile(file, questions):
             raise UsageError(f"--resume {file}: that is the file of the questions; name another file")
 
 
-def refuse_redirected_to(file: Path) -> None:
+def _refuse_redirected_to(file: Path) -> None:
     """Raise UsageError where standard output goes to the file: each answer would be in it twice."""
     try:
         same = os.path.samestat(os.fstat(sys.stdout.fileno()), file.stat())
@@ -66,15 +66,26 @@ class AnswersFile:
     """A file with a line of JSON for each of the first questions, as `generate --json` prints it.
 
     Args:
+        questions_file: the file of the questions, which cannot take the answers.
         questions: of the batch, blank ones too.
         setting: fields that every line must have, such as the method.
         settings: what its `settings` must hold.
 
     Raises:
-        UsageError: it cannot be read, or a line answers another question or is of another setting.
+        UsageError: it cannot be read, a line answers another question or is of another setting, or standard output goes
+            to it.
     """
 
-    def __init__(self, file: Path, questions: Sequence[str], setting: dict[str, Any], settings: dict[str, Any]):
+    def __init__(
+        self,
+        file: Path,
+        questions_file: str | None,
+        questions: Sequence[str],
+        setting: dict[str, Any],
+        settings: dict[str, Any],
+    ):
+        _refuse_redirected_to(file)
+        _refuse_questions_file(file, questions_file)
         self.file, self.settings = file, settings
         try:
             if file.exists() and not file.is_file():

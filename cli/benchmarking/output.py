@@ -1,24 +1,19 @@
-"""Timed decode steps of `sparsekv bench` as a table, JSON or CSV, and the benchmark of a whole model with its
-indexers."""
+"""Timed decode steps of `sparsekv bench` and `bench-model` as a table, JSON or CSV, and the indexers of a mixture."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from sparsekv.cli.common.console import note, say, say_csv, show
-from sparsekv.cli.common.method_options import note_small_budgets
-from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.cli.common.console import say, say_csv, show
 from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, indexers
 from sparsekv.runtime.benchmark.end_to_end import ModelRow
 from sparsekv.runtime.benchmark.layer import LayerData
 from sparsekv.runtime.benchmark.layer_timer import StepTiming
-from sparsekv.runtime.benchmark.model_timer import EndToEnd, ModelTimer
 from sparsekv.runtime.benchmark.sources import LayerIndexer
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import configure
@@ -119,35 +114,10 @@ def _print_group(rows: list[StepTiming], about: dict[str, Any]) -> None:
     show(table, width=140)
 
 
-def time_models(
-    what: EndToEnd, parameters: dict[str, Any], elsewhere: Mapping[str, Any], *, as_json: bool, quiet: bool
-) -> None:
-    """Time everything and print it.
-
-    Args:
-        elsewhere: options of `bench` that mean nothing here, by name.
-
-    Raises:
-        UsageError: one of those was set, or an option's value makes no sense.
-        SparsekvError: the model and its layers do not fit the device's memory, or a method gave what is no number.
-    """
-    for name, value in elsewhere.items():
-        if value is not None and value is not False:  # 0 is a layer's number
-            raise UsageError(f"--{name.replace('_', '-')}: means nothing with --end-to-end; leave it out")
-    building = partial(mixture_indexers, parameters=parameters, seed=what.wanted.seed)
-    timer = ModelTimer(what, parameters, list(indexers()), building, partial(note, quiet=quiet))
-    note_small_budgets(timer.budgets, quiet=quiet)
-    rows = timer.run()
-    about = timer.about()
+def print_model_rows(rows: Sequence[ModelRow], about: dict[str, Any], *, as_json: bool) -> None:
+    """The rows of a whole model on stdout."""
     if as_json:
-        say(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
-    else:
-        _print(rows, about)
-    if timer.refused:
-        raise SparsekvError("; ".join(timer.refused))
-
-
-def _print(rows: list[ModelRow], about: dict[str, Any]) -> None:
+        return say(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
     compiled, shared = (
         ", compiled" if about["compiled"] else "",
         "a batch over one document, " if about["shared"] else "",

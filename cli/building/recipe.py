@@ -14,7 +14,7 @@ from sparsekv.cli.common.console import note, note_plain
 from sparsekv.cli.common.loading import load, load_for
 from sparsekv.cli.common.stats import stored_line
 from sparsekv.formats.device import peak_told
-from sparsekv.formats.documents.document import UTF_8, open_document, read_bytes
+from sparsekv.formats.documents.document import UTF_8, decode_text, marked_encoding, open_document, read_bytes
 from sparsekv.formats.documents.document_hints import tune_hint
 from sparsekv.formats.documents.prompt import chat_frame, departure, encode_prompt
 from sparsekv.formats.errors import ArtifactError, UsageError
@@ -104,9 +104,13 @@ def folder_of(document: str, parent: Path | None = None) -> Path:
 
 
 def _names(from_file: str) -> list[str]:
-    # File names may be any bytes.
-    list_of_them = read_bytes(from_file, most=_LONGEST_LIST, option="--from-file").removeprefix(codecs.BOM_UTF8)
-    lines = (line.removesuffix("\r") for line in os.fsdecode(list_of_them).split("\n"))
+    data = read_bytes(from_file, most=_LONGEST_LIST, option="--from-file")
+    if marked_encoding(data) == UTF_8:
+        # File names may be any bytes.
+        names = os.fsdecode(data.removeprefix(codecs.BOM_UTF8))
+    else:
+        names = decode_text(data, f"--from-file {from_file}")
+    lines = (line.removesuffix("\r") for line in names.split("\n"))
     return [_as_written(line) for line in lines if line.strip()]
 
 

@@ -93,7 +93,9 @@ class IndexWorker(RayWorker[BuildRecipe, Target]):
         self.recipe.index(job, lambda: self.loaded, lambda stage, done, of: None)
 
 
-def index_by_ray(recipe: BuildRecipe, address: str, workers: int | None, targets: Sequence[Target], done: Done) -> None:
+def index_by_ray(
+    recipe: BuildRecipe, address: str, workers: int | None, targets: Sequence[Target], _: Progress, done: Done
+) -> None:
     """Index all documents by a cluster, the longest first.
 
     Raises:

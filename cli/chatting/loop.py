@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from itertools import chain
 
 from sparsekv.cli.chatting.lines import History, Lines
 from sparsekv.cli.chatting.session import Chat
@@ -9,21 +10,25 @@ from sparsekv.cli.chatting.slash import COMMANDS, as_question, completions, is_c
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.failures import describe
 from sparsekv.cli.common.questions import MOST
-from sparsekv.formats.documents.document import wait_for_stdin
+from sparsekv.formats.documents.document import UTF_8, marked_encoding, wait_for_stdin
 from sparsekv.formats.errors import SparsekvError, UsageError
 
 
-def is_piped() -> bool:
-    """Whether nobody sits at standard input."""
-    return sys.stdin is None or not sys.stdin.isatty()
+def piped_questions() -> Iterator[str] | None:
+    """The lines of standard input as they come, but for blank ones; None at a terminal.
 
-
-def piped_questions() -> Iterator[str]:
-    """The lines of standard input as they come, but for blank ones.
+    The first is read here, before a model is loaded for it.
 
     Raises:
         UsageError: a line is a command, not text in UTF-8, or far too long, or there is none.
     """
+    if sys.stdin is not None and sys.stdin.isatty():
+        return None
+    questions = _lines()
+    return chain([next(questions)], questions)
+
+
+def _lines() -> Iterator[str]:
     number = asked = 0
     if sys.stdin is not None:
         wait_for_stdin()
@@ -31,10 +36,15 @@ def piped_questions() -> Iterator[str]:
         number += 1
         if len(line) > MOST:
             raise UsageError(f"standard input line {number} is longer than {MOST >> 20} MiB; questions are short")
+        if number == 1 and (encoding := marked_encoding(line)) != UTF_8:
+            # A line ends at a byte here, so that each question is answered as it comes.
+            raise UsageError(f"standard input is text in {encoding.upper()}; convert it to UTF-8, such as by iconv")
         try:
             question = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError:
             raise UsageError(f"standard input line {number} is not text in UTF-8; convert it first") from None
+        if "\0" in question:
+            raise UsageError(f"standard input line {number} is not text: it contains zero bytes; convert it to UTF-8")
         if question.strip():
             asked += 1
             yield _no_command(question, number)

@@ -9,6 +9,7 @@ COMMANDS = {
     "eval": "Score each method's answers beside those of dense attention.",
     "tune": "Find the cheapest setting that meets a target, and make it the index's default.",
     "bench": "Time a decode step with each method beside the fastest dense attention.",
+    "bench-model": "Time a whole model's decode steps with each method beside dense attention.",
     "append": "Append more text to an index.",
     "convert": "Copy an index with keys and values in int8, which takes less room.",
     "inspect": "Show an index's contents; --verify recomputes every checksum.",
@@ -18,3 +19,10 @@ COMMANDS = {
 }
 BY_RANKS = ("build-index", "generate")
 """Commands that several processes can run together."""
+MOVED = dict.fromkeys(("end-to-end", "config", "distinct-layers", "compile"), "bench-model")
+"""Options that `bench` had once, with the command that has them now, or that does what they asked for."""
+
+
+def moved(command: str, option: str) -> str | None:
+    """The command that an option of another one moved to; None for one that did not."""
+    return MOVED.get(option) if command == "bench" else None

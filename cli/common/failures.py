@@ -11,7 +11,7 @@ from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import NoReturn
 
-from sparsekv.cli.common.commands import BY_RANKS, COMMANDS
+from sparsekv.cli.common.commands import BY_RANKS, COMMANDS, moved
 from sparsekv.cli.common.streams import flush_streams, printable
 from sparsekv.formats.distributed.process import own_place
 from sparsekv.formats.errors import SparsekvError, nearest
@@ -37,13 +37,17 @@ def described_usage(message: str, command: str, arguments: Sequence[str], *, opt
     message = message.replace("Value error, ", "").rstrip(".")
     if command == "eval" and message.startswith((f"{NO_OPTION} --index", f"{NO_OPTION} -i")):
         return f"eval takes the text of an index, and builds indices of its own: {_eval_of(arguments)}"
+    unknown = UNKNOWN.match(message)
+    if unknown and (now := moved(command, unknown[1].lstrip("-"))) is not None:
+        renamed = [one for one in arguments if one != "--end-to-end"]
+        renamed[renamed.index(command)] = now
+        return f"a whole model's steps are timed by a command of their own: {shown(*renamed)}"
     if message.startswith(f"{NO_OPTION} --gpus"):
         if command not in BY_RANKS:
             return f"{command} runs as one process; several GPUs are for {' and '.join(BY_RANKS)}"
         return f"--gpus stands before the command: {shown('--gpus', _number(arguments), command)} ..."
     if command in COMMANDS and (text := _text_with_dash(message, arguments)) is not None:
         return f"a text that begins with a dash is taken for an option; put -- before it: {shown(command, '--', text)}"
-    unknown = UNKNOWN.match(message)
     if unknown and (called := _command_after(unknown[1], arguments)):
         return f"give {unknown[1]} after the command: {shown(called, unknown[1])} ..."
     if unknown and command == "build-index" and _near(unknown[1], [*options, "--budget"])[-1:] == ["--budget"]:
@@ -150,6 +154,7 @@ LESS_MEMORY = {
     "trace": "leave out --truth, or ask a shorter question",
     "eval": "give a smaller --length or --chunk-size",
     "bench": "give a smaller --context or --batch",
+    "bench-model": "give a smaller --context, --batch or --distinct-layers",
 }
 """How to need less memory, by command."""
 REMEDIES = {

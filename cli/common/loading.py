@@ -1,6 +1,7 @@
 """Loading models for a command: transformers' own advice stays off the user's screen, progress goes to stderr."""
 
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
@@ -107,6 +108,23 @@ def load_for(
         )
     resume_collector()
     return opened
+
+
+class OpeningTimes:
+    """Seconds that loading a model and opening an index with it take; pass `loaded` to `load_for`."""
+
+    def __init__(self) -> None:
+        self._began, self._loading = time.perf_counter(), 0.0
+
+    def loaded(self, seconds: float) -> None:
+        """Record the seconds of the model."""
+        self._loading = seconds
+
+    def show(self, by: str) -> None:
+        """Note by what questions are answered, unless it is empty, and both times; call it once the index is open."""
+        opening = time.perf_counter() - self._began - self._loading
+        note(by, quiet=not by)
+        note(f"model loaded in {self._loading:.2f} s, index opened in {opening:.2f} s", quiet=False)
 
 
 def _refuse_method(model: str | None) -> None:

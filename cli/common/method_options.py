@@ -1,10 +1,11 @@
-"""Command-line options made of the dataclass fields of registered methods, and a warning about tiny budgets."""
+"""Command-line options made of dataclasses: a command's own and those of the methods; a warning about tiny budgets."""
 
+import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field, fields
-from types import UnionType
-from typing import Annotated, Any, get_args, get_origin
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import Field, fields, is_dataclass
+from types import MappingProxyType, UnionType
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 
@@ -29,21 +30,50 @@ def note_small_budgets(budgets: Iterable[Budget], *, quiet: bool) -> None:
             )
 
 
-def with_method_options(methods: Mapping[str, type]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator of a command that takes `**parameters`: adds an option for each field of the methods' dataclasses.
+T = TypeVar("T")
 
-    A field that several methods have becomes one option, which sets it for all of them.
+
+def with_options(
+    options: type[T], methods: Mapping[str, type] = MappingProxyType({})
+) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Decorator of a command that takes a dataclass of its options: typer gets them one by one.
+
+    An annotated field is an option or argument, a field that is a dataclass stands for the fields of that one, and any
+    other keeps its default. Each field of the methods' dataclasses is an option too, whose values by name are the field
+    `parameters`. A field that several methods have becomes one option, which sets it for all of them.
     """
 
-    def extend(command: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(command)
-        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        options = _options(methods, taken={one.name: _kind(one.annotation) for one in own})
-        command.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-        command.__annotations__ |= {option.name: option.annotation for option in options}
-        return command
+    def extend(command: Callable[[T], None]) -> Callable[..., None]:
+        own = list(_declared(options))
+        of_methods = _options(methods, taken={one.name: _kind(one.annotation) for one in own})
+        names = {one.name for one in own}
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            given = {name: values.pop(name) for name in names}
+            command(_made(options, given | {"parameters": values}))
+
+        run.__signature__ = inspect.Signature([*own, *of_methods])  # type: ignore[attr-defined]
+        run.__annotations__ = {one.name: one.annotation for one in (*own, *of_methods)}
+        return run
 
     return extend
+
+
+def _declared(options: type) -> Iterator[inspect.Parameter]:
+    """The options that a dataclass declares, in the order of its fields."""
+    for name, one in inspect.signature(options).parameters.items():
+        if isinstance(one.annotation, type) and is_dataclass(one.annotation):
+            yield from _declared(one.annotation)
+        elif get_origin(one.annotation) is Annotated or one.annotation is typer.Context:
+            yield inspect.Parameter(name, one.kind, default=one.default, annotation=one.annotation)
+
+
+def _made(options: Any, given: Mapping[str, Any]) -> Any:
+    """The dataclass with those of its fields, and of the dataclasses in it, that are given."""
+    types = {one.name: one.type for one in fields(options)}
+    inner = {name: _made(kind, given) for name, kind in types.items() if is_dataclass(kind)}
+    return options(**inner, **{name: value for name, value in given.items() if name in types})
 
 
 def _options(methods: Mapping[str, type], taken: Mapping[str, str]) -> list[inspect.Parameter]:

@@ -51,6 +51,8 @@ def share(text: str | float) -> float:
         raise typer.BadParameter(f"{text or repr(text)} is no share, such as 0.9 or 90%") from None
 
 
+ATTENDED, PLACED = "What is attended to", "Where the document lies"
+"""Panels of options that mean nothing to dense attention."""
 METHODS_OF = "methods: "  # prefix of a method option's panel; the names of the methods that have it follow
 NAMES = "sparsekv.methods"
 
@@ -222,3 +224,10 @@ ChunkSizeOption = Annotated[
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no notes.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, with unrounded numbers.")]
+CsvOption = Annotated[bool, typer.Option("--csv", help="Print CSV.")]
+
+
+def refuse_two_formats(*, as_json: bool, as_csv: bool) -> None:
+    """Raise UsageError where both --json and --csv were given."""
+    if as_json and as_csv:
+        raise UsageError("--json and --csv exclude each other: choose one")

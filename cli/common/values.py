@@ -1,7 +1,6 @@
 """Refuse option values that no command can use: text that is not UTF-8, NaN, infinities, numbers beyond int64; and an
 option that takes one value and is given several."""
 
-import functools
 import math
 from collections import Counter
 from typing import Any
@@ -9,24 +8,6 @@ from typing import Any
 from sparsekv.formats.errors import UsageError
 
 LARGEST = 2**63 - 1
-
-
-def with_checked_values(command: Any) -> Any:
-    """The command, or a group with all its commands, changed to raise UsageError for such values before it runs."""
-    for one in getattr(command, "commands", {}).values():
-        with_checked_values(one)
-    if command.callback is not None:
-        command.callback = _checked(command.callback, {one.name: _named(one) for one in command.params})
-    parse_args = command.parse_args
-
-    def parse(ctx: Any, args: list[str]) -> Any:
-        given = [*args]
-        rest = parse_args(ctx, args)  # first: it may print help
-        refuse_repeated(command, ctx, given)
-        return rest
-
-    command.parse_args = parse
-    return command
 
 
 def refuse_repeated(command: Any, ctx: Any, args: list[str]) -> None:
@@ -46,15 +27,12 @@ def _named(parameter: Any) -> str:
     return str(parameter.metavar or parameter.name)
 
 
-def _checked(callback: Any, names: dict[str, str]) -> Any:
-    @functools.wraps(callback)
-    def run(**values: Any) -> Any:
-        for name, value in values.items():
-            for one in value if isinstance(value, list) else [value]:
-                check_value(names[name], one)
-        return callback(**values)
-
-    return run
+def check_values(command: Any, ctx: Any) -> None:
+    """Raise UsageError for a value of a command that no command can use."""
+    names = {one.name: _named(one) for one in command.params}
+    for name, value in ctx.params.items():
+        for one in value if isinstance(value, list | tuple) else [value]:
+            check_value(names[name], one)
 
 
 def check_value(name: str, value: Any) -> None:

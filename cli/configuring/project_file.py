@@ -11,7 +11,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, NoReturn, get_args, get_origin
 
+from sparsekv.cli.common.commands import moved
 from sparsekv.cli.common.values import check_value
+from sparsekv.formats.documents.document import decode_text
 from sparsekv.formats.errors import UsageError, suggestion
 
 NAME = "sparsekv.toml"
@@ -76,10 +78,7 @@ def _read(path: Path) -> str:
         raise UsageError(f"{shown} cannot be read: {reason}; mend it or move it away") from None
     if len(data) > MOST:
         raise UsageError(f"{shown} is longer than {MOST >> 10} KiB; keep a project's defaults alone in it")
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        raise UsageError(f"{shown} is not text in UTF-8; convert it") from None
+    return decode_text(data, shown)
 
 
 def _parse(path: Path, text: str) -> ProjectFile:
@@ -258,7 +257,8 @@ def command_defaults(
     options = {long_name(one): one for one in command.params if one.param_type_name == "option"}
     for key in table:
         if key not in options:
-            near = suggestion(key, options)
+            now = moved(name[0], key)
+            near = suggestion(key, options) if now is None else f" any more: it is of [{now}]"
             raise UsageError(
                 f"{file.where(*name, key)}: {' '.join(name)} has no option {key}{near}; see `sparsekv "
                 f"{' '.join(name)} --help`"

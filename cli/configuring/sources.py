@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sparsekv.cli.common.options import METHODS_OF
+from sparsekv.cli.common.options import ATTENDED, METHODS_OF, PLACED, GroupedCommand
+from sparsekv.cli.common.values import check_values, refuse_repeated
 from sparsekv.cli.configuring.project_file import (
     SHARED,
-    OptionDefaults,
     ProjectFile,
     check_tables,
     command_defaults,
@@ -30,11 +30,12 @@ EITHER = (
 )
 """Options that exclude each other: one on the command line outranks a default of another."""
 ALONE: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "method": ("dense", ("budget", "residual", "guard", "gauge", "ahead", "placement", "prefill", "prefill-budget")),
+    "method": ("dense", (ATTENDED, PLACED, "gauge")),
     "temperature": (0, ("top-p", "top-k")),
     "reset": (True, ("target-recall", "target-error", "target-perplexity", "dry-run")),
 }
-"""Options that with this value leave others nothing to say: given so on the command line, they outrank these."""
+"""Options that with this value leave others, or panels of others, nothing to say: given so on the command line, they
+outrank these."""
 NAMING_METHODS = ("method", "prefill", "question-prefill")
 _TELLING = 3
 """Letters from which on a value tells a reader of an error which option is meant."""
@@ -51,27 +52,53 @@ def on_command_line(ctx: Any, name: str) -> bool:
     return source_of(ctx, name) == "COMMANDLINE"
 
 
-def with_defaults(command: Any, defaults: OptionDefaults) -> None:
-    """Change a command to leave out defaults that other options outrank, and to name the source of one that fails.
+ORIGINS = "sparsekv.origins"
+"""In a context's meta: where the file's defaults stand, by command and by parameter."""
 
-    The changed command raises UsageError for a model that the file names and the user has never named.
+
+class Command(GroupedCommand):
+    """A command whose wrong values are refused, and whose errors name the source of a value that is not of the call.
+
+    It leaves out defaults of the file that other options outrank, and a model that the user has never named.
     """
-    parse_args, invoke = command.parse_args, command.invoke
 
-    def parse(ctx: Any, args: list[str]) -> Any:
-        with _naming_sources(ctx, defaults):
-            return parse_args(ctx, args)
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = [*args]
+        with self._naming_sources(ctx):
+            rest = super().parse_args(ctx, args)  # first: it may print help
+            refuse_repeated(self, ctx, given)
+        return rest
 
-    def run(ctx: Any) -> Any:
-        options = {long_name(one): one for one in command.params if one.param_type_name == "option"}
+    def invoke(self, ctx: Any) -> Any:
+        options = {long_name(one): one for one in self.params if one.param_type_name == "option"}
         _leave_out_excluded(ctx, options)
         _leave_out_others_methods(ctx, options)
         if "model" in ctx.params and source_of(ctx, "model") == "DEFAULT_MAP":
-            _refuse_unnamed_model(ctx.params["model"], defaults.origins["model"])
-        with _naming_sources(ctx, defaults):
-            return invoke(ctx)
+            _refuse_unnamed_model(ctx.params["model"], self._origins(ctx)["model"])
+        with self._naming_sources(ctx):
+            check_values(self, ctx)
+            return super().invoke(ctx)
 
-    command.parse_args, command.invoke = parse, run
+    def _origins(self, ctx: Any) -> dict[str, str]:
+        found: dict[str, str] = ctx.meta.get(ORIGINS, {}).get(self, {})
+        return found
+
+    @contextmanager
+    def _naming_sources(self, ctx: Any) -> Iterator[None]:
+        """Adds to an error that mentions an option, or its value, a note that says where the value comes from."""
+        try:
+            yield
+        except Exception as error:
+            format_message = getattr(error, "format_message", None)
+            message = str(error) if format_message is None else format_message()
+            for option in (one for one in self.params if one.param_type_name == "option"):
+                source, name = source_of(ctx, option.name), f"--{long_name(option)}"
+                of_file = self._origins(ctx).get(option.name)
+                origin = {"ENVIRONMENT": option.envvar, "DEFAULT_MAP": of_file}.get(source)
+                values = _texts(ctx, option, source)
+                if origin and _mentions(message, name, values):
+                    error.add_note(" ".join([name, *values, "comes from", str(origin)]))
+            raise
 
 
 def _leave_out_excluded(ctx: Any, options: dict[str, Any]) -> None:
@@ -82,7 +109,8 @@ def _leave_out_excluded(ctx: Any, options: dict[str, Any]) -> None:
     for name, (value, others) in ALONE.items():
         one = options.get(name)
         if one is not None and on_command_line(ctx, one.name) and ctx.params[one.name] == value:
-            _leave_out(ctx, [options[other] for other in others if other in options and not _counts_later(ctx, other)])
+            named = (other for other, its in options.items() if {other, _panel(its)} & {*others})
+            _leave_out(ctx, [options[other] for other in named if not _counts_later(ctx, other)])
 
 
 def _counts_later(ctx: Any, option: str) -> bool:
@@ -103,9 +131,13 @@ def _leave_out_others_methods(ctx: Any, options: dict[str, Any]) -> None:
 
 def owners(option: Any) -> set[str]:
     """The methods that an option belongs to; empty for an option of the command."""
-    panel = str(getattr(option, "rich_help_panel", None) or "")
+    panel = _panel(option)
     names = panel.removeprefix(METHODS_OF).split(", ") if panel.startswith(METHODS_OF) else []
     return {name.split(" ")[-1] for name in names}
+
+
+def _panel(option: Any) -> str:
+    return str(getattr(option, "rich_help_panel", None) or "")
 
 
 def _leave_out(ctx: Any, options: list[Any]) -> None:
@@ -124,23 +156,6 @@ def _refuse_unnamed_model(name: str, origin: str) -> None:
         )
 
 
-@contextmanager
-def _naming_sources(ctx: Any, defaults: OptionDefaults) -> Iterator[None]:
-    """Adds to an error that mentions an option, or its value, a note that says where the value comes from."""
-    try:
-        yield
-    except Exception as error:
-        format_message = getattr(error, "format_message", None)
-        message = str(error) if format_message is None else format_message()
-        for option in (one for one in ctx.command.params if one.param_type_name == "option"):
-            source, name = source_of(ctx, option.name), f"--{long_name(option)}"
-            origin = {"ENVIRONMENT": option.envvar, "DEFAULT_MAP": defaults.origins.get(option.name)}.get(source)
-            values = _texts(ctx, option, source)
-            if origin and _mentions(message, name, values):
-                error.add_note(" ".join([name, *values, "comes from", str(origin)]))
-        raise
-
-
 def _texts(ctx: Any, option: Any, source: str) -> list[str]:
     """The values as they were written; none of a flag."""
     value = option.resolve_envvar_value(ctx) if source == "ENVIRONMENT" else ctx.lookup_default(option.name)
@@ -153,12 +168,11 @@ def _mentions(message: str, name: str, values: list[str]) -> bool:
     return any(re.search(rf"(?<![\w-]){re.escape(one)}(?![\w-])", message) for one in telling)
 
 
-def apply_defaults(name: str, command: Any, commands: Iterable[str]) -> dict[str, Any]:
-    """The `default_map` of a command, whose values' sources its errors name from now on.
-
-    A command without options reads no file.
+def apply_defaults(ctx: Any, name: str, command: Any, commands: Iterable[str]) -> None:
+    """Give a command the defaults of the file, and its errors where they stand; one without options reads no file.
 
     Args:
+        ctx: the context of the group.
         commands: the names that tables of the file may have.
 
     Raises:
@@ -166,19 +180,17 @@ def apply_defaults(name: str, command: Any, commands: Iterable[str]) -> dict[str
     """
     leaves = dict(leaf_commands((name,), command))
     file = project_file() if any(_has_options(one) for one in leaves.values()) else None
-    if file is not None:
-        check_tables(file, commands)
-    nested: dict[str, Any] = {}
+    if file is None:
+        return
+    check_tables(file, commands)
+    ctx.default_map, origins = {}, ctx.meta.setdefault(ORIGINS, {})
     for path, leaf in leaves.items():
-        defaults = (
-            OptionDefaults() if file is None else command_defaults(file, path, leaf, table_of(file, path, leaves))
-        )
-        with_defaults(leaf, defaults)
-        inner = nested
-        for part in path[1:]:
+        defaults = command_defaults(file, path, leaf, table_of(file, path, leaves))
+        origins[leaf] = defaults.origins
+        inner = ctx.default_map
+        for part in path:
             inner = inner.setdefault(part, {})
         inner.update(defaults.values)
-    return nested
 
 
 def leaf_commands(path: tuple[str, ...], command: Any) -> Iterable[tuple[tuple[str, ...], Any]]:

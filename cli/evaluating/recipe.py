@@ -1,78 +1,84 @@
-"""The options that decide how `eval` answers its questions, and the workers of a Ray cluster that answer them."""
+"""How `eval` answers its questions, and the workers of a Ray cluster that answer them."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from sparsekv.cli.common.loading import load
 from sparsekv.cli.common.ray_cluster import RayCluster, RayWorker, whole_model
-from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.cli.evaluating.options import (
+    DEFAULT_BUDGETS,
+    QUESTION_OPTIONS,
+    EvalOptions,
+    asking_method,
+    chosen_methods,
+    needed_indexers,
+)
+from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.index.schema import kv_dtype_named
 from sparsekv.formats.models.load import identify
 from sparsekv.indexing.build import Builder
-from sparsekv.indexing.indexers.interface import Indexer, choose_indexers, indexers
 from sparsekv.indexing.plan import BuildConfig
-from sparsekv.indexing.prefill.interface import Prefill
+from sparsekv.indexing.prefill.interface import Prefill, choose_prefill
 from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill
+from sparsekv.runtime.decoding.choose_config import question_prefill
 from sparsekv.runtime.evaluation.engine import Comparison, Parts, Progress, evaluate, unanswered
+from sparsekv.runtime.evaluation.inputs import work_folder
 from sparsekv.runtime.evaluation.table import Answers
 from sparsekv.runtime.evaluation.tasks import Context
 from sparsekv.runtime.selection.interface import Budget, Method
-from sparsekv.runtime.selection.registry import DENSE, choose_methods, methods
-
-QUESTION_OPTIONS = ("--question-prefill", "--question-budget")
-
-
-def chosen_methods(names: list[str]) -> dict[str, type[Method]]:
-    """The methods named, or all whose index can be built; none where `dense`, which always runs, is named alone."""
-    others = [name for name in names if name != DENSE]
-    if names and not others:
-        return {}
-    chosen = choose_methods(others, list(indexers()), beside=[DENSE])
-    return {name: methods()[name] for name in chosen}
-
-
-def asking_method(name: str) -> dict[str, type[Method]]:
-    """The method that `--question-prefill` names, by its name; none for `dense` and `own`."""
-    if name == "all":
-        raise UsageError(f"{QUESTION_OPTIONS[0]} all: name one method, or dense or own")
-    if name in (Own.name, DENSE):
-        return {}
-    try:
-        choose_methods([name], list(indexers()), beside=[DENSE, Own.name])
-    except UsageError as error:
-        raise UsageError(f"{QUESTION_OPTIONS[0]} {name}: {error}") from None
-    return {name: methods()[name]}
-
-
-def needed_indexers(names: list[str], *, residual: bool) -> dict[str, type[Indexer]]:
-    """Indexers of the named methods that have one; for a residual also the default ones, whose centroids it uses."""
-    known = indexers()
-    wanted = [name for name in names if name in known] + (choose_indexers([]) if residual else [])
-    return {name: known[name] for name in dict.fromkeys(wanted)}
+from sparsekv.runtime.selection.registry import configure, refuse_unused
 
 
 @dataclass(frozen=True)
 class EvalRecipe:
-    """The options of `eval` that decide an answer, and where answers go; `work` is the folder."""
+    """How `eval` answers its questions, and the folder `work` that the answers go to."""
 
+    options: EvalOptions
     work: Path
-    model: str | None
-    device: str
-    dtype: str
     methods: dict[str, Method]
     budgets: list[Budget]
     build: BuildConfig
     prefills: dict[str, Prefill]
     question: Dense | Own | QuestionPrefill
-    residual: bool
-    raw: bool
-    keep: bool
-    max_new_tokens: int | None
-    together: int
-    quiet: bool
+
+    @classmethod
+    def of(cls, options: EvalOptions) -> Self:
+        """The recipe that the options describe.
+
+        Raises:
+            UsageError: no such method, prefill, budget or parameter, or no folder for the answers.
+        """
+        given, prefill, residual = options.parameters, options.question_prefill, options.residual
+        budgets, chosen = Budget.parse_each(options.budget or DEFAULT_BUDGETS), chosen_methods(options.method or [])
+        ways = {name: choose_prefill(name) for name in dict.fromkeys(options.prefill or ["dense"])}
+        asking = asking_method(prefill)
+        built = needed_indexers([*chosen, *asking], residual=residual)
+        reading: dict[str, type] = {**chosen}
+        reading |= {f"the index of {name}": indexer for name, indexer in built.items()}
+        reading |= {f"the {name} prefill": way for name, way in ways.items()}
+        reading |= {f"--question-prefill {name}": one for name, one in asking.items()}
+        refuse_unused(reading, given)
+        return cls(
+            options=options,
+            work=work_folder(options.document, options.data, options.work),
+            methods={name: configure(one, given) for name, one in chosen.items()},
+            budgets=budgets,
+            build=BuildConfig(
+                methods={name: configure(one, given) for name, one in built.items()},
+                sinks=options.sinks,
+                tail=options.tail,
+                chunk_size=options.chunk_size,
+                kv_dtype=kv_dtype_named(options.kv_dtype),
+            ),
+            prefills={name: configure(one, given) for name, one in ways.items()},
+            question=question_prefill(prefill, options.question_budget, asking, given, QUESTION_OPTIONS),
+        )
 
     def load(self) -> Comparison:
         """The comparison with its model; raises what `load_model` raises."""
-        loaded = load(self.model, self.device, self.dtype, None, quiet=self.quiet)
+        options = self.options
+        loaded = load(options.model, options.device, options.dtype, None, quiet=options.quiet)
         return Comparison(
             loaded=loaded,
             identity=identify(loaded),
@@ -80,11 +86,11 @@ class EvalRecipe:
             budgets=self.budgets,
             builder=Builder(loaded, self.build, self.prefills),
             question=self.question,
-            residual=self.residual,
-            raw=self.raw,
-            keep=self.keep,
-            max_new_tokens=self.max_new_tokens,
-            together=self.together,
+            residual=options.residual,
+            raw=options.raw,
+            keep=options.keep_indices,
+            max_new_tokens=options.max_new_tokens,
+            together=options.batch_size,
         )
 
 
@@ -122,7 +128,8 @@ def answer_by_ray(
         missing = unanswered(comparison, contexts, answers, recipe.work)
         for context in set(contexts) - set(missing):
             parts.finish(context)
-        elsewhere = replace(recipe, work=recipe.work.absolute(), model=whole_model(recipe.model), quiet=True)
+        options = replace(recipe.options, model=whole_model(recipe.options.model), quiet=True)
+        elsewhere = replace(recipe, options=options, work=recipe.work.absolute())
         cluster = RayCluster(AnswerWorker, elsewhere, address, workers)
         for done, (context, wrong) in enumerate(cluster.run(missing) if missing else (), 1):
             failures += [f"{context.name}: {wrong}"] if wrong else []

@@ -51,11 +51,11 @@ steps() {
         number=$((number + 1))
         # shellcheck disable=SC2086  # words of a command
         measure "step-$number" 30 $command -q < /dev/null
-    done < <(grep '^sparsekv bench' docs/benchmarks/results.md)
+    done < <(grep '^sparsekv bench ' docs/benchmarks/results.md)
 }
 
 model() {
-    measure model 12 sparsekv bench --end-to-end --config qwen3-8b --context 128K --batch 16 --method multipole --budget 5%
+    measure model 12 sparsekv bench-model --config qwen3-8b --context 128K --batch 16 --method multipole --budget 5%
 }
 prefill() { measure prefill 20 python docs/benchmarks/time_prefill.py; }
 kmeans() { measure kmeans 20 python docs/benchmarks/time_kmeans.py; }

@@ -221,14 +221,14 @@ class Table:
     def beside_dense(self, mode: str) -> None:
         """Steps of the model with dense attention and with a method, both compiled or both not."""
         how = ["--config", SHAPE, "--context", str(self.tokens), *of_methods(["multipole"]), "--budget", "5%"]
-        timed = run(*SPARSEKV, "bench", "--end-to-end", *how, "--compile", mode, "--json")
+        timed = run(*SPARSEKV, "bench-model", *how, "--compile", mode, "--json")
         for one in json.loads(timed.out)["rows"]:
             name = f"{one['method']} {one['variant']}".strip()
             rate, beside = (
                 f"{one['tokens_per_second']:.1f} tokens/s",
                 f"{one['speedup']:.2f} times torch's dense attention",
             )
-            self.row(f"`bench --end-to-end`, {name}, --compile {mode}", rate, beside)
+            self.row(f"`bench-model`, {name}, --compile {mode}", rate, beside)
 
     def report(self, names: list[str]) -> None:
         """Recall and error of the methods."""

@@ -22,7 +22,6 @@ from sparsekv.kernels.kmeans.kmeans import (
     assign,
     assign_plainly,
     cluster_means,
-    cluster_means_plainly,
     lloyd,
     nearest_centres,
     random_kmeans,
@@ -145,7 +144,7 @@ def check_at_size(points: torch.Tensor, centres: torch.Tensor) -> None:
 def plain_lloyd(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
     """`lloyd` in plain torch."""
     for _ in range(ITERATIONS):
-        means, counts = cluster_means_plainly(points, assign_plainly(points, centres), centres.shape[1])
+        means, counts = cluster_means.reference(points, assign_plainly(points, centres), centres.shape[1])
         centres = torch.where(counts[..., None] > 0, means, centres)
     return assign_plainly(points, centres)
 
@@ -175,7 +174,7 @@ def time_kmeans(size: Size, *, sweep: bool) -> None:
     show("rounding of the points, once", timed(lambda: nearest_centres(points, size.clusters), 9))
     show("one turn's means", timed(lambda: cluster_means(points, labels, size.clusters), 9))
     show("  of which sorting", timed(lambda: labels.int().flatten().sort(stable=True), 9))
-    show("means in plain torch", timed(lambda: cluster_means_plainly(points, labels, size.clusters), 5))
+    show("means in plain torch", timed(lambda: cluster_means.reference(points, labels, size.clusters), 5))
     if sweep:
         time_tiles(points, first, products)
     took = timed(lambda: plain_lloyd(points, first), 2)
@@ -192,7 +191,7 @@ def time_tiles(points: torch.Tensor, centres: torch.Tensor, products: int) -> No
     from sparsekv.kernels.kmeans.kmeans_triton import NearestCentres, Tiles
 
     for shape in SHAPES:
-        nearest = NearestCentres(points, Tiles(*shape))
+        nearest = NearestCentres(points, centres.shape[1], Tiles(*shape))
         took = timed(partial(nearest, centres), 5)
         show(str(nearest.tiles), took, f"{products / took[0] / 1e9:.0f} TFLOP/s")
 

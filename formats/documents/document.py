@@ -247,10 +247,14 @@ def decode_text(data: bytes, name: str) -> str:
     """
     encoding = marked_encoding(data)
     try:
-        return data.decode(encoding).removeprefix("\ufeff")
+        text = data.decode(encoding).removeprefix("\ufeff")
     except UnicodeError as error:
         where = undecodable(error, encoding, len(data))
         raise UsageError(f"{name} {where}; convert it to UTF-8 first, such as by iconv") from None
+    if "\0" in text:
+        # UTF-16 of plain English is UTF-8 too, with a zero byte behind each letter.
+        raise UsageError(f"{name} is not text: it contains zero bytes; convert it to UTF-8 first, such as by iconv")
+    return text
 
 
 def _way_out(data: bytes) -> str:

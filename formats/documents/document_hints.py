@@ -3,12 +3,13 @@
 from pathlib import Path
 
 from sparsekv.formats.checksums import hash_bytes
+from sparsekv.formats.documents.document import decode_text
+from sparsekv.formats.errors import UsageError
 from sparsekv.formats.hints import TEXT_ENDINGS, beside, command
 from sparsekv.formats.index.schema import Manifest, TuneTarget
 from sparsekv.formats.models.embedded import EMBEDDED, is_named
 
 _MOST_HASHED = 64 << 20
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _EVALUATED, _LEAST_EVALUATED = 4096, 512
 """Tokens of a context of `eval` by default, and of the shortest that is suggested to it."""
 
@@ -22,10 +23,10 @@ def document_of(folder: Path, manifest: Manifest) -> Path | None:
     for path in dict.fromkeys([*beside(folder), *texts]):
         try:
             if path.is_file() and path.stat().st_size <= _MOST_HASHED:
-                data = path.read_bytes().removeprefix(_BYTE_ORDER_MARK)
-                if hash_bytes(data) == manifest.prompt.text_sha256:
+                text = decode_text(path.read_bytes(), str(path))
+                if hash_bytes(text.encode()) == manifest.prompt.text_sha256:
                     return path
-        except OSError:
+        except (OSError, UsageError):
             continue
     return None
 

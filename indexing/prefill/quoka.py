@@ -56,7 +56,8 @@ class QuokaPrefill(QuokaOptions, SparsePrefill):
             some = far_directions(query, self.prefill_queries)
         else:
             some = directions(subselect_queries(query, self.prefill_queries, self.quoka_subset, seed=keys.shape[1]))
-        return nearest_keys(some, keys, self.prefill_budget, first, last, self.quoka_across)
+        some = some.mean(1, keepdim=True) if self.quoka_across == "mean" else some
+        return nearest_keys(some, keys, self.prefill_budget, first, last)
 
     def scores(self, query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
         some = subselect_queries(query, self.prefill_queries, self.quoka_subset, seed=keys.shape[1])

@@ -87,25 +87,17 @@ def attend(
     return attend_with_weights(query, segments, softmax_scale, softcap, sink_logits).output
 
 
-@dataclass(frozen=True)
-class AttentionOutput:
-    """Attention output [Hk, G, Q, D] and the log-sum-exp [Hk, G, Q] float32 of all its logits, sinks included."""
-
-    output: torch.Tensor
-    logsumexp: torch.Tensor
-
-
 def attend_with_logsumexp(
     query: torch.Tensor,
     segments: Sequence[Segment],
     softmax_scale: float,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
-) -> AttentionOutput:
-    """The output of `attend` with the log-sum-exp of its logits."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output of `attend` with the log-sum-exp [Hk, G, Q] float32 of all its logits, sinks included."""
     logits = _logits(query, segments, softmax_scale, softcap, sink_logits)
     weights, total = softmax_with_logsumexp(torch.cat(logits, -1))
-    return AttentionOutput(_output(weights, segments, query), total)
+    return _output(weights, segments, query), total
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.common.launch import dependent_launch
-from sparsekv.kernels.common.tiles_triton import power_of_two, tile_rows, wait_for_previous_kernel
+from sparsekv.kernels.common.launch import dependent_launch, power_of_two, tile_rows, unit_stride
+from sparsekv.kernels.common.tiles_triton import wait_for_previous_kernel
 
 TILE_BYTES, WARPS = 8192, 4
 
@@ -41,12 +41,10 @@ def _chunk_rows_kernel(
         tl.store(of_query + head * joined_head + place, q, mask=of_chunk)
 
 
-def chunk_rows_triton(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor, *, padded: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def chunk_rows_triton(query, keys, values, chosen, *, padded=False):
     """`chunk_rows` on a GPU; reads views in place if their last axis is contiguous, and copies them otherwise."""
     (H, T, D), (Hq, B, _), K = keys.shape, query.shape, chosen.shape[1]
-    query, keys, values = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (query, keys, values))
+    query, keys, values = (unit_stride(rows) for rows in (query, keys, values))
     slots, tile = K + B, tile_rows(D, keys.dtype, TILE_BYTES)
     joined = torch.empty(2, H, slots, D, dtype=keys.dtype, device=keys.device)
     of_query = torch.empty(Hq, slots, D, dtype=query.dtype, device=keys.device) if padded else query

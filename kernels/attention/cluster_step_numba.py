@@ -4,31 +4,69 @@ With cold caches each torch operation has to load its code again; here a step is
 """
 
 import math
+from typing import Any
 
 import numpy as np
 from numba import carray, njit
 
 from sparsekv.kernels.attention.lanes_numba import NOTHING, add_rows, exp_of, largest_of, write_logits
 from sparsekv.kernels.attention.step_memory_numba import (
-    JOB,
     VERSION,
     clear,
     compiled,
     floats,
     ints,
+    job_type,
     join,
-    lengths_of,
     longs,
-    parts_of,
-    ranks_of,
-    scores_of,
     share_of,
     thread_count,
     thread_number,
     to_weights,
     wait_for_all,
-    weights_of,
 )
+
+Job = job_type("centroids counts log_counts starts stand_values")
+JOB = np.dtype(Job)
+
+
+@njit(inline="always")
+def scores_of(job):
+    """Scores [H, C], at the start of the scratch memory; lengths, weights, parts and sums follow them."""
+    return floats(job.scratch, (job.H, job.C))
+
+
+@njit(inline="always")
+def ranks_of(job):
+    """Bits of the scores as int32, which have the same order because no score is negative."""
+    return ints(job.scratch, (job.H, job.C))
+
+
+@njit(inline="always")
+def lengths_of(job):
+    """[H, C] number of tokens to take of each cluster."""
+    return ints(job.scratch + 4 * job.H * job.C, (job.H, job.C))
+
+
+@njit(inline="always")
+def weights_of(job):
+    """[H, G, C + budget + E] logits, later their exponentials, of clusters, chosen rows and exact rows."""
+    return floats(job.scratch + 8 * job.H * job.C, (job.H, job.G, job.C + job.budget + job.E))
+
+
+@njit(inline="always")
+def parts_of(job, threads):
+    """Each thread's partial outputs [threads, H, G, D], and their largest logits and sums [threads, H, G, 2]."""
+    H, G, D = job.H, job.G, job.D
+    address = job.scratch + 8 * H * job.C + 4 * H * G * (job.C + job.budget + job.E)
+    return floats(address, (threads, H, G, D)), floats(address + 4 * threads * H * G * D, (threads, H, G, 2))
+
+
+def scratch_size(job: Any, threads: int) -> int:
+    """Size of the scratch memory in 32-bit numbers."""
+    H, G, C = job.H, job.G, job.C
+    size: int = H * (2 * C + G * (C + job.budget + job.E + threads * (job.D + 2)))
+    return size
 
 
 @njit(inline="always")
@@ -132,10 +170,10 @@ def _attend_head(job, h, query, lengths, starts, weights, part, sums, pieces):
     for c in range(C):
         if lengths[c] > 0:
             low, high, ahead = max(start, begin), min(stop, begin + lengths[c]), begin - starts[c]
-            add_rows(part, weights, C + ahead, values, low - ahead, high - ahead)
+            add_rows(part, weights, C + ahead, values, low - ahead, high - ahead, None)
             begin += lengths[c]
-    add_rows(part, weights, always, exact_values, first_exact, last_exact)
-    add_rows(part, weights, np.int64(0), floats(job.stand_values, (job.H, C, D))[h], first, last)
+    add_rows(part, weights, always, exact_values, first_exact, last_exact, None)
+    add_rows(part, weights, np.int64(0), floats(job.stand_values, (job.H, C, D))[h], first, last, None)
 
 
 def _step(version):

@@ -1,9 +1,9 @@
 """A compiled decode step over product codes on a CPU: tables of products, a scan of all codes, the choice, and
 attention."""
 
-import ctypes
 import math
 from collections import namedtuple
+from typing import Any
 
 import numpy as np
 from numba import carray, njit
@@ -33,6 +33,7 @@ from sparsekv.kernels.attention.step_memory_numba import (
     compiled,
     floats,
     ints,
+    job_type,
     join,
     share_of,
     thread_count,
@@ -41,10 +42,6 @@ from sparsekv.kernels.attention.step_memory_numba import (
     wait_for_all,
 )
 
-ADDRESSES = (
-    "turn books codes labels centroids counts masses rest_values query keys values exact_keys exact_values sinks"
-)
-SIZES = "scratch output H G D M C E fours parts size budget replace key_step value_step exact_key_step exact_value_step"
 CODES = 256  # rows of a table: the values of a byte
 BLOCK = 256  # keys whose logits are summed before their exponentials are
 SCANNED = BLOCK + BLOCK // LANES  # fours of numbers: a block's logits, and a number for each key
@@ -53,19 +50,9 @@ BIN_BITS = 20  # the other bits of a score
 NUMBER = 4  # bytes of a float32 or an int32
 
 
-class CodeJob(ctypes.Structure):
-    """Addresses, sizes, strides in bytes between heads (`_step`), and scale and soft cap of the logits.
-
-    `fours` are the group's query heads in fours, `parts` those of a key's code, each of `size` channels.
-    """
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in f"{ADDRESSES} {SIZES}".split()),
-        *((name, ctypes.c_float) for name in ("scale", "softcap")),
-    )
-
-
-CODE_JOB = np.dtype(CodeJob)
+Job = job_type("turn books codes labels centroids counts masses rest_values", "M parts size")
+"""`parts` are those of a key's code, each of `size` channels."""
+JOB = np.dtype(Job)
 Memory = namedtuple("Memory", "scores found taken weights tables logits bins lanes outputs sums done end")
 
 
@@ -110,7 +97,7 @@ def lanes_of(job, memory, thread):
     return query, turned, turned + NUMBER * LANES * job.fours * job.size
 
 
-def scratch_size(job: CodeJob, threads: int) -> int:
+def scratch_size(job: Any, threads: int) -> int:
     """Size of the scratch memory in 32-bit numbers."""
     memory = lay_out(job, threads)
     size: int = (memory.end - memory.scores) // NUMBER
@@ -317,29 +304,6 @@ def write_listed_logits(job, query, keys, values, listed, start, stop, logits, a
     cap_logits(job, logits, ahead + start, ahead + stop)
 
 
-@njit(**SUMS)
-def add_listed_rows(output, weights, ahead, rows, listed, start, stop):
-    """Add the rows [T, D] with listed numbers `start` to `stop` of [N] int32; to outputs [G, D],
-    number i weighted by weights [:, ahead + i]; four rows together."""
-    fours = stop - max(stop - start, 0) % 4
-    for i in range(start, fours, 4):
-        one, two, three, four = listed[i], listed[i + 1], listed[i + 2], listed[i + 3]
-        for g in range(output.shape[0]):
-            place = ahead + i
-            first, second, third, fourth = (
-                weights[g, place], weights[g, place + 1], weights[g, place + 2], weights[g, place + 3]
-            )  # fmt: skip
-            for d in range(output.shape[1]):
-                output[g, d] += (
-                    first * rows[one, d] + second * rows[two, d] + third * rows[three, d] + fourth * rows[four, d]
-                )
-    for i in range(fours, stop):
-        for g in range(output.shape[0]):
-            weight = weights[g, ahead + i]
-            for d in range(output.shape[1]):
-                output[g, d] += weight * rows[listed[i], d]
-
-
 @njit(inline="always")
 def _score(job, memory, thread, threads):
     """Score a thread's share of all heads' keys. Threads that share a head make its tables each for themselves, so that
@@ -463,9 +427,9 @@ def _attend_head(job, memory, h, output, sums, start, stop, first, last):
     weights, chosen = weights_of(job, memory)[h], min(stop, budget)
     write_listed_logits(job, query, keys, values, found, start, chosen, weights, C)
     to_weights(weights, sums, C + start, C + stop, first, last)
-    add_listed_rows(output, weights, C, floats(values, (M, D)), found, start, chosen)
-    add_rows(output, weights, C + budget, exact, max(start - budget, 0), stop - budget)
-    add_rows(output, weights, np.int64(0), floats(job.rest_values, (H, C, D))[h], first, last)
+    add_rows(output, weights, C, floats(values, (M, D)), start, chosen, found)
+    add_rows(output, weights, C + budget, exact, max(start - budget, 0), stop - budget, None)
+    add_rows(output, weights, np.int64(0), floats(job.rest_values, (H, C, D))[h], first, last, None)
 
 
 def _step(version):
@@ -473,7 +437,7 @@ def _step(version):
 
     def step(address):
         _ = version
-        job, thread, threads = carray(address, 1, CODE_JOB)[0], np.int64(thread_number()), np.int64(thread_count())
+        job, thread, threads = carray(address, 1, JOB)[0], np.int64(thread_number()), np.int64(thread_count())
         memory = memory_of(job, threads)
         _score(job, memory, thread, threads)
         if thread == 0:

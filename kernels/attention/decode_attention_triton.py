@@ -5,7 +5,6 @@ rows; another merges them. Logits are in units of log 2. Rows are read from a li
 for runs another launch writes that list first.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,30 +12,21 @@ import triton
 import triton.language as tl
 from torch.nn.functional import pad
 
-from sparsekv.kernels.attention.running_softmax_triton import (
-    add_pairs,
-    add_tile,
-    add_values,
-    block_of,
-    in_words,
-    merge,
-    store_partial,
-    tile_logits,
+from sparsekv.kernels.attention import running_softmax_triton as softmax
+from sparsekv.kernels.attention.types import ScoredCentroids, one_level
+from sparsekv.kernels.common import tiles_triton as common
+from sparsekv.kernels.common.launch import (
+    aligned,
+    count_sms,
+    dependent_launch,
+    group_rows,
+    num_splits,
+    side_by_side,
+    tile_rows,
 )
-from sparsekv.kernels.attention.types import RunRows, ScoredCentroids, one_level
-from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
 from sparsekv.kernels.common.pairs_triton import from_pairs, in_pairs, load_pairs, scaled_queries, scales_of
 from sparsekv.kernels.common.run_rows_triton import list_rows
-from sparsekv.kernels.common.tiles_triton import (
-    LOG2_E,
-    aligned,
-    dot,
-    group_rows,
-    log2_of_normal,
-    share,
-    tile_rows,
-    wait_for_previous_kernel,
-)
+from sparsekv.kernels.common.tiles_triton import LOG2_E
 
 
 @triton.jit
@@ -55,7 +45,7 @@ def stand_logits_of(logits, log_counts, counts, taken, c, inside, there, of_grou
     """Logits of some of a head's centroids with what these weigh, in units of log 2."""
     if LEFT:
         number = tl.load(counts + c, mask=there, other=0) - tl.load(taken + c, mask=there, other=0)
-        log_left = log2_of_normal(tl.maximum(number, 1).to(tl.float32))
+        log_left = common.log2_of_normal(tl.maximum(number, 1).to(tl.float32))
         log_left += tl.load(log_counts + c, mask=there, other=0.0) * LOG2_E
         log_left = tl.where(number > 0, log_left, -float("inf"))
     else:
@@ -120,7 +110,7 @@ def _partial_kernel(
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     of_group, in_row = g < G, d < D
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     q = tl.load(query + (head * G + g[:, None]) * D + d, mask=of_group[:, None] & in_row, other=0.0)
     peak = tl.full([GROUP], -float("inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
@@ -135,7 +125,7 @@ def _partial_kernel(
     stands = (stand_rows * STAND_FIFTHS + 4) // 5
     lists = (listed * LISTED_FIFTHS + 4) // 5 if LISTED else 0
     queued = chosen_rows * QUEUED_PERCENT // 100
-    first, last = share(split, tl.num_programs(0), stands + lists + exact_rows + chosen_rows - queued)
+    first, last = common.share(split, tl.num_programs(0), stands + lists + exact_rows + chosen_rows - queued)
 
     exact_first, exact_last = first - stands - lists, last - stands - lists
     exact_keys, exact_values = exact_keys + head * exact_stride, exact_values + head * exact_stride
@@ -146,8 +136,8 @@ def _partial_kernel(
         k = tl.load(exact_keys + (at + t)[:, None] * D + d, mask=mask, other=0.0)
         v = tl.load(exact_values + (at + t)[:, None] * D + d, mask=mask, other=0.0)
         bias = tl.where(inside, 0.0, -float("inf"))
-        logits = tile_logits(dot(q, tl.trans(k)), bias, scale, softmax_scale, softcap, CAPPED)
-        peak, total, output = add_tile(peak, total, output, logits, v)
+        logits = softmax.tile_logits(common.dot(q, tl.trans(k)), bias, scale, softmax_scale, softcap, CAPPED)
+        peak, total, output = softmax.add_tile(peak, total, output, logits, v)
 
     if LISTED:
         logits_of = listed_logits + (head * G + g[:, None]) * listed_logits_stride
@@ -162,7 +152,7 @@ def _partial_kernel(
             mask = (count > -float("inf"))[:, None] & in_row
             v = tl.load(values_of + row[:, None] * D + d, mask=mask, other=0.0)
             logits = (tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count) * LOG2_E
-            peak, total, output = add_tile(peak, total, output, logits, v)
+            peak, total, output = softmax.add_tile(peak, total, output, logits, v)
 
     logits_of = stand_logits + (head * G + g[:, None]) * logits_stride
     values_of, log_counts = stand_values + head * stand_stride, stand_counts + head * counts_stride
@@ -175,7 +165,7 @@ def _partial_kernel(
             there = inside & (c < stand_rows)
             v = tl.load(values_of + c[:, None] * D + d, mask=there[:, None] & in_row, other=0.0)
             logits = stand_logits_of(logits_of, log_counts, of_counts, of_taken, c, inside, there, of_group, LEFT)
-            peak, total, output = add_tile(peak, total, output, logits, v)
+            peak, total, output = softmax.add_tile(peak, total, output, logits, v)
 
     keys, values = keys + head * head_stride, values + head * head_stride
     rows += head * rows_stride
@@ -199,7 +189,7 @@ def _partial_kernel(
             v = tl.load(values_of + c[:, None] * (D // 2) + d, mask=there[:, None] & in_row, other=0)
             _, of_values = scales_of(tl.load(stand_scales + head * stand_rows + c, mask=there, other=0), 1.0, unit)
             logits = stand_logits_of(logits_of, log_counts, of_counts, of_taken, c, inside, there, of_group, LEFT)
-            peak, total, first_output, second_output = add_values(
+            peak, total, first_output, second_output = softmax.add_values(
                 peak, total, first_output, second_output, logits, v, of_values, EXACT
             )
     begin, stop = tl.maximum(exact_first - exact_rows, 0), exact_last - exact_rows
@@ -212,7 +202,7 @@ def _partial_kernel(
                 # Places past the end are those of the first row: its numbers are finite, and their weights zero.
                 k, v = load_pairs(keys, place, in_row, D == BLOCK_D), load_pairs(values, place, in_row, D == BLOCK_D)
                 words = tl.load(row_scales + row)
-                peak, total, first_output, second_output = add_pairs(
+                peak, total, first_output, second_output = softmax.add_pairs(
                     peak, total, first_output, second_output, q_first, q_second, shift, of_queries, offset, k, v, words,
                     inside, unit, softcap, CAPPED, False, EXACT,
                 )  # fmt: skip
@@ -220,8 +210,8 @@ def _partial_kernel(
                 mask, bias = inside[:, None] & in_row, tl.where(inside, 0.0, -float("inf"))
                 k = tl.load(keys + place, mask=mask, other=0.0)
                 v = tl.load(values + place, mask=mask, other=0.0)
-                logits = tile_logits(dot(q, tl.trans(k)), bias, scale, softmax_scale, softcap, CAPPED)
-                peak, total, output = add_tile(peak, total, output, logits, v)
+                logits = softmax.tile_logits(common.dot(q, tl.trans(k)), bias, scale, softmax_scale, softcap, CAPPED)
+                peak, total, output = softmax.add_tile(peak, total, output, logits, v)
         begin = chosen_rows
         if QUEUED_PERCENT:
             begin += tl.atomic_add(queue + head, TILE, sem="relaxed") - queued
@@ -229,7 +219,7 @@ def _partial_kernel(
     if SCALED:
         output = from_pairs(first_output, second_output, GROUP, BLOCK_D) * unit
         d = tl.arange(0, BLOCK_D)
-    store_partial(peaks, totals, outputs, split, tl.num_programs(0), head, g, G, d, peak, total, output, D)
+    softmax.store_partial(peaks, totals, outputs, split, tl.num_programs(0), head, g, G, d, peak, total, output, D)
 
 
 def _tensors(part: ScoredCentroids | None, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -248,21 +238,14 @@ def _tensors(part: ScoredCentroids | None, other: torch.Tensor) -> tuple[torch.T
         log_counts = pad(log_counts, (0, size - log_counts.shape[1]), value=-torch.inf)
     if rows is not None and rows.shape[1] != size:
         rows = pad(rows, (0, size - rows.shape[1]))
-    values = part.values if part.values[0].is_contiguous() else part.values.contiguous()
+    values = side_by_side(part.values)
     values = values if part.scales is None else values.view(torch.int16)
     return logits, log_counts, values, other if rows is None else rows
 
 
 def decode_attention_triton(
-    query: torch.Tensor,
-    runs: RunRows,
-    exact: tuple[torch.Tensor, torch.Tensor],
-    centroids: Sequence[ScoredCentroids],
-    softmax_scale: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-    exact_count: torch.Tensor | None = None,
-) -> torch.Tensor:
+    query, runs, exact, centroids, softmax_scale, softcap=None, sink_logits=None, exact_count=None
+):
     """`decode_attention` on a GPU. Allocates float32 outputs [H, programs, G, D], about four programs an SM, and the
     row indices of runs [H, capacity] int32."""
     (H, G, D), E = query.shape, exact[0].shape[1]
@@ -292,7 +275,7 @@ def decode_attention_triton(
             runs.ends[:, -1],
         )
         list_rows(runs.starts, runs.ends, rows, runs.capacity)
-    keys, stored, scales = in_words(runs)
+    keys, stored, scales = softmax.in_words(runs)
     peaks, totals = torch.empty(2, H, programs, G, device=query.device)
     outputs = torch.empty(H, programs, G, D, device=query.device)
     merged = torch.empty(H, G, 1, D, dtype=query.dtype, device=query.device)
@@ -311,7 +294,7 @@ def decode_attention_triton(
         S, listed_logits.stride(1), listed_counts.stride(0), listed_rows.stride(0), listed_values.stride(0),
         0 if used is None else used.stride(0),
         softmax_scale, softcap or 0.0, CAPPED=softcap is not None,
-        G=G, GROUP=group_rows(G), D=D, BLOCK_D=block_of(runs), TILE=tile,
+        G=G, GROUP=group_rows(G), D=D, BLOCK_D=softmax.block_of(runs), TILE=tile,
         STAND_STAGES=STAND_STAGES, EXACT_STAGES=EXACT_STAGES, ROW_STAGES=form.stages,
         STAND_FIFTHS=stand_fifths, LISTED_FIFTHS=form.listed_fifths,
         QUEUED_PERCENT=0 if queue is None else QUEUED_PERCENT,
@@ -320,5 +303,5 @@ def decode_attention_triton(
         LEFT=clusters is not None,
         num_warps=form.warps, maxnreg=form.most_registers, **early,
     )  # fmt: skip
-    merge(peaks, totals, outputs, sink_logits, merged, MERGED_COLUMNS)
+    softmax.merge(peaks, totals, outputs, sink_logits, merged, MERGED_COLUMNS)
     return merged[:, :, 0]

@@ -69,26 +69,32 @@ def cap_logits(job, logits, start, stop):
                 logits[g, place] = job.softcap * np.float32(math.tanh(logits[g, place] / job.softcap))
 
 
+@njit(inline="always")
+def _row(listed, i):
+    return i if listed is None else listed[i]
+
+
 @njit(**SUMS)
-def add_rows(output, weights, ahead, rows, start, stop):
-    """Add rows `start` to `stop` of [T, D] to outputs [G, D], row t weighted by weights [:, ahead + t]; four rows
-    together, so that the outputs are read and written less often."""
+def add_rows(output, weights, ahead, rows, start, stop, listed):
+    """Add rows `start` to `stop` of [T, D], or those with listed numbers [N] int32 at these places, to outputs [G, D],
+    number i weighted by weights [:, ahead + i]; four together, so that outputs are read and written less often."""
     fours = stop - max(stop - start, 0) % 4
-    for t in range(start, fours, 4):
+    for i in range(start, fours, 4):
+        one, two, three, four = _row(listed, i), _row(listed, i + 1), _row(listed, i + 2), _row(listed, i + 3)
         for g in range(output.shape[0]):
-            place = ahead + t
+            place = ahead + i
             first, second, third, fourth = (
                 weights[g, place], weights[g, place + 1], weights[g, place + 2], weights[g, place + 3]
             )  # fmt: skip
             for d in range(output.shape[1]):
                 output[g, d] += (
-                    first * rows[t, d] + second * rows[t + 1, d] + third * rows[t + 2, d] + fourth * rows[t + 3, d]
+                    first * rows[one, d] + second * rows[two, d] + third * rows[three, d] + fourth * rows[four, d]
                 )
-    for t in range(fours, stop):
+    for i in range(fours, stop):
         for g in range(output.shape[0]):
-            weight = weights[g, ahead + t]
+            weight = weights[g, ahead + i]
             for d in range(output.shape[1]):
-                output[g, d] += weight * rows[t, d]
+                output[g, d] += weight * rows[_row(listed, i), d]
 
 
 LANES = 4

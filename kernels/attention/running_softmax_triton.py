@@ -5,34 +5,19 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.attention.types import RunRows
+from sparsekv.kernels.common import tiles_triton as common
 from sparsekv.kernels.common.eight_bits import Int8Kernel, RowScales, pair_block
-from sparsekv.kernels.common.launch import dependent_launch
+from sparsekv.kernels.common.launch import dependent_launch, power_of_two
 from sparsekv.kernels.common.pairs_triton import first_of, pair_products, scales_of, second_of, shifted_back
-from sparsekv.kernels.common.tiles_triton import (
-    LOG2_E,
-    capped,
-    dot,
-    exp2_flushed,
-    power_of_two,
-    wait_for_previous_kernel,
-)
-
-
-@triton.jit
-def tile_weights(peak, logits):
-    """The highest logits so far, the weights of one tile, and the factor of what came before it."""
-    highest = tl.maximum(peak, tl.max(logits, 1))
-    # The tiles so far may be masked out completely.
-    safe = tl.where(highest == -float("inf"), 0.0, highest)
-    return highest, exp2_flushed(logits - safe[:, None]), exp2_flushed(peak - safe)
+from sparsekv.kernels.common.tiles_triton import LOG2_E
 
 
 @triton.jit
 def add_tile(peak, total, output, logits, values):
     """Add one tile to a running softmax."""
-    peak, weights, shrink = tile_weights(peak, logits)
+    peak, weights, shrink = common.tile_weights(peak, logits)
     total = total * shrink + tl.sum(weights, 1)
-    return peak, total, output * shrink[:, None] + dot(weights.to(values.dtype), values)
+    return peak, total, output * shrink[:, None] + common.dot(weights.to(values.dtype), values)
 
 
 @triton.jit
@@ -48,7 +33,7 @@ def store_partial(peaks, totals, outputs, part, parts, head, r, R, d, peak, tota
 def tile_logits(products, bias, scale, softmax_scale, softcap, CAPPED: tl.constexpr):
     """Of products with keys, in units of log 2, with a bias a row; `scale` is the softmax's in these units."""
     if CAPPED:
-        return capped(products * softmax_scale, softcap, CAPPED) * LOG2_E + bias
+        return common.capped(products * softmax_scale, softcap, CAPPED) * LOG2_E + bias
     return products * scale + bias
 
 
@@ -58,7 +43,7 @@ def _merge_kernel(
     HAS_SINKS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     r, head = tl.program_id(0), tl.program_id(2).to(tl.int64)
     d, part = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PARTS)
     place = (head * parts + part) * R + r
@@ -117,7 +102,7 @@ def add_pairs(
         of_keys, of_values = scales_of(words, of_queries, unit)
         logits = pair_products(first, second, shift, keys, EXACT) * of_keys[None, :] + offset[:, None]
     if CAPPED:
-        logits = capped(logits, softcap, CAPPED) * LOG2_E
+        logits = common.capped(logits, softcap, CAPPED) * LOG2_E
     logits = tl.where(inside, logits, -float("inf"))
     return add_values(peak, total, first_output, second_output, logits, values, of_values, EXACT)
 
@@ -126,14 +111,14 @@ def add_pairs(
 def add_values(peak, total, first_output, second_output, logits, values, of_values, EXACT: tl.constexpr):
     """Add one tile with logits [R, TILE], in units of log 2, to a running softmax: values [TILE, D / 2] int16, and
     their scales [TILE] over the outputs' unit."""
-    peak, weights, shrink = tile_weights(peak, logits)
+    peak, weights, shrink = common.tile_weights(peak, logits)
     total = total * shrink + tl.sum(weights, 1)
     # Not shifted back after the sum: the shift would be a thousand times as large as a mean of many values.
     first_values = shifted_back(first_of(values, EXACT), EXACT)
     second_values = shifted_back(second_of(values, EXACT), EXACT)
     weights = (weights * of_values[None, :]).to(first_values.dtype)
-    first_output = first_output * shrink[:, None] + dot(weights, first_values)
-    return peak, total, first_output, second_output * shrink[:, None] + dot(weights, second_values)
+    first_output = first_output * shrink[:, None] + common.dot(weights, first_values)
+    return peak, total, first_output, second_output * shrink[:, None] + common.dot(weights, second_values)
 
 
 def block_of(runs: RunRows) -> int:

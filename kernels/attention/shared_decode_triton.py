@@ -4,35 +4,25 @@ A program holds the queries of as many tokens as fit on an SM, so that tensor co
 Logits are in units of log 2.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.attention.attention import OwnRows
-from sparsekv.kernels.attention.running_softmax_triton import (
-    add_pairs,
-    add_tile,
-    block_of,
-    in_words,
-    merge,
-    store_partial,
-    tile_logits,
-    tile_weights,
-)
-from sparsekv.kernels.attention.types import Centroids, RunRows
-from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
-from sparsekv.kernels.common.pairs_triton import from_pairs, in_pairs, load_pairs, scaled_queries
-from sparsekv.kernels.common.tiles_triton import (
-    LOG2_E,
-    dot,
+from sparsekv.kernels.attention import running_softmax_triton as softmax
+from sparsekv.kernels.attention.types import Centroids
+from sparsekv.kernels.common import tiles_triton as common
+from sparsekv.kernels.common.launch import (
+    count_sms,
+    dependent_launch,
     group_rows,
+    num_splits,
     power_of_two,
-    share,
+    side_by_side,
     tile_rows,
-    wait_for_previous_kernel,
+    unit_stride,
 )
+from sparsekv.kernels.common.pairs_triton import from_pairs, in_pairs, load_pairs, scaled_queries
+from sparsekv.kernels.common.tiles_triton import LOG2_E
 
 LOGSUMEXP_TILE_BYTES, LOGSUMEXP_WARPS = 16_384, 4
 
@@ -47,8 +37,8 @@ def _add_keys(
         inside = at + t < stop
         k = tl.load(keys + (at + t)[:, None] * D + d, mask=inside[:, None] & (d < D), other=0.0)
         bias = tl.where(inside, 0.0, -float("inf"))
-        logits = tile_logits(dot(q, tl.trans(k)), bias, scale, softmax_scale, softcap, CAPPED)
-        peak, weights, shrink = tile_weights(peak, logits)
+        logits = softmax.tile_logits(common.dot(q, tl.trans(k)), bias, scale, softmax_scale, softcap, CAPPED)
+        peak, weights, shrink = common.tile_weights(peak, logits)
         total = total * shrink + tl.sum(weights, 1)
     return peak, total
 
@@ -60,7 +50,7 @@ def _logsumexp_kernel(
     CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     place = query + head * q_head + g[:, None] * q_group + token * q_token
@@ -80,18 +70,10 @@ def _logsumexp_kernel(
     tl.store(totals + (head * G + g) * tl.num_programs(0) + token, result, mask=g < G)
 
 
-def exact_logsumexp_triton(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    own: OwnRows,
-    softmax_scale: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-) -> torch.Tensor:
+def exact_logsumexp_triton(query, keys, own, softmax_scale, softcap=None, sink_logits=None):
     """`exact_logsumexp` on a GPU. Allocates the result alone."""
     (H, G, B, D), device = query.shape, query.device
-    query = query if query.stride(3) == 1 else query.contiguous()
-    totals = torch.empty(H, G, B, device=device)
+    query, totals = unit_stride(query), torch.empty(H, G, B, device=device)
     _logsumexp_kernel[(B, H)](
         query, keys, own.keys, own.slots, own.first, own.used,
         query if sink_logits is None else sink_logits.contiguous(), totals,
@@ -122,7 +104,7 @@ def _shared_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """The softmax of some queries over one of equal shares of a head's centroids, exact rows and chosen rows."""
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     r, d, t = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     in_row = d < D
@@ -135,7 +117,7 @@ def _shared_kernel(
     if ROWS_USED:
         chosen = tl.minimum(tl.load(rows_used + head), capacity)
     # The head's work as one sequence, so that most programs have one kind of it.
-    first, last = share(part, parts, centroids + exact_rows + chosen)
+    first, last = common.share(part, parts, centroids + exact_rows + chosen)
 
     stand_keys, stand_values = stand_keys + head * stand_keys_stride, stand_values + head * stand_values_stride
     stand_counts += head * counts_stride
@@ -147,8 +129,10 @@ def _shared_kernel(
         k = tl.load(stand_keys + c[:, None] * D + d, mask=mask, other=0.0)
         v = tl.load(stand_values + c[:, None] * D + d, mask=mask, other=0.0)
         count = tl.load(stand_counts + c, mask=inside, other=-float("inf")) * LOG2_E
-        logits = tile_logits(dot(q, tl.trans(k.to(q.dtype))), count, scale, softmax_scale, softcap, CAPPED)
-        peak, total, output = add_tile(peak, total, output, logits, v)
+        logits = softmax.tile_logits(
+            common.dot(q, tl.trans(k.to(q.dtype))), count, scale, softmax_scale, softcap, CAPPED
+        )
+        peak, total, output = softmax.add_tile(peak, total, output, logits, v)
 
     first, last = first - centroids, last - centroids
     exact_keys, exact_values = exact_keys + head * exact_stride, exact_values + head * exact_stride
@@ -158,10 +142,10 @@ def _shared_kernel(
         mask = inside[:, None] & in_row
         k = tl.load(exact_keys + (at + t)[:, None] * D + d, mask=mask, other=0.0)
         v = tl.load(exact_values + (at + t)[:, None] * D + d, mask=mask, other=0.0)
-        logits = tile_logits(
-            dot(q, tl.trans(k)), tl.where(inside, 0.0, -float("inf")), scale, softmax_scale, softcap, CAPPED
+        logits = softmax.tile_logits(
+            common.dot(q, tl.trans(k)), tl.where(inside, 0.0, -float("inf")), scale, softmax_scale, softcap, CAPPED
         )
-        peak, total, output = add_tile(peak, total, output, logits, v)
+        peak, total, output = softmax.add_tile(peak, total, output, logits, v)
 
     first, last = first - exact_rows, last - exact_rows
     keys, values, rows = keys + head * head_stride, values + head * head_stride, rows + head * rows_stride
@@ -185,7 +169,7 @@ def _shared_kernel(
             # Places past the end are those of the first row: its numbers are finite, and their weights zero.
             k, v = load_pairs(keys, stored, in_row, D == BLOCK_D), load_pairs(values, stored, in_row, D == BLOCK_D)
             words = tl.load(row_scales + row)
-            peak, total, first_output, second_output = add_pairs(
+            peak, total, first_output, second_output = softmax.add_pairs(
                 peak, total, first_output, second_output, q_first, q_second, shift, of_queries, offset, k, v, words,
                 inside, unit, softcap, CAPPED, True, EXACT,
             )  # fmt: skip
@@ -193,12 +177,12 @@ def _shared_kernel(
             mask, bias = inside[:, None] & in_row, tl.where(inside, 0.0, -float("inf"))
             k = tl.load(keys + stored, mask=mask, other=0)
             v = tl.load(values + stored, mask=mask, other=0)
-            logits = tile_logits(dot(q, tl.trans(k)), bias, scale, softmax_scale, softcap, CAPPED)
-            peak, total, output = add_tile(peak, total, output, logits, v)
+            logits = softmax.tile_logits(common.dot(q, tl.trans(k)), bias, scale, softmax_scale, softcap, CAPPED)
+            peak, total, output = softmax.add_tile(peak, total, output, logits, v)
     if SCALED:
         output = from_pairs(first_output, second_output, ROWS, BLOCK_D) * unit
         d = tl.arange(0, BLOCK_D)
-    store_partial(peaks, totals, outputs, part, parts + 1, head, r, R, d, peak, total, output, D)
+    softmax.store_partial(peaks, totals, outputs, part, parts + 1, head, r, R, d, peak, total, output, D)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -228,27 +212,16 @@ def _own_kernel(
         mask = inside[:, None] & in_row
         k = tl.load(keys + (at + t)[:, None] * D + d, mask=mask, other=0.0)
         v = tl.load(values + (at + t)[:, None] * D + d, mask=mask, other=0.0)
-        logits = tile_logits(
-            dot(q, tl.trans(k)), tl.where(inside, 0.0, -float("inf")), scale, softmax_scale, softcap, CAPPED
+        logits = softmax.tile_logits(
+            common.dot(q, tl.trans(k)), tl.where(inside, 0.0, -float("inf")), scale, softmax_scale, softcap, CAPPED
         )
-        peak, total, output = add_tile(peak, total, output, logits, v)
+        peak, total, output = softmax.add_tile(peak, total, output, logits, v)
     r = tl.where(g < G, token * G + g, R)
     # The kernel before this one is `_shared_kernel`: what is read above was written before it, but merging has to
     # wait for both.
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    store_partial(peaks, totals, outputs, parts - 1, parts, head, r, R, d, peak, total, output, D)
-
-
-def _no_centroids(query: torch.Tensor) -> Centroids:
-    """None, of no rows that anything reads."""
-    nothing = query.new_empty(len(query), 0, query.shape[3])
-    return Centroids(nothing, nothing, nothing[..., 0])
-
-
-def _adjacent(rows: torch.Tensor) -> torch.Tensor:
-    """The same with each head's rows contiguous."""
-    return rows if rows[0].is_contiguous() else rows.contiguous()
+    softmax.store_partial(peaks, totals, outputs, parts - 1, parts, head, r, R, d, peak, total, output, D)
 
 
 def _alike(keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -257,31 +230,22 @@ def _alike(keys: torch.Tensor, values: torch.Tensor) -> bool:
     return all(of_keys == of_values or size == 1 for of_keys, of_values, size in strides)
 
 
-def shared_decode_triton(
-    query: torch.Tensor,
-    runs: RunRows,
-    exact: tuple[torch.Tensor, torch.Tensor],
-    centroids: Sequence[Centroids],
-    own: OwnRows,
-    softmax_scale: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-) -> torch.Tensor:
+def shared_decode_triton(query, runs, exact, centroids, own, softmax_scale, softcap=None, sink_logits=None):
     """`shared_decode` on a GPU. Allocates float32 outputs [Hk, parts, B G, D]: two tiles of queries an SM where there
     are fewer queries, otherwise up to nine times as many as there are."""
     assert len(centroids) <= 1
     assert all(_alike(*pair) for pair in ((runs.keys, runs.values), exact, (own.keys, own.values)))
     (H, G, B, D), device, early = query.shape, query.device, dependent_launch(query.device)
-    query = query if query.stride(3) == 1 else query.contiguous()
-    R, E, BLOCK_D = B * G, exact[0].shape[1], block_of(runs)
-    stands = centroids[0] if centroids else _no_centroids(query)
-    centres, stood = _adjacent(stands.keys), _adjacent(stands.values)
+    query, none = unit_stride(query), query.new_empty(H, 0, D)
+    R, E, BLOCK_D = B * G, exact[0].shape[1], softmax.block_of(runs)
+    stands = centroids[0] if centroids else Centroids(none, none, none[..., 0])
+    centres, stood = side_by_side(stands.keys), side_by_side(stands.values)
     C = centres.shape[1]
     rows_of_tile = max(16, min(MOST_ROWS, QUERY_NUMBERS // BLOCK_D, power_of_two(R)))
     blocks = triton.cdiv(R, rows_of_tile)
     rows = C + E + runs.capacity
     parts = 1 + num_splits(H * blocks, rows, PROGRAMS_PER_SM * count_sms(device), grain=10)
-    keys, stored, scales = in_words(runs)
+    keys, stored, scales = softmax.in_words(runs)
     peaks, totals = torch.empty(2, H, parts, R, device=device)
     outputs = torch.empty(H, parts, R, D, device=device)
     merged = torch.empty(B, H, G, D, dtype=query.dtype, device=device).permute(1, 2, 0, 3)
@@ -303,5 +267,5 @@ def shared_decode_triton(
         R, *strides, *own.keys.stride()[:2], parts, softmax_scale, softcap or 0.0,
         GROUP=group_rows(G), TILE=OWN_TILE, num_warps=4, **same,
     )  # fmt: skip
-    merge(peaks, totals, outputs, sink_logits, merged, MERGED_COLUMNS)
+    softmax.merge(peaks, totals, outputs, sink_logits, merged, MERGED_COLUMNS)
     return merged

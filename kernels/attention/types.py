@@ -1,12 +1,11 @@
-"""Inputs of one decode step's attention: runs of rows, centroids with logits, and clusters or codes to choose by."""
+"""Inputs of one decode step's attention: runs of rows, and centroids with logits."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from sparsekv.kernels.clusters.cluster_choice import CountedClusters
-from sparsekv.kernels.common.eight_bits import RowScales
+from sparsekv.kernels.common.eight_bits import Int8Kernel, RowScales
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,8 @@ class RunRows:
         keys, values = self.keys.gather(1, places), self.values.gather(1, places)
         if self.scales is None:
             return keys, values
-        of_rows = self.scales.rows.gather(1, rows[..., None].expand(-1, -1, 2)).to(dtype)
-        of_keys, of_values = of_rows.split(1, 2)
-        channels, offsets = (one[:, None].to(dtype) for one in (self.scales.channels, self.scales.offsets))
-        return keys.to(dtype) * of_keys * channels + offsets, values.to(dtype) * of_values
+        of_rows = self.scales.rows.gather(1, rows[..., None].expand(-1, -1, 2))
+        return Int8Kernel(keys, values, replace(self.scales, rows=of_rows)).restored(dtype)
 
 
 @dataclass(frozen=True)
@@ -108,37 +105,3 @@ def one_level(parts: Sequence[ScoredCentroids]) -> ScoredCentroids | None:
         torch.cat([part.log_counts[:, :size] for part, size in zip(parts, sizes, strict=True)], -1),
         torch.cat([part.values for part in parts], 1),
     )
-
-
-@dataclass(frozen=True)
-class StepTensors:
-    """C clusters of each of H heads: starts [H, C] int64 are their first rows, values [H, C, D] the centroids that can
-    represent tokens which are not chosen (None: there are none); and the scale and soft cap of logits."""
-
-    counted: CountedClusters
-    starts: torch.Tensor
-    values: torch.Tensor | None
-    softmax_scale: float
-    softcap: float | None
-
-
-@dataclass(frozen=True)
-class CodeTensors:
-    """Codes [H, M, m] uint8 of the keys of each of H heads, what they name, and C clusters, every key in one.
-
-    turn [H, D, D], by which queries are multiplied; books [H, m, 256 or fewer, D / m], centroids of m parts of the
-    turned channels; labels [H, M] int32, each key's cluster. Of the clusters: centroids [H, C, D], counts [H, C] int32
-    of keys, masses [H, C] that are added to a logit where it stands for all keys of a cluster, and values [H, C, D].
-    And the scale and soft cap of logits.
-    """
-
-    turn: torch.Tensor
-    books: torch.Tensor
-    codes: torch.Tensor
-    labels: torch.Tensor
-    centroids: torch.Tensor
-    counts: torch.Tensor
-    masses: torch.Tensor
-    values: torch.Tensor
-    softmax_scale: float
-    softcap: float | None

@@ -21,27 +21,12 @@ from sparsekv.kernels.clusters.types import (
     ClusterChoice,
     least_rank,
 )
-from sparsekv.kernels.common.launch import count_sms, dependent_launch
-from sparsekv.kernels.common.tiles_triton import ALIGNED, aligned, power_of_two, wait_for_previous_kernel
+from sparsekv.kernels.common import tiles_triton as common
+from sparsekv.kernels.common.launch import ALIGNED, aligned, count_sms, dependent_launch, power_of_two
 
 # Numbers after a part's counts. Three, so that row lengths are no multiple of 4: loads four wide would have to be laid
 # out anew before they are summed.
 LIMITS = tl.constexpr(3)
-
-
-@triton.jit
-def sum_of_two(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
-def sum_of_three(a, b, c, d, e, f):
-    return a + d, b + e, c + f
-
-
-@triton.jit
-def sum_of_four(a, b, c, d, e, f, g, h):
-    return a + e, b + f, c + g, d + h
 
 
 @triton.jit
@@ -77,9 +62,11 @@ def counted(counts, head, part, others, SIZE: tl.constexpr, PARTS: tl.constexpr,
     if OPEN:
         numbers = tl.load(place + SIZE, mask=other < others, other=0)
         numbers_before = tl.where(other < part, numbers, 0)
-        sizes, before, numbers, numbers_before = tl.reduce((sizes, before, numbers, numbers_before), 0, sum_of_four)
+        sizes, before, numbers, numbers_before = tl.reduce(
+            (sizes, before, numbers, numbers_before), 0, common.sum_of_four
+        )
     else:
-        sizes, before = tl.reduce((sizes, before), 0, sum_of_two)
+        sizes, before = tl.reduce((sizes, before), 0, common.sum_of_two)
         numbers, numbers_before = sizes, before
     return sizes, before, numbers, numbers_before
 
@@ -93,11 +80,11 @@ def last_place(
     place = tl.arange(0, SIZE)
     if OPEN:
         from_here, numbers_from_here, before_from_here = tl.associative_scan(
-            (sizes, numbers, numbers_before), 0, sum_of_three, reverse=True
+            (sizes, numbers, numbers_before), 0, common.sum_of_three, reverse=True
         )
         enough = (held + from_here >= budget) & (had + numbers_from_here >= wanted)
     else:
-        from_here, before_from_here = tl.associative_scan((sizes, numbers_before), 0, sum_of_two, reverse=True)
+        from_here, before_from_here = tl.associative_scan((sizes, numbers_before), 0, common.sum_of_two, reverse=True)
         numbers_from_here, enough = from_here, held + from_here >= budget
     above, numbers_above = from_here - sizes, numbers_from_here - numbers
     found = tl.where(enough | (place == 0), place, -1)
@@ -156,7 +143,7 @@ def take_members(
     ends = (known.to(tl.int64) << (2 * TOKENS)) | (equal_number.to(tl.int64) << TOKENS) | above_number
     if OPEN:
         sizes = tl.where(rank == last, size, 0)
-        ends, sizes_ends = tl.associative_scan((ends, sizes), 0, sum_of_two)
+        ends, sizes_ends = tl.associative_scan((ends, sizes), 0, common.sum_of_two)
     else:
         ends = tl.cumsum(ends, 0)
     equal_begins = equal + ((ends >> TOKENS) & SIZE_MASK).to(tl.int32) - equal_number
@@ -279,7 +266,7 @@ def _rank_kernel(
     if OPEN:
         # No launch writes these, so they are read before the wait.
         of_cluster = tl.load(children + head * clusters + c, mask=inside & (c < clusters), other=0)
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     packed = _packed(
         logits + head * G * stride, numbers + head * stride, peaks, totals, head, c, inside, stride, parts, least,
         threshold, G, GROUP, PARTS, KEEP, BITS,
@@ -305,7 +292,7 @@ def _count_kernel(
     place = fine + (head * others + part) * (FINE + LIMITS)
     # No launch that may still run uses this memory.
     tl.store(place + tl.arange(0, FINE), tl.zeros([FINE], tl.int32))
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     packed = tl.load(ranked + head * stride + c, mask=inside, other=0).to(tl.uint32, bitcast=True)
     sizes, before, numbers, numbers_before = counted(coarse, head, part, others, BINS, OTHERS, False)
     last, held, _, above, _, _ = last_place(sizes, before, numbers, numbers_before, 0, 0, budget, 0, BINS, False)
@@ -341,7 +328,7 @@ def _take_kernel(
     if OPEN:
         number = tl.load(children + head * clusters + c, mask=inside & (c < clusters), other=0)
     if KEEP or OPEN:
-        wait_for_previous_kernel(EARLY)
+        common.wait_for_previous_kernel(EARLY)
     # With a `_count_kernel` in between, which waited for `_rank_kernel`, ranks are complete before the wait below.
     packed = tl.load(ranked + head * stride + c, mask=inside, other=0, cache_modifier=".cg").to(tl.uint32, bitcast=True)
     size, rank = _size(packed), _rank(packed)
@@ -355,7 +342,7 @@ def _take_kernel(
             sizes, before, numbers, numbers_before, 0, 0, budget, wanted, BINS, OPEN
         )
     else:
-        wait_for_previous_kernel(EARLY)
+        common.wait_for_previous_kernel(EARLY)
         limits = fine + (head * others + part) * (FINE + LIMITS) + FINE
         of_exponent, above = tl.load(limits), tl.load(limits + 1)
         high, held = of_exponent >> TOKENS, of_exponent & SIZE_MASK

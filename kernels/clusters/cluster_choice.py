@@ -106,21 +106,27 @@ def choose_clusters(
     budget: int,
     softmax_scale: float,
     softcap: float | None = None,
+    threshold: float | None = None,
+    seen: torch.Tensor | None = None,
 ) -> ClusterChoice:
-    """The best clusters by S_i averaged over the group: whole ones, then the start of the one that passes the budget.
+    """The best clusters by S_i averaged over the group: whole ones, then the start of the one that passes the budget;
+    or all clusters whose S_i reaches a threshold.
 
-    Of scores that agree to one part in 128 the lower index is first. On a GPU four kernels, no synchronisation, and no
-    data-dependent shapes.
+    Of scores that agree to one part in 128 the lower index is first. On a GPU four kernels, with a threshold three, no
+    synchronisation, and no data-dependent shapes.
 
     Args:
         query: [H, G, D]; centroids: [H, C, D]; counts, starts: [H, C] int, tokens and first row of each cluster.
-        budget: tokens to take in each head; a head has at most `MOST_TOKENS` (2,097,151) tokens.
+        budget: tokens to take in each head, with a threshold the capacity in tokens; a head has at most `MOST_TOKENS`
+            (2,097,151) tokens.
+        seen: [H] int64, to which the number of tokens taken is added.
 
     Returns:
         See `ClusterChoice`. Allocates the logits, the rows and nine tensors [H, C].
     """
     logits, scores = _scored(query, centroids, counts, softmax_scale, softcap)
-    return _best(logits, scores, counts, starts, budget)
+    lengths = _filled(scores, counts, budget) if threshold is None else (counts * (scores >= threshold)).int()
+    return _count_seen(choice_of(logits, lengths, counts - lengths, starts, budget), seen)
 
 
 def _scored(
@@ -134,13 +140,11 @@ def _scored(
     return logits, scores_from_logits(logits[:, :, None], counts[:, None, None])[:, 0]
 
 
-def _best(
-    logits: torch.Tensor, scores: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor, budget: int
-) -> ClusterChoice:
+def _filled(scores: torch.Tensor, counts: torch.Tensor, budget: int) -> torch.Tensor:
+    """Tokens to take of each cluster [..., C] int32, given scores and counts [..., C]."""
     order = ranked(scores, budget)
     taken = fill_budget(counts.gather(-1, order).int(), budget).int()
-    lengths = torch.zeros_like(taken).scatter_(-1, order, taken)
-    return choice_of(logits, lengths, counts - lengths, starts, budget)
+    return torch.zeros_like(taken).scatter_(-1, order, taken)
 
 
 def ranked(scores: torch.Tensor, budget: int, bits: int = SCORE_BITS) -> torch.Tensor:
@@ -186,10 +190,10 @@ def open_clusters(
     opened = until_enough(counts.gather(-1, order), children.numbers.gather(-1, order), wanted, budget)
     opened = torch.zeros_like(opened).scatter_(-1, order, opened)
     lengths = (children.numbers * opened).int()
-    return count_seen(choice_of(logits, lengths, counts * ~opened, children.first, children.slots), children.seen)
+    return _count_seen(choice_of(logits, lengths, counts * ~opened, children.first, children.slots), children.seen)
 
 
-def count_seen(choice: ClusterChoice, seen: torch.Tensor | None) -> ClusterChoice:
+def _count_seen(choice: ClusterChoice, seen: torch.Tensor | None) -> ClusterChoice:
     if seen is not None:
         seen += choice.used
     return choice
@@ -199,28 +203,6 @@ def until_enough(counts: torch.Tensor, children: torch.Tensor, wanted: int, budg
     """Which clusters to open, [..., C] bool, given counts and children [..., C] in order: until both are reached."""
     held, had = counts.cumsum(-1) - counts, children.cumsum(-1) - children
     return (held < budget) | (had < wanted)
-
-
-@on_gpu("sparsekv.kernels.clusters.cluster_choice_triton:keep_clusters_triton")
-def keep_clusters(
-    query: torch.Tensor,
-    centroids: Keys,
-    counts: torch.Tensor,
-    starts: torch.Tensor,
-    threshold: float,
-    most: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-    seen: torch.Tensor | None = None,
-) -> ClusterChoice:
-    """All clusters whose S_i, averaged over the group, reaches a threshold; otherwise like `choose_clusters`.
-
-    Args:
-        most: capacity in tokens of each head; seen: [H] int64, to which the number of tokens taken is added.
-    """
-    logits, scores = _scored(query, centroids, counts, softmax_scale, softcap)
-    lengths = (counts * (scores >= threshold)).int()
-    return count_seen(choice_of(logits, lengths, counts - lengths, starts, most), seen)
 
 
 @on_gpu("sparsekv.kernels.clusters.cluster_choice_triton:choose_listed_triton")
@@ -251,7 +233,8 @@ def choose_listed(
     some = centroids.gather(1, clusters[..., None].expand(-1, -1, centroids.shape[2]))
     numbers, starts = counts.gather(-1, clusters) * valid, first_row.gather(-1, clusters) * valid
     logits, scores = _scored(query, some, numbers, softmax_scale, softcap)
-    return ListedChoice(_best(logits, scores, numbers, starts, budget), starts.int())
+    lengths = _filled(scores, numbers, budget)
+    return ListedChoice(choice_of(logits, lengths, numbers - lengths, starts, budget), starts.int())
 
 
 MOST_CLUSTERS = 32_768
@@ -295,11 +278,7 @@ def choose_together(
     question = torch.searchsorted(ends, torch.arange(query.shape[2], device=ends.device), right=True, out_int32=True)
     sums = each.new_zeros(len(each), len(ends), each.shape[2]).index_add_(1, question, each)
     scores, sizes = sums / ends.diff(prepend=ends.new_zeros(1))[:, None], counts[:, None].expand_as(sums)
-    if thresholds is not None:
-        taken = sizes * (scores >= thresholds[:, None])
-    else:
-        order = ranked(scores, budget)
-        taken = torch.zeros_like(order).scatter_(-1, order, fill_budget(sizes.gather(-1, order).long(), budget))
+    taken = _filled(scores, sizes, budget) if thresholds is None else sizes * (scores >= thresholds[:, None])
     lengths = taken.amax(1).int()
-    chosen = count_seen(choice_of(logits, lengths, counts - lengths, starts, capacity), seen)
+    chosen = _count_seen(choice_of(logits, lengths, counts - lengths, starts, capacity), seen)
     return SharedChoice(chosen.lengths, chosen.log_left, chosen.rows, chosen.used)

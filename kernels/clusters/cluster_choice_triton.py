@@ -5,20 +5,20 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.clusters.budget_choice_triton import Scored, Wanted, choose
-from sparsekv.kernels.clusters.types import Children, ClusterChoice, ListedChoice
+from sparsekv.kernels.clusters.types import ListedChoice
+from sparsekv.kernels.common import tiles_triton as common
 from sparsekv.kernels.common.eight_bits import Int8Kernel, Keys, RowScales, pair_block
-from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
-from sparsekv.kernels.common.pairs_triton import pair_products, scaled_queries, scales_of
-from sparsekv.kernels.common.tiles_triton import (
+from sparsekv.kernels.common.launch import (
     aligned,
-    capped,
-    dot,
+    count_sms,
+    dependent_launch,
     group_rows,
+    num_splits,
     power_of_two,
-    share,
+    side_by_side,
     tile_rows,
-    wait_for_previous_kernel,
 )
+from sparsekv.kernels.common.pairs_triton import pair_products, scaled_queries, scales_of
 
 # Bytes of a tile, stages of the loop, programs an SM, warps: measured, for up to MANY clusters, more, and in 8 bits.
 MANY, FEW_CLUSTERS, MANY_CLUSTERS, IN_8_BITS = 16_384, (32_768, 2, 4, 4), (16_384, 3, 5, 4), (16_384, 3, 4, 2)
@@ -36,7 +36,7 @@ def _logits_kernel(
 
     For listed clusters, slots up to a multiple of 16 are written; `_take_kernel` writes those after it.
     """
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     of_group = g < G
@@ -62,7 +62,7 @@ def _logits_kernel(
         tl.store(used + head, 0)
         tl.store(queue + head, 0)
     # The last cluster is followed by empty ones, up to a multiple of 16.
-    first, stop = share(part, parts, tl.cdiv(known_clusters, 16))
+    first, stop = common.share(part, parts, tl.cdiv(known_clusters, 16))
     first, stop = tl.multiple_of(first * 16, 16), tl.multiple_of(stop * 16, 16)
     for at in tl.range(first, stop, TILE, num_stages=STAGES):
         slot = at + t
@@ -81,8 +81,8 @@ def _logits_kernel(
             of_keys, _ = scales_of(tl.load(scales + c, mask=known, other=0), of_queries, 1.0)
             products = pair_products(q_first, q_second, shift, k, EXACT) * of_keys[None, :] + offset[:, None]
         else:
-            products = dot(q, tl.trans(k)) * softmax_scale
-        scores = capped(products, softcap, CAPPED)
+            products = common.dot(q, tl.trans(k)) * softmax_scale
+        scores = common.capped(products, softcap, CAPPED)
         scores = tl.where(number > 0, scores, -float("inf"))
         tl.store(logits + g[:, None] * stride + slot, scores, mask=of_group[:, None] & inside)
         highest = tl.maximum(peak, tl.max(scores, 1))
@@ -93,11 +93,6 @@ def _logits_kernel(
     place = (head * G + g) * parts + part
     tl.store(peaks + place, peak, mask=of_group)
     tl.store(totals + place, total, mask=of_group)
-
-
-def side_by_side(rows: torch.Tensor) -> torch.Tensor:
-    """Rows [H, C] or [H, C, D] with contiguous heads, which need not be adjacent; copied if they are not."""
-    return rows if rows.stride()[1:] == (*rows.shape[2:], 1) else rows.contiguous()
 
 
 def _keys(query: torch.Tensor, centroids: Keys) -> tuple[torch.Tensor, RowScales, int]:
@@ -146,29 +141,15 @@ def _launch(
 
 
 def choose_clusters_triton(
-    query: torch.Tensor,
-    centroids: Keys,
-    counts: torch.Tensor,
-    starts: torch.Tensor,
-    budget: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-) -> ClusterChoice:
+    query, centroids, counts, starts, budget, softmax_scale, softcap=None, threshold=None, seen=None
+):
     """`choose_clusters` on a GPU; reads the centroids once, their logits once more."""
     scored, _ = _launch(query, centroids, counts, softmax_scale, softcap)
-    return choose(scored, counts.shape[1], Wanted(starts, budget, budget))
+    take = Wanted(starts, budget, budget if threshold is None else 0, threshold, seen=seen)
+    return choose(scored, counts.shape[1], take)
 
 
-def open_clusters_triton(
-    query: torch.Tensor,
-    centroids: torch.Tensor,
-    counts: torch.Tensor,
-    children: Children,
-    wanted: int,
-    budget: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-) -> ClusterChoice:
+def open_clusters_triton(query, centroids, counts, children, wanted, budget, softmax_scale, softcap=None):
     """`open_clusters` on a GPU; reads the centroids once, their logits once more."""
     numbers = children.numbers.contiguous()
     scored, _ = _launch(query, centroids, counts, softmax_scale, softcap)
@@ -176,32 +157,7 @@ def open_clusters_triton(
     return choose(scored, counts.shape[1], take)
 
 
-def keep_clusters_triton(
-    query: torch.Tensor,
-    centroids: Keys,
-    counts: torch.Tensor,
-    starts: torch.Tensor,
-    threshold: float,
-    most: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-    seen: torch.Tensor | None = None,
-) -> ClusterChoice:
-    """`keep_clusters` on a GPU; reads the centroids once, their logits once more."""
-    scored, _ = _launch(query, centroids, counts, softmax_scale, softcap)
-    return choose(scored, counts.shape[1], Wanted(starts, most, 0, threshold, seen=seen))
-
-
-def choose_listed_triton(
-    query: torch.Tensor,
-    centroids: torch.Tensor,
-    counts: torch.Tensor,
-    first_row: torch.Tensor,
-    listed: tuple[torch.Tensor, torch.Tensor],
-    budget: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-) -> ListedChoice:
+def choose_listed_triton(query, centroids, counts, first_row, listed, budget, softmax_scale, softcap=None):
     """`choose_listed` on a GPU; reads the listed centroids once, their logits once more."""
     scored, starts = _launch(query, centroids, counts, softmax_scale, softcap, first_row, listed)
     slots = listed[0].shape[1]

@@ -4,7 +4,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.clusters.cluster_choice_triton import side_by_side
 from sparsekv.kernels.clusters.types import (
     EXPONENT_BITS,
     MOST_TOKENS,
@@ -13,20 +12,18 @@ from sparsekv.kernels.clusters.types import (
     SharedChoice,
     least_rank,
 )
-from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
-from sparsekv.kernels.common.tiles_triton import (
-    LOG2_E,
+from sparsekv.kernels.common import tiles_triton as common
+from sparsekv.kernels.common.launch import (
     aligned,
-    capped,
-    dot,
-    exp2_flushed,
-    log2_of_normal,
+    count_sms,
+    dependent_launch,
+    num_splits,
     power_of_two,
-    product,
-    share,
+    side_by_side,
     tile_rows,
-    wait_for_previous_kernel,
+    unit_stride,
 )
+from sparsekv.kernels.common.tiles_triton import LOG2_E
 
 MOST_ROWS = 128  # of a tile of queries
 TILE_BYTES, STAGES, WARPS, PROGRAMS_PER_SM = 16_384, 2, 4, 2
@@ -75,9 +72,9 @@ def _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED: 
     d, known = tl.arange(0, BLOCK_D), c < stop
     k = tl.load(centroids + c[:, None] * D + d, mask=known[:, None] & (d < D), other=0.0)
     number = tl.load(counts + c, mask=known, other=0)
-    products = dot(q, tl.trans(k))
+    products = common.dot(q, tl.trans(k))
     if CAPPED:
-        logits = capped(products * softmax_scale, softcap, CAPPED) * LOG2_E
+        logits = common.capped(products * softmax_scale, softcap, CAPPED) * LOG2_E
     else:
         logits = products * (softmax_scale * LOG2_E)
     return logits, number
@@ -87,7 +84,7 @@ def _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED: 
 def _whole_sixteens(part, parts, C):
     """A part's clusters from the first to the last; the first is a multiple of 16, so that scores are stored four at a
     time."""
-    first, stop = share(part, parts, tl.cdiv(C, 16))
+    first, stop = common.share(part, parts, tl.cdiv(C, 16))
     return tl.multiple_of(first * 16, 16), tl.minimum(stop * 16, C)
 
 
@@ -99,7 +96,7 @@ def _sums_kernel(
     BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exps of some rows over a program's share of a head's clusters, as peaks and sums."""
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     q = _query_rows(query, q_head, q_group, q_token, head, tl.program_id(2) * (ROWS // GROUP), tokens, D, BLOCK_D, G,
                     GROUP, ROWS)  # fmt: skip
@@ -113,13 +110,10 @@ def _sums_kernel(
         logits, number = _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED, D, BLOCK_D)
         if tl.program_id(2) == 0:
             tl.store(zeros + head * C + c, tl.zeros([TILE], tl.int32), mask=c < stop)
-        log_number = log2_of_normal(tl.maximum(number, 1).to(tl.float32))
+        log_number = common.log2_of_normal(tl.maximum(number, 1).to(tl.float32))
         logits += tl.where(number > 0, log_number, -float("inf"))
-        highest = tl.maximum(peak, tl.max(logits, 1))
-        # All clusters so far may be empty.
-        safe = tl.where(highest == -float("inf"), 0.0, highest)
-        total = total * exp2_flushed(peak - safe) + tl.sum(exp2_flushed(logits - safe[:, None]), 1)
-        peak = highest
+        peak, weights, shrink = common.tile_weights(peak, logits)
+        total = total * shrink + tl.sum(weights, 1)
     place = ((head * tl.num_programs(2) + tl.program_id(2)) * parts + part) * ROWS + tl.arange(0, ROWS)
     tl.store(peaks + place, peak)
     tl.store(sums + place, total)
@@ -134,8 +128,8 @@ def _logsumexp(peaks, sums, block, parts, ROWS: tl.constexpr, PARTS: tl.constexp
     part_sums = tl.load(sums + place, mask=part < parts, other=0.0)
     peak = tl.max(part_peaks, 0)
     peak = tl.where(peak == -float("inf"), 0.0, peak)
-    total = tl.sum(product(part_sums, exp2_flushed(part_peaks - peak[None, :])), 0)
-    return peak + log2_of_normal(tl.maximum(total, 1e-30))
+    total = tl.sum(common.product(part_sums, common.exp2_flushed(part_peaks - peak[None, :])), 0)
+    return peak + common.log2_of_normal(tl.maximum(total, 1e-30))
 
 
 @triton.jit
@@ -143,7 +137,7 @@ def _store_scores(place, c, stop, present, logits, number, total, ROWS: tl.const
                   TILE: tl.constexpr):  # fmt: skip
     """Store the scores that a tile's logits give each token, four at once, with zeros after the last cluster up to a
     multiple of 16."""
-    each = exp2_flushed(logits - total[:, None])
+    each = common.exp2_flushed(logits - total[:, None])
     of_token = tl.where(number > 0, _over_heads(each, ROWS, GROUP, TILE), 0.0)
     tl.store(place + c, of_token, mask=present & (c < tl.multiple_of(tl.cdiv(stop, 16) * 16, 16)))
 
@@ -170,7 +164,7 @@ def _scores_kernel(
     # The first tile's logits need nothing of the kernel before this one, and are computed while it runs.
     c = first + tl.arange(0, TILE)
     logits, number = _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED, D, BLOCK_D)
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     total = _logsumexp(peaks, sums, head * tl.num_programs(2) + tl.program_id(2), sum_parts, ROWS, PARTS)
     # Rows that pad a token's group count for nothing.
     _, g = _tokens_and_heads(ROWS, GROUP)
@@ -180,46 +174,6 @@ def _scores_kernel(
         c = at + tl.arange(0, TILE)
         logits, number = _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED, D, BLOCK_D)
         _store_scores(place, c, stop, present, logits, number, total, ROWS, GROUP, TILE)
-
-
-def token_scores(
-    query: torch.Tensor,
-    centroids: torch.Tensor,
-    counts: torch.Tensor,
-    zeros: torch.Tensor,
-    softmax_scale: float,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """S_i of each token's query heads, summed over these: `cluster_scores` times G, for tokens in the place of queries.
-
-    Reads the centroids twice for every `MOST_ROWS` query rows.
-
-    Args:
-        query: [H, G, T, D]; centroids: [H, C, D]; counts: [H, C] int.
-        zeros: [H, C] int32 contiguous, to which zeros are written.
-
-    Returns:
-        [H, T, C or more] float32; 0 past the last cluster.
-    """
-    (H, G, T, D), C, device, early = query.shape, counts.shape[1], query.device, dependent_launch(query.device)
-    query = query if query.stride(3) == 1 else query.contiguous()
-    centroids, counts, group = side_by_side(centroids.to(query.dtype)), side_by_side(counts), power_of_two(G)
-    tile_of_queries, stride = max(16, group, min(MOST_ROWS, power_of_two(T * group))), aligned(C)
-    blocks = triton.cdiv(T, tile_of_queries // group)
-    tile = min(tile_rows(D, query.dtype, TILE_BYTES), MOST_LOGITS // tile_of_queries)
-    parts = min(num_splits(H * blocks, C, PROGRAMS_PER_SM * count_sms(device)), triton.cdiv(C, tile))
-    peaks, sums = torch.empty(2, H, blocks, parts, tile_of_queries, device=device)
-    scores = torch.empty(H, T, stride, device=device)
-    strides = *query.stride()[:3], centroids.stride(0), counts.stride(0), softmax_scale, softcap or 0.0
-    tiles = {
-        "CAPPED": softcap is not None, "G": G, "GROUP": group, "ROWS": tile_of_queries, "D": D,
-        "BLOCK_D": power_of_two(D), "TILE": tile, "STAGES": STAGES, "num_warps": WARPS, **early,
-    }  # fmt: skip
-    _sums_kernel[(parts, H, blocks)](query, centroids, counts, peaks, sums, zeros, T, C, *strides, **tiles)
-    _scores_kernel[(parts, H, blocks)](
-        query, centroids, counts, peaks, sums, scores, T, C, stride, parts, *strides, PARTS=power_of_two(parts), **tiles
-    )
-    return scores
 
 
 # Clusters of a program that lists rows, how many rows of each it writes at once, how many clusters it counts at once.
@@ -257,7 +211,7 @@ def _take_kernel(
     first, last = 0, tl.load(ends + question)
     if question > 0:
         first = tl.load(ends + question - 1)
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     score = tl.zeros([CLUSTERS], tl.float32)
     # Rows of scores are padded to a multiple of 16, so that four are loaded at once; what pads them has no size.
     for token in range(first, last):
@@ -289,7 +243,7 @@ def _list_kernel(
     c, t, b = part * CLUSTERS + tl.arange(0, CLUSTERS), tl.arange(0, RUN), tl.arange(0, BEFORE)
     size = tl.load(counts + head * counts_stride + c, mask=c < C, other=0).to(tl.int32)
     start = tl.load(starts + head * starts_stride + c, mask=c < C, other=0).to(tl.int32)
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     lengths += head * C
     taken = tl.load(lengths + c, mask=c < C, other=0)
     left = size - taken
@@ -314,24 +268,46 @@ def _list_kernel(
 
 
 def choose_together_triton(
-    query: torch.Tensor,
-    ends: torch.Tensor,
-    centroids: torch.Tensor,
-    counts: torch.Tensor,
-    starts: torch.Tensor,
-    budget: int,
-    capacity: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-    thresholds: torch.Tensor | None = None,
-    seen: torch.Tensor | None = None,
-) -> SharedChoice:
-    """`choose_together` on a GPU; see `token_scores` for what it reads."""
-    H, G, T, _ = query.shape
-    B, C, device, early = len(ends), counts.shape[1], query.device, dependent_launch(query.device)
-    counts, starts, stride = side_by_side(counts), side_by_side(starts), aligned(C)
+    query, ends, centroids, counts, starts, budget, capacity, softmax_scale, softcap=None, thresholds=None, seen=None
+):
+    """`choose_together` on a GPU; reads the centroids twice for every `MOST_ROWS` query rows."""
+    (H, G, T, D), B, C, device = query.shape, len(ends), counts.shape[1], query.device
+    query, centroids, early = (
+        unit_stride(query),
+        side_by_side(centroids.to(query.dtype)),
+        dependent_launch(device),
+    )
+    counts, starts = side_by_side(counts), side_by_side(starts)
+    group, stride = power_of_two(G), aligned(C)
+    tile_of_queries = max(16, group, min(MOST_ROWS, power_of_two(T * group)))
+    blocks = triton.cdiv(T, tile_of_queries // group)
+    tile = min(tile_rows(D, query.dtype, TILE_BYTES), MOST_LOGITS // tile_of_queries)
+    parts = min(num_splits(H * blocks, C, PROGRAMS_PER_SM * count_sms(device)), triton.cdiv(C, tile))
+    peaks, sums = torch.empty(2, H, blocks, parts, tile_of_queries, device=device)
     lengths = torch.empty(H, C, dtype=torch.int32, device=device)
-    scores = token_scores(query, centroids, counts, lengths, softmax_scale, softcap)
+    # Of each token's query heads together: `cluster_scores` times G; 0 past the last cluster.
+    scores = torch.empty(H, T, stride, device=device)
+    strides = *query.stride()[:3], centroids.stride(0), counts.stride(0), softmax_scale, softcap or 0.0
+    tiles = {
+        "CAPPED": softcap is not None, "G": G, "GROUP": group, "ROWS": tile_of_queries, "D": D,
+        "BLOCK_D": power_of_two(D), "TILE": tile, "STAGES": STAGES, "num_warps": WARPS, **early,
+    }  # fmt: skip
+    _sums_kernel[(parts, H, blocks)](query, centroids, counts, peaks, sums, lengths, T, C, *strides, **tiles)
+    _scores_kernel[(parts, H, blocks)](
+        query,
+        centroids,
+        counts,
+        peaks,
+        sums,
+        scores,
+        T,
+        C,
+        stride,
+        parts,
+        *strides,
+        PARTS=power_of_two(parts),
+        **tiles,
+    )
     clusters = power_of_two(stride)
     warps = min(MOST_WARPS, max(4, clusters // CLUSTERS_A_WARP))
     # Programs that have an SM each are faster with all the registers that they want; larger ones have none to spare.

@@ -17,7 +17,7 @@ from sparsekv.kernels.codes.types import (
     padded_clusters,
 )
 from sparsekv.kernels.common.on_gpu import on_gpu
-from sparsekv.kernels.posting_lists.list_ranks import exact_logsumexp, few_ranks_of, ranks_of
+from sparsekv.kernels.posting_lists.list_ranks import exact_logsumexp, ranks_of
 from sparsekv.kernels.posting_lists.types import ExactKeys, KeyGroups, TokenRanks
 from sparsekv.kernels.scores.logits import attention_logits, softcapped
 
@@ -105,7 +105,8 @@ def rank_codes(
     logits = logits.masked_fill(clusters.counts[:, None] == 0, -torch.inf)
     masses = (logits + (clusters.counts.log() + clusters.bias)[:, None]).logsumexp(-1)
     beside = exact_logsumexp(query, exact, softmax_scale, softcap)
-    ranks = few_ranks_of(code_logits(query, codes, softmax_scale, softcap), torch.logaddexp(masses, beside), wanted)
+    estimated, total = code_logits(query, codes, softmax_scale, softcap), torch.logaddexp(masses, beside)
+    ranks = ranks_of(estimated, total, wanted, few=True)
     return CodeRanks(ranks, padded_clusters(logits), torch.zeros_like(clusters.counts))
 
 

@@ -4,38 +4,16 @@ The products of four query heads with a part's centroid are the bytes of a word,
 They are added as 16-bit integers, two in a word.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.codes.types import CENTROIDS, LEVELS, PER_OCTAVE, CodeRanks, LaidOutCodes, WeighedClusters
-from sparsekv.kernels.common.launch import count_sms, dependent_launch
-from sparsekv.kernels.common.tiles_triton import (
-    LOG2_E,
-    aligned,
-    capped,
-    dot,
-    group_rows,
-    let_next_launch,
-    log2_of_normal,
-    only_wait,
-    power_of_two,
-    prefetch,
-    product,
-    share,
-    tile_rows,
-    wait_for_previous_kernel,
-)
+from sparsekv.kernels.codes.types import CENTROIDS, LEVELS, PER_OCTAVE, CodeRanks
+from sparsekv.kernels.common import tiles_triton as common
+from sparsekv.kernels.common.launch import aligned, count_sms, dependent_launch, group_rows, power_of_two, tile_rows
+from sparsekv.kernels.common.tiles_triton import LOG2_E
+from sparsekv.kernels.posting_lists import packed_triton as packed
 from sparsekv.kernels.posting_lists.list_ranks_triton import EXACT_PROGRAMS, add_exact
-from sparsekv.kernels.posting_lists.packed_triton import (
-    byte_of,
-    exp2,
-    second_and_fourth,
-    sum_of_four,
-    two_small_numbers,
-)
 from sparsekv.kernels.posting_lists.posting_lists import TILE_TOKENS, TILE_WORDS
 from sparsekv.kernels.posting_lists.types import (
     FEW_RANKS,
@@ -43,7 +21,6 @@ from sparsekv.kernels.posting_lists.types import (
     FINE_FROM,
     FRACTION_BITS,
     RANKS,
-    ExactKeys,
     TokenRanks,
     lowest_rank,
 )
@@ -51,25 +28,6 @@ from sparsekv.kernels.posting_lists.types import (
 HEADS_OF_WORD = 4
 TILE_BYTES, STAGES, WARPS = 16_384, 2, 4
 TILES_OF_A_PROGRAM = 2
-
-
-@dataclass(frozen=True)
-class ProductTables:
-    """Tables of each query, made before the keys' codes are read.
-
-    tables [H, m, words, 256] int32: byte g of word w is how far below the best the product of query head 4 w + g is;
-    tops [H, G, m], each part's best product / ln 2. peaks and totals [H, G, sums], largest logit / ln 2 and sum of
-    exponentials, of the clusters' shares, then of the exact keys. logits [H, G, C or more] of the clusters. taken
-    [H, C] int32 and coarse, the counts of a `TokenRanks`, are zeros.
-    """
-
-    tables: torch.Tensor
-    tops: torch.Tensor
-    peaks: torch.Tensor
-    totals: torch.Tensor
-    logits: torch.Tensor
-    taken: torch.Tensor
-    coarse: torch.Tensor
 
 
 @triton.jit
@@ -84,7 +42,7 @@ def _make_table(
     turning = tl.load(turn + of_part, mask=(d < D)[:, None] & (j < SIZE), other=0.0)
     place = ((document * PARTS + part) * CENTROIDS + c[None, :]) * SIZE + j[:, None]
     book = tl.load(books + place, mask=(j < SIZE)[:, None], other=0.0)
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     q = tl.load(query + (head * G + g[:, None]) * D + d, mask=(g < G)[:, None] & (d < D), other=0.0)
     turned = tl.dot(q.to(tl.float32), turning.to(tl.float32), input_precision="tf32x3")
     products = tl.dot(turned, book.to(tl.float32), input_precision="tf32x3") * (softmax_scale * LOG2_E)
@@ -113,11 +71,11 @@ def _weigh_clusters(
     logits, bias = logits + head * G * stride, bias + document * bias_stride
     peak = tl.full([GROUP], -float("inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
-    first, stop = share(part, parts, stride // 16)
+    first, stop = common.share(part, parts, stride // 16)
     first, stop = tl.multiple_of(first * 16, 16), tl.multiple_of(stop * 16, 16)
     SIZE: tl.constexpr = centroids.dtype.element_ty.primitive_bitwidth // 8
-    prefetch(centroids + first * D, (tl.minimum(stop, C) - first) * D, MOST_TILES * TILE * BLOCK_D, SIZE, EARLY)
-    wait_for_previous_kernel(EARLY)
+    common.prefetch(centroids + first * D, (tl.minimum(stop, C) - first) * D, MOST_TILES * TILE * BLOCK_D, SIZE, EARLY)
+    common.wait_for_previous_kernel(EARLY)
     q = tl.load(query + (head * G + g[:, None]) * D + d, mask=(g < G)[:, None] & (d < D), other=0.0)
     for at in tl.range(first, stop, TILE, num_stages=STAGES):
         c = at + t
@@ -127,10 +85,10 @@ def _weigh_clusters(
         number = tl.load(counts + c, mask=known, other=0)
         factor = tl.load(bias + c, mask=known, other=0.0)
         tl.store(taken + head * C + c, tl.zeros([TILE], tl.int32), mask=known)
-        some = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
+        some = common.capped(common.dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
         some = tl.where(number > 0, some, -float("inf"))
         tl.store(logits + g[:, None] * stride + c, some, mask=(g < G)[:, None] & inside)
-        some = some * LOG2_E + (factor * LOG2_E + log2_of_normal(tl.maximum(number, 1).to(tl.float32)))
+        some = some * LOG2_E + (factor * LOG2_E + common.log2_of_normal(tl.maximum(number, 1).to(tl.float32)))
         highest = tl.maximum(peak, tl.max(some, 1))
         # All clusters so far may be empty.
         safe = tl.where(highest == -float("inf"), 0.0, highest)
@@ -161,7 +119,7 @@ def _tables_kernel(
             D, BLOCK_D, CENTROIDS, LEVELS, PER_OCTAVE, EARLY,
         )  # fmt: skip
     elif which < PARTS + EXACT_PROGRAMS:
-        wait_for_previous_kernel(EARLY)
+        common.wait_for_previous_kernel(EARLY)
         add_exact(
             query, exact_keys + (document - head) * exact_stride, exact_count, sinks, peaks, totals, head,
             which - PARTS, sums, exact_rows, exact_stride,
@@ -179,45 +137,6 @@ def _tables_kernel(
             tl.store(coarse + head * bins + bin, tl.zeros([CENTROIDS], tl.int32), mask=bin < bins)
 
 
-def make_tables(
-    query: torch.Tensor,
-    codes: LaidOutCodes,
-    clusters: WeighedClusters,
-    exact: ExactKeys,
-    softmax_scale: float,
-    softcap: float | None,
-) -> ProductTables:
-    """For queries [H, G, D], several of a document's head or one; reads the clusters' keys once for each."""
-    (H, G, D), (documents, m, _, size), device = query.shape, codes.books.shape, query.device
-    C, query = clusters.counts.shape[1], query.contiguous()
-    rows = tile_rows(D, query.dtype, TILE_BYTES)
-    shares = triton.cdiv(C, rows * TILES_OF_A_PROGRAM)
-    stride, sums = aligned(C), shares + EXACT_PROGRAMS
-    found = ProductTables(
-        tables=torch.empty(H, m, -(-G // HEADS_OF_WORD), CENTROIDS, dtype=torch.int32, device=device),
-        tops=torch.empty(H, G, m, device=device),
-        peaks=torch.empty(H, G, sums, device=device),
-        totals=torch.empty(H, G, sums, device=device),
-        logits=torch.empty(H, G, stride, device=device),
-        taken=torch.empty(H, C, dtype=torch.int32, device=device),
-        coarse=torch.empty(H, codes.words.shape[2] // TILE_TOKENS, FEW_RANKS // 2, dtype=torch.int32, device=device),
-    )
-    centroids, counts, bias = clusters.keys.to(query.dtype), clusters.counts, clusters.bias
-    _tables_kernel[(m + EXACT_PROGRAMS + shares, H)](
-        query, codes.turn, codes.books, centroids, counts, bias, exact.keys,
-        found.taken if exact.count is None else exact.count,
-        found.peaks if exact.sinks is None else exact.sinks.contiguous(), found.tables, found.tops, found.coarse,
-        found.logits, found.taken, found.peaks, found.totals, found.coarse[0].numel(), shares, sums, C, stride,
-        centroids.stride(0), counts.stride(0), bias.stride(0), exact.keys.shape[1], exact.keys.stride(0),
-        H // documents, softmax_scale, softcap or 0.0, SHARED=documents < H, CAPPED=softcap is not None,
-        COUNTED=exact.count is not None, HAS_SINKS=exact.sinks is not None, G=G,
-        GROUP=group_rows(G), PARTS=m, SIZE=size, BLOCK_SIZE=group_rows(size), D=D, BLOCK_D=power_of_two(D),
-        CENTROIDS=CENTROIDS, LEVELS=LEVELS, PER_OCTAVE=PER_OCTAVE, EXACT_PROGRAMS=EXACT_PROGRAMS, TILE=rows,
-        STAGES=STAGES, MOST_TILES=TILES_OF_A_PROGRAM, num_warps=WARPS, **dependent_launch(device),
-    )  # fmt: skip
-    return found
-
-
 SCAN_WARPS = 4
 # Keys of a program at a time, and how many times, with few tiles for each SM, many, and most.
 FEW, MANY, MOST = (1024, 1), (2048, 2), (1024, 4)
@@ -228,8 +147,8 @@ MANY_TILES, MOST_TILES = 4, 16
 def _places(words, CENTROIDS: tl.constexpr):
     """Where four neighbouring tables have what the four codes of each word name: [..., 2, 2], each word's by one
     thread."""
-    first = tl.join(byte_of(words, 0), byte_of(words, 1) + CENTROIDS)
-    return tl.join(first, tl.join(byte_of(words, 2) + 2 * CENTROIDS, byte_of(words, 3) + 3 * CENTROIDS))
+    first = tl.join(packed.byte_of(words, 0), packed.byte_of(words, 1) + CENTROIDS)
+    return tl.join(first, tl.join(packed.byte_of(words, 2) + 2 * CENTROIDS, packed.byte_of(words, 3) + 3 * CENTROIDS))
 
 
 @triton.jit
@@ -259,7 +178,7 @@ def _sums_of_parts(words, tables, head, word, first, first_places, padded, FOURS
             places = _places_of_parts(words, part, first, padded, FOURS, AT_ONCE, CENTROIDS)
         found = tl.reshape(tl.gather(table, places, 0), [FOURS, 4, AT_ONCE])
         every += tl.sum(found, 2)
-        odd += tl.sum(second_and_fourth(found), 2)
+        odd += tl.sum(packed.second_and_fourth(found), 2)
     # What the odd bytes added to the even ones' sums is known; that it carries does no harm.
     return every - (odd << 8), odd
 
@@ -276,8 +195,8 @@ def _partial_sums(peaks, totals, head, sums, g, G: tl.constexpr, SUMS: tl.conste
 def _logsumexps(part_peaks, part_totals, g, G: tl.constexpr):
     """[FEW] in units of log 2, of each query head, from those of parts [FEW, SUMS]."""
     peak = tl.where(g < G, tl.max(part_peaks, 1), 0.0)
-    total = tl.where(g < G, tl.sum(product(part_totals, tl.exp2(part_peaks - peak[:, None])), 1), 1.0)
-    return peak + log2_of_normal(total)
+    total = tl.where(g < G, tl.sum(common.product(part_totals, tl.exp2(part_peaks - peak[:, None])), 1), 1.0)
+    return peak + common.log2_of_normal(total)
 
 
 @triton.jit
@@ -292,7 +211,7 @@ def _of_word(numbers, g, word: tl.constexpr):
             tl.where(g == 4 * word + 3, numbers, 0.0),
         ),
         0,
-        sum_of_four,
+        common.sum_of_four,
     )
 
 
@@ -304,8 +223,8 @@ def _scores(
     """Estimated probabilities of some keys, summed over the query heads of a word."""
     OCTAVE: tl.constexpr = 2.0**24 / PER_OCTAVE if SMALL else 1 / PER_OCTAVE
     if SMALL:
-        first, third = two_small_numbers(even)
-        second, fourth = two_small_numbers(odd)
+        first, third = packed.two_small_numbers(even)
+        second, fourth = packed.two_small_numbers(odd)
     else:
         first, third = (even & 0xFFFF).to(tl.float32), ((even >> 16) & 0xFFFF).to(tl.float32)
         second, fourth = (odd & 0xFFFF).to(tl.float32), ((odd >> 16) & 0xFFFF).to(tl.float32)
@@ -316,8 +235,8 @@ def _scores(
     for group in tl.static_range(0, G - 4 * word if 4 * word + 4 > G else 4):
         logit = tops[group] - below[group] * OCTAVE
         if CAPPED:
-            logit = capped(logit / LOG2_E, softcap, CAPPED) * LOG2_E - totals[group]
-        score += exp2(logit)
+            logit = common.capped(logit / LOG2_E, softcap, CAPPED) * LOG2_E - totals[group]
+        score += packed.exp2(logit)
     return score
 
 
@@ -345,16 +264,16 @@ def _scan_kernel(
     words += ((tl.program_id(1) // each).to(tl.int64) if SHARED else head) * (PARTS // 4) * padded
     for quad in tl.static_range(PARTS // 4):
         first_word = words + quad * padded + some * PIECES * SLOTS
-        prefetch(first_word, PIECES * SLOTS, PIECES * SLOTS, 4, EARLY)
+        common.prefetch(first_word, PIECES * SLOTS, PIECES * SLOTS, 4, EARLY)
     # A look-up is a barrier of all threads, and so of as many parts at a time as there are words for.
     AT_ONCE: tl.constexpr = 8 if PARTS % 8 == 0 else 4
     first = some * PIECES * SLOTS
     # With few tiles the registers that hold them while the program waits would be another program's.
     if PIECES > 1:
         places = _places_of_parts(words, 0, first, padded, FOURS, AT_ONCE, CENTROIDS)
-    only_wait(EARLY)
+    common.only_wait(EARLY)
     if PIECES > 1:
-        let_next_launch(EARLY)
+        common.let_next_launch(EARLY)
     # Asked for before the look-ups, which wait for memory themselves.
     part_peaks, part_totals = _partial_sums(peaks, totals, head, sums, g, G, SUMS)
     best = tl.load(tops + (head * G + g[:, None]) * PARTS + p, mask=(g < G)[:, None] & (p < PARTS), other=0.0)
@@ -375,7 +294,7 @@ def _scan_kernel(
             score += _scores(even, odd, word, base, logsumexp, g, softcap, CAPPED, G, SMALL, PER_OCTAVE)
         # All programs run at once: the next kernel's would come early, and unevenly, between them.
         if PIECES == 1:
-            let_next_launch(EARLY)
+            common.let_next_launch(EARLY)
         key = first + i // 8 * 32 + i % 8 + 8 * tl.arange(0, 4)
         score = tl.where(key < keys, score / G, 0.0)
         rank = (score.to(tl.int32, bitcast=True) >> (23 - FRACTION_BITS)) - least
@@ -391,34 +310,40 @@ def _scan_kernel(
         tl.store(logsumexps + head * G + g, logsumexp / LOG2_E, mask=g < G)
 
 
-def rank_codes_triton(
-    query: torch.Tensor,
-    codes: LaidOutCodes,
-    clusters: WeighedClusters,
-    exact: ExactKeys,
-    wanted: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-) -> CodeRanks:
-    """`rank_codes` on a GPU; reads the codes and the clusters' keys once."""
-    found = make_tables(query, codes, clusters, exact, softmax_scale, softcap)
-    return CodeRanks(_scan(found, codes, wanted, softcap), found.logits, found.taken)
-
-
-def _scan(found: ProductTables, codes: LaidOutCodes, wanted: int, softcap: float | None) -> TokenRanks:
-    (H, G, m), sums, device = found.tops.shape, found.peaks.shape[2], found.tops.device
-    padded, coarse = codes.words.shape[2], found.coarse
-    of_each = H * coarse.shape[1] / count_sms(device)
+def rank_codes_triton(query, codes, clusters, exact, wanted, softmax_scale, softcap=None):
+    """`rank_codes` on a GPU; reads the codes once, and the clusters' keys once for each query."""
+    (H, G, D), (documents, m, _, size), device = query.shape, codes.books.shape, query.device
+    query, padded, C, keys = query.contiguous(), codes.words.shape[2], clusters.counts.shape[1], exact.keys
+    rows, tiles = tile_rows(D, query.dtype, TILE_BYTES), padded // TILE_TOKENS
+    shares, stride = triton.cdiv(C, rows * TILES_OF_A_PROGRAM), aligned(C)
+    sums = shares + EXACT_PROGRAMS
+    # Byte g of word w is how far below the part's best, / ln 2 in tops, the product of query head 4 w + g is.
+    tables = torch.empty(H, m, -(-G // HEADS_OF_WORD), CENTROIDS, dtype=torch.int32, device=device)
+    tops, logits = torch.empty(H, G, m, device=device), torch.empty(H, G, stride, device=device)
+    # Largest logit / ln 2 and sum of exponentials, of the clusters' shares, then of the exact keys.
+    peaks, totals = torch.empty(H, G, sums, device=device), torch.empty(H, G, sums, device=device)
+    taken = torch.empty(H, C, dtype=torch.int32, device=device)
+    coarse = torch.empty(H, tiles, FEW_RANKS // 2, dtype=torch.int32, device=device)
+    centroids, counts, bias, cap = clusters.keys.to(query.dtype), clusters.counts, clusters.bias, softcap or 0.0
+    same = {"SHARED": documents < H, "CAPPED": softcap is not None, "G": G, "PARTS": m, "CENTROIDS": CENTROIDS}
+    same |= {"PER_OCTAVE": PER_OCTAVE, **dependent_launch(device)}
+    _tables_kernel[(m + EXACT_PROGRAMS + shares, H)](
+        query, codes.turn, codes.books, centroids, counts, bias, keys, taken if exact.count is None else exact.count,
+        peaks if exact.sinks is None else exact.sinks.contiguous(), tables, tops, coarse, logits, taken, peaks, totals,
+        coarse[0].numel(), shares, sums, C, stride, centroids.stride(0), counts.stride(0), bias.stride(0),
+        keys.shape[1], keys.stride(0), H // documents, softmax_scale, cap, COUNTED=exact.count is not None,
+        HAS_SINKS=exact.sinks is not None, GROUP=group_rows(G), SIZE=size, BLOCK_SIZE=group_rows(size), D=D,
+        BLOCK_D=power_of_two(D), LEVELS=LEVELS, EXACT_PROGRAMS=EXACT_PROGRAMS, TILE=rows, STAGES=STAGES,
+        MOST_TILES=TILES_OF_A_PROGRAM, num_warps=WARPS, **same,
+    )  # fmt: skip
+    of_each = H * tiles / count_sms(device)
     scanned, pieces = FEW if of_each < MANY_TILES else MANY if of_each < MOST_TILES else MOST
-    ranks = torch.empty(H, padded // TILE_TOKENS, 2, TILE_WORDS, dtype=torch.int32, device=device)
+    ranks = torch.empty(H, tiles, 2, TILE_WORDS, dtype=torch.int32, device=device)
     logsumexp = torch.empty(H, G, device=device)
     _scan_kernel[(padded // (scanned * pieces), H)](
-        codes.words, found.tables, found.tops, found.peaks, found.totals, ranks, coarse, logsumexp,
-        codes.keys, padded, sums, H // len(codes.words), lowest_rank(wanted), softcap or 0.0,
-        SHARED=len(codes.words) < H, CAPPED=softcap is not None, SMALL=m * LEVELS < 2048, G=G,
-        FEW=power_of_two(G), PARTS=m, BLOCK_PARTS=power_of_two(m), SUMS=power_of_two(sums), SLOTS=scanned,
-        PIECES=pieces, TILE=TILE_TOKENS, FRACTION_BITS=FRACTION_BITS, RANKS=RANKS, CENTROIDS=CENTROIDS,
-        FEW_RANKS=FEW_RANKS, FINE_FROM=FINE_FROM, FINE=FINE, PER_OCTAVE=PER_OCTAVE,
-        num_warps=SCAN_WARPS, **dependent_launch(device),
+        codes.words, tables, tops, peaks, totals, ranks, coarse, logsumexp, codes.keys, padded, sums, H // documents,
+        lowest_rank(wanted), cap, SMALL=m * LEVELS < 2048, FEW=power_of_two(G), BLOCK_PARTS=power_of_two(m),
+        SUMS=power_of_two(sums), SLOTS=scanned, PIECES=pieces, TILE=TILE_TOKENS, FRACTION_BITS=FRACTION_BITS,
+        RANKS=RANKS, FEW_RANKS=FEW_RANKS, FINE_FROM=FINE_FROM, FINE=FINE, num_warps=SCAN_WARPS, **same,
     )  # fmt: skip
-    return TokenRanks(ranks, coarse, logsumexp, codes.keys)
+    return CodeRanks(TokenRanks(ranks, coarse, logsumexp, codes.keys), logits, taken)

@@ -4,12 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.codes.types import CENTROIDS, HEADROOM, JoinedKeys, KeyCodes
-from sparsekv.kernels.common.launch import dependent_launch
-from sparsekv.kernels.common.tiles_triton import LOG2_E, aligned, capped, dot, power_of_two, wait_for_previous_kernel
+from sparsekv.kernels.codes.types import CENTROIDS, HEADROOM, JoinedKeys
+from sparsekv.kernels.common.launch import aligned, dependent_launch, power_of_two
+from sparsekv.kernels.common.tiles_triton import LOG2_E, capped, dot, wait_for_previous_kernel
 from sparsekv.kernels.posting_lists.packed_triton import byte_of, exp2, one_each, sums_of_fours
 from sparsekv.kernels.posting_lists.posting_lists import TILE_TOKENS, TILE_WORDS
-from sparsekv.kernels.posting_lists.types import BINS, FRACTION_BITS, RANKS, KeyGroups, TokenRanks, lowest_rank
+from sparsekv.kernels.posting_lists.types import BINS, FRACTION_BITS, RANKS, TokenRanks, lowest_rank
 
 FLAGGED, TILE = 1024, 1024  # keys of a program
 
@@ -51,7 +51,7 @@ def _list_flags_kernel(
         tl.store(used + head, tl.sum(of_tiles, 0))
 
 
-def join_chosen_triton(chosen: torch.Tensor, capacity: int, groups: KeyGroups) -> JoinedKeys:
+def join_chosen_triton(chosen, capacity, groups):
     """`join_chosen` on a GPU."""
     (H, keys), number, device = groups.labels.shape, chosen[0].numel(), chosen.device
     tiles, early = triton.cdiv(keys, TILE), dependent_launch(device)
@@ -146,14 +146,7 @@ def _coarse_kernel(ranks, coarse, WORDS: tl.constexpr, BINS: tl.constexpr, EARLY
     tl.store(coarse + tile * BINS + tl.arange(0, BINS), sums_of_fours(counts, WORDS // 4))
 
 
-def rank_jointly_triton(
-    query: torch.Tensor,
-    totals: torch.Tensor,
-    codes: KeyCodes,
-    wanted: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-) -> TokenRanks:
+def rank_jointly_triton(query, totals, codes, wanted, softmax_scale, softcap=None):
     """`rank_jointly` on a GPU, for parts and sizes that are powers of two; reads the codes once."""
     (H, rows, D), (_, parts, _, size), device = query.shape, codes.books.shape, query.device
     tiles, early = triton.cdiv(codes.keys, TILE_TOKENS), dependent_launch(device)

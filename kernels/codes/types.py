@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch.nn.functional import pad
 
-from sparsekv.kernels.common.tiles_triton import aligned
+from sparsekv.kernels.common.launch import aligned
 from sparsekv.kernels.posting_lists.posting_lists import TILE_TOKENS
 from sparsekv.kernels.posting_lists.types import TokenRanks
 

@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 import torch
 
-from sparsekv.kernels.common.tiles_triton import power_of_two
+from sparsekv.kernels.common.launch import power_of_two
 
 
 @dataclass(frozen=True)

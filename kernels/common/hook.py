@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import wraps
 from threading import RLock, get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -219,21 +220,13 @@ def _attend(
 
 
 @torch.library.custom_op("sparsekv::attend", mutates_args=())
-def _compiled_attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    layer: int,
-    softmax_scale: float,
-    softcap: float | None,
-    mask: torch.Tensor | None,
-    sink_logits: torch.Tensor | None,
-) -> torch.Tensor:
+@wraps(_attend)
+def _compiled_attend(*arguments: Any) -> torch.Tensor:
     """The same as one operator to torch's compiler, which compiles what is around it and need not look into it.
 
     It is told how the output lies in memory: token by token, as the model wants it next.
     """
-    output = _attend(query, keys, values, layer, softmax_scale, softcap, mask, sink_logits)
+    output: torch.Tensor = _attend(*arguments)
     return output.transpose(0, 1).contiguous().transpose(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""How a kernel's work is spread over a GPU."""
+"""How a kernel's work is spread over a GPU, and the shapes and layouts of its tiles."""
 
 from functools import lru_cache
 
@@ -40,3 +40,36 @@ def num_splits(heads: int, rows: int, resident: int, grain: int = 20) -> int:
 def _full(programs: int, resident: int, grain: int) -> float:
     """Share of the slots of all waves that the programs fill, rounded to 1 / `grain`."""
     return round(grain * programs / (-(-programs // resident) * resident)) / grain
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is at least `size`."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def group_rows(group: int) -> int:
+    """Rows of a tile that holds a group of query heads: tensor cores need at least 16."""
+    return max(16, power_of_two(group))
+
+
+def tile_rows(head_dim: int, dtype: torch.dtype, size: int) -> int:
+    """Rows of a tile of `size` bytes, limited to 16 to 128."""
+    return min(max(size // (power_of_two(head_dim) * dtype.itemsize), 16), 128)
+
+
+ALIGNED = 16  # elements: rows whose start and length are multiples of this can be read four elements at a time
+
+
+def aligned(size: int) -> int:
+    """The next multiple of `ALIGNED`."""
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def unit_stride(rows: torch.Tensor) -> torch.Tensor:
+    """Rows [..., D] with contiguous channels; copied if they are not."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def side_by_side(rows: torch.Tensor) -> torch.Tensor:
+    """Rows [H, C] or [H, C, D] with contiguous heads, which need not be adjacent; copied if they are not."""
+    return rows if rows.stride()[1:] == (*rows.shape[2:], 1) else rows.contiguous()

@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.common.launch import dependent_launch
-from sparsekv.kernels.common.tiles_triton import power_of_two, wait_for_previous_kernel
+from sparsekv.kernels.common.launch import dependent_launch, power_of_two, unit_stride
+from sparsekv.kernels.common.tiles_triton import wait_for_previous_kernel
 
 
 @triton.jit
@@ -26,14 +26,9 @@ def _store_kernel(
     tl.store(values + place, v, mask=inside)
 
 
-def store_in_slots_triton(
-    stored: tuple[torch.Tensor, torch.Tensor],
-    new: tuple[torch.Tensor, torch.Tensor],
-    slots: torch.Tensor,
-    rows: torch.Tensor,
-) -> None:
+def store_in_slots_triton(stored, new, slots, rows):
     """`store_in_slots` on a GPU; reads views in place if their last axis is contiguous, and copies them otherwise."""
-    keys, values = (one if one.stride(2) == 1 else one.contiguous() for one in new)
+    keys, values = (unit_stride(one) for one in new)
     H, T, D = keys.shape
     assert all(one.is_contiguous() for one in stored)
     _store_kernel[(T, H)](

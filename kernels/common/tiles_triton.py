@@ -1,8 +1,11 @@
-"""Helpers of several Triton kernels: tile shapes, shares of work, products, soft caps, dependent launches."""
+"""Helpers of several Triton kernels: shares of work, products, soft caps, dependent launches.
+
+Kernels import the module for its functions, and its constants by name: Triton compiles anew for other values of named
+constants only.
+"""
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 
@@ -10,29 +13,6 @@ import triton.language as tl
 WIDEN = tl.constexpr(triton.knobs.runtime.interpret)
 # Logits times this are exponents of 2: a power of 2 takes one instruction less than one of e.
 LOG2_E = tl.constexpr(math.log2(math.e))
-
-
-def power_of_two(size: int) -> int:
-    """The smallest power of two that is at least `size`."""
-    return 1 << max(size - 1, 0).bit_length()
-
-
-def group_rows(group: int) -> int:
-    """Rows of a tile that holds a group of query heads: tensor cores need at least 16."""
-    return max(16, power_of_two(group))
-
-
-def tile_rows(head_dim: int, dtype: torch.dtype, size: int) -> int:
-    """Rows of a tile of `size` bytes, limited to 16 to 128."""
-    return min(max(size // (power_of_two(head_dim) * dtype.itemsize), 16), 128)
-
-
-ALIGNED = 16  # elements: rows whose start and length are multiples of this can be read four elements at a time
-
-
-def aligned(size: int) -> int:
-    """The next multiple of `ALIGNED`."""
-    return -(-size // ALIGNED) * ALIGNED
 
 
 @triton.jit
@@ -107,6 +87,30 @@ def log2_of_normal(numbers):
     if WIDEN:
         return tl.log2(numbers)
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [numbers], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def tile_weights(peak, logits):
+    """The highest logits so far, the weights of one tile, and the factor of what came before it."""
+    highest = tl.maximum(peak, tl.max(logits, 1))
+    # The tiles so far may be masked out completely.
+    safe = tl.where(highest == -float("inf"), 0.0, highest)
+    return highest, exp2_flushed(logits - safe[:, None]), exp2_flushed(peak - safe)
+
+
+@triton.jit
+def sum_of_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def sum_of_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def sum_of_four(a, b, c, d, e, f, g, h):
+    return a + e, b + f, c + g, d + h
 
 
 @triton.jit

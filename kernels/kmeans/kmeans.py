@@ -5,6 +5,8 @@ from functools import partial
 
 import torch
 
+from sparsekv.kernels.common.on_gpu import on_gpu
+
 CHANNELS = (2, 4, 8)
 """For points of so many channels faiss keeps centres in registers, and takes half of the time that a product does; with
 others it takes four times as long."""
@@ -68,13 +70,9 @@ def assign(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
     return nearest_centres(points, centres.shape[1])(centres)
 
 
+@on_gpu("sparsekv.kernels.kmeans.kmeans_triton:NearestCentres")
 def nearest_centres(points: torch.Tensor, number: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`assign` as a function of so many centres, for fixed points [Hk, M, D]; a GPU rounds the points only once."""
-    if points.is_cuda:
-        # Imported here because Triton takes long to import, and exists on Linux only.
-        from sparsekv.kernels.kmeans.kmeans_triton import NearestCentres
-
-        return NearestCentres(points)
+    """`assign` as a function of `number` centres, for fixed points [Hk, M, D]; a GPU rounds the points only once."""
     if number == CENTRES and points.shape[2] in CHANNELS and points.dtype == torch.float32:
         return ShortPoints(points)
     return partial(assign_plainly, points)
@@ -100,6 +98,7 @@ def _first_largest(scores: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return torch.add(numbers, behind, alpha=-FAR).amin(-1)
 
 
+@on_gpu("sparsekv.kernels.kmeans.kmeans_triton:cluster_means_triton")
 def cluster_means(
     points: torch.Tensor, labels: torch.Tensor, clusters: int, weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,19 +108,9 @@ def cluster_means(
         points: [Hk, M, D]; labels: [Hk, M]; weights: [Hk, M], ones when None.
 
     Returns:
-        means [Hk, C, D] float32 (zeros for an empty cluster) and weights [Hk, C] float32, both deterministic.
+        means [Hk, C, D] float32 (zeros for an empty cluster) and weights [Hk, C] float32, both deterministic: in plain
+        torch that is true on a CPU.
     """
-    if points.is_cuda:
-        from sparsekv.kernels.kmeans import kmeans_triton
-
-        return kmeans_triton.cluster_means(points, labels, clusters, weights)
-    return cluster_means_plainly(points, labels, clusters, weights)
-
-
-def cluster_means_plainly(
-    points: torch.Tensor, labels: torch.Tensor, clusters: int, weights: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cluster_means` in plain torch; on a GPU its order of summation would differ between runs."""
     weights = points.new_ones(labels.shape, dtype=torch.float32) if weights is None else weights.float()
     total = torch.zeros(len(points), clusters, device=points.device).scatter_add_(1, labels, weights)
     sums = torch.zeros(len(points), clusters, points.shape[-1], device=points.device)

@@ -6,11 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.common.tiles_triton import power_of_two
+from sparsekv.kernels.common.launch import power_of_two, unit_stride
+from sparsekv.kernels.kmeans.kmeans import LEAST_WEIGHT
 
 FARTHEST_MEAN = 4096.0  # largest entry of the scaled mean: centres at 16 times it are still finite in float16
 REGISTERS = 65_536  # of an SM
-LEAST_WEIGHT = 1e-30  # of a cluster, so that the mean of an empty one is 0
 ROWS_AT_ONCE = 32  # rows in a tile of the kernels for means and for rounding
 
 
@@ -129,9 +129,10 @@ class NearestCentres:
     further out than the furthest point are clamped, and no longer distinguished.
     """
 
-    def __init__(self, points: torch.Tensor, tiles: Tiles | None = None):
+    def __init__(self, points: torch.Tensor, number: int, tiles: Tiles | None = None):
         """Takes points [Hk, M, D] of any floating dtype; copies them in float16, with D padded to a power of two."""
         self.tiles = tiles or _fitting_tiles(_padded(points.shape[2]), points.device)
+        self.padded_clusters = triton.cdiv(number, self.tiles.centres) * self.tiles.centres
         self.means = points.mean(1, dtype=torch.float32)
         least, greatest = points.aminmax(dim=1)
         radius = torch.maximum(greatest.float() - self.means, self.means - least.float()).amax(1)
@@ -142,11 +143,10 @@ class NearestCentres:
 
     def __call__(self, centres: torch.Tensor) -> torch.Tensor:
         """Label [Hk, M] int64 of the nearest of centres [Hk, C, D] for each point; copies the centres in float16."""
-        Hk, count, dims = self.points.shape
-        clusters = triton.cdiv(centres.shape[1], self.tiles.centres) * self.tiles.centres
-        rounded, half_norms = self._rounded(centres, clusters, norms=True)
+        (Hk, count, dims), clusters = self.points.shape, self.padded_clusters
         labels = torch.empty(Hk, count, dtype=torch.int64, device=self.points.device)
         with torch.cuda.device_of(self.points):  # Triton launches on the current device, which may be another
+            rounded, half_norms = self._rounded(centres, clusters, norms=True)
             _find_nearest[(triton.cdiv(count, self.tiles.points), Hk)](
                 self.points, rounded, half_norms, labels, count, clusters,
                 DIMS=dims, POINTS=self.tiles.points, CENTRES=self.tiles.centres,
@@ -159,49 +159,35 @@ class NearestCentres:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows [Hk, padded_count, padded D] float16, and half squared norms [Hk, padded_count] float32, infinite where
         padded."""
-        rows, (Hk, count, dims) = _rows(rows), rows.shape
+        rows, (Hk, count, dims) = unit_stride(rows), rows.shape
         rounded = rows.new_empty(Hk, padded_count, _padded(dims), dtype=torch.float16)
         half_norms = rows.new_empty(Hk, padded_count if norms else 0, dtype=torch.float32)
-        with torch.cuda.device_of(rows):
-            _round_rows[(triton.cdiv(padded_count, ROWS_AT_ONCE), Hk)](
-                rows, self.means, self.scales, rounded, half_norms, count, padded_count, *rows.stride()[:2], dims,
-                DIMS=_padded(dims), ROWS=ROWS_AT_ONCE, NORMS=norms,
-            )  # fmt: skip
+        _round_rows[(triton.cdiv(padded_count, ROWS_AT_ONCE), Hk)](
+            rows, self.means, self.scales, rounded, half_norms, count, padded_count, *rows.stride()[:2], dims,
+            DIMS=_padded(dims), ROWS=ROWS_AT_ONCE, NORMS=norms,
+        )  # fmt: skip
         return rounded, half_norms
 
 
-def cluster_means(
-    points: torch.Tensor, labels: torch.Tensor, clusters: int, weights: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted mean and weight of each cluster, summed in the order of the points, so deterministic.
+def cluster_means_triton(points, labels, clusters, weights=None):
+    """`cluster_means` on a GPU, summed in the order of the points.
 
     Sorting the labels moves 12 bytes a point a few times, while the sums read 4 D bytes a point once. Atomic additions
     would read as much, write all of it to the L2 cache, and round in the order in which they happen to come.
-
-    Args:
-        points: [Hk, M, D]; labels: [Hk, M]; weights: [Hk, M], ones when None.
-
-    Returns:
-        means [Hk, C, D] float32 (zeros for an empty cluster) and weights [Hk, C] float32.
     """
-    points, (Hk, count, dims) = _rows(points), points.shape
+    points, (Hk, count, dims) = unit_stride(points), points.shape
     first = torch.arange(0, Hk * clusters, clusters, dtype=torch.int32, device=points.device)
     ordered, order = (labels.int() + first[:, None]).flatten().sort(stable=True)
     numbers = torch.arange(Hk * clusters + 1, dtype=torch.int32, device=points.device)
     means = torch.empty(Hk, clusters, dims, device=points.device)
     totals = torch.empty(Hk, clusters, device=points.device)
-    with torch.cuda.device_of(points):
-        _sum_runs[(Hk * clusters,)](
-            points, order, torch.searchsorted(ordered, numbers),
-            totals if weights is None else weights.float().contiguous(),
-            means, totals, count, clusters, *points.stride()[:2], dims,
-            DIMS=_padded(dims), ROWS=ROWS_AT_ONCE, WEIGHTED=weights is not None, LEAST=LEAST_WEIGHT,
-        )  # fmt: skip
+    _sum_runs[(Hk * clusters,)](
+        points, order, torch.searchsorted(ordered, numbers),
+        totals if weights is None else weights.float().contiguous(),
+        means, totals, count, clusters, *points.stride()[:2], dims,
+        DIMS=_padded(dims), ROWS=ROWS_AT_ONCE, WEIGHTED=weights is not None, LEAST=LEAST_WEIGHT,
+    )  # fmt: skip
     return means, totals
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
 def _padded(dims: int) -> int:

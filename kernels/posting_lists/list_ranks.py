@@ -1,6 +1,5 @@
 """Ranks of a head's keys for one query, by posting lists or exact logits, and the keys of highest rank."""
 
-from dataclasses import replace
 from operator import attrgetter
 
 import torch
@@ -48,21 +47,16 @@ def top_ranked(
     return chosen
 
 
-def laid_out(ranks: torch.Tensor, logsumexp: torch.Tensor) -> TokenRanks:
-    """`TokenRanks` of ranks [H, keys] int32."""
+def laid_out(ranks: torch.Tensor, logsumexp: torch.Tensor, *, few: bool = False) -> TokenRanks:
+    """`TokenRanks` of ranks [H, keys] int32; `few`: below `FEW_RANKS`, each counted."""
     keys = ranks.shape[1]
     padded = pad(ranks, (0, -keys % TILE_TOKENS)).unflatten(1, (-1, TILE_TOKENS))
-    coarse = _counts(padded // BINS, BINS)
+    coarse = _counts(padded, FEW_RANKS) if few else _counts(padded // BINS, BINS)
+    if few:
+        coarse = coarse[..., ::2] | (coarse[..., 1::2] << 16)
     by_byte = padded.byte().unflatten(-1, (-1, 4, 4, 2)).permute(0, 1, 5, 2, 4, 3)
     words = by_byte.reshape(*padded.shape[:2], 2, TILE_TOKENS // 2).view(torch.int32)
     return TokenRanks(words, coarse, logsumexp, keys)
-
-
-def laid_out_counted(ranks: torch.Tensor, logsumexp: torch.Tensor) -> TokenRanks:
-    """`TokenRanks` of ranks [H, keys] int32 below `FEW_RANKS`, each counted."""
-    padded = pad(ranks, (0, -ranks.shape[1] % TILE_TOKENS)).unflatten(1, (-1, TILE_TOKENS))
-    even, odd = _counts(padded, FEW_RANKS).unflatten(-1, (-1, 2)).unbind(-1)
-    return replace(laid_out(ranks, logsumexp), coarse=even | (odd << 16))
 
 
 def _counts(numbers: torch.Tensor, bins: int) -> torch.Tensor:
@@ -108,19 +102,12 @@ def exact_logsumexp(
     return beside if exact.sinks is None else torch.logaddexp(beside, exact.sinks.float())
 
 
-def ranks_of(logits: torch.Tensor, logsumexp: torch.Tensor, wanted: int) -> TokenRanks:
-    """Ranks from logits [H, G, M] and the log-sum-exps [H, G] that normalise them, in plain torch."""
-    return laid_out(_ranks(logits, logsumexp, wanted), logsumexp)
-
-
-def few_ranks_of(logits: torch.Tensor, logsumexp: torch.Tensor, wanted: int) -> TokenRanks:
-    """The same with `FEW_RANKS`, each counted."""
-    return laid_out_counted(fewer_ranks(_ranks(logits, logsumexp, wanted)), logsumexp)
-
-
-def _ranks(logits: torch.Tensor, logsumexp: torch.Tensor, wanted: int) -> torch.Tensor:
+def ranks_of(logits: torch.Tensor, logsumexp: torch.Tensor, wanted: int, *, few: bool = False) -> TokenRanks:
+    """Ranks from logits [H, G, M] and the log-sum-exps [H, G] that normalise them, in plain torch; `few`: `FEW_RANKS`,
+    each counted."""
     scores = (logits - logsumexp[..., None]).exp().mean(1)
-    return ((scores.view(torch.int32) >> (23 - FRACTION_BITS)) - lowest_rank(wanted)).clamp(0, RANKS - 1)
+    ranks = ((scores.view(torch.int32) >> (23 - FRACTION_BITS)) - lowest_rank(wanted)).clamp(0, RANKS - 1)
+    return laid_out(fewer_ranks(ranks) if few else ranks, logsumexp, few=few)
 
 
 def list_logits(

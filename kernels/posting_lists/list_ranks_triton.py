@@ -5,57 +5,20 @@ adds both. Exponentials relative to the tile's largest are stored as a byte each
 until the sum over all tiles is known; a rank then takes an instruction or two for each query.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.common.launch import count_sms, dependent_launch
-from sparsekv.kernels.common.tiles_triton import (
-    LOG2_E,
-    capped,
-    dot,
-    group_rows,
-    power_of_two,
-    share,
-    tile_rows,
-    wait_for_previous_kernel,
-)
-from sparsekv.kernels.posting_lists.packed_triton import (
-    TO_BYTES,
-    add_scaled,
-    as_bytes,
-    between,
-    even_bytes,
-    exp2,
-    odd_bytes,
-    one_each,
-    pair,
-    sums_of_fours,
-    two_numbers,
-)
-from sparsekv.kernels.posting_lists.posting_lists import HIGHEST, TILE_TOKENS, TILE_WORDS, ListCodes
-from sparsekv.kernels.posting_lists.types import BINS, LARGEST, ExactKeys, TokenRanks, lowest_rank
+from sparsekv.kernels.common import tiles_triton as common
+from sparsekv.kernels.common.launch import count_sms, dependent_launch, group_rows, power_of_two, tile_rows
+from sparsekv.kernels.common.tiles_triton import LOG2_E
+from sparsekv.kernels.posting_lists import packed_triton as packed
+from sparsekv.kernels.posting_lists.packed_triton import TO_BYTES
+from sparsekv.kernels.posting_lists.posting_lists import HIGHEST, TILE_TOKENS, TILE_WORDS
+from sparsekv.kernels.posting_lists.types import BINS, LARGEST, TokenRanks, lowest_rank
 
 # Small tiles and one stage: with more shared memory each, fewer programs could wait for memory at the same time.
 EXACT_PROGRAMS, TILE_BYTES, STAGES, WARPS = 4, 8192, 1, 4
-
-
-@dataclass(frozen=True)
-class FoundLists:
-    """Tables of each query, made before the keys' codes are read.
-
-    lists [H, G, m] int32, indices of the nearest centroids' lists among all heads'; slopes and floors [H, G, m] of the
-    logit of a code; peaks and totals [H, G, sums], largest logit / ln 2 and sum of exponentials: first of the tiles of
-    keys, which are still to be written, then of the exact keys.
-    """
-
-    lists: torch.Tensor
-    slopes: torch.Tensor
-    floors: torch.Tensor
-    peaks: torch.Tensor
-    totals: torch.Tensor
 
 
 @triton.jit
@@ -78,12 +41,12 @@ def add_exact(
     rows = exact_rows
     if COUNTED:
         rows = tl.minimum(rows, tl.load(exact_count))
-    first, stop = share(which, EXACT_PROGRAMS, rows)
+    first, stop = common.share(which, EXACT_PROGRAMS, rows)
     for at in range(first, stop, TILE):
         inside = at + t < stop
         place = exact_keys + head * exact_stride + (at + t)[:, None] * D + d
         k = tl.load(place, mask=inside[:, None] & (d < D), other=0.0)
-        logits = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED) * LOG2_E
+        logits = common.capped(common.dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED) * LOG2_E
         logits = tl.where(inside, logits, -float("inf"))
         highest = tl.maximum(peak, tl.max(logits, 1))
         total = total * tl.exp2(peak - highest) + tl.sum(tl.exp2(logits - highest[:, None]), 1)
@@ -107,7 +70,7 @@ def _look_up_kernel(
 
     The last EXACT_PROGRAMS programs of a head attend to the exact keys instead.
     """
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if part >= PARTS:
         add_exact(
@@ -136,35 +99,6 @@ def _look_up_kernel(
         tl.store(lists + place, found.to(tl.int32), mask=g < G)
         tl.store(slopes + place, reach * tl.sum(tl.where(at_nearest, step, 0.0), 1), mask=g < G)
         tl.store(floors + place, reach * tl.sum(tl.where(at_nearest, origin, 0.0), 1), mask=g < G)
-
-
-def look_up_lists(
-    query: torch.Tensor,
-    lists: ListCodes,
-    exact: ExactKeys,
-    tiles: int,
-    softmax_scale: float,
-    softcap: float | None,
-) -> FoundLists:
-    """The list of each subspace for queries [H, G, D], with room for the sums over `tiles` tiles of keys."""
-    (H, G, D), (_, m, C, size), device = query.shape, lists.centroids.shape, query.device
-    query, sums = query.contiguous(), tiles + EXACT_PROGRAMS
-    found = torch.empty(H, G, m, dtype=torch.int32, device=device)
-    slopes, floors = torch.empty(2, H, G, m, device=device)
-    peaks, totals = torch.empty(2, H, G, sums, device=device)
-    _look_up_kernel[(m + EXACT_PROGRAMS, H)](
-        query, lists.centroids, lists.channels, lists.origins, lists.steps, lists.weights, exact.keys,
-        found if exact.count is None else exact.count, slopes if exact.sinks is None else exact.sinks.contiguous(),
-        found, slopes, floors, peaks, totals,
-        sums, exact.keys.shape[1], exact.keys.stride(0), softmax_scale, softcap or 0.0, CAPPED=softcap is not None,
-        COUNTED=exact.count is not None, HAS_SINKS=exact.sinks is not None, REACHING=lists.reaching, G=G,
-        GROUP=group_rows(G), FEW=power_of_two(G), PARTS=m, C=C, BLOCK_C=power_of_two(C), SIZE=size,
-        BLOCK_SIZE=power_of_two(size), D=D, BLOCK_D=power_of_two(D),
-        EXACT_PROGRAMS=EXACT_PROGRAMS, TILE=tile_rows(D, query.dtype, TILE_BYTES), num_warps=WARPS, num_stages=STAGES,
-        # Threads that hold the same sum would round it differently with fused multiply-adds, and store different ones.
-        enable_fp_fusion=False, **dependent_launch(device),
-    )  # fmt: skip
-    return FoundLists(found, slopes, floors, peaks, totals)
 
 
 LOGIT_WARPS = 4
@@ -199,22 +133,22 @@ def _whole(slope, per):
 @triton.jit
 def _logit(number, unit, base, softcap, CAPPED: tl.constexpr):
     """Logit / ln 2 of an integer sum, which is passed plus 2 ** 23."""
-    return capped((number - 8388608.0) * unit + base, softcap, CAPPED) * LOG2_E
+    return common.capped((number - 8388608.0) * unit + base, softcap, CAPPED) * LOG2_E
 
 
 @triton.jit
 def _weights(word, slope, unit, base, peak, highest, left, softcap, CAPPED: tl.constexpr, WHOLE: tl.constexpr):
     """Exponentials of the two logits in each word relative to the tile's largest, packed in a word, and their sum."""
-    low, high = two_numbers(word)
+    low, high = packed.two_numbers(word)
     if CAPPED:
         low, high = _logit(low, unit, base, softcap, True) - peak, _logit(high, unit, base, softcap, True) - peak
     else:
         # Integers are subtracted first, which is exact.
         low, high = (low - highest) * slope, (high - highest) * slope
-    low, high = exp2(low), exp2(high)
+    low, high = packed.exp2(low), packed.exp2(high)
     if not WHOLE:
         low, high = tl.where(left > 0, low, 0.0), tl.where(left > 16, high, 0.0)
-    return pair(low, high), low + high
+    return packed.pair(low, high), low + high
 
 
 @triton.jit
@@ -232,15 +166,15 @@ def _store_weights(
     b, of_b = _weights(b, slope, unit, base, peak, highest, left - 8, softcap, CAPPED, WHOLE)
     c, of_c = _weights(c, slope, unit, base, peak, highest, left - 1, softcap, CAPPED, WHOLE)
     d, of_d = _weights(d, slope, unit, base, peak, highest, left - 9, softcap, CAPPED, WHOLE)
-    tl.store(target, as_bytes(a, b))
-    tl.store(target + WORDS, as_bytes(c, d))
+    tl.store(target, packed.as_bytes(a, b))
+    tl.store(target + WORDS, packed.as_bytes(c, d))
     tl.store(peaks, peak)
     tl.store(totals, tl.sum((some + of_b) + (of_c + of_d), 0))
 
 
 @triton.jit
 def _highest(word, left, WHOLE: tl.constexpr):
-    low, high = two_numbers(word)
+    low, high = packed.two_numbers(word)
     if not WHOLE:
         low, high = tl.where(left > 0, low, 8388608.0), tl.where(left > 16, high, 8388608.0)
     return tl.maximum(low, high)
@@ -254,7 +188,7 @@ def _weights_kernel(
 ):  # fmt: skip
     """For one query and some tiles of keys: exponentials of logits relative to their tile's largest, as bytes; and each
     tile's largest logit / ln 2 and sum of exponentials."""
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     query = tl.program_id(1).to(tl.int64)
     w = tl.arange(0, WORDS)
     place = query * PARTS
@@ -290,7 +224,7 @@ def _weights_kernel(
 
 @triton.jit
 def _four_ranks(one, next_one, least, most):
-    one, next_one = between(one, least, most) - least, between(next_one, least, most) - least
+    one, next_one = packed.between(one, least, most) - least, packed.between(next_one, least, most) - least
     return ((one >> 3) & 0x00FF00FF) | ((next_one << 5) & -16711936)
 
 
@@ -300,7 +234,7 @@ def _rank_kernel(
     WORDS: tl.constexpr, SUMS: tl.constexpr, BINS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Ranks of a tile of keys, and their counts in bins of 16 ranks."""
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     # Heads in reverse order: what was written last is still in the cache.
     head = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
@@ -316,15 +250,15 @@ def _rank_kernel(
     if tile == 0:
         tl.store(logsumexps + head * G + g, logsumexp / LOG2_E, mask=g < G)
     factor = tl.exp2(own_peak - logsumexp + TO_BYTES) / G
-    factors = pair(factor, factor)
+    factors = packed.pair(factor, factor)
     a = tl.zeros([WORDS], tl.int32)
     b, c, d = a, a, a
     for group in tl.static_range(G):
         source = weights + ((head * G + group) * tiles + tile) * (2 * WORDS) + w
         one = tl.sum(tl.where(g == group, factors, 0), 0)
         first, second = tl.load(source), tl.load(source + WORDS)
-        a, b = add_scaled(a, even_bytes(first), one), add_scaled(b, odd_bytes(first), one)
-        c, d = add_scaled(c, even_bytes(second), one), add_scaled(d, odd_bytes(second), one)
+        a, b = packed.add_scaled(a, packed.even_bytes(first), one), packed.add_scaled(b, packed.odd_bytes(first), one)
+        c, d = packed.add_scaled(c, packed.even_bytes(second), one), packed.add_scaled(d, packed.odd_bytes(second), one)
     # Scores of the first and last rank as bfloat16 pairs, which have three bits more than a rank.
     lowest = (least << 3) * BOTH
     last = lowest + (8 * BINS * BINS - 1) * BOTH
@@ -334,8 +268,8 @@ def _rank_kernel(
     tl.store(target + WORDS, cd)
     counts = tl.zeros([WORDS], tl.int64)
     for at in tl.static_range(4, 32, 8):
-        counts += one_each(ab, at) + one_each(cd, at)
-    counts = sums_of_fours(counts, WORDS // 4)
+        counts += packed.one_each(ab, at) + packed.one_each(cd, at)
+    counts = packed.sums_of_fours(counts, WORDS // 4)
     tl.store(coarse + (head * tiles + tile) * BINS + tl.arange(0, BINS), counts)
 
 
@@ -344,31 +278,39 @@ def many(programs: int, device: torch.device) -> bool:
     return programs >= MANY * count_sms(device)
 
 
-def rank_tokens_triton(
-    query: torch.Tensor,
-    lists: ListCodes,
-    exact: ExactKeys,
-    wanted: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-) -> TokenRanks:
+def rank_tokens_triton(query, lists, exact, wanted, softmax_scale, softcap=None):
     """`rank_tokens` on a GPU; reads the lists' codes once, and one byte for each logit."""
-    (H, G, _), m, device = query.shape, lists.centroids.shape[1], query.device
-    early, tiles = dependent_launch(device), lists.codes.shape[3] // TILE_WORDS
-    found = look_up_lists(query, lists, exact, tiles, softmax_scale, softcap)
-    sums = found.peaks.shape[2]
+    (H, G, D), (_, m, C, size), device = query.shape, lists.centroids.shape, query.device
+    query, early, tiles = query.contiguous(), dependent_launch(device), lists.codes.shape[3] // TILE_WORDS
+    sums, capped_by = tiles + EXACT_PROGRAMS, {"softcap": softcap or 0.0, "CAPPED": softcap is not None}
+    # Of each query: indices of the nearest centroids' lists among all heads', and slopes and floors of a code's logit.
+    nearest = torch.empty(H, G, m, dtype=torch.int32, device=device)
+    slopes, floors = torch.empty(2, H, G, m, device=device)
+    # Largest logit / ln 2 and sum of exponentials, of the tiles of keys, then of the exact keys.
+    peaks, totals = torch.empty(2, H, G, sums, device=device)
+    _look_up_kernel[(m + EXACT_PROGRAMS, H)](
+        query, lists.centroids, lists.channels, lists.origins, lists.steps, lists.weights, exact.keys,
+        nearest if exact.count is None else exact.count, slopes if exact.sinks is None else exact.sinks.contiguous(),
+        nearest, slopes, floors, peaks, totals, sums, exact.keys.shape[1], exact.keys.stride(0), softmax_scale,
+        COUNTED=exact.count is not None, HAS_SINKS=exact.sinks is not None, REACHING=lists.reaching, G=G,
+        GROUP=group_rows(G), FEW=power_of_two(G), PARTS=m, C=C, BLOCK_C=power_of_two(C), SIZE=size,
+        BLOCK_SIZE=power_of_two(size), D=D, BLOCK_D=power_of_two(D),
+        EXACT_PROGRAMS=EXACT_PROGRAMS, TILE=tile_rows(D, query.dtype, TILE_BYTES), num_warps=WARPS, num_stages=STAGES,
+        # Threads that hold the same sum would round it differently with fused multiply-adds, and store different ones.
+        enable_fp_fusion=False, **capped_by, **early,
+    )  # fmt: skip
     weights = torch.empty(H, G, tiles, TILE_TOKENS // 4, dtype=torch.int32, device=device)
     ranks = torch.empty(H, tiles, 2, TILE_WORDS, dtype=torch.int32, device=device)
     coarse = torch.empty(H, tiles, BINS, dtype=torch.int32, device=device)
     logsumexps = torch.empty(H, G, device=device)
     several = TILES_OF_A_PROGRAM if many(H * G * tiles, device) else 1
     _weights_kernel[(-(-tiles // several), H * G)](
-        lists.codes, found.lists, found.slopes, found.floors, weights, found.peaks, found.totals, lists.keys, tiles,
-        sums, softcap or 0.0, CAPPED=softcap is not None, PARTS=m, WORDS=TILE_WORDS, ROOM=LARGEST // HIGHEST - m,
-        HIGHEST=HIGHEST, TILES=several, num_warps=LOGIT_WARPS, **early,
+        lists.codes, nearest, slopes, floors, weights, peaks, totals, lists.keys, tiles, sums, PARTS=m,
+        WORDS=TILE_WORDS, ROOM=LARGEST // HIGHEST - m, HIGHEST=HIGHEST, TILES=several, num_warps=LOGIT_WARPS,
+        **capped_by, **early,
     )  # fmt: skip
     _rank_kernel[(tiles, H)](
-        weights, found.peaks, found.totals, ranks, coarse, logsumexps, lowest_rank(wanted), sums, G=G,
+        weights, peaks, totals, ranks, coarse, logsumexps, lowest_rank(wanted), sums, G=G,
         FEW=power_of_two(G), WORDS=TILE_WORDS, SUMS=power_of_two(sums), BINS=BINS,
         num_warps=WARPS_OF_MANY if many(tiles * H, device) else WARPS_OF_FEW, **early,
     )  # fmt: skip

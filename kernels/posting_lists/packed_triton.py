@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.common.tiles_triton import WIDEN
+from sparsekv.kernels.common.tiles_triton import WIDEN, sum_of_four, sum_of_three, sum_of_two
 
 EXPONENT_OF_2_23 = tl.constexpr(0x4B000000)
 TO_BYTES = tl.constexpr(96)  # scaled by 2 ** -96, bfloat16 below 2 differ in their last twelve bits only
@@ -125,21 +125,6 @@ def between(word, least, most):
 def one_each(words, at: tl.constexpr):
     """An int64 of 16 four-bit counters, with 1 in the counter whose number is in the word's four bits from `at` on."""
     return tl.full(words.shape, 1, tl.int64) << (((words >> at) & 15) * 4).to(tl.int64)
-
-
-@triton.jit
-def sum_of_two(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
-def sum_of_three(a, b, c, d, e, f):
-    return a + d, b + e, c + f
-
-
-@triton.jit
-def sum_of_four(a, b, c, d, e, f, g, h):
-    return a + e, b + f, c + g, d + h
 
 
 @triton.jit

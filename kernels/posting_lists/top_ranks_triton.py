@@ -4,35 +4,16 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
-from sparsekv.kernels.common.tiles_triton import (
-    LOG2_E,
-    capped,
-    dot,
-    group_rows,
-    power_of_two,
-    prefetch,
-    share,
-    tile_rows,
-    wait_for_previous_kernel,
-)
-from sparsekv.kernels.posting_lists.packed_triton import (
-    bounds_of,
-    exp2,
-    last_bin,
-    one_each,
-    set_bits,
-    store_words,
-    sums_of_bins,
-    sums_of_fours,
-)
+from sparsekv.kernels.common import tiles_triton as common
+from sparsekv.kernels.common.launch import count_sms, dependent_launch, group_rows, num_splits, power_of_two, tile_rows
+from sparsekv.kernels.common.tiles_triton import LOG2_E
+from sparsekv.kernels.posting_lists import packed_triton as packed
 from sparsekv.kernels.posting_lists.posting_lists import TILE_TOKENS, TILE_WORDS
 from sparsekv.kernels.posting_lists.types import (
     BINS,
     FEW_RANKS,
     FRACTION_BITS,
     RANKS,
-    KeyGroups,
     TokenRanks,
     lowest_rank,
 )
@@ -48,21 +29,21 @@ def _row_logits_kernel(
     TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Logits / ln 2 of a program's share of a head's rows, their peak, and the sum of their exponentials."""
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     of_group = g < G
     q = tl.load(query + (head * G + g[:, None]) * D + d, mask=of_group[:, None] & (d < D), other=0.0)
     peak = tl.full([GROUP], -float("inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
-    first, stop = share(part, parts, slots)
+    first, stop = common.share(part, parts, slots)
     for at in tl.range(first, stop, TILE, num_stages=STAGES):
         inside = at + t < stop
         row = tl.load(rows + head * slots + at + t, mask=inside, other=0)
         place = keys + head * head_stride + row[:, None] * row_stride + d
         # An index may hold keys in another precision than the model's queries.
         k = tl.load(place, mask=inside[:, None] & (d < D), other=0.0).to(q.dtype)
-        some = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED) * LOG2_E
+        some = common.capped(common.dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED) * LOG2_E
         tl.store(logits + (head * G + g[:, None]) * stride + at + t, some, mask=of_group[:, None] & inside)
         some = tl.where(inside, some, -float("inf"))
         highest = tl.maximum(peak, tl.max(some, 1))
@@ -80,7 +61,7 @@ def _row_rank_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Ranks of a tile of slots in the layout of `TokenRanks`, and their counts in bins of 16 ranks."""
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     tile, tiles, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     i, s = tl.arange(0, SLOTS), tl.arange(0, PARTS)
     slot = tile * SLOTS + i
@@ -95,7 +76,7 @@ def _row_rank_kernel(
         if tile == 0:
             tl.store(logsumexps + head * G + g, logsumexp / LOG2_E)
         at = logits + (head * G + g) * stride + slot
-        score += exp2(tl.load(at, mask=slot < slots, other=-float("inf")) - logsumexp)
+        score += packed.exp2(tl.load(at, mask=slot < slots, other=-float("inf")) - logsumexp)
     rank = ((score / G).to(tl.int32, bitcast=True) >> (23 - FRACTION_BITS)) - least
     rank = tl.minimum(tl.maximum(rank, 0), RANKS - 1)
     by_byte = tl.reshape(rank << (8 * (i // 8 % 4)), [SLOTS // 32, 4, 8])
@@ -106,15 +87,7 @@ def _row_rank_kernel(
     tl.store(coarse + (head * tiles + tile) * BINS + tl.arange(0, BINS), tl.histogram(rank // BINS, BINS))
 
 
-def rank_rows_triton(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    rows: torch.Tensor,
-    logsumexp: torch.Tensor,
-    wanted: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-) -> TokenRanks:
+def rank_rows_triton(query, keys, rows, logsumexp, wanted, softmax_scale, softcap=None):
     """`rank_rows` on a GPU; reads the rows' keys once."""
     (H, G, D), S, device = query.shape, rows.shape[1], query.device
     tiles, early = -(-S // TILE_TOKENS), dependent_launch(device)
@@ -152,17 +125,17 @@ def _count_kernel(
     ranks, coarse, fine, wanted, WORDS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr
 ):
     """Count a tile's keys by rank within the coarse bin that holds the last chosen rank."""
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     tile, tiles, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     place = ranks + (head * tiles + tile) * (2 * WORDS) + tl.arange(0, WORDS)
     words, next_words = tl.load(place), tl.load(place + WORDS)
-    every, _ = sums_of_bins(coarse + head * tiles * BINS, 0, tiles, BINS, ROWS)
-    last, _ = last_bin(every, wanted, BINS)
+    every, _ = packed.sums_of_bins(coarse + head * tiles * BINS, 0, tiles, BINS, ROWS)
+    last, _ = packed.last_bin(every, wanted, BINS)
     counts = tl.zeros([WORDS], tl.int64)
     for at in tl.static_range(0, 32, 8):
-        counts += tl.where(((words >> at) & 0xF0) == 16 * last, one_each(words, at), 0)
-        counts += tl.where(((next_words >> at) & 0xF0) == 16 * last, one_each(next_words, at), 0)
-    counts = sums_of_fours(counts, WORDS // 4)
+        counts += tl.where(((words >> at) & 0xF0) == 16 * last, packed.one_each(words, at), 0)
+        counts += tl.where(((next_words >> at) & 0xF0) == 16 * last, packed.one_each(next_words, at), 0)
+    counts = packed.sums_of_fours(counts, WORDS // 4)
     tl.store(fine + (head * tiles + tile) * BINS + tl.arange(0, BINS), counts)
 
 
@@ -199,8 +172,8 @@ def _write_at_once(taken, slot, named, of_key, labels, chosen, counts, NAMED: tl
     """Write the keys whose bits are set from each word's slot on, all at the same time; count their groups."""
     bit = tl.arange(0, 32)[None, :]
     mask = ((taken[:, None] >> bit) & 1) != 0
-    place = slot[:, None] + set_bits(taken[:, None] & ((1 << bit) - 1))
-    store_words(chosen + place, named, mask)
+    place = slot[:, None] + packed.set_bits(taken[:, None] & ((1 << bit) - 1))
+    packed.store_words(chosen + place, named, mask)
     if GROUPED:
         group = tl.load(labels + named, mask=mask, other=0) if NAMED else of_key
         tl.atomic_add(counts + group.to(tl.int32), 1, mask=mask, sem="relaxed")
@@ -241,20 +214,20 @@ def _place_kernel(
             of_key = tl.load(labels + key, mask=key < keys, other=0)
         else:
             SIZE: tl.constexpr = labels.dtype.element_ty.primitive_bitwidth // 8
-            prefetch(labels + tile * (8 * WORDS), keys - tile * (8 * WORDS), 8 * WORDS, SIZE, EARLY)
-    wait_for_previous_kernel(EARLY)
+            common.prefetch(labels + tile * (8 * WORDS), keys - tile * (8 * WORDS), 8 * WORDS, SIZE, EARLY)
+    common.wait_for_previous_kernel(EARLY)
     if NAMED and AT_ONCE:
         named = tl.load(names + key, mask=key < keys, other=0)
     place = ranks + (head * tiles + tile) * (2 * WORDS) + tl.arange(0, WORDS)
     words, next_words = tl.load(place), tl.load(place + WORDS)
-    last, first, room = bounds_of(coarse, fine, head, wanted, tile, tiles, FEW_RANKS, BINS, ROWS)
+    last, first, room = packed.bounds_of(coarse, fine, head, wanted, tile, tiles, FEW_RANKS, BINS, ROWS)
     taken = _marks(words, next_words, last + 1, QUADS)
     equal = _marks(words, next_words, last, QUADS) ^ taken
-    equals = set_bits(equal)
+    equals = packed.set_bits(equal)
     taking = tl.minimum(tl.maximum(room - (tl.cumsum(equals, 0) - equals), 0), equals)
     # Nearly all words take all of their equal keys, or none.
     taken |= tl.where(taking == equals, equal, 0) | _first_of(equal, tl.where(taking == equals, 0, taking))
-    number = set_bits(taken)
+    number = packed.set_bits(taken)
     slot = tl.cumsum(number, 0) - number
     chosen, counts = chosen + head * wanted + first, taken_of + head * groups
     if AT_ONCE:
@@ -263,9 +236,7 @@ def _place_kernel(
         _write_in_turn(taken, number, slot, token, names, labels, chosen, counts, NAMED, GROUPED)
 
 
-def top_ranked_triton(
-    ranked: TokenRanks, wanted: int, names: torch.Tensor | None = None, groups: KeyGroups | None = None
-) -> torch.Tensor:
+def top_ranked_triton(ranked, wanted, names=None, groups=None):
     """`top_ranked` on a GPU; reads the ranks twice, or once where each is counted."""
     (H, tiles, _), ranks, early = ranked.coarse.shape, ranked.ranks, dependent_launch(ranked.ranks.device)
     chosen = torch.empty(H, wanted, dtype=torch.int32, device=ranks.device)

@@ -3,6 +3,7 @@
 import torch
 from torch.nn.functional import normalize
 
+from sparsekv.kernels.common.on_gpu import on_gpu
 from sparsekv.kernels.scores.logits import products
 
 # Limits of the kernels, which hold these in registers: directions to compare keys with, queries of a group.
@@ -38,6 +39,12 @@ def directions(query: torch.Tensor) -> torch.Tensor:
     return averaged
 
 
+def _few_queries(query: torch.Tensor, count: int) -> bool:
+    _, G, B, _ = query.shape
+    return count <= MOST_DIRECTIONS and count < B and G * B <= MOST_QUERIES
+
+
+@on_gpu("sparsekv.kernels.scores.quoka_triton:far_directions_triton", fits=_few_queries)
 def far_directions(query: torch.Tensor, count: int) -> torch.Tensor:
     """`directions` of the queries that `subselect_queries` keeps, least similar to the mean first.
 
@@ -50,19 +57,15 @@ def far_directions(query: torch.Tensor, count: int) -> torch.Tensor:
     Returns:
         [Hk, count, D] float32.
     """
-    _, G, B, _ = query.shape
-    if query.is_cuda and count <= MOST_DIRECTIONS and count < B and G * B <= MOST_QUERIES:
-        from sparsekv.kernels.scores.quoka_triton import far_directions_triton
-
-        with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
-            return far_directions_triton(query, count)
     return directions(subselect_queries(query, count))
 
 
-def nearest_keys(
-    some: torch.Tensor, keys: torch.Tensor, count: int, first: int = 0, last: int = 0, across: str = "max"
-) -> torch.Tensor:
-    """Indices of the first and last keys and of those with the highest cosine to some directions: `count` per head.
+@on_gpu(
+    "sparsekv.kernels.scores.quoka_triton:nearest_keys_triton",
+    fits=lambda some, *_: some.shape[1] <= MOST_DIRECTIONS,
+)
+def nearest_keys(some: torch.Tensor, keys: torch.Tensor, count: int, first: int = 0, last: int = 0) -> torch.Tensor:
+    """Indices of the first and last keys and of those with the highest cosine to any direction: `count` per head.
 
     On a GPU two kernels read the keys once and return indices in ascending order; of cosines that agree to 2 ** -15 the
     lower index wins.
@@ -71,17 +74,10 @@ def nearest_keys(
         some: [Hk, Q, D].
         keys: [Hk, T, D].
         count: at least `first` + `last`, at most T.
-        across: `max` over the directions, or their `mean`.
 
     Returns:
         [Hk, count] int64, each key once.
     """
-    some = some.mean(1, keepdim=True) if across == "mean" else some
-    if keys.is_cuda and some.shape[1] <= MOST_DIRECTIONS:
-        from sparsekv.kernels.scores.quoka_triton import nearest_keys_triton
-
-        with torch.cuda.device_of(keys):  # Triton launches on the current device, which may be another
-            return nearest_keys_triton(some, keys, count, first, last)
     return best_keys(_highest(some, keys) / key_norms(keys), count, first, last)
 
 

@@ -8,15 +8,16 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
-from sparsekv.kernels.common.tiles_triton import (
+from sparsekv.kernels.common import tiles_triton as common
+from sparsekv.kernels.common.launch import (
     aligned,
-    dot,
+    count_sms,
+    dependent_launch,
     group_rows,
+    num_splits,
     power_of_two,
-    share,
     tile_rows,
-    wait_for_previous_kernel,
+    unit_stride,
 )
 
 HALF_BITS = 8  # half of a rank's bits: keys are counted by their rank, and by its upper half
@@ -35,7 +36,7 @@ def _nearness_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Cosines of a head's queries to their mean, times the mean's length, which does not change their order."""
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     head = tl.program_id(0).to(tl.int64)
     t, d = tl.arange(0, TILE), tl.arange(0, BLOCK_D)
     query, nearness = query + head * head_stride, nearness + head * B
@@ -58,7 +59,7 @@ def _directions_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program a KV head: finds the `count` queries of lowest cosine in each head, and averages their directions."""
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     first = tl.program_id(0).to(tl.int64) * G
     g, b, slot, d = tl.arange(0, GROUP), tl.arange(0, BLOCK_B), tl.arange(0, SLOTS), tl.arange(0, BLOCK_D)
     known = (g < G)[:, None] & (b < B)
@@ -83,11 +84,10 @@ def _directions_kernel(
     tl.store(directions + place, total / G, mask=inside)
 
 
-def far_directions_triton(query: torch.Tensor, count: int) -> torch.Tensor:
+def far_directions_triton(query, count):
     """`far_directions` on a GPU, for `count` less than the number of queries."""
     Hk, G, B, D = query.shape
-    heads = query.flatten(0, 1)
-    heads = heads if heads.stride(2) == 1 else heads.contiguous()
+    heads = unit_stride(query.flatten(0, 1))
     nearness = torch.empty(Hk * G, B, device=query.device)
     found = torch.empty(Hk, count, D, device=query.device)
     _nearness_kernel[(Hk * G,)](
@@ -111,7 +111,7 @@ def _ranks_kernel(
 ):  # fmt: skip
     """Ranks of a program's share of a head's keys, and how many keys have each rank. Keys from `first_kept` to before
     `last_kept` are ranked by their highest cosine, others get rank `ALWAYS`. Ranks are stored minus 2 ** 15."""
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     r, d, t = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     q = tl.load(some + (head * Q + r[:, None]) * D + d, mask=(r < Q)[:, None] & (d < D), other=0.0)
@@ -119,14 +119,14 @@ def _ranks_kernel(
     keys, ranks = keys + head * head_stride, ranks + head * rank_stride
     coarse = counts + head * ((ALWAYS + 1) + (1 << HALF_BITS))
     fine = coarse + (1 << HALF_BITS)
-    first, stop = share(part, parts, rank_stride // 16)
+    first, stop = common.share(part, parts, rank_stride // 16)
     first, stop = tl.multiple_of(first * 16, 16), tl.multiple_of(stop * 16, 16)
     for at in tl.range(first, stop, TILE, num_stages=STAGES):
         c = at + t
         inside = (c < stop) & (c < T)
         row = c.to(tl.int64) * row_stride
         k = tl.load(keys + row[:, None] + d, mask=inside[:, None] & (d < D), other=0.0)
-        highest = tl.max(tl.where((r < Q)[:, None], dot(q, tl.trans(k)), -float("inf")), 0)
+        highest = tl.max(tl.where((r < Q)[:, None], common.dot(q, tl.trans(k)), -float("inf")), 0)
         wide = k.to(tl.float32)
         cosine = highest / tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), 1e-12)
         scaled = (cosine + 1.0) * 32768.0
@@ -154,7 +154,7 @@ def _rows_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write the indices of the chosen keys in a program's share, after those of the shares before it."""
-    wait_for_previous_kernel(EARLY)
+    common.wait_for_previous_kernel(EARLY)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     coarse = counts + head * ((1 << 2 * HALF_BITS) + (1 << HALF_BITS))
     fine = coarse + (1 << HALF_BITS)
@@ -188,10 +188,9 @@ def _rows_kernel(
         equal_before += tl.sum(is_equal, 0)
 
 
-def nearest_keys_triton(some: torch.Tensor, keys: torch.Tensor, count: int, first: int, last: int) -> torch.Tensor:
+def nearest_keys_triton(some, keys, count, first=0, last=0):
     """`nearest_keys` on a GPU, by the largest cosine; reads views of keys in place if their last axis is contiguous."""
-    (H, T, D), Q = keys.shape, some.shape[1]
-    keys = keys if keys.stride(2) == 1 else keys.contiguous()
+    (H, T, D), Q, keys = keys.shape, some.shape[1], unit_stride(keys)
     parts = num_splits(H, T, PROGRAMS_PER_SM * count_sms(keys.device))
     stride = aligned(T)
     ranks = torch.empty(H, stride, dtype=torch.int16, device=keys.device)

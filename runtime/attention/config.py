@@ -6,11 +6,12 @@ from typing import ClassVar
 
 import torch
 
-from sparsekv.formats.errors import check_at_least_one, check_choice
+from sparsekv.formats.errors import UsageError, check_at_least_one, check_choice
 from sparsekv.runtime.attention.guard import Guard, check_estimates_missed
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, Queries, RowSet, Selection, Selector
 from sparsekv.runtime.selection.registry import DENSE
+from sparsekv.runtime.selection.token_choice import LayerSharing
 
 QUESTION_BUDGET = "1024"
 EVERYTHING = Budget(1.0)
@@ -56,11 +57,13 @@ class DecodeConfig:
         guard: measures the missed share of attention, and limits it for each KV head.
         gauge: measures the missed share. Steps compute their logits once more, and none is captured.
         placement: where the document's keys and values are kept, one of PLACEMENTS.
+        dense_layers: how many of the model's first layers attend to everything, whatever their budgets.
         ahead: prefetch: search for each step's rows with the previous step's query, during its attention.
         origin: where method and budget are from, if the user did not choose them.
 
     Raises:
-        UsageError: unknown placement, or a missed share to be measured of a method that cannot estimate it.
+        UsageError: unknown placement; a missed share to be measured of a method that cannot estimate it; or dense
+            layers with a method that has its own.
     """
 
     attention: MethodSpec | Dense
@@ -71,10 +74,13 @@ class DecodeConfig:
     gauge: bool = False
     placement: str = "device"
     ahead: bool = False
+    dense_layers: int = 0
     origin: str = ""
 
     def __post_init__(self) -> None:
         check_choice("--placement", self.placement, PLACEMENTS)
+        if self.dense_layers and isinstance(getattr(self.attention, "method", None), LayerSharing):
+            raise UsageError(f"--dense-layers {self.dense_layers}: {self.attention.name} has its own; leave it out")
         if self.measured and isinstance(self.attention, MethodSpec):
             check_estimates_missed(self.measured, self.attention)
 
@@ -84,7 +90,7 @@ class DecodeConfig:
         return "--guard" if self.guard is not None else "--gauge" if self.gauge else ""
 
     def budget_of(self, layer: int) -> Budget:
-        return self.layer_budgets.get(layer, self.budget)
+        return EVERYTHING if layer < self.dense_layers else self.layer_budgets.get(layer, self.budget)
 
 
 class QuestionSearch:

@@ -183,10 +183,10 @@ class Metered(Policy):
 
     def _attempt(self, step: Step, budget: Budget) -> Attempt:
         found = self._find(step, budget)
-        attended = attend_with_logsumexp(step.query, found.segments(step), *step.how)
-        missed = missed_share(found.rest, step.query, attended.logsumexp, self.facts, attended=found.rest_attended)
+        output, total = attend_with_logsumexp(step.query, found.segments(step), *step.how)
+        missed = missed_share(found.rest, step.query, total, self.facts, attended=found.rest_attended)
         rows = torch.as_tensor(found.rows_read, device=missed.device).expand_as(missed)
-        return Attempt(missed, rows, (attended.output.transpose(1, 2),))
+        return Attempt(missed, rows, (output.transpose(1, 2),))
 
     def _find(self, step: Step, budget: Budget) -> Fetched:
         if self.prefetcher is not None and not step.joint:

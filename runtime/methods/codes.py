@@ -193,12 +193,15 @@ class CodesSelector(Selector):
     ) -> tuple[torch.Tensor, float] | None:
         """Only where the codes of all keys are read, and no key is looked at again."""
         tokens = budget.tokens(self.middle)
-        if self.method.scan < 1 or (self.method.rerank > 1 and tokens < self.middle):
+        if self.method.scan < 1 or (self.method.rerank > 1 and tokens < self.middle) or not self._is_compiled(query):
             return None
         replace, sinks = self.replace, sink_logits
         output = attend_by_codes(query, self.step_codes, rows, exact, tokens, replace=replace, sink_logits=sinks)
-        read = self._read(self.middle, 0) if tokens < self.middle else 0.0
-        return None if output is None else (output, 2.0 * tokens + read)
+        return output, 2.0 * tokens + (self._read(self.middle, 0) if tokens < self.middle else 0.0)
+
+    def _is_compiled(self, query: torch.Tensor) -> bool:
+        """Whether the compiled step takes a query: without it torch looks up codes faster than by its definition."""
+        return query.dtype == torch.float32 and not query.is_cuda and self.step_codes.compiled is not None
 
     def _total(self, logits: torch.Tensor, queries: Queries) -> torch.Tensor:
         """[Hk, G, Q], given the clusters' logits: the log-sum-exp of all that is attended, an estimate."""
@@ -208,14 +211,10 @@ class CodesSelector(Selector):
         """The tokens [Hk, Q, K] that the compiled step chooses for each query; None where it is not there for that. It
         takes one query after another, each with all cores: torch's look-ups for several take many times as long."""
         Hk, _, Q, _ = queries.query.shape
-        if (queries.joint and Q > 1) or queries.query.dtype != torch.float32 or queries.query.is_cuda:
-            return None
-        if Hk != len(self.codes) or self.step_codes.compiled is None:
+        if (queries.joint and Q > 1) or Hk != len(self.codes) or not self._is_compiled(queries.query):
             return None
         pairs = zip(queries.query.unbind(2), queries.exact_logsumexp().unbind(2), strict=True)
-        chosen = [choose_by_codes(query, self.step_codes, beside, tokens) for query, beside in pairs]
-        found = [one for one in chosen if one is not None]
-        return torch.stack(found, 1).long() if len(found) == Q else None
+        return torch.stack([choose_by_codes(query, self.step_codes, beside, tokens) for query, beside in pairs], 1)
 
     def _selection(
         self, chosen: torch.Tensor, logits: Callable[[], torch.Tensor], scanned: int, more: int

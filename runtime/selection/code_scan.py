@@ -18,7 +18,7 @@ from sparsekv.kernels.codes.types import (
     as_stored,
     lay_out,
 )
-from sparsekv.kernels.common.tiles_triton import power_of_two
+from sparsekv.kernels.common.launch import power_of_two
 from sparsekv.kernels.posting_lists.list_ranks import rank_rows, top_ranked
 from sparsekv.kernels.posting_lists.types import ExactKeys, KeyGroups
 from sparsekv.kernels.scores.logits import softcapped

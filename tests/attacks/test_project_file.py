@@ -25,7 +25,8 @@ DECIDED_BY_CALLS = {
     "recall-report": ("queries", "plot", "special-tokens"),
     "inspect": ("plot",),
     "tune": ("reset",),
-    "bench": ("plot", "config"),
+    "bench": ("plot",),
+    "bench-model": ("config",),
 }
 
 

@@ -44,8 +44,49 @@ def test_python_asks_densely_too(place: Path) -> None:
         ("--gauge",),
         ("--ahead",),
         ("--residual",),
+        ("--dense-layers", "1"),
     ],
     ids=lambda option: option[0],
 )
 def test_what_chooses_means_nothing_beside_it(place: Path, option: tuple[str, ...]) -> None:
     fails(2, "generate", "Why?", "--method", "dense", *option, says=(option[0], "dense", "leave it out"))
+
+
+SPARSE = ("--method", "keydiff", "--budget", "5%")
+
+
+def test_all_layers_dense_are_dense_attention(place: Path) -> None:
+    dense = json.loads(run_here(*ASK, "What is 7 times 7?").stdout)
+    layers = json.loads(run_here(*with_options(ASK, *SPARSE, "--dense-layers", "3"), "What is 7 times 7?").stdout)
+    assert (layers["text"], layers["kv_fraction"]) == (dense["text"], 1.0)
+
+
+@pytest.mark.parametrize("placement", ["device", "host", "disk"])
+def test_the_first_layers_read_everything_and_the_others_what_is_chosen(place: Path, placement: str) -> None:
+    sparse, mixed = (
+        json.loads(run_here(*with_options(ASK, *SPARSE, *more, "--placement", placement), "What is 7 times 7?").stdout)
+        for more in ((), ("--dense-layers", "1"))
+    )
+    assert mixed["kv_fraction"] == pytest.approx((1 + 2 * sparse["kv_fraction"]) / 3)
+    assert (sparse["settings"]["dense_layers"], mixed["settings"]["dense_layers"]) == (None, 1)
+
+
+def test_questions_share_the_steps_of_layers_of_both_kinds(place: Path) -> None:
+    Path("questions.txt").write_text("Why?\nWhy?\n")
+    asked = with_options(ASK, *SPARSE, "--dense-layers", "2")
+    alone = json.loads(run_here(*asked, "Why?").stdout)
+    lines = run_here(*asked, "--batch-file", "questions.txt", "--batch-size", "2").stdout.splitlines()
+    assert [json.loads(line)["text"] for line in lines] == [alone["text"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--dense-layers", "-1"), ("--dense-layers -1", "0 to 3")),
+        (("--dense-layers", "4"), ("--dense-layers 4", "0 to 3")),
+        (("--dense-layers", "1", "--method", "tidaldecode"), ("--dense-layers 1", "tidaldecode has its own")),
+    ],
+    ids=["negative", "too-many", "its-own"],
+)
+def test_layers_that_there_are_not(place: Path, options: tuple[str, ...], says: tuple[str, ...]) -> None:
+    fails(2, "generate", "Why?", "--model", "model", *options, says=says)

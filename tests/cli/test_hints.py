@@ -45,6 +45,14 @@ def test_a_report_shows_how_answers_of_an_index_built_otherwise_are_evaluated(pl
     assert "--method multipole --outliers 0.05" in evaluated
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_document_with_a_byte_order_mark_is_found_beside_its_index(place: Path, encoding: str) -> None:
+    assert run_here(*BUILD, "-o", "doc.skv", "--method", "multipole").code == 0
+    Path("doc.txt").write_bytes(Path("doc.txt").read_text().encode(encoding))
+    (evaluated,) = shown(run_here("recall-report", "-i", "doc.skv", "--method", "multipole").stdout)
+    assert evaluated.startswith("sparsekv eval doc.txt ")
+
+
 def test_a_method_that_is_missing_is_added_with_all_that_the_index_was_built_with(spaced: Path) -> None:
     before = read_manifest(Path("it's.skv"))
     refused = run_here("recall-report", "-i", "it's.skv", "--method", "squeezed")

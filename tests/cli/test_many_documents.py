@@ -106,8 +106,10 @@ def test_a_file_can_name_the_documents(documents: Path, listed: str, monkeypatch
     (documents / "list.txt").write_text(names)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(names.encode())))
     assert run_here("build-index", "--from-file", listed, *TAIL, "-q").stdout == "a.skv\nb.skv\n"
-    (documents / "marked.txt").write_text(f"\ufeff{names}")
-    assert run_here("build-index", "--from-file", "marked.txt", *TAIL, "-q").stdout == "a.skv\nb.skv\n"
+    for encoding in ("utf-8", "utf-16-le", "utf-16-be", "utf-32"):
+        mark = "" if encoding == "utf-32" else "\ufeff"
+        (documents / "marked.txt").write_bytes(f"{mark}{names}".encode(encoding))
+        assert run_here("build-index", "--from-file", "marked.txt", *TAIL, "-q").stdout == "a.skv\nb.skv\n"
 
 
 def test_a_list_of_one_document_puts_its_index_into_the_folder(documents: Path) -> None:

@@ -6,13 +6,14 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import pytest
+import typer
 from support.command import EXECUTABLE, environment
 from support.forked import Run, Zygote, zygote
 
-from sparsekv.cli.common.method_options import with_method_options
+from sparsekv.cli.common.method_options import with_options
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.registry import Registry
 from sparsekv.runtime.selection.interface import Method
@@ -136,12 +137,16 @@ class _Own:
 
 
 def test_options_of_one_name_and_two_types_are_refused() -> None:
-    def command(budget: str = "", **parameters: Any) -> None: ...
+    @dataclass(frozen=True)
+    class Options:
+        budget: Annotated[str, typer.Option()] = ""
+
+    def command(options: Options) -> None: ...
 
     with pytest.raises(UsageError, match=r"--rows is int for one and str for other"):
-        with_method_options({"one": _Number, "other": _Text})(command)
+        with_options(Options, {"one": _Number, "other": _Text})(command)
     with pytest.raises(UsageError, match=r"--budget is str for every method and float for own"):
-        with_method_options({"own": _Own})(command)
+        with_options(Options, {"own": _Own})(command)
 
 
 def test_a_name_is_known_once() -> None:

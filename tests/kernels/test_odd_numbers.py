@@ -16,18 +16,16 @@ from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
 from sparsekv.kernels.clusters.cluster_choice import (
     choose_clusters,
     choose_listed,
-    keep_clusters,
     open_clusters,
 )
 from sparsekv.kernels.clusters.cluster_choice_triton import (
     choose_clusters_triton,
     choose_listed_triton,
-    keep_clusters_triton,
     open_clusters_triton,
 )
 from sparsekv.kernels.clusters.types import Children, ClusterChoice
-from sparsekv.kernels.kmeans.kmeans import assign_plainly, cluster_means_plainly
-from sparsekv.kernels.kmeans.kmeans_triton import NearestCentres, cluster_means
+from sparsekv.kernels.kmeans.kmeans import assign_plainly, cluster_means
+from sparsekv.kernels.kmeans.kmeans_triton import NearestCentres, cluster_means_triton
 from sparsekv.kernels.posting_lists.list_ranks import rank_rows, rank_tokens, top_ranked
 from sparsekv.kernels.posting_lists.list_ranks_triton import rank_tokens_triton
 from sparsekv.kernels.posting_lists.posting_lists import encode_lists
@@ -81,12 +79,12 @@ def test_clusters_to_a_budget(form: str, kind: str) -> None:
 @few_kinds
 @by_form
 def test_clusters_by_threshold(form: str, kind: str) -> None:
-    keep = keep_clusters_triton if form == "kernels" else keep_clusters.reference
+    choose = choose_clusters_triton if form == "kernels" else choose_clusters.reference
     clusters = some_clusters(kind)
     counts, seen = clusters[2].cpu(), torch.zeros(2, dtype=torch.int64, device=DEVICE)
     most = int(counts.sum(-1).max())
     with poisoned_memory():
-        found = keep(*clusters, 0.01, most, SCALE, None, seen)
+        found = choose(*clusters, most, SCALE, None, 0.01, seen)
     lengths = found.lengths.cpu()
     assert bool(((lengths == 0) | (lengths == counts)).all())
     assert_filled(found, lengths, most)
@@ -184,6 +182,6 @@ def test_keys_nearest_to_odd_queries(dtype: torch.dtype, form: str, kind: str) -
 def test_labels_of_odd_points(dtype: torch.dtype, form: str, kind: str) -> None:
     points, centres = on_device(*odd(kind, normal(0, 2, 40, 16).to(dtype), normal(1, 2, 21, 16).to(dtype)))
     with poisoned_memory():
-        labels = NearestCentres(points)(centres) if form == "kernels" else assign_plainly(points, centres)
-        cluster_means(points, labels, 21) if form == "kernels" else cluster_means_plainly(points, labels, 21)
+        labels = NearestCentres(points, 21)(centres) if form == "kernels" else assign_plainly(points, centres)
+        cluster_means_triton(points, labels, 21) if form == "kernels" else cluster_means.reference(points, labels, 21)
     assert bool(((labels >= 0) & (labels < 21)).all())

@@ -53,7 +53,7 @@ def test_what_is_asked_wrongly_is_told_in_the_words_of_the_api(index: api.Index)
         index.ask("")
     with pytest.raises(UsageError, match="question is a list: give one text"):
         index.ask([QUESTION])  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"sampling is 20: give Sampling\(max_new_tokens"):
+    with pytest.raises(UsageError, match=r"sampling is 20: give sparsekv\.Sampling\(max_new_tokens"):
         index.ask(QUESTION, 20)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"budgit is no argument \(did you mean budget\?\)"):
         index.ask(QUESTION, budgit="5%")

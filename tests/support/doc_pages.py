@@ -22,7 +22,7 @@ SET_UP = {
 """What a fresh clone is told to run: of no use to a test within one."""
 SHELL = ("sh", "bash")
 HEAVY = {
-    r"--context \d+K|--end-to-end": "a shape of a large model",
+    r"--context \d+K|bench-model": "a shape of a large model",
     r"sparsekv [^|]*(--model|-m) (?!smollm2)|--device cuda": "a model or device that not everybody has",
     r"sparsekv eval (?!.*--length [1-9]\d{0,2}\b)": "contexts of 4,096 tokens: give `--length 320`",
 }

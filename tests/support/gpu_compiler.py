@@ -1,7 +1,6 @@
 """Compiles launches of Triton kernels for a GPU where there is none: run as a program, the kernels of attention and of
-rows that sequences have for themselves, those that weigh what is always attended before tokens are ranked, the scan of
-codes, those for several queries over codes, the choice of clusters for several questions, logits of centroids in 8
-bits, and the sum over ranks.
+rows that sequences have for themselves, those that rank tokens by posting lists and by codes, those for several queries
+over codes, the choice of clusters for several questions, logits of centroids in 8 bits, and the sum over ranks.
 
 The interpreter runs what the compiler may refuse. To be run with TRITON_INTERPRET=0.
 """
@@ -122,17 +121,16 @@ def weigh(D: int, dtype: torch.dtype, *, more: bool) -> None:
     books, words = torch.zeros(H, 8, 256, D // 8).half(), torch.zeros(H, 2, 4096, dtype=torch.int32)
     codes = LaidOutCodes(torch.zeros(H, D, D).half(), books, words, 4096)
     clusters = WeighedClusters(torch.zeros(H, 64, D, dtype=dtype), torch.zeros(H, 64).int(), torch.zeros(H, 64))
-    made = code_ranks_triton.make_tables(query, codes, clusters, *about)
     groups = KeyGroups(torch.zeros(H, 4096, dtype=torch.int16), torch.zeros(H, 64, dtype=torch.int32))
     for few, many in ((1, 1), (0, 1), (0, 0)) if more else ((1, 1),):  # tiles of an SM; there is less than one
         with patch.multiple(code_ranks_triton, MANY_TILES=few, MOST_TILES=many):
-            ranks = code_ranks_triton._scan(made, codes, 100, about[2])
+            ranks = code_ranks_triton.rank_codes_triton(query, codes, clusters, about[0], 100, *about[1:]).ranks
         with patch.object(top_ranks_triton, "MANY", few):
             top_ranks_triton.top_ranked_triton(ranks, 100, groups=groups)
     channels, steps = torch.arange(D, dtype=torch.int32).view(8, -1), torch.zeros(H, 8, 6)
     centroids, lists = torch.zeros(H, 8, 6, D // 8), torch.zeros(H, 8, 6, 512, dtype=torch.int32)
     found = ListCodes(lists, steps, steps, True, centroids, channels, torch.ones(H, 8), 4096)
-    list_ranks_triton.look_up_lists(query, found, about[0], 1, *about[1:])
+    list_ranks_triton.rank_tokens_triton(query, found, about[0], 100, *about[1:])
 
 
 def several(D: int, dtype: torch.dtype, softcap: float | None) -> None:
@@ -146,8 +144,7 @@ def several(D: int, dtype: torch.dtype, softcap: float | None) -> None:
     exact = ExactKeys(torch.zeros(H, 0, D, dtype=dtype), sinks=torch.zeros(H * B, G))
     laid_out = LaidOutCodes(codes.turn, books, words, 4096)
     query = torch.zeros(H * B, G, D, dtype=dtype)
-    made = code_ranks_triton.make_tables(query, laid_out, clusters, exact, 0.1, softcap)
-    code_ranks_triton._scan(made, laid_out, 9, softcap)
+    code_ranks_triton.rank_codes_triton(query, laid_out, clusters, exact, 9, 0.1, softcap)
     groups = KeyGroups(torch.zeros(H, 4096, dtype=torch.int16), torch.zeros(H, 64, dtype=torch.int32))
     joint_ranks_triton.join_chosen_triton(torch.zeros(H, B, 9, dtype=torch.int32), 27, groups)
 
@@ -163,7 +160,7 @@ def main() -> None:
     """Print how many kernels were compiled, and fail for one that would not fit a multiprocessor."""
     (
         partial, shared, own, merging, tables, scan, place, look_up, logits, summing, joint, coarse, flag, count, lists,
-        total, store, sums, scores, take, taken,
+        total, store, sums, scores, take, taken, weights, ranks,
     ) = kernels = [
         Compiler(decode_attention_triton._partial_kernel),
         Compiler(shared_decode_triton._shared_kernel),
@@ -186,6 +183,8 @@ def main() -> None:
         Compiler(shared_choice_triton._scores_kernel),
         Compiler(shared_choice_triton._take_kernel),
         Compiler(shared_choice_triton._list_kernel),
+        Compiler(list_ranks_triton._weights_kernel),
+        Compiler(list_ranks_triton._rank_kernel),
     ]  # fmt: skip
     multiprocessors = {"count_sms": lambda _: 132}
     with (
@@ -197,7 +196,7 @@ def main() -> None:
         patch.object(code_ranks_triton, "_tables_kernel", tables),
         patch.multiple(code_ranks_triton, _scan_kernel=scan, **multiprocessors),
         patch.multiple(top_ranks_triton, _place_kernel=place, **multiprocessors),
-        patch.object(list_ranks_triton, "_look_up_kernel", look_up),
+        patch.multiple(list_ranks_triton, _look_up_kernel=look_up, _weights_kernel=weights, _rank_kernel=ranks),
         patch.multiple(cluster_choice_triton, _logits_kernel=logits, **multiprocessors),
         patch.object(sum_triton, "_sum_kernel", summing),
         patch.multiple(joint_ranks_triton, _joint_kernel=joint, _coarse_kernel=coarse),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from sparsekv.kernels.posting_lists.list_ranks import laid_out, laid_out_counted
+from sparsekv.kernels.posting_lists.list_ranks import laid_out
 from sparsekv.kernels.posting_lists.types import TokenRanks
 
 from .reference import assert_close
@@ -25,6 +25,6 @@ def assert_ranks(found: TokenRanks, expected: TokenRanks, most: int = 1, usual: 
     assert int(difference.max()) <= most
     assert float(difference.float().mean()) < usual
     assert_close(found.logsumexp, expected.logsumexp.double(), 1e-5)
-    again = (laid_out_counted if expected.each_counted() else laid_out)(found.in_order(), found.logsumexp)
+    again = laid_out(found.in_order(), found.logsumexp, few=expected.each_counted())
     assert torch.equal(found.ranks, again.ranks)
     assert torch.equal(found.coarse, again.coarse)

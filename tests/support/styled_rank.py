@@ -1,4 +1,4 @@
-"""One of two ranks, as a process that a test starts: loads its share of a model and runs it, with small sums through
+"""One of two ranks, as a process that a test starts: loads its share of models and runs them, with small sums through
 memory that both see."""
 
 from pathlib import Path
@@ -13,15 +13,18 @@ from sparsekv.kernels.distributed import row_style
 from support.summing_ranks import as_seen_by
 
 
-def run(number: int, folder: Path, memory: list[torch.Tensor], ids: torch.Tensor) -> None:
-    """Write the logits of each row of `ids` to the folder, and how many sums the memory was used for."""
+def run(number: int, folder: Path, memory: list[torch.Tensor], ids: torch.Tensor, names: tuple[str, ...]) -> None:
+    """Write each model's logits of each row of `ids` to the folder, and how many sums the memory was used for."""
     ranks = join(Place(number, len(memory), number, folder / "meeting"))
     group = dist.group.WORLD
     assert group is not None
     view = as_seen_by(number, memory)
     row_style._shared[group.group_name] = view
     row_style.sum_in_one_launch()
-    model = load_model(str(folder / "model"), device="cpu", ranks=ranks.size).model
-    with torch.inference_mode():
-        logits = [model(input_ids=row[None], use_cache=False).logits for row in ids]
-    torch.save((torch.cat(logits), int(view.turns[0])), folder / f"{number}.pt")
+    found = {}
+    for name in names:
+        before, model = int(view.turns[0]), load_model(str(folder / name), device="cpu", ranks=ranks.size).model
+        with torch.inference_mode():
+            logits = [model(input_ids=row[None], use_cache=False).logits for row in ids]
+        found[name] = torch.cat(logits), int(view.turns[0]) - before
+    torch.save(found, folder / f"{number}.pt")

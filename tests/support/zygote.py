@@ -165,7 +165,7 @@ if __name__ == "__main__":
     for command in COMMANDS:
         importlib.import_module(f"sparsekv.cli.{command.replace('-', '_')}")
     with contextlib.suppress(ImportError):
-        importlib.import_module("sparsekv.kernels.attention.compiled_step")
+        importlib.import_module("sparsekv.kernels.attention.cluster_step_numba")
     importlib.import_module(transformers.models.llama.modeling_llama.__name__)
     assert os.listdir("/proc/self/task") == [str(os.getpid())], "a thread would be lost at each fork"
     gc.freeze()

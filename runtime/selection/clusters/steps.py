@@ -17,7 +17,6 @@ from sparsekv.kernels.clusters.cluster_choice import (
     choose_clusters,
     choose_listed,
     choose_together,
-    keep_clusters,
     open_clusters,
 )
 from sparsekv.kernels.clusters.types import Children, ClusterChoice, Tree
@@ -230,10 +229,7 @@ class ClusterSteps:
         counts, numbers = self.tree.counts[0], self.in_8_bits
         centroids = self.tree.centroids[0] if numbers is None else numbers
         looked = query[:, :, 0], centroids, counts, self.first_row
-        if threshold is None:
-            chosen = choose_clusters(*looked, tokens, *self.facts.scaling)
-        else:
-            chosen = keep_clusters(*looked, threshold, tokens, *self.facts.scaling, counter)
+        chosen = choose_clusters(*looked, tokens, *self.facts.scaling, threshold, counter)
         values = (self.values or self.keys)[0]
         # Logits of lookup centroids (windowed RoPE) differ from the attention's, so they are not passed on.
         scored = None

@@ -2,11 +2,12 @@
 
 import inspect
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+import typer
 
-from sparsekv.cli.common.method_options import with_method_options
+from sparsekv.cli.common.method_options import with_options
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.selection.registry import configure, refuse_unused
 
@@ -26,17 +27,41 @@ class _Second:
 METHODS: dict[str, type] = {"first": _First, "second": _Second}
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Inner:
+    kind: Annotated[str, typer.Option()] = "own"
+    hidden: int = 7
+    parameters: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Command:
+    document: Annotated[str, typer.Argument()]
+    inner: _Inner
+    last: Annotated[bool, typer.Option("--last")] = False
+
+
 def test_a_command_gets_one_option_a_name() -> None:
-    @with_method_options(METHODS)
-    def command(document: str, kind: str = "own", **parameters: Any) -> None:
-        """A field whose name the command has already is the command's."""
+    """A field whose name the command has already is the command's, and one without an annotation no option."""
+
+    @with_options(_Command, METHODS)
+    def command(options: _Command) -> None: ...
 
     parameters = inspect.signature(command).parameters
-    assert list(parameters) == ["document", "kind", "levels", "seed"]
+    assert list(parameters) == ["document", "kind", "last", "levels", "seed"]
     assert all(parameters[name].default is None for name in ("levels", "seed"))
-    assert set(command.__annotations__) >= {"levels", "seed"}
+    assert set(command.__annotations__) == set(parameters)
     text = parameters["seed"].annotation.__metadata__[0].help
     assert "[default: 0 for first, 3 for second]" in text
+
+
+def test_a_command_gets_its_options_as_one_object() -> None:
+    got: list[_Command] = []
+    app = typer.Typer()
+    app.command()(with_options(_Command, METHODS)(got.append))
+    app(["a.txt", "--kind", "b", "--levels", "0.2"], standalone_mode=False)
+    of_methods = {"levels": "0.2", "seed": None}
+    assert got == [_Command(document="a.txt", inner=_Inner(kind="b", parameters=of_methods))]
 
 
 def test_only_what_was_given_and_is_known_reaches_a_method() -> None:

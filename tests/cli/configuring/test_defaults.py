@@ -144,10 +144,11 @@ def test_an_option_outranks_defaults_of_those_that_it_excludes(tuned: Path) -> N
             "[generate]\nbudget = '5%'\nresidual = true\nguard = 0.1\nplacement = 'host'",
             (*ASK, "--method", "dense"),
         ),
+        ("[generate]\nschedule = '0.15-step-4'\nahead = true\ngauge = true", (*ASK, "--method", "dense")),
         ("[generate]\ntemperature = 0.7\ntop-p = 0.9\ntop-k = 3", (*ASK, "--temperature", "0")),
         ("[tune]\ntarget-recall = 0.9\ndry-run = true", ("tune", "--reset")),
     ],
-    ids=["dense", "greedy", "reset"],
+    ids=["dense", "dense-too", "greedy", "reset"],
 )
 def test_an_option_that_leaves_others_nothing_to_say_outranks_their_defaults(
     tuned: Path, file: str, command: tuple[str, ...]

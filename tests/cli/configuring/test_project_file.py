@@ -46,6 +46,12 @@ def test_what_is_not_possible(place: Path, file: str | bytes, command: tuple[str
     assert sorted(place.rglob("*")) == before
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+def test_a_byte_order_mark_is_followed(place: Path, encoding: str) -> None:
+    Path("sparsekv.toml").write_bytes("[generate]\nseed = '1'".encode(encoding))
+    fails(2, *GENERATE, says=("sparsekv.toml, line 2: seed is a string",))
+
+
 def test_an_index_is_in_the_folder_whatever_way_its_name_takes(
     place: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -12,17 +12,12 @@ from support.kernel_runs import poisoned_memory, uneven_counts, with_threads
 from support.random_tensors import normal
 from support.reference import assert_close, random_attention, reference_attention
 
-from sparsekv.kernels.attention.cluster_step import (
-    StepClusters,
-    attend_to_best,
-    attend_to_best_reference,
-    compiled_kernels,
-)
+from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best, compiled_kernels
 from sparsekv.kernels.clusters.cluster_choice import CountedClusters, logs_and_shares
 from sparsekv.kernels.common.runs import fill_budget
 
 SCALE = 0.1
-FORMS = {"compiled": attend_to_best, "torch": attend_to_best_reference}
+FORMS = {"compiled": attend_to_best, "torch": attend_to_best.reference}
 every_form = pytest.mark.parametrize("form", FORMS)
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -138,7 +133,7 @@ def test_a_step_gives_what_its_definition_gives(
 
 
 def test_numba_is_there_to_be_tested() -> None:
-    assert compiled_kernels("compiled_step") is not None
+    assert compiled_kernels("cluster_step_numba") is not None
     assert some_step().clusters.compiled is not None
 
 
@@ -227,8 +222,8 @@ centroids, rows = torch.tensor([[[9.0], [-9.0]]]), torch.arange(5.0).view(1, 5, 
 counted, starts = CountedClusters(centroids, counts, logs[:, None], shares, 5), torch.tensor([[3, 0]])
 clusters, nothing = StepClusters(counted, starts, None, 1.0, None), rows[:, :0]
 output = attend_to_best(torch.ones(1, 1, 1), clusters, (0 * rows, rows), (nothing, nothing), 2, replace=False)
-assert compiled_kernels("compiled_step") is None
-assert compiled_kernels("compiled_code_step") is None
+assert compiled_kernels("cluster_step_numba") is None
+assert compiled_kernels("code_step_numba") is None
 print(float(output))
 """
 

@@ -1,4 +1,4 @@
-"""A decode step over codes, compiled, against its definition in float64: scores, the best of them, and one softmax."""
+"""A decode step over codes, compiled and in torch, against scores, the best of them, and one softmax in float64."""
 
 from dataclasses import dataclass, replace
 
@@ -13,6 +13,8 @@ from support.reference import assert_close, random_attention, reference_attentio
 from sparsekv.kernels.attention.cluster_step import StepCodes, attend_by_codes, choose_by_codes, compiled_kernels
 
 SCALE = 0.1
+FORMS = {"compiled": attend_by_codes, "torch": attend_by_codes.reference}
+every_form = pytest.mark.parametrize("form", FORMS)
 APART = 1e-4  # as a share of the last chosen score: rows that are nearer may take each other's place
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -29,23 +31,18 @@ class Step:
     replace: bool = True
     sinks: torch.Tensor | None = None
 
-    def attend(self) -> torch.Tensor:
+    def attend(self, form: str = "compiled") -> torch.Tensor:
+        rest = {"replace": self.replace, "sink_logits": self.sinks}
         with poisoned_memory():
-            output = attend_by_codes(
-                self.query, self.codes, self.rows, self.exact, self.budget, replace=self.replace, sink_logits=self.sinks
-            )
-        assert output is not None
-        return output
+            return FORMS[form](self.query, self.codes, self.rows, self.exact, self.budget, **rest)
 
     def choose(self) -> torch.Tensor:
-        """[H, budget]: what the step chooses where exact rows and sinks are one number beside the rest."""
+        """[H, budget]: rows that are chosen where exact rows and sinks are one number beside the rest."""
         exact = self.logits(self.query, self.exact[0])
         sinks = [] if self.sinks is None else [self.sinks[..., None].double()]
         beside = torch.cat([exact, *sinks], -1).logsumexp(-1).float()
         with poisoned_memory():
-            chosen = choose_by_codes(self.query, self.codes, beside, self.budget)
-        assert chosen is not None
-        return chosen
+            return choose_by_codes(self.query, self.codes, beside, self.budget)
 
     def logits(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         logits, cap = queries.double() @ keys.double().transpose(1, 2) * SCALE, self.codes.softcap
@@ -167,13 +164,14 @@ def test_a_step_gives_what_its_definition_gives(
     step = replace(step, replace=stands, sinks=normal(seed, H, G) if has_sinks else None)
     assume(step.is_clear())
     with with_threads(threads):
-        assert_close(step.attend(), step.expected(), 1e-5)
-        chosen = step.choose().long()
+        for form in FORMS:
+            assert_close(step.attend(form), step.expected(), 1e-5)
+        chosen = step.choose()
     assert torch.equal(chosen, step.scores().topk(step.budget).indices.sort().values)
 
 
 def test_numba_is_there_to_be_tested() -> None:
-    assert compiled_kernels("compiled_code_step") is not None
+    assert compiled_kernels("code_step_numba") is not None
     assert some_step().codes.compiled is not None
 
 
@@ -187,8 +185,9 @@ def test_more_rows_than_a_block_and_more_threads_than_heads(threads: int) -> Non
         assert torch.equal(step.attend(), step.attend())
 
 
+@every_form
 @pytest.mark.parametrize("rows", [1, 2])
-def test_one_token_and_no_exact_row(rows: int) -> None:
+def test_one_token_and_no_exact_row(rows: int, form: str) -> None:
     step = some_step(3, C=1, E=0)
     codes = step.codes
     few = replace(codes, codes=codes.codes[:, :rows].contiguous(), labels=0 * codes.labels[:, :rows].contiguous())
@@ -196,51 +195,59 @@ def test_one_token_and_no_exact_row(rows: int) -> None:
     step = replace(step, codes=few, budget=rows)
     for threads in (1, 3):
         with with_threads(threads):
-            assert_close(step.attend(), step.expected(), 1e-5)
+            assert_close(step.attend(form), step.expected(), 1e-5)
 
 
-def test_a_budget_of_everything_is_dense_attention() -> None:
+@every_form
+def test_a_budget_of_everything_is_dense_attention(form: str) -> None:
     step = some_step(share=1.0)
     M = step.budget
     keys, values = (torch.cat([held[:, :M], always], 1) for held, always in zip(step.rows, step.exact, strict=True))
-    assert_close(step.attend(), reference_attention(step.query[:, :, None], keys, values, SCALE)[:, :, 0], 1e-5)
+    assert_close(step.attend(form), reference_attention(step.query[:, :, None], keys, values, SCALE)[:, :, 0], 1e-5)
 
 
-def test_of_rows_that_agree_the_output_is_that_of_some_of_them() -> None:
+@every_form
+def test_of_rows_that_agree_the_output_is_that_of_some_of_them(form: str) -> None:
     """All codes are equal, and so are all rows, so that the choice does not matter, but for its size."""
     step = some_step()
     same = replace(step.codes, codes=torch.full_like(step.codes.codes, 7))
     rows = torch.zeros_like(step.rows[0]), torch.ones_like(step.rows[1])
     step = replace(step, codes=same, rows=rows, replace=False)
-    assert_close(step.attend(), step.expected(), 1e-5)
+    assert_close(step.attend(form), step.expected(), 1e-5)
 
 
+@every_form
 @pytest.mark.parametrize("far", [3e3, -3e3])
-def test_logits_far_above_or_below_what_the_clusters_weigh(far: float) -> None:
+def test_logits_far_above_or_below_what_the_clusters_weigh(form: str, far: float) -> None:
     """All rows are attended: between, scores that are 0, or as large as scores can be, have no order."""
     step = some_step(4, share=1.0)
     step = replace(step, codes=replace(step.codes, books=far * step.codes.books))
-    assert_close(step.attend(), step.expected(), 1e-5)
-    assert bool(replace(step, budget=20).attend().isfinite().all())
+    assert_close(step.attend(form), step.expected(), 1e-5)
+    assert bool(replace(step, budget=20).attend(form).isfinite().all())
 
 
+@every_form
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_no_number_is_not_lost(bad: float) -> None:
+def test_what_is_no_number_is_not_lost(form: str, bad: float) -> None:
     """NaN must reach the output, so that a broken model does not produce text, nor a broken step a timing."""
     step = some_step()
     step.query[1, 2, 7] = bad
-    assert not bool(step.attend()[1, 2].isfinite().any())
+    assert not bool(step.attend(form)[1, 2].isfinite().any())
     step = some_step()
     step.exact[0][2, 3] = torch.nan
-    assert not bool(step.attend()[2].isfinite().any())
+    assert not bool(step.attend(form)[2].isfinite().any())
 
 
-def test_half_precision_gradients_and_other_layouts_have_no_kernel() -> None:
+def test_half_precision_gradients_and_other_layouts_go_another_way() -> None:
+    """Those are computed in torch; rows that are not contiguous are every other row of a buffer."""
     step = some_step()
     assert replace(step.codes, values=step.codes.values.half()).compiled is None
     apart = tuple(held.repeat_interleave(2, 1)[:, ::2] for held in step.exact)
+    assert_close(replace(step, exact=(apart[0], apart[1])).attend(), step.expected(), 1e-5)
+    half = replace(step, query=step.query.half(), budget=step.codes.codes.shape[1])
+    assert half.attend().dtype == torch.float16
+    assert_close(half.attend(), half.expected(), 2e-3)
     wanted = step.query.clone().requires_grad_()
-    for query, exact in ((step.query.half(), step.exact), (step.query, apart), (wanted, step.exact)):
-        assert attend_by_codes(query, step.codes, step.rows, (exact[0], exact[1]), 5, replace=True) is None
-        if exact is step.exact:
-            assert choose_by_codes(query, step.codes, query[..., 0].detach(), 5) is None
+    assert replace(step, query=wanted).attend().grad_fn is not None
+    for query in (wanted, step.query.half()):
+        assert choose_by_codes(query, step.codes, query[..., 0].detach(), 5).shape == (3, 5)

@@ -8,7 +8,7 @@ from support.random_tensors import normal
 from support.reference import assert_close
 
 from sparsekv.kernels.clusters.cluster_choice import choose_clusters
-from sparsekv.kernels.clusters.cluster_choice_triton import choose_clusters_triton, keep_clusters_triton
+from sparsekv.kernels.clusters.cluster_choice_triton import choose_clusters_triton
 from sparsekv.kernels.common.eight_bits import Int8Kernel
 from sparsekv.kernels.scores.logits import attention_logits, cluster_scores
 
@@ -55,7 +55,7 @@ def test_groups_of_any_size_and_a_threshold(G: int) -> None:
     starts, total = (counts.cumsum(-1) - counts).to(DEVICE), int(counts.sum(-1)[0])
     with poisoned_memory():
         given = query.to(DEVICE), on_device(rows), counts.to(DEVICE), starts
-        found = keep_clusters_triton(*given, 0.02, total, 0.125)
+        found = choose_clusters_triton(*given, total, 0.125, threshold=0.02)
     scores = cluster_scores(query.double()[:, :, None], rows.exact_keys, counts, 0.125, None)[:, 0]
     sure = (scores / 0.02).log().abs() > 1e-4
     assert torch.equal((found.lengths.cpu() > 0)[sure], ((scores >= 0.02) & (counts > 0))[sure])

@@ -10,8 +10,8 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 from support.reference import assert_close
 
-from sparsekv.kernels.clusters.cluster_choice import choose_clusters, keep_clusters
-from sparsekv.kernels.clusters.cluster_choice_triton import choose_clusters_triton, keep_clusters_triton
+from sparsekv.kernels.clusters.cluster_choice import choose_clusters
+from sparsekv.kernels.clusters.cluster_choice_triton import choose_clusters_triton
 from sparsekv.kernels.clusters.types import ClusterChoice
 from sparsekv.kernels.common.runs import expand_runs, fill_budget
 from sparsekv.kernels.scores.logits import cluster_scores
@@ -158,8 +158,8 @@ def test_all_that_reach_a_threshold(threshold: float) -> None:
     seen_by_kernels = seen.to(DEVICE, copy=True)
     with poisoned_memory():
         moved = (one.to(DEVICE) for one in tensors)
-        found = keep_clusters_triton(*moved, threshold, most, 64**-0.5, seen=seen_by_kernels)
-    reference = keep_clusters.reference(*tensors, threshold, most, 64**-0.5, seen=seen)
+        found = choose_clusters_triton(*moved, most, 64**-0.5, None, threshold, seen_by_kernels)
+    reference = choose_clusters.reference(*tensors, most, 64**-0.5, None, threshold, seen)
     for one, counter in ((on_cpu(found, 300), seen_by_kernels.cpu()), (reference, seen)):
         assert torch.equal(one.lengths, expected.int())
         assert_rows(one, starts)

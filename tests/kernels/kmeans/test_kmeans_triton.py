@@ -8,8 +8,8 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted
 from support.random_tensors import clustered, normal
 from support.reference import assert_close
 
-from sparsekv.kernels.kmeans.kmeans import cluster_means_plainly
-from sparsekv.kernels.kmeans.kmeans_triton import NearestCentres, Tiles, cluster_means
+from sparsekv.kernels.kmeans.kmeans import cluster_means
+from sparsekv.kernels.kmeans.kmeans_triton import NearestCentres, Tiles, cluster_means_triton
 
 pytestmark = compiled_or_interpreted
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -19,7 +19,7 @@ seeds = st.integers(0, 10**6)
 
 
 def _nearest(points: torch.Tensor, centres: torch.Tensor, tiles: Tiles | None = None) -> torch.Tensor:
-    return NearestCentres(points.to(DEVICE), tiles)(centres.to(DEVICE)).cpu()
+    return NearestCentres(points.to(DEVICE), centres.shape[1], tiles)(centres.to(DEVICE)).cpu()
 
 
 def _assert_nearest(points: torch.Tensor, centres: torch.Tensor, labels: torch.Tensor) -> None:
@@ -95,7 +95,7 @@ def test_means_are_those_of_the_members(dtype: torch.dtype, D: int, weighted: bo
     labels[1, :100] = 6
     # So small that a whole cluster's are below 1.
     weights = 1e-3 * torch.rand(2, 150, generator=torch.Generator().manual_seed(0)) if weighted else None
-    means, totals = cluster_means(points, labels.to(DEVICE), 9, None if weights is None else weights.to(DEVICE))
+    means, totals = cluster_means_triton(points, labels.to(DEVICE), 9, None if weights is None else weights.to(DEVICE))
     members = torch.nn.functional.one_hot(labels, 9).double() * (1 if weights is None else weights[..., None].double())
     assert_close(totals.cpu(), members.sum(1), 1e-6)
     sums = members.transpose(1, 2) @ points.cpu().double()
@@ -109,7 +109,7 @@ def test_means_agree_with_plain_torch(seed: int, count: int, clusters: int) -> N
     points, generator = normal(seed, 2, count, 5), torch.Generator().manual_seed(seed)
     labels = torch.randint(clusters, (2, count), generator=generator)
     weights = torch.rand(2, count, generator=generator) * (torch.rand(2, count, generator=generator) > 0.3)
-    expected = cluster_means_plainly(points, labels, clusters, weights)
-    found = cluster_means(points.to(DEVICE), labels.to(DEVICE), clusters, weights.to(DEVICE))
+    expected = cluster_means.reference(points, labels, clusters, weights)
+    found = cluster_means_triton(points.to(DEVICE), labels.to(DEVICE), clusters, weights.to(DEVICE))
     for actual, plain in zip(found, expected, strict=True):
         torch.testing.assert_close(actual.cpu(), plain, rtol=1e-5, atol=1e-6)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 
-from sparsekv.kernels.posting_lists.list_ranks import laid_out, laid_out_counted, top_ranked
+from sparsekv.kernels.posting_lists.list_ranks import laid_out, top_ranked
 from sparsekv.kernels.posting_lists.posting_lists import TILE_TOKENS
 from sparsekv.kernels.posting_lists.top_ranks_triton import top_ranked_triton
 from sparsekv.kernels.posting_lists.types import FEW_RANKS, RANKS, KeyGroups, TokenRanks
@@ -21,7 +21,7 @@ def ranked(seed: int, heads: int, keys: int, different: int, *, few: bool = Fals
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, FEW_RANKS if few else RANKS, (different,), generator=generator)
     ranks = values[torch.randint(0, different, (heads, keys), generator=generator)]
-    placed = (laid_out_counted if few else laid_out)(ranks.int(), torch.zeros(heads, 1))
+    placed = laid_out(ranks.int(), torch.zeros(heads, 1), few=few)
     return replace(placed, ranks=placed.ranks.to(DEVICE), coarse=placed.coarse.to(DEVICE))
 
 

@@ -6,7 +6,7 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 from support.reference import assert_close
 
-from sparsekv.kernels.scores.quoka import nearest_keys
+from sparsekv.kernels.scores.quoka import MOST_DIRECTIONS, far_directions, nearest_keys
 from sparsekv.kernels.scores.quoka_triton import far_directions_triton, nearest_keys_triton
 
 pytestmark = compiled_or_interpreted
@@ -110,9 +110,17 @@ def test_keys_of_nothing_have_no_direction() -> None:
 def test_the_same_as_in_plain_torch() -> None:
     """The cosines are far enough apart here that rounding them to ranks changes no choice."""
     some, keys = unit(10, 3, 16, 64), normal(11, 3, 400, 64)
-    for across in ("max", "mean"):
-        expected = nearest_keys(some, keys, 50, 4, 8, across).sort(-1).values
-        found = nearest_keys(some.to(DEVICE), keys.to(DEVICE), 50, 4, 8, across).cpu().sort(-1).values
-        joined = some.mean(1, keepdim=True) if across == "mean" else some
+    for directions in (some, some.mean(1, keepdim=True)):
+        expected = nearest_keys(directions, keys, 50, 4, 8).sort(-1).values
+        found = nearest_keys(directions.to(DEVICE), keys.to(DEVICE), 50, 4, 8).cpu().sort(-1).values
         assert torch.equal(found, expected)
-        assert torch.equal(chosen(joined, keys, 50, 4, 8), expected)
+        assert torch.equal(chosen(directions, keys, 50, 4, 8), expected)
+
+
+def test_more_directions_and_queries_than_kernels_hold_go_to_plain_torch() -> None:
+    some, keys = unit(12, 2, MOST_DIRECTIONS + 1, 16), normal(13, 2, 200, 16)
+    found = nearest_keys(some.to(DEVICE), keys.to(DEVICE), 40).cpu().sort(-1).values
+    assert torch.equal(found, nearest_keys.reference(some, keys, 40).sort(-1).values)
+    query = normal(14, 2, 3, MOST_DIRECTIONS + 9, 16)
+    for count in (MOST_DIRECTIONS + 1, MOST_DIRECTIONS + 9):
+        assert_close(far_directions(query.to(DEVICE), count).cpu(), far_directions.reference(query, count), 1e-5)

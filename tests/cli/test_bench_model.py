@@ -1,4 +1,4 @@
-"""`bench --end-to-end` as a person runs it, with a model so small that its times mean nothing."""
+"""`bench-model` as a person runs it, with a model so small that its times mean nothing."""
 
 import json
 from pathlib import Path
@@ -24,9 +24,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_dense_and_methods_in_tokens_a_second(folders: Path) -> None:
     options = ("--context", "600", "--batch", "2", "--method", "multipole", "--method", "keydiff", "--budget", "10%")
-    outcome = run_here(
-        "bench", "--end-to-end", "--config", str(folders / "qwen3"), *options, "--runs", "4", "--json", "-q"
-    )
+    outcome = run_here("bench-model", "--config", str(folders / "qwen3"), *options, "--runs", "4", "--json", "-q")
     assert outcome.code == 0, outcome.stderr
     found = json.loads(outcome.stdout)
     assert (found["layers"], found["distinct_layers"], found["heads"], found["kv_heads"]) == (3, 2, 4, 2)
@@ -45,8 +43,10 @@ def test_dense_and_methods_in_tokens_a_second(folders: Path) -> None:
 
 
 def test_questions_over_one_document(folders: Path) -> None:
-    config = ("--end-to-end", "--config", str(folders / "qwen3"), "--context", "600", "--runs", "2", "-q")
-    outcome = run_here("bench", *config, "--shared", "--batch", "3", "--method", "multipole", "--method", "magicpig")
+    config = ("--config", str(folders / "qwen3"), "--context", "600", "--runs", "2", "-q")
+    outcome = run_here(
+        "bench-model", *config, "--shared", "--batch", "3", "--method", "multipole", "--method", "magicpig"
+    )
     assert outcome.code == 1
     assert "a batch over one document" in " ".join(outcome.stdout.split())
     assert "multipole" in outcome.stdout
@@ -56,7 +56,7 @@ def test_questions_over_one_document(folders: Path) -> None:
 
 def test_a_table_says_that_layers_take_turns(folders: Path) -> None:
     options = ("--context", "600", "--method", "window", "--distinct-layers", "1", "--runs", "2", "-q")
-    outcome = run_here("bench", "--end-to-end", "--config", str(folders / "qwen3"), *options)
+    outcome = run_here("bench-model", "--config", str(folders / "qwen3"), *options)
     assert outcome.code == 0, outcome.stderr
     said = " ".join(outcome.stdout.split())
     assert "3 layers that take turns with the keys and values of 1," in said
@@ -66,31 +66,50 @@ def test_a_table_says_that_layers_take_turns(folders: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--config", "qwen3-8b"), ("--config qwen3-8b", "--end-to-end")),
-        (("--distinct-layers", "2"), ("--distinct-layers 2", "--end-to-end")),
-        (("--end-to-end", "--config", "none"), ("--config none", "qwen3-8b", "config.json")),
-        (("--end-to-end", "--config", "gemma2"), ("gemma2", "windows or a soft cap")),
-        (("--end-to-end", "--config", "qwen3", "--distinct-layers", "0"), ("--distinct-layers 0", "1 to 3")),
+        (("--config", "none"), ("--config none", "qwen3-8b", "config.json")),
+        (("--config", "gemma2"), ("gemma2", "windows or a soft cap")),
+        (("--config", "qwen3", "--distinct-layers", "0"), ("--distinct-layers 0", "1 to 3")),
         (
-            ("--end-to-end", "--config", "qwen3", "--method", "codes", "--code-bytes", "5"),
+            ("--config", "qwen3", "--method", "codes", "--code-bytes", "5"),
             ("--code-bytes 5", "divisor"),
         ),
-        (("--end-to-end", "--config", "qwen3", "--heads", "4"), ("--heads", "leave it out")),
-        (("--end-to-end", "--config", "qwen3", "--layer", "0"), ("--layer", "leave it out")),
-        (("--end-to-end", "--config", "qwen3", "--warm"), ("--warm", "leave it out")),
-        (("--end-to-end", "--config", "qwen3", "--context", "100"), ("--context 100", "at least 512")),
-        (("--end-to-end", "--config", "qwen3", "--runs", "1"), ("--runs 1", "at least 2")),
-        (("--end-to-end", "--config", "qwen3", "--dtype", "int3"), ("--dtype int3", "float32")),
-        (("--end-to-end", "--config", "qwen3", "--method", "quest", "--lookup", "flat"), ("--lookup", "quest")),
+        (("--shared",), ("--shared", "--batch 16")),
+        (("--config", "qwen3", "--context", "100"), ("--context 100", "at least 512")),
+        (("--config", "qwen3", "--runs", "1"), ("--runs 1", "at least 2")),
+        (("--config", "qwen3", "--dtype", "int3"), ("--dtype int3", "float32")),
+        (("--config", "qwen3", "--method", "quest", "--lookup", "flat"), ("--lookup", "quest")),
     ],
     ids=" ".join,
 )
 def test_usage(folders: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], says: tuple[str, ...]) -> None:
     monkeypatch.chdir(folders)
-    outcome = run_here("bench", "-q", *options)
+    outcome = run_here("bench-model", "-q", *options)
     assert outcome.code == 2, outcome.stderr
     for part in says:
         assert part in outcome.error()
+
+
+@pytest.mark.parametrize(
+    ("options", "now"),
+    [
+        (("--end-to-end", "--context", "1K"), "`sparsekv bench-model --context 1K`"),
+        (("--config", "bench", "--end-to-end"), "`sparsekv bench-model --config bench`"),
+        (("-q", "--compile=on"), "`sparsekv bench-model -q --compile=on`"),
+    ],
+    ids=" ".join,
+)
+def test_the_options_that_bench_had_name_this_command(options: tuple[str, ...], now: str) -> None:
+    outcome = run_here("bench", *options)
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert outcome.error() == f"a whole model's steps are timed by a command of their own: {now}"
+
+
+def test_a_project_file_with_an_option_that_bench_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sparsekv.toml").write_text("[bench]\nbatch = 2\nend-to-end = true\n")
+    assert "sparsekv.toml, line 3: bench has no option end-to-end any more: it is of [bench-model];" in (
+        run_here("bench", "-q").error()
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,114 @@
+"""`sparsekv bench-model`: time a decode step of a whole model with each method beside dense attention."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+
+from sparsekv.cli.benchmarking.options import DEFAULT_BUDGETS, StepOptions
+from sparsekv.cli.benchmarking.output import mixture_indexers, print_model_rows
+from sparsekv.cli.common.console import note
+from sparsekv.cli.common.method_options import note_small_budgets, with_options
+from sparsekv.cli.common.options import (
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    QuietOption,
+    names_of,
+)
+from sparsekv.cli.configuring.sources import Command
+from sparsekv.formats.errors import SparsekvError
+from sparsekv.indexing.indexers.interface import indexers
+from sparsekv.runtime.benchmark.end_to_end import CONFIGS
+from sparsekv.runtime.benchmark.model_timer import DEFAULT_METHODS, EndToEnd, ModelTimer
+from sparsekv.runtime.selection.registry import methods
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchModelOptions:
+    """The options of `bench-model`."""
+
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FOLDER",
+            help=f"Shape of the model: {', '.join(CONFIGS)}, or a folder with a config.json. Default: "
+            "smollm2-135m; CUDA: qwen3-8b.",
+            autocompletion=names_of(lambda: CONFIGS),
+        ),
+    ] = None
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Method to time, or `all`; repeatable. Default: {', '.join(DEFAULT_METHODS)}.",
+            autocompletion=names_of(methods, "all"),
+        ),
+    ] = None
+    context: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Tokens of context, such as 32768 or 128K; repeatable. Default: 8K; CUDA: 128K.",
+        ),
+    ] = None
+    steps: StepOptions
+    distinct_layers: Annotated[
+        int | None,
+        typer.Option(
+            help="For how many layers keys and values are generated; all layers share these in turn. Default: 2."
+        ),
+    ] = None
+    runs: Annotated[int | None, typer.Option(help="Runs per step. Default: 10; CUDA: 30.")] = None
+    compiled: Annotated[
+        str,
+        typer.Option(
+            "--compile",
+            metavar="auto|on|off",
+            help="Compile the model's layers with torch, all but their attention, for every row of "
+            "the table. auto: on a GPU.",
+        ),
+    ] = "auto"
+    as_json: JsonOption = False
+    device: DeviceOption = "auto"
+    dtype: DtypeOption = "auto"
+    quiet: QuietOption = False
+    parameters: dict[str, Any]
+
+
+@app.command(cls=Command)
+@with_options(BenchModelOptions, methods() | {f"the index of {name}": one for name, one in indexers().items()})
+def bench_model(options: BenchModelOptions) -> None:
+    """Time decode steps of a whole model with random weights, of the shape of --config.
+
+    Each step is fed with the tokens of the step before. The steps run with the fastest form of torch's dense attention,
+    with sparsekv's dense attention, without attention, and with each --method at each budget. To fit into memory, the
+    model's layers take turns with the keys and values of a few layers.
+
+    With --shared a step is of several questions, as many as --batch says, over one document, as `generate --batch-file`
+    answers them. Queries of all questions get a part in common, as a trained model's have.
+
+    \b
+    sparsekv bench-model
+    sparsekv bench-model --config qwen3-8b --context 128K --batch 16 --method multipole --budget 5%
+    """
+    what = EndToEnd(
+        options.config,
+        options.distinct_layers,
+        options.steps.wanted(options.context, options.dtype),
+        options.method or [],
+        options.steps.budget or DEFAULT_BUDGETS,
+        options.runs,
+        options.device,
+        options.compiled,
+    )
+    building = partial(mixture_indexers, parameters=options.parameters, seed=options.steps.seed)
+    report = partial(note, quiet=options.quiet)
+    timer = ModelTimer(what, options.parameters, list(indexers()), building, report)
+    note_small_budgets(timer.budgets, quiet=options.quiet)
+    rows = timer.run()
+    print_model_rows(rows, timer.about(), as_json=options.as_json)
+    if timer.refused:
+        raise SparsekvError("; ".join(timer.refused))

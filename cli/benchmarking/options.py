@@ -1,0 +1,51 @@
+"""Options that `bench` and `bench-model` share."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from sparsekv.cli.common.options import names_of
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index.schema import AUTO, KV_DTYPES, kv_dtype_named
+from sparsekv.runtime.benchmark.sources import Wanted
+
+DEFAULT_BUDGETS = ["5%", "10%"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """The steps that are timed, as `bench` and `bench-model` have them."""
+
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(help="Contexts per batch, or with --shared questions over one context; repeatable. Default: 1."),
+    ] = None
+    shared: Annotated[
+        bool, typer.Option("--shared", help="Time the questions of a --batch over one context, which they share.")
+    ] = False
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(help="Share (0.05, 5%) or number of tokens to attend to; repeatable. Default: 5% and 10%."),
+    ] = None
+    kv_dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|int8",
+            help="What synthetic keys and values are stored in, and read by our steps on a GPU. auto: the --dtype. "
+            "With int8 and --shared, MB counts chosen rows as if they were not.",
+            autocompletion=names_of(lambda: KV_DTYPES),
+        ),
+    ] = AUTO
+    seed: Annotated[int, typer.Option(help="Seed of the synthetic data and of the indices.")] = 0
+
+    def wanted(self, contexts: list[str] | None, dtype: str) -> Wanted:
+        """The layers to time, with heads of the default sizes.
+
+        Raises:
+            UsageError: questions share a document, and their number is missing; or an unknown storage dtype.
+        """
+        if self.shared and not self.batch:
+            raise UsageError("--shared: say with --batch how many questions share a document, such as --batch 16")
+        stored, heads = kv_dtype_named(self.kv_dtype), (None, None, None)
+        return Wanted(contexts or [], self.batch or [], *heads, dtype, self.seed, self.shared, stored)

@@ -1,0 +1,216 @@
+"""The options of `eval`, and the methods and indexers that they name."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sparsekv.cli.common.options import (
+    ChunkSizeOption,
+    CsvOption,
+    DeviceOption,
+    DtypeOption,
+    EncodingOption,
+    JsonOption,
+    KVDtypeOption,
+    ModelOption,
+    QuietOption,
+    RayOption,
+    WorkersOption,
+    check_ray,
+    names_of,
+    refuse_two_formats,
+    refuse_unwritable_plot,
+)
+from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html
+from sparsekv.formats.documents.document import UTF_8
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index.schema import AUTO
+from sparsekv.indexing.indexers.interface import Indexer, choose_indexers, indexers
+from sparsekv.indexing.prefill.interface import prefills
+from sparsekv.runtime.attention.config import QUESTION_BUDGET, Own
+from sparsekv.runtime.evaluation.inputs import Inputs
+from sparsekv.runtime.evaluation.published import FORMATS
+from sparsekv.runtime.evaluation.tasks import tasks
+from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.registry import DENSE, choose_methods, methods
+
+DEFAULT_BUDGETS = ["0.05", "0.1"]
+BUILDING = {f"the index of {name}": indexer for name, indexer in indexers().items()} | {
+    f"--prefill {name}": prefill for name, prefill in prefills().items()
+}
+"""Indexers and prefills by their names in --help: their parameters become options beside those of the methods."""
+
+
+QUESTION_OPTIONS = ("--question-prefill", "--question-budget")
+
+
+def chosen_methods(names: list[str]) -> dict[str, type[Method]]:
+    """The methods named, or all whose index can be built; none where `dense`, which always runs, is named alone."""
+    others = [name for name in names if name != DENSE]
+    if names and not others:
+        return {}
+    chosen = choose_methods(others, list(indexers()), beside=[DENSE])
+    return {name: methods()[name] for name in chosen}
+
+
+def asking_method(name: str) -> dict[str, type[Method]]:
+    """The method that `--question-prefill` names, by its name; none for `dense` and `own`."""
+    if name == "all":
+        raise UsageError(f"{QUESTION_OPTIONS[0]} all: name one method, or dense or own")
+    if name in (Own.name, DENSE):
+        return {}
+    try:
+        choose_methods([name], list(indexers()), beside=[DENSE, Own.name])
+    except UsageError as error:
+        raise UsageError(f"{QUESTION_OPTIONS[0]} {name}: {error}") from None
+    return {name: methods()[name]}
+
+
+def needed_indexers(names: list[str], *, residual: bool) -> dict[str, type[Indexer]]:
+    """Indexers of the named methods that have one; for a residual also the default ones, whose centroids it uses."""
+    known = indexers()
+    wanted = [name for name in names if name in known] + (choose_indexers([]) if residual else [])
+    return {name: known[name] for name in dict.fromkeys(wanted)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """The options of `eval`."""
+
+    document: Annotated[
+        str | None, typer.Argument(metavar="DOC", help="A text to make tasks from; - for standard input.")
+    ] = None
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Task; repeatable: {', '.join(tasks())}. Default: niah-facts.", autocompletion=names_of(tasks)
+        ),
+    ] = None
+    data: Annotated[
+        str | None, typer.Option(metavar="FILE.jsonl", help="Published tasks to use instead of DOC; needs --format.")
+    ] = None
+    data_format: Annotated[
+        str | None, typer.Option("--format", metavar="|".join(FORMATS), help="Format of --data.")
+    ] = None
+    pairs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.jsonl", help='Questions of --task qa, each line {"question": ..., "answers": [...]}.'
+        ),
+    ] = None
+    length: Annotated[
+        list[int] | None, typer.Option(help="Tokens per context; repeatable. Default: 4096; with --data, uncut.")
+    ] = None
+    depth: Annotated[
+        list[float] | None,
+        typer.Option(help="Where needles are hidden, in percent of the context; repeatable. Default: evenly spread."),
+    ] = None
+    contexts: Annotated[int, typer.Option(help="Contexts per task and length.")] = 3
+    questions: Annotated[
+        int | None, typer.Option(help="Questions per context. Default: 5, or all that a file has.")
+    ] = None
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Method to compare with dense attention; repeatable; `dense` runs dense attention alone. Default: "
+            "all.",
+            autocompletion=names_of(methods, "all", DENSE),
+        ),
+    ] = None
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(help="Share (0.05, 5%) or number of tokens to attend to; repeatable. Default: 5% and 10%."),
+    ] = None
+    residual: Annotated[
+        bool,
+        typer.Option(
+            "--residual", help="Run each method a second time, with centroids for the tokens that it does not select."
+        ),
+    ] = False
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option(metavar="|".join(prefills()), help="How contexts are prefilled; repeatable. Default: dense."),
+    ] = None
+    question_prefill: Annotated[
+        str,
+        typer.Option(
+            metavar="dense|own|METHOD",
+            help="What questions attend to: everything, what the answer's method selects (own), or what METHOD does.",
+            autocompletion=names_of(methods, DENSE, Own.name),
+        ),
+    ] = DENSE
+    question_budget: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Share or number of tokens a chunk attends to with --question-prefill. Default: {QUESTION_BUDGET}."
+        ),
+    ] = None
+    batch_size: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="How many questions of a context to answer at once. Dense attention's answers stay as they are; a "
+            "method's questions then share what each step selects, and lose less.",
+        ),
+    ] = 1
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer, in tokens. Default: the task's.")
+    ] = None
+    sinks: Annotated[int, typer.Option(help="First tokens of the prompt: always attended, never indexed.")] = 10
+    tail: Annotated[int, typer.Option(help="Last tokens of the prompt: always attended, never indexed.")] = 128
+    kv_dtype: KVDtypeOption = AUTO
+    chunk_size: ChunkSizeOption = None
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the tasks and of the confidence intervals.")] = 0
+    encoding: EncodingOption = UTF_8
+    raw: Annotated[bool, typer.Option("--raw", help="Put no chat template around document and question.")] = False
+    work: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Folder for answers and indices. Default: DOC's name with the ending .eval."
+        ),
+    ] = None
+    keep_indices: Annotated[
+        bool, typer.Option("--keep-indices", help="Keep each context's index after its questions are answered.")
+    ] = False
+    as_json: JsonOption = False
+    as_csv: CsvOption = False
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.png", help="Plot scores against the kv fraction, and needles also by length and depth."
+        ),
+    ] = None
+    html: HtmlOption = None
+    ray: RayOption = None
+    workers: WorkersOption = None
+    model: ModelOption = None
+    device: DeviceOption = "auto"
+    dtype: DtypeOption = "auto"
+    quiet: QuietOption = False
+    parameters: dict[str, Any]
+
+    def check(self) -> None:
+        """Raise UsageError for options that exclude each other, and for files that cannot be written."""
+        refuse_two_formats(as_json=self.as_json, as_csv=self.as_csv)
+        check_ray(self.ray, self.workers)
+        refuse_unwritable_plot(self.plot)
+        refuse_unwritable_html(self.html)
+
+    def inputs(self) -> Inputs:
+        """What is asked about, and which questions; raises what `Inputs.read` raises."""
+        return Inputs.read(
+            self.document,
+            self.task or [],
+            self.data,
+            self.data_format,
+            self.pairs,
+            self.length or [],
+            self.depth or [],
+            self.contexts,
+            self.questions,
+            self.seed,
+            self.encoding,
+        )
