@@ -28,10 +28,11 @@ from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.index.schema import MethodRecord
+from sparsekv.formats.models.load import check_dtype
 from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.layer_timer import Timed, Timer, check_runs, configured, machine
-from sparsekv.runtime.benchmark.sources import DEFAULT_METHODS, Mixtures, Source, StoredLayerSource, check_dtype
+from sparsekv.runtime.benchmark.sources import DEFAULT_METHODS, Mixtures, Source, StoredLayerSource
 from sparsekv.runtime.selection.interface import Budget, Method
 from sparsekv.runtime.selection.registry import methods, refuse_unused
 

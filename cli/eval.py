@@ -50,7 +50,7 @@ def evaluate_methods(options: EvalOptions) -> None:
     about: dict[str, Any] = {"model": comparison.loaded.name, "document": inputs.name, "kv_dtype": options.kv_dtype}
     about |= {"seed": options.seed, "work": str(recipe.work)}
     found, places = rows(results, options.seed), cells(results)
-    mapped = places if len(inputs.lengths) > 1 or len(inputs.depths) > 1 else []
+    mapped = places if len(inputs.lengths) > 1 or len(inputs.request.depths) > 1 else []
     _write_files(options, found, places, mapped, about)
     print_rows(found, places, about, as_json=options.as_json, as_csv=options.as_csv)
     note_few_contexts(found, quiet=options.quiet)

@@ -239,7 +239,6 @@ def _whole_pages(mapped: torch.Tensor) -> tuple[int, int]:
 
 
 def _advise(first: int, length: int, advice: int) -> None:
-    """Give advice about pages."""
     madvise = _madvise()
     if madvise is not None and length:
         madvise(first, length, advice)
@@ -290,7 +289,6 @@ def run_beside(steps: Iterator[object], name: str) -> None:
 
     Args:
         steps: does its work as it is iterated, and raises nothing.
-        name: the thread's.
     """
     Thread(target=_run, args=[steps], name=name).start()
 

@@ -33,6 +33,11 @@ def choose_one(given: str, known: Iterable[str]) -> str:
     return f"choose one of {', '.join(names)}{suggestion(given, names)}"
 
 
+def reason_of(error: BaseException) -> str:
+    """Why a system refused something, in its own words."""
+    return (getattr(error, "strerror", None) or str(error)).lower()
+
+
 class SparsekvError(Exception):
     """A failure while running; the message says what failed and what to do. Exit code 1."""
 
@@ -43,6 +48,20 @@ class UsageError(SparsekvError):
     """The command was called wrongly (an unknown name, a value out of range). Exit code 2."""
 
     exit_code = 2
+
+
+def check_choice(option: str, given: str, known: Iterable[str]) -> None:
+    """Raise UsageError for a value that an option does not have."""
+    names = [*known]
+    if given not in names:
+        raise UsageError(f"{option} {given}: {choose_one(str(given), names)}")
+
+
+def check_at_least_one(parameters: object, *names: str) -> None:
+    """Raise UsageError for the first of these parameters below 1, by the name of its option."""
+    for name in names:
+        if (value := getattr(parameters, name)) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: give at least 1")
 
 
 class ArtifactError(SparsekvError):
@@ -71,12 +90,9 @@ class WaysOut:
     less: str = "shorten the document with --max-tokens"
 
     def no_space(self, folder: Path, size: int, free: int) -> ArtifactError:
-        """The error for a disk with fewer free bytes than `size`."""
         ways = ", or ".join(part for part in ("make room", self.elsewhere, self.less) if part)
         return ArtifactError(f"{folder} needs {size / 1e6:.0f} MB and its disk has {free / 1e6:.0f} MB free; {ways}")
 
     def cannot_write(self, folder: Path, error: OSError) -> ArtifactError:
-        """The error for a folder to which the system refuses to write."""
-        reason = (error.strerror or str(error)).lower()
         ways = ", or ".join(part for part in ("make room or permission there", self.elsewhere) if part)
-        return ArtifactError(f"cannot write {folder}: {reason}; {ways}, and run the same command again")
+        return ArtifactError(f"cannot write {folder}: {reason_of(error)}; {ways}, and run the same command again")

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from sparsekv.formats.checksums import hash_bytes
 from sparsekv.formats.documents.continuation import BETWEEN, encode_more
 from sparsekv.formats.documents.prompt import FixedPrompt
-from sparsekv.formats.errors import ArtifactError, UsageError
+from sparsekv.formats.errors import ArtifactError, UsageError, reason_of
 from sparsekv.formats.index.folder import Folder, mark, sync_path
 from sparsekv.formats.index.layout import check_values
 from sparsekv.formats.index.manifest import REBUILD
@@ -37,11 +37,9 @@ OWNER = ".owner"
 
 
 def cannot_write(folder: Path, error: OSError) -> ArtifactError:
-    """The error for a folder that cannot be written, with a remedy."""
-    reason = (error.strerror or str(error)).lower()
     taken = error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
     remedy = "choose another name" if taken else "choose another name, or make room there"
-    return ArtifactError(f"cannot write {folder}: {reason}; {remedy}")
+    return ArtifactError(f"cannot write {folder}: {reason_of(error)}; {remedy}")
 
 
 @contextmanager

@@ -1,11 +1,8 @@
 """Building an index: prefill and capture, each method layer by layer, calibration, and the manifest last."""
 
-import uuid
 from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +29,9 @@ from sparsekv.indexing.capture.team import Alone, Team
 from sparsekv.indexing.context_files import ContextFacts
 from sparsekv.indexing.context_stage import build_context
 from sparsekv.indexing.existing_index import in_order, refuse_what_is_lost, tell_what_is_there, with_lost_methods
-from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput
+from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, Tensors
 from sparsekv.indexing.indexers.layer_work import LayerMaker, LayerWork, ahead_on, lend, make_layers
-from sparsekv.indexing.plan import Build, BuildConfig, BuildPlan, Growth, Progress, choose_chunk_size, library_versions
+from sparsekv.indexing.plan import Build, BuildConfig, BuildPlan, Growth, Progress, birth, choose_chunk_size
 from sparsekv.indexing.prefill.interface import Prefill
 from sparsekv.indexing.reuse import plan_reuse
 
@@ -44,7 +41,6 @@ class MethodFiles:
     """A method's files, one a layer, as a build has written or reused them: `new` says whether it wrote any."""
 
     work: LayerWork
-    layers: list[int]
     new: bool
 
 
@@ -53,7 +49,6 @@ class MethodStage:
     """Builds the methods of an index over the context's files; needs no model.
 
     Args:
-        dtype: the index's, such as `bfloat16`.
         device: where indices are made.
         growth: the tokens that methods take in; None where they are built from all tokens.
         make_layers: makes the tensors of layers, in this process or in several.
@@ -85,11 +80,12 @@ class MethodStage:
             for done, (layer, tensors) in enumerate(zip(missing, built, strict=True), len(recipes) - len(missing) + 1):
                 writer.write(layer_file(name, layer), tensors, recipes[layer], work.sources(layer))
                 self.progress(f"index {name}", done, len(recipes))
-        return MethodFiles(work, layers, new=bool(missing))
+        return MethodFiles(work, new=bool(missing))
 
     def record(self, files: MethodFiles) -> MethodRecord:
         """The manifest's record of a method, once its files' sources are on disk: its calibration, made or kept."""
-        indexer, sources = files.work.indexer, [path for layer in files.layers for path in files.work.sources(layer)]
+        indexer, layers = files.work.indexer, self.facts.indexed_layers
+        sources = [path for layer in layers for path in files.work.sources(layer)]
         return MethodRecord(
             revision=indexer.revision,
             parameters=stored_parameters(indexer),
@@ -154,9 +150,9 @@ class MethodStage:
             lend(tensors.values())
             return BuiltLayer(tensors, queries, work.facts[layer])
 
-        return work.indexer.calibrate(lambda: ahead_on(self.device, files.layers, read))
+        return work.indexer.calibrate(lambda: ahead_on(self.device, self.facts.indexed_layers, read))
 
-    def _read(self, name: str) -> dict[str, torch.Tensor]:
+    def _read(self, name: str) -> Tensors:
         tensors = self.writer.read(name, self.device)
         lend(tensors.values())
         return tensors
@@ -171,7 +167,7 @@ class _GrownWork(LayerWork):
 
     stage: MethodStage
 
-    def build(self, layer: int, rows: LayerInput) -> dict[str, torch.Tensor]:
+    def build(self, layer: int, rows: LayerInput) -> Tensors:
         path, writer = layer_file(self.name, layer), self.stage.writer
         if writer.base and self.stage.grows(path):
             before = writer.read_base(path, self.stage.device)
@@ -215,27 +211,14 @@ def build_index(
         reuse = plan_reuse(build)
         tell_what_is_there(build, reuse)
         facts = build_context(build, reuse)
-        stage = _method_stage(build, facts)
+        device = plan.loaded.model.device
+        stage = MethodStage(split, plan.dtype, device, writer, facts, progress, plan.growth, team.make_layers)
         files = [stage.write(name, indexer) for name, indexer in build.plan.config.methods.items()]
         # Before this process waits for its disk, which may take longer than another one waits for it.
         team.release()
         built = {one.work.name: stage.record(one) for one in files}
         kept = stage.keep_others(build.plan.config.methods, tell)
         return _finished(writer, _manifest(build, facts, in_order(kept | built, writer.base)))
-
-
-def _method_stage(build: Build, facts: ContextFacts) -> MethodStage:
-    plan = build.plan
-    return MethodStage(
-        build.split,
-        plan.dtype,
-        plan.loaded.model.device,
-        build.writer,
-        facts,
-        build.progress,
-        plan.growth,
-        build.team.make_layers,
-    )
 
 
 def _additions(build: Build) -> list[AdditionRecord]:
@@ -269,10 +252,8 @@ def _manifest(build: Build, facts: ContextFacts, methods: dict[str, MethodRecord
     plan, base = build.plan, build.writer.base
     config = plan.loaded.model.config.get_text_config()
     return Manifest(
-        writer_version=version("sparsekv"),
-        uuid=str(uuid.uuid4()),
+        **birth(),
         parent_uuid=base.uuid if base else None,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
         model=build.model,
         tokenizer=build.tokenizer,
         tokenizer_files=plan.loaded.tokenizer_files,
@@ -296,7 +277,6 @@ def _manifest(build: Build, facts: ContextFacts, methods: dict[str, MethodRecord
         ),
         layers=facts.layers,
         prefill=plan.prefill_record,
-        versions=library_versions(),
         methods=methods,
         probe=facts.probe,
         canary=facts.canary,

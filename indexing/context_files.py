@@ -8,7 +8,6 @@ import torch
 
 from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.index.context_rows import FORM, Pair, context_rows
-from sparsekv.formats.index.growing_file import RemoteSum
 from sparsekv.formats.index.schema import (
     CanaryToken,
     KVDtype,
@@ -21,7 +20,8 @@ from sparsekv.formats.index.schema import (
     layer_file,
 )
 from sparsekv.formats.index.writer import ArtifactWriter
-from sparsekv.indexing.capture.capture import TakenOver, in_8_bits
+from sparsekv.indexing.capture.capture import CapturedQueries, TakenOver, in_8_bits
+from sparsekv.indexing.capture.team import Captured, SharedRows
 from sparsekv.kernels.attention.attention import Segment, attend, causal_mask
 
 LOGITS_AT_ONCE = 64 * 2**20  # elements of [Hq, Q, N] float32 logits: 256 MB
@@ -143,6 +143,7 @@ class ContextFiles:
         missing: names of the files to write; the others were reused.
         kv_dtype: what keys and values are stored in; None for their own dtype.
         taken_over: rows that are not exact, and are stored as they were.
+        shared: how all processes of a team write rows to the same files; None: this one writes them.
         copies: the rows given are not the prefill's own, which are dropped for them: there may be 6 GiB that wait to be
             written.
     """
@@ -152,6 +153,7 @@ class ContextFiles:
     missing: AbstractSet[str]
     kv_dtype: KVDtype | None = None
     taken_over: TakenOver | None = None
+    shared: SharedRows | None = None
     copies: bool = False
     errors: list[float] = field(default_factory=list)
 
@@ -171,23 +173,23 @@ class ContextFiles:
         self._write(layer_file("context", layer), tensors)
         self._write(layer_file("queries", layer), queries)
 
-    def written(self, layer: int, seconds: float) -> bool:
-        """Wait so long until this process's rows of a layer are in the file that it shares; returns whether they are.
+    def take(self, captured: Captured, layer: int, facts: LayerFacts) -> CapturedQueries:
+        """Write what is missing of a captured layer, and drop it; returns its queries.
 
         Raises:
-            ArtifactError: they could not be written.
+            ArtifactError: rows could not be written.
         """
-        return self.writer.rows_written(layer_file("context", layer), seconds)
-
-    def end(self, layer: int, queries: Tensors, remote_sum: RemoteSum | None) -> None:
-        """Write its queries as `write` does, and end its file of rows, of which all processes have written theirs.
-
-        Args:
-            remote_sum: gives the sum of that file, if another process makes it.
-        """
-        if (name := layer_file("context", layer)) in self.missing:
-            self.writer.end_rows(name, self.recipe, remote_sum)
-        self._write(layer_file("queries", layer), queries)
+        if self.shared is None:
+            rows = captured.take(layer)
+            self.write(layer, (rows.keys, rows.values), rows.queries, facts)
+            return rows
+        name, writer = layer_file("context", layer), self.writer
+        missing = name in self.missing
+        queries, summed = self.shared.end(layer, lambda seconds: not missing or writer.rows_written(name, seconds))
+        if missing:
+            writer.end_rows(name, self.recipe, summed)
+        self._write(layer_file("queries", layer), queries.queries)
+        return queries
 
     def storage(self, ids_sha256: str, tokens: int, *, exact_probe: bool) -> KVStorage | None:
         """The manifest's record of what was written, for a prompt of so many tokens with this hash.

@@ -1,7 +1,7 @@
 """The first stage of a build: keys and values of every layer, the held-out queries, probe and canary."""
 
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,56 +20,21 @@ from sparsekv.indexing.capture.canary import (
     preflight,
     run_canary,
 )
-from sparsekv.indexing.capture.capture import CapturedQueries, RowsDone, TakenOver, capture, rows_as_stored
+from sparsekv.indexing.capture.capture import RowsDone, TakenOver, capture, rows_as_stored
 from sparsekv.indexing.capture.rotation import measure_rotations
-from sparsekv.indexing.capture.team import Captured, SharedRows
+from sparsekv.indexing.capture.team import Captured, MeasureRotations, RunCanary, RunPrompt, SharedRows, TryModel
 from sparsekv.indexing.context_files import ContextFacts, ContextFiles
 from sparsekv.indexing.plan import Build, tell_memory
 from sparsekv.indexing.reuse import ReusePlan, reused_rows
 from sparsekv.indexing.sampling import prefix_queries, write_sample
 
 
-@dataclass(frozen=True)
-class EarlyRows:
-    """Writes rows as chunks are prefilled, and each layer after the last chunk.
+def early_rows(build: Build, missing: AbstractSet[str]) -> tuple[RowsDone, SharedRows | None]:
+    """Writes rows as chunks are prefilled, of the context's `missing` files; and how each process of a team writes the
+    rows of its heads to the same files, if it does, so that none need to be put together.
 
-    Args:
-        rows_done: as of `capture`.
-    """
-
-    rows_done: RowsDone
-
-    def write_layer(self, captured: Captured, files: ContextFiles, layer: int, facts: LayerFacts) -> CapturedQueries:
-        """Write what is missing of a layer's files; returns its queries. Raises ArtifactError as these do."""
-        rows = captured.take(layer)
-        files.write(layer, (rows.keys, rows.values), rows.queries, facts)
-        return rows
-
-
-@dataclass(frozen=True)
-class RowsByAll(EarlyRows):
-    """The same where each process of a team writes the rows of its heads, so that none need to be put together.
-
-    Args:
-        shared: how they do.
-        names: the files that they write.
-    """
-
-    shared: SharedRows
-    names: set[str]
-
-    def write_layer(self, captured: Captured, files: ContextFiles, layer: int, facts: LayerFacts) -> CapturedQueries:
-        name = layer_file("context", layer)
-        queries, told = self.shared.end(layer, lambda seconds: name not in self.names or files.written(layer, seconds))
-        files.end(layer, queries.queries, told)
-        return queries
-
-
-def early_rows(build: Build, missing: AbstractSet[str]) -> EarlyRows:
-    """The writer of rows during the prefill, for the context's `missing` files.
-
-    Nothing in 8 bits: the last block's scales are those of all of its tokens. Nothing either where another process of
-    the team cannot open the files.
+    Writes nothing in 8 bits: the last block's scales are those of all of its tokens. Nothing either where another
+    process of the team cannot open the files.
 
     Raises:
         ArtifactError: the files cannot be written.
@@ -83,10 +48,10 @@ def early_rows(build: Build, missing: AbstractSet[str]) -> EarlyRows:
 
     shared = build.team.shared_rows
     if build.plan.config.kv_dtype is None and shared is not None and _begun(build, shared, names):
-        return RowsByAll(rows_done, shared, set(names))
+        return rows_done, shared
     if build.plan.config.kv_dtype is None and build.team.has_all_heads:
-        return EarlyRows(rows_done)
-    return EarlyRows(lambda layer, keys, values, end: None)
+        return rows_done, None
+    return lambda layer, keys, values, end: None, None
 
 
 def _begun(build: Build, shared: SharedRows, names: list[str]) -> bool:
@@ -145,26 +110,27 @@ class ContextStage:
         kv_dtype, recipe = plan.config.kv_dtype, build.context_recipe
         writer.need_space(self._bytes_to_write())
         tell_memory(build, len(reuse.positions))
-        build.team.begin_preflight(self.input_ids)
+        build.team.begin(TryModel(self.input_ids))
         preflight(self.model, self.input_ids, plan.loaded.name)
         self._check_rotations()
         if build.earlier is not None and reuse.prefix_tokens:
             compare_canary(build.earlier.manifest, reuse.prefix_tokens, self.model, self.input_ids, self._prefix_rows)
-        early = early_rows(build, reuse.missing)
-        captured = self._capture(early.rows_done)
+        rows_done, shared = early_rows(build, reuse.missing)
+        captured = self._capture(rows_done)
         if what := captured.not_finite():
             raise SparsekvError(f"{what} are not finite in {plan.dtype}; {self._remedy()}")
         taken = reused_rows(build, reuse.prefix_tokens)
         # Rows that were reused have facts that were measured over them: only queries were missing.
         known = reuse.facts if not reuse.missing else None
         facts = _with_canary(build, known) if known else self._measure(captured, taken)
-        files = ContextFiles(writer, recipe, reuse.missing, kv_dtype, taken, copies=not build.team.has_all_heads)
+        copies = not build.team.has_all_heads
+        files = ContextFiles(writer, recipe, reuse.missing, kv_dtype, taken, shared, copies)
         if kv_dtype is None:
             writer.note(recipe, facts.note())
         if TOKENS in reuse.missing:
             writer.write(TOKENS, {"input_ids": self.input_ids}, recipe)
         for layer, of_layer in enumerate(facts.layers):
-            queries = early.write_layer(captured, files, layer, of_layer)
+            queries = files.take(captured, layer, of_layer)
             if queries.sample is not None and len(reuse.positions):
                 write_sample(writer, layer, queries.sample, reuse.positions, reuse.sample_recipe)
             build.progress("write context", layer + 1, len(facts.layers))
@@ -185,7 +151,7 @@ class ContextStage:
         if not indexers:
             return
         first = self.input_ids[:FIRST_TOKENS]
-        self.build.team.begin_rotations(first)
+        self.build.team.begin(MeasureRotations(first))
         rotations = measure_rotations(self.model, first)
         kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or ["full_attention"] * len(rotations)
         for kind, rope in zip(kinds, rotations, strict=True):
@@ -205,7 +171,7 @@ class ContextStage:
         queries = None
         if len(known) and build.earlier is not None:
             queries = prefix_queries(self.plan, build.earlier, known, self._prefix_rows)
-        build.team.begin_capture(self.input_ids, options)
+        build.team.begin(RunPrompt(self.input_ids, options))
         own = capture(
             self.model,
             self.input_ids,
@@ -225,7 +191,7 @@ class ContextStage:
     def _measure(self, captured: Captured, taken: TakenOver | None) -> ContextFacts:
         canary, probe = self._canary(captured, taken)
         # After the prefill: RoPE frequencies that depend on the sequence's length are then those of the prompt.
-        self.build.team.begin_rotations(self.input_ids)
+        self.build.team.begin(MeasureRotations(self.input_ids))
         rotations = measure_rotations(self.model, self.input_ids)
         layers: list[LayerFacts] = [
             captured.facts(layer).model_copy(update={"rope": rope}) for layer, rope in enumerate(rotations)
@@ -235,7 +201,7 @@ class ContextStage:
     def _canary(self, captured: Captured, taken: TakenOver | None) -> tuple[list[CanaryToken], Probe]:
         """Logits of the model's own attention over the rows as they will be stored; SparsekvError where ours differ."""
         kv_dtype = self.plan.config.kv_dtype
-        self.build.team.begin_canary(self.input_ids, kv_dtype)
+        self.build.team.begin(RunCanary(self.input_ids, kv_dtype))
         rows = partial(rows_as_stored, captured.rows, kv_dtype=kv_dtype, taken=taken)
         runs = run_canary(self.model, self.input_ids, rows)
         return judge_canary(runs, self.model.dtype, self.plan.loaded.name)

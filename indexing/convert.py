@@ -1,8 +1,5 @@
 """Converts a finished index to one that stores keys and values in 8 bits; no model runs."""
 
-import uuid
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -16,7 +13,7 @@ from sparsekv.formats.index.writer import ArtifactWriter
 from sparsekv.indexing.append import cannot_write, partial_folder, stored_indexers
 from sparsekv.indexing.build import MethodStage
 from sparsekv.indexing.context_files import ContextFacts, ContextFiles, context_recipe
-from sparsekv.indexing.plan import Progress, library_versions
+from sparsekv.indexing.plan import Progress, birth
 from sparsekv.indexing.sampling import sample_recipe, write_sample
 
 
@@ -75,12 +72,9 @@ def _write_context(
 def _manifest(old: Manifest, storage: KVStorage, methods: dict[str, MethodRecord]) -> Manifest:
     return old.model_copy(
         update={
-            "writer_version": version("sparsekv"),
-            "uuid": str(uuid.uuid4()),
+            **birth(),
             "parent_uuid": old.uuid,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "kv_storage": storage,
-            "versions": library_versions(),
             "methods": methods,
             "defaults": None,
         }

@@ -211,7 +211,8 @@ def with_lost_methods(build: Build) -> Build:
     lacking = [name for name in there if not _has_its_files(name, writer, base)]
     if lacking:
         tell(f"{', '.join(lacking)} of {writer.folder}: built again, as files are missing")
-    sampling = [name for name in there if _sampled(base.methods[name])] if sample_size(plan) else []
+    built_from = {name: base.methods[name].built_from for name in there} if sample_size(plan) else {}
+    sampling = [name for name, paths in built_from.items() if any(path.startswith("samples/") for path in paths)]
     together = _with(build, list(dict.fromkeys([*lacking, *sampling])), base)
     if sampling and sample_size(together.plan) != earlier.sample_size():
         tell(f"{', '.join(sampling)} of {writer.folder}: built again, from a larger sample of the document's queries")
@@ -235,10 +236,6 @@ def _has_its_files(name: str, writer: ArtifactWriter, base: Manifest) -> bool:
     """Whether a method's files and those that it was built from are there; only sizes are looked at."""
     files = [*base.methods[name].built_from, *(path for path in base.files if path.startswith(f"{name}/"))]
     return all(path in base.files and writer.is_there(base.files[path]) for path in files)
-
-
-def _sampled(method: MethodRecord) -> bool:
-    return any(path.startswith("samples/") for path in method.built_from)
 
 
 def in_order(methods: dict[str, MethodRecord], base: Manifest | None) -> dict[str, MethodRecord]:

@@ -2,9 +2,13 @@
 that it needs."""
 
 import platform
+import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property
+from importlib.metadata import version
+from typing import Any
 
 import torch
 import transformers
@@ -36,12 +40,17 @@ from sparsekv.indexing.indexers.layer_work import AHEAD
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill, prefill_name
 
 
-def library_versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that decide an index's numbers."""
+def birth() -> dict[str, Any]:
+    """The fields of a new index's manifest that tell when and by which versions it is made."""
     return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "writer_version": version("sparsekv"),
+        "uuid": str(uuid.uuid4()),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
     }
 
 
@@ -239,7 +248,6 @@ class BuildPlan:
 
     @property
     def prefill_record(self) -> PrefillRecord:
-        """The manifest's record of the prefill."""
         prefill = self.config.prefill
         return PrefillRecord(
             kind=prefill_name(prefill),
@@ -322,7 +330,6 @@ class Build:
 
     @cached_property
     def context_recipe(self) -> str:
-        """The recipe of the context's files."""
         plan = self.plan
         return context_recipe(
             self.model, self.ids_sha256, self.split, plan.dtype, plan.prefill_record, plan.config.kv_dtype

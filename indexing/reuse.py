@@ -92,7 +92,9 @@ def shared_prefix(build: Build, positions: torch.Tensor) -> int:
     # Queries are stored for the tail alone, which the edit may have moved: those of the new tail are computed again.
     shared = min(common_prefix_tokens(base.prompt.block_hashes, chain), build.split.sinks + build.split.middle)
     exact = plan.config.prefill.exact
-    if shared and not (exact and _runs_alone(build)):
+    # Llama 4 scales a query by how many tokens the cache has, so that none may run without those before it.
+    counts = getattr(plan.loaded.model.config.get_text_config(), "attn_temperature_tuning", False)
+    if shared and (counts or not exact):
         unknown = positions[~torch.isin(positions, earlier.query_positions())]
         shared = min(shared, int(unknown[0])) if len(unknown) else shared
     if exact:
@@ -100,11 +102,6 @@ def shared_prefix(build: Build, positions: torch.Tensor) -> int:
     # Rows of a sparse prefill depend on where chunks begin and end, so the prefix ends after a chunk that was whole in
     # both. The index's last token is in none: it ran alone, densely.
     return min(shared, base.split.tokens - 1) // plan.chunk_size * plan.chunk_size
-
-
-def _runs_alone(build: Build) -> bool:
-    """Whether a token may run without those before it: Llama 4 scales queries by how many a cache has."""
-    return not getattr(build.plan.loaded.model.config.get_text_config(), "attn_temperature_tuning", False)
 
 
 def _fits(build: Build, base: Manifest) -> bool:

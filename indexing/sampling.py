@@ -39,7 +39,6 @@ def sample_size(plan: BuildPlan) -> int:
 
 
 def sample_recipe(context_recipe: str, positions: torch.Tensor) -> str:
-    """The recipe of a layer's file of samples."""
     return hash_json([context_recipe, "samples", positions.tolist()])
 
 

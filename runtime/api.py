@@ -13,7 +13,7 @@ are in `sparsekv`.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -107,7 +107,9 @@ class Index:
             if name in of_sampling:
                 raise UsageError(f"{name} is Sampling's: give ask a Sampling({name}={value!r})")
         refuse_unknown(parameters, ASKING)
-        _check_texts({"method": method, "prefill": prefill, "placement": placement})
+        for argument, text in {"method": method, "prefill": prefill, "placement": placement}.items():
+            if text is not None and not isinstance(text, str):
+                raise UsageError(f"{argument} is {text!r}: give a text")
         with api_words():
             config = choose_config(
                 self.opened.artifact,
@@ -165,10 +167,12 @@ class Index:
         with api_words(), exclusive(model):  # on a GPU a captured step forbids all threads to wait for it
             chosen = {name: methods()[name] for name in methods_of(artifact, _several(names))}
             refuse_unused(chosen, parameters)
+            if not _several(budgets):
+                raise UsageError("budgets: there is none; give one, such as 0.05")
             report = recall_report(
                 artifact,
                 list(chosen),
-                _parsed(_several(budgets)),
+                Budget.parse_each(map(str, _several(budgets))),
                 question_queries(self.opened, _several(questions)),
                 residual=residual,
                 configured={name: form for name, one in chosen.items() if (form := configured_form(one, parameters))},
@@ -177,20 +181,6 @@ class Index:
         if unknown := sorted(set(_several(by)) - set(GROUPS)):
             raise UsageError(f"by: no rows of {', '.join(unknown)}; give {' or '.join(GROUPS)}, or both")
         return row_records(report.by(*_several(by)))
-
-
-def _check_texts(given: Mapping[str, object]) -> None:
-    """Raise UsageError for an argument that is neither a text nor None."""
-    for name, value in given.items():
-        if value is not None and not isinstance(value, str):
-            raise UsageError(f"{name} is {value!r}: give a text")
-
-
-def _parsed(budgets: Sequence[str | float]) -> list[Budget]:
-    """Budgets as they are written; UsageError for none."""
-    if not budgets:
-        raise UsageError("budgets: there is none; give one, such as 0.05")
-    return Budget.parse_each(str(budget) for budget in budgets)
 
 
 def _several(given: Sequence[T]) -> Sequence[T]:

@@ -22,13 +22,13 @@ from sparsekv.cli.common.options import (
 )
 from sparsekv.cli.common.streams import outlive_reader
 from sparsekv.cli.distributed.join import refuse_with_ranks
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import UsageError, check_choice
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.attention.config import QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
 from sparsekv.runtime.decoding.choose_config import attention_of, choose_config, refuse_beside_dense
-from sparsekv.runtime.decoding.compiled import WORTH_IT, check_mode
+from sparsekv.runtime.decoding.compiled import MODES, WORTH_IT
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import DENSE, methods
 
@@ -386,6 +386,6 @@ class GenerateOptions:
 
             refuse_unsavable(artifact, self.save_to, self.dtype)
             outlive_reader()
-        check_mode(self.compiled)
+        check_choice("--compile", self.compiled, MODES)
         if self.resume is not None and not (self.batch_file and self.as_json):
             raise UsageError("--resume is for the lines of --batch-file with --json; give both")

@@ -43,9 +43,6 @@ def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConf
 
     By its tensor-parallel plan; a model that has one for its experts alone keeps the rest whole on each rank.
 
-    Args:
-        name: what error messages call the model.
-
     Raises:
         UsageError: transformers has no plan for it, or its heads or experts cannot be shared out evenly, which
             transformers itself would find in the middle of a forward pass.
@@ -168,7 +165,11 @@ class Ranks:
 
     def give(self, own: Tensors | None) -> None:
         """Send tensors of any shapes and types, or none, to the first rank, which calls `take` meanwhile."""
-        self.collect(None if own is None else {name: _form(tensor) for name, tensor in own.items()})
+        self.collect(
+            None
+            if own is None
+            else {name: (tensor.shape, tensor.dtype, tensor.device.type) for name, tensor in own.items()}
+        )
         for tensor in (own or {}).values():
             if tensor.numel():
                 dist.send(_bytes(tensor.contiguous()), 0)
@@ -188,10 +189,6 @@ class Ranks:
             if found[name].numel():
                 dist.recv(_bytes(found[name]), number)
         return found
-
-
-def _form(tensor: torch.Tensor) -> TensorForm:
-    return tensor.shape, tensor.dtype, tensor.device.type
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.errors import SparsekvError, UsageError, reason_of
 from sparsekv.formats.index.schema import MANIFEST
 
 PATIENCE = 10.0
@@ -116,8 +116,7 @@ def _await_writer(file: io.FileIO, reader: "io.BufferedReader[_Source]") -> None
 
 
 def _unreadable(name: str, error: OSError) -> SparsekvError:
-    reason = (error.strerror or str(error)).lower()
-    return SparsekvError(f"cannot read {name}: {reason}; allow reading it, or name another text")
+    return SparsekvError(f"cannot read {name}: {reason_of(error)}; allow reading it, or name another text")
 
 
 UTF_8 = "utf-8"
@@ -138,7 +137,6 @@ class Document:
     `of` raises UsageError if what it reads is not text in its encoding, or if the whole text is white space.
 
     Args:
-        name: the document's name in errors.
         encoding: one that `check_encoding` returns.
     """
 
@@ -243,9 +241,6 @@ def undecodable(error: UnicodeError, encoding: str, end: int) -> str:
 
 def decode_text(data: bytes, name: str) -> str:
     """A whole text in UTF-8, or in UTF-16 or UTF-32 with a byte order mark, without its mark.
-
-    Args:
-        name: the text's name in errors.
 
     Raises:
         UsageError: it is not text in that encoding.

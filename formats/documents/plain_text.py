@@ -8,31 +8,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from sparsekv.formats.errors import SparsekvError
 
 _NEUTRAL = ("\n", "0", ".", "-")
 """Texts that others are tokenised behind, where the prefix of a text is not wanted: most merge with no other text."""
-
-
-class TextTokenizer(Protocol):
-    """The interface of tokenizers; both fast and slow ones of transformers have it."""
-
-    chat_template: Any
-
-    @property
-    def added_tokens_decoder(self) -> dict[int, Any]: ...
-
-    @property
-    def special_tokens_map(self) -> dict[str, Any]: ...
-
-    @property
-    def all_special_ids(self) -> list[int]: ...
-
-    def convert_ids_to_tokens(self, ids: Any) -> Any: ...
-
-    def __call__(self, text: str, **options: Any) -> Any: ...
 
 
 class Trusted(str):
@@ -48,7 +31,7 @@ class EncodedText:
 
 
 def encode_text(
-    tokenizer: TextTokenizer, *parts: str, add_special_tokens: bool = False, special_tokens: bool = False
+    tokenizer: PreTrainedTokenizerBase, *parts: str, add_special_tokens: bool = False, special_tokens: bool = False
 ) -> EncodedText:
     """Token ids of the parts of a text, tokenised as one text; control tokens are plain text except in `Trusted` parts.
 
@@ -86,12 +69,12 @@ def encode_text(
     return EncodedText(ids, {token: found[token] for token in sorted(+found, key=text.find)})
 
 
-def _encode(tokenizer: TextTokenizer, text: str, **options: bool) -> list[int]:
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> list[int]:
     ids: list[int] = tokenizer(text, verbose=False, **{"add_special_tokens": False, **options}).input_ids
     return ids
 
 
-def _control_tokens(tokenizer: TextTokenizer) -> dict[int, str]:
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     template = str(tokenizer.chat_template or "")
     named = {number: str(tokenizer.convert_ids_to_tokens(number)) for number in tokenizer.all_special_ids}
     # Some models begin turns with tokens that are not marked special; white space is text even in a template.
@@ -103,7 +86,7 @@ def _control_tokens(tokenizer: TextTokenizer) -> dict[int, str]:
     return named | added
 
 
-def _unknown_token(tokenizer: TextTokenizer) -> str | None:
+def _unknown_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The token for unknown characters, unless it has another role as well."""
     names = Counter(str(token) for token in tokenizer.special_tokens_map.values())
     token = tokenizer.special_tokens_map.get("unk_token")
@@ -114,7 +97,9 @@ def _count(ids: Sequence[int], control: Mapping[int, str]) -> Counter[str]:
     return Counter(control[number] for number in ids if number in control)
 
 
-def encode_after(tokenizer: TextTokenizer, lead: str, *parts: str, special_tokens: bool = False) -> EncodedText:
+def encode_after(
+    tokenizer: PreTrainedTokenizerBase, lead: str, *parts: str, special_tokens: bool = False
+) -> EncodedText:
     """Token ids of the parts of a text that goes on from `lead`, which is tokenised with them and left out.
 
     Tokenised alone, a text gets the prefix with which a SentencePiece tokenizer begins a text. If what follows changes
@@ -136,7 +121,7 @@ def encode_after(tokenizer: TextTokenizer, lead: str, *parts: str, special_token
     return encode_text(tokenizer, *parts, special_tokens=special_tokens)
 
 
-def begins_with_prefix(tokenizer: TextTokenizer) -> bool:
+def begins_with_prefix(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer puts a space before a text, as SentencePiece does."""
     letter = _encode(tokenizer, "a")
     for lead in _NEUTRAL:
@@ -146,7 +131,7 @@ def begins_with_prefix(tokenizer: TextTokenizer) -> bool:
     return False
 
 
-def _runs(tokenizer: TextTokenizer, parts: Sequence[str], control: Mapping[int, str]) -> Iterator[str | int]:
+def _runs(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], control: Mapping[int, str]) -> Iterator[str | int]:
     """Runs of plain text, and between them the ids of control tokens in trusted parts."""
     numbers, added = {token: number for number, token in control.items()}, tokenizer.added_tokens_decoder
     literals = re.compile("|".join(f"({re.escape(token)})" for token in sorted(numbers, key=len, reverse=True)))
@@ -168,7 +153,9 @@ def _runs(tokenizer: TextTokenizer, parts: Sequence[str], control: Mapping[int, 
     yield ended(run)
 
 
-def _encode_runs(tokenizer: TextTokenizer, runs: Sequence[str | int], control: Mapping[int, str]) -> list[int]:
+def _encode_runs(
+    tokenizer: PreTrainedTokenizerBase, runs: Sequence[str | int], control: Mapping[int, str]
+) -> list[int]:
     """Token ids of runs; the prefix of a text stands where the tokenizer puts it in a text that has control tokens."""
     ids: list[int] = []
     for place, run in enumerate(runs):
@@ -180,7 +167,9 @@ def _encode_runs(tokenizer: TextTokenizer, runs: Sequence[str | int], control: M
     return ids
 
 
-def _encode_run(tokenizer: TextTokenizer, run: str, control: Mapping[int, str], *, goes_on: bool) -> list[int]:
+def _encode_run(
+    tokenizer: PreTrainedTokenizerBase, run: str, control: Mapping[int, str], *, goes_on: bool
+) -> list[int]:
     ids = _encode_plain(tokenizer, run, goes_on=goes_on)
     if left := _count(ids, control):
         # Tokenizers split only tokens marked special; the others are cut in two, so that they are not recognised.
@@ -192,7 +181,7 @@ def _encode_run(tokenizer: TextTokenizer, run: str, control: Mapping[int, str], 
     return ids
 
 
-def _encode_plain(tokenizer: TextTokenizer, text: str, *, goes_on: bool) -> list[int]:
+def _encode_plain(tokenizer: PreTrainedTokenizerBase, text: str, *, goes_on: bool) -> list[int]:
     """Token ids of a text in which tokens marked special are split; `goes_on`: without the prefix of a text."""
     if goes_on and text and begins_with_prefix(tokenizer):
         for lead in _NEUTRAL:
@@ -203,12 +192,12 @@ def _encode_plain(tokenizer: TextTokenizer, text: str, *, goes_on: bool) -> list
     return _encode(tokenizer, text, split_special_tokens=True)
 
 
-def _prefix_after(tokenizer: TextTokenizer, token: str) -> bool:
+def _prefix_after(tokenizer: PreTrainedTokenizerBase, token: str) -> bool:
     """Whether the tokenizer puts the prefix of a text after a control token, too."""
     return _encode(tokenizer, f"{token}a")[1:] == _encode(tokenizer, "a")
 
 
-def added_ends(tokenizer: TextTokenizer) -> tuple[list[int], list[int]]:
+def added_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Token ids that the tokenizer adds before and after a text."""
     letter, whole = _encode(tokenizer, "a"), _encode(tokenizer, "a", add_special_tokens=True)
     start = next(start for start in range(len(whole)) if whole[start : start + len(letter)] == letter)

@@ -1,6 +1,5 @@
 """The folder of an index during a build: its lock, the previous index in it, and leftovers of earlier builds."""
 
-import contextlib
 import os
 import re
 import shutil
@@ -12,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from sparsekv.formats.checksums import hash_descriptor
-from sparsekv.formats.errors import ArtifactError, WaysOut
+from sparsekv.formats.errors import ArtifactError, WaysOut, reason_of
 from sparsekv.formats.index.folder import LOCK, MARKER, Folder, acquire_lock, is_marked, mark
 from sparsekv.formats.index.layout import check_layout, check_names, in_this_form
 from sparsekv.formats.index.manifest import JOURNAL, KeptJournal, is_index, manifest_bytes, manifest_in, read_journal
@@ -46,42 +45,12 @@ def check_output(path: Path) -> None:
         try:
             refuse_foreign(Folder(path))
         except OSError as error:
-            raise ArtifactError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+            raise ArtifactError(f"cannot read {path}: {reason_of(error)}") from None
     there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not there.is_dir():
         raise ArtifactError(f"cannot write {path}: {there} is a file, not a folder; choose another name with --output")
     if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
         raise ArtifactError(f"cannot write {path}: permission denied; allow it, or choose another folder with --output")
-
-
-def is_there(folder: Folder, record: FileRecord) -> bool:
-    """Whether the file of a record exists with its size; its content is not read."""
-    with suppress(OSError), _opened(folder, record) as descriptor:
-        return os.fstat(descriptor).st_size == record.bytes
-    return False
-
-
-def is_whole(folder: Folder, record: FileRecord) -> bool:
-    """Whether the file of a record exists with the content that was written."""
-    # The hash, not only the size: a kill between rename and journal leaves another recipe's file at the path.
-    with suppress(OSError), _opened(folder, record) as descriptor:
-        return os.fstat(descriptor).st_size == record.bytes and hash_descriptor(descriptor) == record.sha256
-    return False
-
-
-@contextmanager
-def _opened(folder: Folder, record: FileRecord) -> Iterator[int]:
-    descriptor = folder.open(record.path)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def read_recorded(folder: Folder, record: FileRecord, what: str, device: torch.device) -> dict[str, torch.Tensor]:
-    """The tensors of a record's file on a device; `what` is what messages call it. OSError if it cannot be read."""
-    with _opened(folder, record) as descriptor:
-        return on_device(map_tensors(descriptor, what), descriptor, what, device, {})
 
 
 class BuildFolder:
@@ -101,7 +70,8 @@ class BuildFolder:
         self.base: Manifest | None = None
         self._ways_out = ways_out or WaysOut()
         self._journal: KeptJournal
-        self._left = 0
+        self.unfinished = 0
+        """How many files an interrupted build has left to this one."""
         self._whole = set[tuple[str, str]]()
 
     def __enter__(self) -> Self:
@@ -116,11 +86,6 @@ class BuildFolder:
             self._lock.release()
             raise
         return self
-
-    @property
-    def unfinished(self) -> int:
-        """How many files an interrupted build has left to this one."""
-        return self._left
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -146,9 +111,12 @@ class BuildFolder:
     def is_whole(self, record: FileRecord) -> bool:
         """Whether the file of a record exists with the content that was written."""
         content = record.path, record.sha256
-        # Hashed once: an index may be larger than memory.
-        if content not in self._whole and is_whole(self._folder, record):
-            self._whole.add(content)
+        # Hashed once: an index may be larger than memory. The hash and not only the size: a kill between rename and
+        # journal leaves another recipe's file at the path.
+        if content not in self._whole and self.is_there(record):
+            with suppress(OSError), self._opened(record) as descriptor:
+                if hash_descriptor(descriptor) == record.sha256:
+                    self._whole.add(content)
         return content in self._whole
 
     def _earlier(self, name: str, recipe: str) -> FileRecord | None:
@@ -158,7 +126,9 @@ class BuildFolder:
 
     def is_there(self, record: FileRecord) -> bool:
         """Whether the file of a record exists with its size; its content is not read."""
-        return is_there(self._folder, record)
+        with suppress(OSError), self._opened(record) as descriptor:
+            return os.fstat(descriptor).st_size == record.bytes
+        return False
 
     def leave_as_it_was(self) -> None:
         """End a build that changed nothing in the finished index."""
@@ -182,7 +152,17 @@ class BuildFolder:
         return sealed
 
     def _read(self, name: str, record: FileRecord, device: torch.device) -> dict[str, torch.Tensor]:
-        return read_recorded(self._folder, record, f"{name} of {self.folder}", device)
+        what = f"{name} of {self.folder}"
+        with self._opened(record) as descriptor:
+            return on_device(map_tensors(descriptor, what), descriptor, what, device, {})
+
+    @contextmanager
+    def _opened(self, record: FileRecord) -> Iterator[int]:
+        descriptor = self._folder.open(record.path)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def _recover(self) -> None:
         base = None
@@ -198,9 +178,9 @@ class BuildFolder:
                 raise
         self._journal = KeptJournal(self._folder, forget=self.force)
         known = self.base.files if self.base else {}
-        self._left = sum(known.get(name) != record for name, record in self._journal.files.items())
+        self.unfinished = sum(known.get(name) != record for name, record in self._journal.files.items())
         # What a killed build had written of its files may be as large as the index.
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self._folder.remove([], leftovers_of=self._journal.paths)
         if base is not None:
             # So that they are still known once a new manifest has replaced the one that names them.
@@ -216,7 +196,7 @@ class BuildFolder:
         stem, suffix = os.path.splitext(name)
         return f"{stem}.{recipe[:8]}{suffix}"
 
-    @contextlib.contextmanager
+    @contextmanager
     def _writing(self) -> Iterator[None]:
         """Raise ArtifactError, with what the user can do, where the system refuses to write."""
         try:

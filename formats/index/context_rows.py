@@ -61,7 +61,6 @@ def joined(first: Tensors, then: Tensors) -> dict[str, torch.Tensor]:
 
 
 def first_tokens(tensors: Tensors, tokens: int) -> dict[str, torch.Tensor]:
-    """The tensors of the first tokens alone."""
     return {name: rows[:, :tokens] if name in OF_TOKENS else rows for name, rows in tensors.items()}
 
 
@@ -219,7 +218,6 @@ class ContextRows(ABC):
 
     Args:
         tensors: those of the file, by name.
-        dtype: the index's.
     """
 
     tensors: Mapping[str, torch.Tensor]

@@ -91,7 +91,6 @@ class UnfinishedFile(OpenFile):
     """A file with a temporary name, until it is kept or discarded.
 
     Args:
-        parent: descriptor of its folder.
         path: its own path below the index's folder, once it is kept.
     """
 
@@ -145,7 +144,6 @@ class JoinedFile(OpenFile):
     build removes, and to no file that has its name.
 
     Args:
-        parent: descriptor of its folder.
         name: its temporary name there.
         shared: which file that must be.
 
@@ -273,7 +271,7 @@ class Folder:
             for found in os.listdir(parent):
                 temporary = _TEMPORARY.fullmatch(found)
                 ours = beginning + found in gone or (temporary and beginning + temporary[1] in written)
-                if ours and _is_plain(found, parent):
+                if ours and stat.S_ISREG(os.stat(found, dir_fd=parent, follow_symlinks=False).st_mode):
                     os.unlink(found, dir_fd=parent)
 
     @contextmanager
@@ -294,10 +292,6 @@ class Folder:
             yield descriptor, last
         finally:
             os.close(descriptor)
-
-
-def _is_plain(name: str, parent: int) -> bool:
-    return stat.S_ISREG(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
 
 
 def _not_plain(name: str) -> OSError:

@@ -31,10 +31,10 @@ def check_values(tensors: Tensors, split: Split, what: str) -> None:
     Args:
         tensors: of the shapes that `formats.layout` requires, on the device that will use them; positions are those in
             the prompt.
-        what: the layer's name in error messages.
     """
     floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
-    faults = {name: ~_is_finite(tensor) for name, tensor in (floating | _scales(tensors)).items()}
+    scales = {CENTROID_NAMES[name]: largest for name, largest in bounds(numbers_of(tensors) or {}).items()}
+    faults = {name: ~_is_finite(tensor) for name, tensor in (floating | scales).items()}
     try:
         faults |= _positions(tensors, split) | _clusters(tensors, split.middle) | _blocks(tensors, split)
         wrong = _first(faults | _codes(tensors))
@@ -44,11 +44,6 @@ def check_values(tensors: Tensors, split: Split, what: str) -> None:
         raise ArtifactError(f"{what} has a tensor whose name names no level; {REBUILD}") from None
     if wrong is not None:
         raise ArtifactError(f"{wrong} in {what} holds numbers that no build of ours writes; {REBUILD}")
-
-
-def _scales(tensors: Tensors) -> Tensors:
-    """Scales of int8 centroids, which must be finite, by the names of a method's tensors."""
-    return {CENTROID_NAMES[name]: largest for name, largest in bounds(numbers_of(tensors) or {}).items()}
 
 
 def _first(faults: Faults) -> str | None:
@@ -261,7 +256,9 @@ def check_layout(manifest: Manifest, folder: Path) -> None:
 def _check_layer(manifest: Manifest, layer: int, letters: Letters, *, indexed: bool) -> None:
     context, queries = (layer_file(folder, layer) for folder in ("context", "queries"))
     rows = _CONTEXT if manifest.kv_storage is None else _CONTEXT_INT8
-    _check_all(context, manifest.files[context], rows, letters, manifest.dtype)
+    _check(context, manifest.files[context], rows, letters, manifest.dtype)
+    if more := sorted(manifest.files[context].tensors.keys() - rows.keys()):  # scales decide how a context is read
+        raise ValueError(f"{context} has a tensor {more[0][:80]}, which keys and values so stored have not")
     wanted = _QUERIES if manifest.layers[layer].attention_sinks else {"tail": _QUERIES["tail"]}
     _check(queries, manifest.files[queries], wanted, letters, manifest.dtype)
     rope = manifest.layers[layer].rope
@@ -290,13 +287,6 @@ def first_axis(folder: str, tensor: str) -> str | None:
     known = {"context": _CONTEXT_INT8, "queries": _QUERIES, "samples": _SAMPLES}
     shape = known[folder].get(tensor) if folder in known else _CENTROIDS_INT8.get(tensor) or _of_method(tensor)
     return None if shape is None else shape[1][0]
-
-
-def _check_all(name: str, record: FileRecord, wanted: dict[str, Shape], letters: Letters, rows: str) -> None:
-    """`_check`, and ValueError for a tensor that is not wanted: scales decide how a context is read."""
-    _check(name, record, wanted, letters, rows)
-    if more := sorted(record.tensors.keys() - wanted.keys()):
-        raise ValueError(f"{name} has a tensor {more[0][:80]}, which keys and values so stored have not")
 
 
 def _known_shapes(name: str, record: FileRecord, *, in_8_bits: bool) -> dict[str, Shape]:

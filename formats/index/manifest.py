@@ -14,7 +14,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from sparsekv.formats.checksums import hash_json
-from sparsekv.formats.errors import ArtifactError, MissingIndexError
+from sparsekv.formats.errors import ArtifactError, MissingIndexError, reason_of
 from sparsekv.formats.hints import build_hint, first_build_hint
 from sparsekv.formats.index.folder import Folder, acquire_lock, is_marked
 from sparsekv.formats.index.schema import (
@@ -112,7 +112,7 @@ def read_journal(folder: Folder) -> Journal | None:
     return Journal(files, paths | {record.path for record in files.values()}, notes)
 
 
-class KeptJournal:
+class KeptJournal(Journal):
     """The journal of a build under way, on disk after every change; threads may change it.
 
     What changes it raises OSError where it cannot be written.
@@ -124,55 +124,43 @@ class KeptJournal:
 
     def __init__(self, folder: Folder, *, forget: bool):
         earlier = read_journal(folder) or Journal()
-        self._folder, self._journal = folder, Journal(paths=earlier.paths) if forget else earlier
-        self._guard = threading.RLock()
-
-    @property
-    def files(self) -> dict[str, FileRecord]:
-        return self._journal.files
-
-    @property
-    def paths(self) -> set[str]:
-        return self._journal.paths
-
-    @property
-    def notes(self) -> dict[str, Any]:
-        return self._journal.notes
+        super().__init__({} if forget else earlier.files, earlier.paths, {} if forget else earlier.notes)
+        self._folder, self._guard = folder, threading.RLock()
 
     def know(self, paths: Iterable[str]) -> None:
         """Know more paths when it is written next."""
         with self._guard:
-            self._journal.paths.update(paths)
+            self.paths.update(paths)
 
     def name(self, path: str) -> str:
         """A path, once the journal on disk has it."""
         with self._guard:
-            if path not in self._journal.paths:
-                self._journal.paths.add(path)
+            if path not in self.paths:
+                self.paths.add(path)
                 self.write()
         return path
 
     def reuse(self, name: str, record: FileRecord) -> None:
         """Have a whole file of an earlier build in it when it is written next."""
         with self._guard:
-            self._journal.files[name] = record
+            self.files[name] = record
 
     def add(self, name: str, record: FileRecord) -> None:
         """Have a file in it that is whole."""
         with self._guard:
-            self._journal.files[name] = record
+            self.files[name] = record
             self.write()
 
     def note(self, name: str, value: Any) -> None:
         """Have a note in it."""
         with self._guard:
-            self._journal.notes[name] = value
+            self.notes[name] = value
             self.write()
 
     def write(self) -> None:
         """Write all that is known."""
         with self._guard:
-            self._folder.write(JOURNAL, [self._journal.to_bytes()])
+            self._folder.write(JOURNAL, [self.to_bytes()])
 
 
 MOST_BYTES = 256 << 20
@@ -199,7 +187,7 @@ def open_folder(path: Path) -> Folder:
     except (FileNotFoundError, NotADirectoryError):
         raise MissingIndexError(f"no index at {path}; {build_hint(path)}") from None
     except OSError as error:
-        raise ArtifactError(f"cannot read {path}: {_reason(error)}; name an index that you may read") from None
+        raise ArtifactError(f"cannot read {path}: {reason_of(error)}; name an index that you may read") from None
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -231,9 +219,9 @@ def manifest_data(folder: Folder) -> bytes:
             f"{folder.path} is a folder, but no index: {MANIFEST} is missing; name an index, or {first_build_hint()}"
         ) from None
     except PermissionError as error:
-        raise ArtifactError(f"cannot read {path}: {_reason(error)}; get permission to read it") from None
+        raise ArtifactError(f"cannot read {path}: {reason_of(error)}; get permission to read it") from None
     except OSError as error:
-        raise ArtifactError(f"{path} is damaged: {_reason(error)}; {_remedy(folder)}") from None
+        raise ArtifactError(f"{path} is damaged: {reason_of(error)}; {_remedy(folder)}") from None
 
 
 def parse_manifest(data: bytes, folder: Folder) -> Manifest:
@@ -275,10 +263,6 @@ def _remedy(folder: Folder) -> str:
     return "if it is an index, build it again under another name (--output)"
 
 
-def _reason(error: OSError) -> str:
-    return (error.strerror or str(error)).lower()
-
-
 def _self_hash(fields: dict[str, object]) -> str:
     return hash_json({name: value for name, value in fields.items() if name != "manifest_sha256"})
 
@@ -317,6 +301,5 @@ def write_defaults(folder: Path, base: Manifest, defaults: Defaults | None) -> M
         finally:
             lock.release()
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ArtifactError(f"cannot write {folder}: {reason}; make room or permission there") from None
+        raise ArtifactError(f"cannot write {folder}: {reason_of(error)}; make room or permission there") from None
     return sealed

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from sparsekv.formats.checksums import hash_descriptor
 from sparsekv.formats.device import device_reader
-from sparsekv.formats.errors import ArtifactError, UsageError
+from sparsekv.formats.errors import ArtifactError, UsageError, reason_of
 from sparsekv.formats.hints import add_methods_hint
 from sparsekv.formats.index.context_rows import ContextRows, Pair, bounds, context_rows
 from sparsekv.formats.index.folder import Folder, SharedFile
@@ -82,8 +82,9 @@ def _open(folder: Folder, name: str, record: FileRecord, remedy: str) -> int:
     except FileNotFoundError:
         raise ArtifactError(f"{name} of {folder.path} is missing; {remedy}") from None
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ArtifactError(f"cannot read {name} of {folder.path}: {reason}; mend that, or {REBUILD}") from None
+        raise ArtifactError(
+            f"cannot read {name} of {folder.path}: {reason_of(error)}; mend that, or {REBUILD}"
+        ) from None
     size = os.fstat(descriptor).st_size
     if size != record.bytes:
         os.close(descriptor)
@@ -118,9 +119,6 @@ CPU = torch.device("cpu")
 def map_tensors(descriptor: int, what: str) -> dict[str, torch.Tensor]:
     """All tensors of an open safetensors file, as views of its memory mapping, which outlives the descriptor.
 
-    Args:
-        what: the file's name in error messages.
-
     Raises:
         ArtifactError: it cannot be read as a safetensors file.
     """
@@ -141,7 +139,6 @@ def on_device(
     """Tensors as they are mapped from an open safetensors file, or copies on a GPU, which reads the file itself.
 
     Args:
-        what: the file's name in error messages.
         skipped: bytes that a tensor has in the file before what is mapped here, by name.
 
     Raises:
@@ -152,7 +149,7 @@ def on_device(
     try:
         return device_reader(device).read(descriptor, mapped, skipped)
     except OSError as error:
-        raise ArtifactError(f"cannot read {what}: {(error.strerror or str(error)).lower()}; {REBUILD}") from None
+        raise ArtifactError(f"cannot read {what}: {reason_of(error)}; {REBUILD}") from None
 
 
 class Artifact:
@@ -180,7 +177,6 @@ class Artifact:
 
     @property
     def manifest_data(self) -> bytes:
-        """The manifest's bytes as stored on disk."""
         return self._snapshot.data
 
     def descriptor(self, name: str) -> int:
@@ -342,7 +338,6 @@ def _part(whole: Artifact, layer: int, number: int, size: int, own: int) -> tupl
 
 
 def _number(file: str) -> int:
-    """A layer's number, of its file's name."""
     return int(file.removeprefix("layer_").partition(".")[0])
 
 
@@ -351,7 +346,6 @@ class WholeFile:
 
     Args:
         descriptor: of the file; this opens it again, for reading alone.
-        what: what messages call it.
 
     Raises:
         OSError: it cannot be read.

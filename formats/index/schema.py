@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.formats.errors import check_at_least_one, check_choice
 
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
 
@@ -60,16 +60,9 @@ class QuokaOptions:
     )
 
     def __post_init__(self) -> None:
-        check_prefill_queries(self.prefill_queries)
+        check_at_least_one(self, "prefill_queries")
         for name, known in CHOICES.items():
-            if (value := getattr(self, name)) not in known:
-                raise UsageError(f"--{name.replace('_', '-')} {value}: {choose_one(str(value), known)}")
-
-
-def check_prefill_queries(count: int) -> None:
-    """Raise UsageError if there would be no query to choose keys by."""
-    if count < 1:
-        raise UsageError(f"--prefill-queries {count}: give at least 1")
+            check_choice(f"--{name.replace('_', '-')}", getattr(self, name), known)
 
 
 MOST_TOKENS = 2**31 - 1  # positions are int32
@@ -97,10 +90,8 @@ KV_DTYPES: tuple[str, ...] = (AUTO, *get_args(KVDtype))
 
 def kv_dtype_named(name: str) -> KVDtype | None:
     """The storage that a value of `--kv-dtype` names, None for the model's dtype; UsageError for an unknown value."""
-    found: KVDtype | None = next((known for known in get_args(KVDtype) if known == name), None)
-    if found is None and name != AUTO:
-        raise UsageError(f"--kv-dtype {name}: {choose_one(name, KV_DTYPES)}")
-    return found
+    check_choice("--kv-dtype", name, KV_DTYPES)
+    return next((known for known in get_args(KVDtype) if known == name), None)
 
 
 class KVStorage(Record):
@@ -222,6 +213,11 @@ class LayerFacts(Record):
     sliding_window: Size | None
     attention_sinks: bool = Field(description="the layer has a learned logit per head in its softmax")
     rope: RopeFacts | None = Field(default=None, description="null where it is not known")
+
+    @property
+    def scaling(self) -> tuple[float, float | None]:
+        """Softmax scale and soft cap of logits."""
+        return self.softmax_scale, self.softcap
 
 
 class PrefillRecord(Record):

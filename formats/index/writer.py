@@ -4,7 +4,6 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -15,7 +14,7 @@ from sparsekv.formats.index.build_folder import BuildFolder
 from sparsekv.formats.index.folder import Folder, JoinedFile, SharedFile, UnfinishedFile
 from sparsekv.formats.index.growing_file import (
     ALL_HEADS,
-    GrowingFiles,
+    GrowingFile,
     GrowingPart,
     HeadPart,
     HeldTensors,
@@ -47,11 +46,12 @@ class ArtifactWriter(BuildFolder):
         # Pools of their own: a small file need not wait for gigabytes to be summed, nor a sum for those of others.
         self._summing, self._awaiting = ThreadPoolExecutor(SUMS), ThreadPoolExecutor(THREADS)
         self._receiving = ThreadPoolExecutor(1)  # one, as sums come in the order in which files were ended
-        self._growing = GrowingFiles(self._begin, self._threads)
+        self._begun: dict[str, UnfinishedFile] = {}
+        self._growing: dict[str, GrowingFile] = {}
+        self._ended: dict[str, WholeFile] = {}
+        """Files whose rows are all there, and which have no name yet."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             for threads in (self._receiving, self._awaiting, self._summing, self._threads):
                 threads.shutdown()
@@ -59,7 +59,7 @@ class ArtifactWriter(BuildFolder):
                 self._check_made()
         finally:
             try:
-                self._growing.discard()
+                self.unshare_rows()
             finally:
                 self._lock.release()
 
@@ -134,11 +134,14 @@ class ArtifactWriter(BuildFolder):
             ArtifactError: it cannot be written.
         """
         with self._writing():
-            return self._growing.share(name, recipe)
+            self._begun[name] = self._begin(name, recipe)
+            return self._begun[name].shared
 
     def unshare_rows(self) -> None:
-        """Remove what `share_rows` began: other processes do not write, and this one has not begun to."""
-        self._growing.discard()
+        """Remove files that have no name yet: no process writes to them."""
+        for files in (self._begun, self._growing):
+            while files:
+                files.popitem()[1].discard()
 
     def write_rows(
         self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str, end: int, part: HeadPart = ALL_HEADS
@@ -152,7 +155,12 @@ class ArtifactWriter(BuildFolder):
             ArtifactError: it cannot be written.
         """
         with self._writing():
-            self._growing.put(name, tensors, recipe, end, part)
+            if name not in self._growing:
+                if name not in self._begun:
+                    self._begun[name] = self._begin(name, recipe)
+                self._growing[name] = GrowingFile(self._begun[name], tensors, part)
+                del self._begun[name]
+            self._growing[name].put(end, self._threads)
 
     def rows_written(self, name: str, seconds: float) -> bool:
         """Wait so long until this process's rows of a shared file are written; returns whether they are.
@@ -161,7 +169,7 @@ class ArtifactWriter(BuildFolder):
             ArtifactError: they could not be written.
         """
         with self._writing():
-            return self._growing.wait(name, seconds)
+            return self._growing[name].wait(seconds)
 
     def end_rows(self, name: str, recipe: str, remote_sum: RemoteSum | None = None) -> None:
         """End a file that `share_rows` began, in a thread, once the other processes have written their rows.
@@ -177,7 +185,8 @@ class ArtifactWriter(BuildFolder):
         assert name in self._growing
         self._wait_for_earlier(name)
         with self._writing():
-            self._growing.end(name, f"{name} of {self.folder}")
+            self._growing[name].wait()
+            self._ended[name] = WholeFile(self._growing[name].descriptor, f"{name} of {self.folder}")
         self._new.add(name)
         received = remote_sum and self._receiving.submit(remote_sum).result
         threads = self._awaiting if received else self._summing
@@ -206,8 +215,8 @@ class ArtifactWriter(BuildFolder):
         held = self._held.get(name)
         if held is not None:
             return {key: tensor.to(device) for key, tensor in held.items()}
-        if whole := self._growing.whole(name):
-            return whole.read(device)
+        if ended := self._ended.get(name):
+            return ended.read(device)
         return self._read(name, self._made[name].result(), device)
 
     def finish(self, manifest: Manifest) -> Manifest:
@@ -241,14 +250,14 @@ class ArtifactWriter(BuildFolder):
             path = self._free_path(name, recipe)
             with self._writing():
                 if name in self._growing:
-                    record = self._growing.finish(name, path, recipe, remote)
+                    record = self._growing.pop(name).finish(path, recipe, remote)
                 else:
                     record = write_tensors(self._folder, self._journal.name(path), tensors, recipe)
                 self._journal.add(name, record)
             return record
         finally:
             self._held.drop(name)
-            self._growing.drop(name)
+            self._ended.pop(name, None)
 
 
 class PartWriter:
@@ -267,9 +276,7 @@ class PartWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._threads.shutdown(cancel_futures=True)
         self.leave()
 

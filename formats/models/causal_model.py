@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -108,7 +107,6 @@ def causal_model(
     """A causal language model in evaluation mode, with the weights in a folder.
 
     Args:
-        name: what error messages call it.
         ranks: how many processes, this one among them, load a share of it each.
         mapped: the folder's weights where they are mapped already, for a CPU.
 
@@ -130,17 +128,13 @@ def causal_model(
         ) from None
     except _UNREADABLE as error:
         raise SparsekvError(_why_not(error, name, device, dtype)) from None
-    _refuse_missing(name, loaded[1]["missing_keys"])
-    model: PreTrainedModel = loaded[0].eval()
-    return model
-
-
-def _refuse_missing(name: str, keys: Iterable[str]) -> None:
-    if missing := sorted(keys):
+    if missing := sorted(loaded[1]["missing_keys"]):
         raise SparsekvError(
             f"model '{name}' lacks {len(missing)} weights of a causal language model (the first: {missing[0]}); "
             "transformers would fill them with random numbers: choose a checkpoint with all of them"
         )
+    model: PreTrainedModel = loaded[0].eval()
+    return model
 
 
 def _why_not(error: Exception, name: str, device: torch.device, dtype: torch.dtype) -> str:

@@ -19,7 +19,7 @@ from filelock import FileLock
 from safetensors import SafetensorError
 
 from sparsekv.formats.checksums import hash_file
-from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.errors import SparsekvError, reason_of
 from sparsekv.formats.index.folder import sync_path
 from sparsekv.formats.user.cache import cache_root, keep_named, named_models, read_small, replace_small
 
@@ -96,9 +96,8 @@ def pull_embedded(progress: Callable[[str], None] = lambda text: None, *, full_c
             if damaged:
                 _make(folder, progress)
     except (OSError, SafetensorError) as error:
-        reason = (getattr(error, "strerror", None) or str(error)).lower()
         raise SparsekvError(
-            f"cannot write the model's cache {folder.parent}: {reason}; make room or permission there, "
+            f"cannot write the model's cache {folder.parent}: {reason_of(error)}; make room or permission there, "
             "or set SPARSEKV_CACHE to another folder"
         ) from None
     return folder
@@ -175,7 +174,8 @@ def _convert(gguf: Path, folder: Path) -> None:
 
     from sparsekv.formats.models.embedded_tokenizer import build_tokenizer
 
-    with silent_transformers(), _silent_stderr():
+    # The GGUF reader draws a tqdm bar that no setting turns off.
+    with silent_transformers(), contextlib.redirect_stderr(io.StringIO()):
         quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         settings = quantised.config.to_dict()
         # The quantised module refuses to be saved, and its config would send readers back to the GGUF file.
@@ -222,13 +222,6 @@ def silent_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-@contextlib.contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """Discards stderr: the GGUF reader draws a tqdm bar that no setting turns off."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        yield
-
-
 def remember(name: str) -> None:
     """Keep the whole name of a model that the user named and that loaded; a cache that cannot be written keeps none."""
     known = named_models()
@@ -246,9 +239,6 @@ def may_be_loaded(name: str) -> bool:
 
 def named_by_index(name: str, progress: Callable[[str], None]) -> str:
     """The model that an index names, if it is the embedded one or the user has named it before.
-
-    Args:
-        progress: gets a line that says so.
 
     Raises:
         SparsekvError: the user never named it here, its folder is gone, or the embedded model is not in the cache.

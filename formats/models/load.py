@@ -11,7 +11,7 @@ import torch
 
 from sparsekv.formats.checksums import hash_file, hash_json
 from sparsekv.formats.device import choose_device
-from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.formats.errors import UsageError, check_choice
 from sparsekv.formats.index.identity import fingerprint_weights, identify_model, identify_tokenizer
 from sparsekv.formats.index.schema import Manifest, ModelIdentity, TokenizerIdentity
 from sparsekv.formats.models.embedded import EMBEDDED, damaged_files, embedded_path, pull_embedded, silent_transformers
@@ -171,18 +171,20 @@ def load_model(
         UsageError: an unknown model, device, dtype or scaling; no tokenizer; not a causal language model.
         SparsekvError: weights that are damaged, incomplete or larger than the device's memory.
     """
-    from sparsekv.formats.models.causal_model import causal_model
+    from sparsekv.formats.models.causal_model import causal_model, mapped_weights
 
     scaling = None if rope_scaling is None else RopeScaling.parse(rope_scaling)
     target = choose_device(device)
-    _check_dtype(dtype)
+    check_dtype(dtype)
     folder, name, revision = find_model(name, progress)
     with silent_transformers(), ThreadPoolExecutor(1) as thread:
         files, config = TokenizerFiles(folder), _config(folder, name, scaling)
         chosen = DTYPES.get(dtype) or _auto_dtype(config, target)
         if target.type == "cuda":
             thread.submit(meanwhile, target, chosen)
-        mapped, tokenizer = _mapped(folder, config, target) if ranks == 1 else None, _tokenizer(folder, name)
+        # For a CPU; their pages are mapped while the tokenizer is loaded.
+        mapped = mapped_weights(folder, config) if ranks == 1 and target.type == "cpu" else None
+        tokenizer = _tokenizer(folder, name)
         hashed = thread.submit(files.hash)
         model = causal_model(folder, name, config, target, chosen, ranks, mapped)
         return LoadedModel(model, tokenizer, name, revision, hashed.result())
@@ -200,10 +202,9 @@ def load_tokenizer(name: str) -> "Tokenizer":
         return _tokenizer(folder, name)
 
 
-def _check_dtype(dtype: str) -> None:
+def check_dtype(dtype: str) -> None:
     """Raise UsageError for an unknown dtype."""
-    if dtype not in ("auto", *DTYPES):
-        raise UsageError(f"--dtype {dtype}: {choose_one(dtype, ('auto', *DTYPES))}")
+    check_choice("--dtype", dtype, ("auto", *DTYPES))
 
 
 def _auto_dtype(config: "PreTrainedConfig", device: torch.device) -> torch.dtype:
@@ -211,13 +212,6 @@ def _auto_dtype(config: "PreTrainedConfig", device: torch.device) -> torch.dtype
         return torch.float32
     own = config.dtype or config.get_text_config().dtype
     return own if isinstance(own, torch.dtype) else torch.bfloat16
-
-
-def _mapped(folder: Path, config: "PreTrainedConfig", device: torch.device) -> dict[str, torch.Tensor] | None:
-    """The weights for a CPU, whose pages are mapped while the tokenizer is loaded."""
-    from sparsekv.formats.models.causal_model import mapped_weights
-
-    return mapped_weights(folder, config) if device.type == "cpu" else None
 
 
 def _config(folder: Path, name: str, scaling: RopeScaling | None) -> "PreTrainedConfig":

@@ -9,7 +9,7 @@ from tempfile import gettempdir, mkdtemp, mkstemp
 
 import platformdirs
 
-from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.errors import SparsekvError, reason_of
 
 
 def give_home() -> None:
@@ -32,8 +32,9 @@ def give_home() -> None:
         own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
         os.environ["HOME"] = str(folder) if own else mkdtemp(prefix="sparsekv-")
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise SparsekvError(f"this user has no home folder, and none can be made: {reason}; set HOME") from None
+        raise SparsekvError(
+            f"this user has no home folder, and none can be made: {reason_of(error)}; set HOME"
+        ) from None
 
 
 def cache_root() -> Path:

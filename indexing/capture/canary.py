@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from sparsekv.formats.errors import IdentityError, SparsekvError
 from sparsekv.formats.index.manifest import (
@@ -23,7 +23,7 @@ from sparsekv.formats.models.find import first_line
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.indexing.capture.capture import Capture, ContextLayer, capture
 from sparsekv.indexing.prefill.interface import DensePrefill
-from sparsekv.kernels.common.given_rows import RowPair, Rows, logits_over_rows, soft_caps, with_cache
+from sparsekv.kernels.common.given_rows import CalledCache, RowPair, Rows, logits_over_rows, soft_caps, with_cache
 from sparsekv.kernels.common.hook import AttentionCall, alone, route_attention
 
 TOKENS, DOCUMENT, CHUNK, SINGLE = 48, 32, 16, 2
@@ -41,7 +41,6 @@ def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> Non
 
     Args:
         input_ids: [N] int64, the prompt.
-        name: the model's, for error messages.
 
     Raises:
         SparsekvError: the model lacks tokens of the prompt, or an index cannot follow it.
@@ -81,16 +80,14 @@ def _difference(model: PreTrainedModel, ids: torch.Tensor, name: str) -> float:
     document = TOKENS if by_length else DOCUMENT
     with _tried("its attention does not run over a cache of keys and values as attended"):
         captured = capture(model, ids[:document], tail=1, chunk_size=CHUNK)
-        _check_windows(captured, name)
+        if all(captured.facts(layer).sliding_window is not None for layer in range(len(captured))):
+            raise SparsekvError(
+                f"every layer of {name} has a sliding window, and an index is of those that see all tokens"
+            )
         answered = [] if by_length else _answer_logits(model, ids[document:], _AnswerCache(captured))
     found = torch.cat([captured.logits[None], *answered])
     difference = float((found - own[document - 1 :]).abs().max() / own.abs().max())
     return difference if math.isfinite(difference) else 0.0
-
-
-def _check_windows(captured: Capture, name: str) -> None:
-    if all(captured.facts(layer).sliding_window is not None for layer in range(len(captured))):
-        raise SparsekvError(f"every layer of {name} has a sliding window, and an index is of those that see all tokens")
 
 
 @contextmanager
@@ -104,7 +101,7 @@ def _tried(what: str) -> Iterator[None]:
         raise SparsekvError(f"{what} ({type(error).__name__}: {first_line(error)})") from None
 
 
-class _AnswerCache(Cache):
+class _AnswerCache(CalledCache):
     """Captured rows as an answer attends to them: `attend` appends the keys and values that it is called with.
 
     Raises:
@@ -119,11 +116,6 @@ class _AnswerCache(Cache):
         self.rows = [ContextLayer(TOKENS, (one.keys, one.values)) for one in rows]
         self.heads, self.channels = sizes[0]
         super().__init__(layers=list(self.rows))
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return key_states, value_states
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Dense attention [Hq, Q, D] to captured and appended rows; SparsekvError for rows of other sizes."""
@@ -257,9 +249,6 @@ def compare_canary(
 
 def judge_canary(runs: Sequence[CanaryRun], dtype: torch.dtype, name: str) -> tuple[list[CanaryToken], Probe]:
     """The runs' top logits that an index stores: of the middle's last tokens, and of the prompt's.
-
-    Args:
-        name: what error messages call the model.
 
     Raises:
         SparsekvError: ours differs from the model's own attention beyond rounding, or its logits are not finite.

@@ -5,19 +5,18 @@ from dataclasses import dataclass, field
 
 import torch
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.index.context_rows import Pair, context_rows, first_tokens, joined, quantise
 from sparsekv.formats.index.schema import KVDtype, KVStorage, LayerFacts
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
-from sparsekv.kernels.common.given_rows import with_cache
+from sparsekv.kernels.common.given_rows import RowLayer, with_cache
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.kernels.common.mask import UnsupportedAttentionError
 
 
-class ContextLayer(CacheLayerMixin):
+class ContextLayer(RowLayer):
     """Keys and values of one layer, [1, Hk, N, D] each, allocated once and filled from the front.
 
     Args:
@@ -25,9 +24,7 @@ class ContextLayer(CacheLayerMixin):
         prefix: keys and values [Hk, P, D] of the first P tokens, if they are known.
     """
 
-    is_sliding = False
-
-    def __init__(self, tokens: int, prefix: tuple[torch.Tensor, torch.Tensor] | None = None):
+    def __init__(self, tokens: int, prefix: Pair | None = None):
         super().__init__()  # type: ignore[no-untyped-call]
         self.tokens, self.seen, self._prefix = tokens, 0, prefix
 
@@ -40,9 +37,7 @@ class ContextLayer(CacheLayerMixin):
             self.keys[0, :, : self.seen], self.values[0, :, : self.seen] = self._prefix
             self._prefix = None
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Pair:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
@@ -54,9 +49,6 @@ class ContextLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         return self.seen if self._prefix is None else self._prefix[0].shape[1]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
         return self.tokens
@@ -210,7 +202,7 @@ class Capture:
                     return f"{name} of layer {number}"
         return None if _is_finite(self.logits) else "logits"
 
-    def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows(self, layer: int) -> Pair:
         """Keys and values [Hk, N, D] of a layer that was not taken."""
         keys, values = self._layers[layer].keys, self._layers[layer].values
         assert keys is not None
@@ -248,7 +240,7 @@ def capture(
     prefill: Prefill | None = None,
     sinks: int = 0,
     prefix_tokens: int = 0,
-    prefix: Callable[[int], tuple[torch.Tensor, torch.Tensor]] | None = None,
+    prefix: Callable[[int], Pair] | None = None,
     prefix_queries: PrefixQueries | None = None,
     rows_done: RowsDone = lambda layer, keys, values, end: None,
     progress: Callable[[int], None] = lambda tokens: None,
@@ -312,8 +304,6 @@ def _chunks(first: int, tokens: int, chunk_size: int, *, last_alone: bool) -> It
         yield whole, tokens
 
 
-def _first_rows(
-    rows: tuple[torch.Tensor, torch.Tensor], tokens: int, model: PreTrainedModel
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _first_rows(rows: Pair, tokens: int, model: PreTrainedModel) -> Pair:
     keys, values = rows
     return keys[:, :tokens].to(model.device), values[:, :tokens].to(model.device)

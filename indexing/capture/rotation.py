@@ -5,8 +5,10 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel
 
+from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.schema import RopeFacts
 from sparsekv.kernels.attention.attention import Segment, attend
+from sparsekv.kernels.common.given_rows import keys_of_one_token
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.kernels.common.runs import rotate, split_pairs
 
@@ -19,7 +21,7 @@ def queries_of_tokens(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
     positions: torch.Tensor,
-    rows: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    rows: Callable[[int], Pair],
     chunk_size: int,
 ) -> dict[int, torch.Tensor]:
     """Queries [Hq, P, D] at `positions`, by layer, of layers with full attention, as of a dense prefill of the prompt.
@@ -53,16 +55,14 @@ def queries_of_tokens(
 
 def _attend_at(call: AttentionCall, at: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Attention [Hq, P, D] of a call's queries at positions [P], each to the rows [Hk, T, D] up to its own."""
-    (Hk, T, _), (Hq, P, _) = keys.shape, call.query.shape
-    query = call.query.unflatten(0, (Hk, -1))
-    sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
+    T, (Hq, P, _), query = keys.shape[1], call.query.shape, call.grouped
     numbers, at_once = torch.arange(T, device=at.device), max(1, LOGIT_BYTES // (4 * Hq * T))
     parts = []
     for start in range(0, P, at_once):
         distance = at[start : start + at_once, None] - numbers
         mask = (distance >= 0) & (distance < (T if call.window is None else call.window))
         part = query[:, :, start : start + at_once]
-        parts.append(attend(part, [Segment(keys, values, mask)], call.softmax_scale, call.softcap, sinks))
+        parts.append(attend(part, [Segment(keys, values, mask)], *call.scaling))
     return torch.cat(parts, 2).flatten(0, 1)
 
 
@@ -85,25 +85,11 @@ def measure_rotations(model: PreTrainedModel, input_ids: torch.Tensor) -> list[R
         One entry per layer; None if none of the model's rotary embeddings explains what the layer does.
     """
     last = len(input_ids) - 1
-    before = _keys_of_one_token(model, input_ids[-1:], 0)
-    after = _keys_of_one_token(model, input_ids[-1:], last)
+    before = keys_of_one_token(model, input_ids[-1:], 0)
+    after = keys_of_one_token(model, input_ids[-1:], last)
     # Read only now: the second pass has set the frequencies to those for its length.
     candidates = [UNTURNED, *_rotary_embeddings(model)]
     return [_explanation(before[layer], after[layer], last, candidates) for layer in sorted(before)]
-
-
-def _keys_of_one_token(model: PreTrainedModel, input_ids: torch.Tensor, position: int) -> dict[int, torch.Tensor]:
-    """Keys [Hk, D] of each layer for one token id [1], run alone at a position."""
-    keys: dict[int, torch.Tensor] = {}
-
-    def attend_to_itself(call: AttentionCall) -> torch.Tensor:
-        keys[call.layer] = call.keys[:, 0]
-        return call.values.repeat_interleave(len(call.query) // len(call.values), 0)
-
-    ids = input_ids[None].to(model.device)
-    with route_attention(model, attend_to_itself):
-        model(input_ids=ids, position_ids=torch.full_like(ids, position), use_cache=False)
-    return keys
 
 
 def _rotary_embeddings(model: PreTrainedModel) -> list[RopeFacts]:

@@ -2,16 +2,20 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.folder import SharedFile
 from sparsekv.formats.index.growing_file import ALL_HEADS, HeadPart, RemoteSum
 from sparsekv.formats.index.schema import KVDtype, LayerFacts
+from sparsekv.formats.index.writer import ArtifactWriter
 from sparsekv.indexing.capture.capture import Capture, CapturedLayer, CapturedQueries
-from sparsekv.indexing.indexers.layer_work import BuildFiles, LayerWork, Tensors, make_layers
+from sparsekv.indexing.indexers.interface import Tensors
+from sparsekv.indexing.indexers.layer_work import LayerWork, make_layers
 
 
 class Captured(Protocol):
@@ -21,9 +25,43 @@ class Captured(Protocol):
 
     def not_finite(self) -> str | None: ...
 
-    def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def rows(self, layer: int) -> Pair: ...
 
     def take(self, layer: int) -> CapturedLayer: ...
+
+
+@dataclass(frozen=True)
+class TryModel:
+    """Run the passes of `preflight` over input_ids [N]."""
+
+    input_ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RunPrompt:
+    """Prefill input_ids [N] and keep what is captured; the options are keyword arguments of `capture`."""
+
+    input_ids: torch.Tensor
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunCanary:
+    """Run the passes of `run_canary` over input_ids [N] and what was captured, as `kv_dtype` stores it."""
+
+    input_ids: torch.Tensor
+    kv_dtype: KVDtype | None
+
+
+@dataclass(frozen=True)
+class MeasureRotations:
+    """Run the passes of `measure_rotations` over input_ids [N]."""
+
+    input_ids: torch.Tensor
+
+
+ModelRun = TryModel | RunPrompt | RunCanary | MeasureRotations
+"""A run of the model that all processes which share it make together."""
 
 
 class SharedRows(ABC):
@@ -64,28 +102,16 @@ class Team(ABC):
         return self.part == ALL_HEADS
 
     @abstractmethod
-    def begin_preflight(self, input_ids: torch.Tensor) -> None:
-        """A call of `preflight` over input_ids [N] follows."""
-
-    @abstractmethod
-    def begin_capture(self, input_ids: torch.Tensor, options: Mapping[str, Any]) -> None:
-        """A call of `capture` follows, over input_ids [N] with these keyword arguments."""
+    def begin(self, run: ModelRun) -> None:
+        """This process makes this run next."""
 
     @abstractmethod
     def whole(self, own: Capture) -> Captured:
-        """The capture of that call, with the heads of all processes."""
-
-    @abstractmethod
-    def begin_canary(self, input_ids: torch.Tensor, kv_dtype: KVDtype | None) -> None:
-        """A call of `run_canary` over input_ids [N] follows, over each process's heads as `kv_dtype` stores them."""
-
-    @abstractmethod
-    def begin_rotations(self, input_ids: torch.Tensor) -> None:
-        """A call of `measure_rotations` over input_ids [N] follows."""
+        """A capture of this process with the heads of all processes."""
 
     @abstractmethod
     def make_layers(
-        self, work: LayerWork, layers: Sequence[int], files: BuildFiles, device: torch.device
+        self, work: LayerWork, layers: Sequence[int], files: ArtifactWriter, device: torch.device
     ) -> Generator[Tensors, None, None]:
         """As `LayerMaker`: what a method makes of layers, whichever process does the work."""
 
@@ -99,23 +125,14 @@ class Alone(Team):
 
     part, shared_rows, starts_after_prefix = ALL_HEADS, None, True
 
-    def begin_preflight(self, input_ids: torch.Tensor) -> None:
-        """Nobody is to be told."""
-
-    def begin_capture(self, input_ids: torch.Tensor, options: Mapping[str, Any]) -> None:
+    def begin(self, run: ModelRun) -> None:
         """Nobody is to be told."""
 
     def whole(self, own: Capture) -> Captured:
         return own
 
-    def begin_canary(self, input_ids: torch.Tensor, kv_dtype: KVDtype | None) -> None:
-        """Nobody is to be told."""
-
-    def begin_rotations(self, input_ids: torch.Tensor) -> None:
-        """Nobody is to be told."""
-
     def make_layers(
-        self, work: LayerWork, layers: Sequence[int], files: BuildFiles, device: torch.device
+        self, work: LayerWork, layers: Sequence[int], files: ArtifactWriter, device: torch.device
     ) -> Generator[Tensors, None, None]:
         return make_layers(work, layers, files, device)
 

@@ -17,23 +17,21 @@ from sparsekv.formats.models.load import LoadedModel
 from sparsekv.indexing.capture.canary import preflight, run_canary
 from sparsekv.indexing.capture.capture import Capture, capture, rows_as_stored
 from sparsekv.indexing.capture.rotation import measure_rotations
+from sparsekv.indexing.capture.team import MeasureRotations, RunCanary, RunPrompt, TryModel
 from sparsekv.indexing.distributed.requests import (
     CheckNumbers,
     EndLayer,
     MakeLayers,
-    MeasureRotations,
     Request,
-    RunCanary,
-    RunPrompt,
     SendLayer,
     SentSums,
     ShareFiles,
-    TryModel,
     give_memory_back,
     give_turns,
     join_layer,
     join_queries,
 )
+from sparsekv.indexing.indexers.interface import Tensors
 
 
 def follow(ranks: Ranks, loaded: LoadedModel) -> None:
@@ -129,7 +127,7 @@ class _Follower:
         if not all(self.ranks.collect(found is not None)) or found is None:
             return
 
-        def read(name: str) -> dict[str, torch.Tensor]:
+        def read(name: str) -> Tensors:
             return (found.get(name) or self.writer.whole(name)).read(self.ranks.device)
 
         give_turns(self.ranks, request.work, request.layers, read)

@@ -3,34 +3,32 @@
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from sparsekv.formats.distributed.group import Ranks
+from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.folder import SharedFile
 from sparsekv.formats.index.growing_file import ALL_HEADS, HeadPart, RemoteSum
-from sparsekv.formats.index.schema import KVDtype, LayerFacts, layer_file
+from sparsekv.formats.index.schema import LayerFacts, layer_file
+from sparsekv.formats.index.writer import ArtifactWriter
 from sparsekv.indexing.capture.capture import Capture, CapturedLayer, CapturedQueries
-from sparsekv.indexing.capture.team import Captured, SharedRows, Team
+from sparsekv.indexing.capture.team import Captured, ModelRun, SharedRows, Team
 from sparsekv.indexing.distributed.requests import (
     CheckNumbers,
     End,
     EndLayer,
     MakeLayers,
-    MeasureRotations,
     ReceivedSums,
-    RunCanary,
-    RunPrompt,
     SendLayer,
     ShareFiles,
-    TryModel,
     give_memory_back,
     join_layer,
     join_queries,
     take_turns,
 )
-from sparsekv.indexing.indexers.layer_work import BuildFiles, LayerWork, Tensors, make_layers
+from sparsekv.indexing.indexers.interface import Tensors
+from sparsekv.indexing.indexers.layer_work import LayerWork, make_layers
 
 
 class SplitRows(SharedRows):
@@ -79,11 +77,8 @@ class Leader(Team):
         self._rows = self.shared_rows = SplitRows(ranks) if split else None
         self._released = False
 
-    def begin_preflight(self, input_ids: torch.Tensor) -> None:
-        self.ranks.share(TryModel(input_ids))
-
-    def begin_capture(self, input_ids: torch.Tensor, options: Mapping[str, Any]) -> None:
-        self.ranks.share(RunPrompt(input_ids, options))
+    def begin(self, run: ModelRun) -> None:
+        self.ranks.share(run)
 
     def whole(self, own: Capture) -> Captured:
         if self._rows is None:
@@ -91,14 +86,8 @@ class Leader(Team):
         self._rows.own = own
         return JoinedCapture(self.ranks, own)
 
-    def begin_canary(self, input_ids: torch.Tensor, kv_dtype: KVDtype | None) -> None:
-        self.ranks.share(RunCanary(input_ids, kv_dtype))
-
-    def begin_rotations(self, input_ids: torch.Tensor) -> None:
-        self.ranks.share(MeasureRotations(input_ids))
-
     def make_layers(
-        self, work: LayerWork, layers: Sequence[int], files: BuildFiles, device: torch.device
+        self, work: LayerWork, layers: Sequence[int], files: ArtifactWriter, device: torch.device
     ) -> Generator[Tensors, None, None]:
         """In turn with the other ranks, if all of them can read the files; else by this one alone, as all else then."""
         give_memory_back(device)
@@ -114,7 +103,7 @@ class Leader(Team):
             self._released = True
             self.ranks.share(End())
 
-    def _others_read(self, work: LayerWork, layers: Sequence[int], files: BuildFiles) -> bool:
+    def _others_read(self, work: LayerWork, layers: Sequence[int], files: ArtifactWriter) -> bool:
         """Whether the others can read all that the work on these layers is made from, without waiting for sums."""
         shared = self._rows.files if self._rows else frozenset()
         context = {layer_file("context", layer) for layer in layers} - shared
@@ -140,7 +129,7 @@ class JoinedCapture:
         self.ranks.share(CheckNumbers())
         return next((wrong for wrong in self.ranks.collect(self.own.not_finite()) if wrong), None)
 
-    def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows(self, layer: int) -> Pair:
         """Those of this rank's heads."""
         return self.own.rows(layer)
 

@@ -6,8 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -15,10 +14,11 @@ from sparsekv.formats.distributed.group import Channel, Ranks
 from sparsekv.formats.index.folder import SharedFile
 from sparsekv.formats.index.growing_file import RemoteSum
 from sparsekv.formats.index.reader import WholeFile
-from sparsekv.formats.index.schema import KVDtype
 from sparsekv.formats.index.writer import SUMS
 from sparsekv.indexing.capture.capture import CapturedLayer, CapturedQueries
-from sparsekv.indexing.indexers.layer_work import LayerWork, Tensors, make_layers_from
+from sparsekv.indexing.capture.team import ModelRun
+from sparsekv.indexing.indexers.interface import Tensors
+from sparsekv.indexing.indexers.layer_work import LayerWork, make_layers_from
 
 _LAYER, _SUM = 8, 32  # bytes of a message
 _UNREADABLE = bytes(_SUM)  # no file has this sum
@@ -51,11 +51,7 @@ class ReceivedSums:
 
 
 class SentSums:
-    """Another rank's side: makes sums in threads, and sends them in order.
-
-    Args:
-        channel: to the first rank.
-    """
+    """Another rank's side: makes sums in threads, and sends them in order."""
 
     def __init__(self, channel: Channel):
         self._channel = channel
@@ -64,9 +60,7 @@ class SentSums:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         # After an error the first rank may receive no more, until it is ended for that.
         for threads in (self._summing, self._sending):
             threads.shutdown(wait=error is None, cancel_futures=error is not None)
@@ -151,38 +145,8 @@ class ShareFiles:
 
 
 @dataclass(frozen=True)
-class TryModel:
-    """Run the passes of `preflight` over input_ids [N]."""
-
-    input_ids: torch.Tensor
-
-
-@dataclass(frozen=True)
-class RunPrompt:
-    """Prefill input_ids [N] and keep what is captured; the options are keyword arguments of `capture`."""
-
-    input_ids: torch.Tensor
-    options: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class CheckNumbers:
     """Tell whether all captured numbers are finite."""
-
-
-@dataclass(frozen=True)
-class RunCanary:
-    """Run the passes of `run_canary` over input_ids [N] and what was captured, as `kv_dtype` stores it."""
-
-    input_ids: torch.Tensor
-    kv_dtype: KVDtype | None
-
-
-@dataclass(frozen=True)
-class MeasureRotations:
-    """Run the passes of `measure_rotations` over input_ids [N]."""
-
-    input_ids: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -217,15 +181,4 @@ class End:
     """The build needs this rank no more."""
 
 
-Request = (
-    ShareFiles
-    | TryModel
-    | RunPrompt
-    | CheckNumbers
-    | RunCanary
-    | MeasureRotations
-    | SendLayer
-    | EndLayer
-    | MakeLayers
-    | End
-)
+Request = ModelRun | ShareFiles | CheckNumbers | SendLayer | EndLayer | MakeLayers | End

@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 
 from sparsekv.formats.device import read_ahead
-from sparsekv.formats.errors import UsageError, choose_one
-from sparsekv.indexing.indexers.interface import Indexer, check_iterations
+from sparsekv.formats.errors import UsageError, check_choice
+from sparsekv.indexing.indexers.interface import Indexer, Tensors, check_iterations
 from sparsekv.kernels.kmeans.hierarchy import level_sizes, level_tensors, levels_above, number_neighbours, single_out
 from sparsekv.kernels.kmeans.kmeans import SPACES, random_kmeans, to_space
 
@@ -97,7 +97,7 @@ def share_cores(
         torch.set_num_threads(threads)
 
 
-def split_blocks(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+def split_blocks(tensors: Tensors) -> list[Tensors]:
     """Undo `join_blocks`: the tensors of each block, with clusters numbered from 0, without token_offsets.
 
     Args:
@@ -107,7 +107,7 @@ def split_blocks(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tenso
         One dictionary per block; all tensors are views but `parent`.
     """
     offsets = tensors["block_offsets"].long()
-    blocks: list[dict[str, torch.Tensor]] = [{} for _ in offsets[1:]]
+    blocks: list[Tensors] = [{} for _ in offsets[1:]]
     for name, tensor in tensors.items():
         level = name.partition(".")[0]
         if name != "token_order" and not level.startswith("level"):
@@ -133,7 +133,7 @@ def _first_clusters(counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor
     return torch.cat([torch.searchsorted(ends, offsets[:-1], right=True), offsets.new_tensor([len(ends)])])
 
 
-def finest_labels(block: dict[str, torch.Tensor]) -> torch.Tensor:
+def finest_labels(block: Tensors) -> torch.Tensor:
     """[Hk, T] int64: the finest cluster of each token of a block, or of all, in the order of the prompt."""
     order = block["token_order"].long()
     ends = block["level0.counts"].long().cumsum(1)
@@ -173,12 +173,11 @@ class ClusterIndexer(Indexer):
         if not 0 <= self.outliers <= 1:
             raise UsageError(f"--outliers {self.outliers:g}: give a share from 0 to 1, such as 0.03")
         check_iterations(self.iterations)
-        if self.space not in SPACES:
-            raise UsageError(f"--space {self.space}: {choose_one(self.space, SPACES)}")
+        check_choice("--space", self.space, SPACES)
 
     def cluster(
         self, keys: torch.Tensor, values: torch.Tensor, first_token: int, lookup_keys: torch.Tensor | None = None
-    ) -> dict[str, torch.Tensor]:
+    ) -> Tensors:
         """Cluster tokens together and return the tensors of `level_tensors`; allocates the keys once more in float32.
 
         With `outliers` the finest level has as many clusters more.

@@ -12,6 +12,8 @@ from sparsekv.formats.errors import UsageError, suggestion
 from sparsekv.formats.index.schema import LayerFacts, RopeFacts, Split, given_parameters
 from sparsekv.formats.registry import Registry
 
+Tensors = dict[str, torch.Tensor]
+"""Tensors of one layer, by name."""
 LOWEST = -60.0
 BINS = 6000
 POINTS = torch.logspace(-3, 0, 61, dtype=torch.float64)
@@ -91,7 +93,7 @@ class LayerInput:
 class BuiltLayer:
     """Input of a calibration: the tensors that it built for a layer, and the held-out queries [Hq, R, D]."""
 
-    tensors: dict[str, torch.Tensor]
+    tensors: Tensors
     tail_queries: torch.Tensor
     facts: LayerFacts
 
@@ -137,15 +139,13 @@ class Indexer(ABC):
         return 0.0
 
     @abstractmethod
-    def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
+    def build_layer(self, layer: LayerInput) -> Tensors:
         """Build the index's tensors for one layer, by name.
 
         On a CPU several threads call it at a time, each for a layer and without gradients; what it changes is its own.
         """
 
-    def append_layer(
-        self, tensors: dict[str, torch.Tensor], layer: LayerInput, old_middle: int
-    ) -> dict[str, torch.Tensor]:
+    def append_layer(self, tensors: Tensors, layer: LayerInput, old_middle: int) -> Tensors:
         """Build the index's tensors for one layer whose middle has grown; only methods with `takes_tokens` have this.
 
         Args:

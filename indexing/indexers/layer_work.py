@@ -3,17 +3,16 @@
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from sparsekv.formats.device import read_ahead
 from sparsekv.formats.index.context_rows import context_rows, with_centroids_in_8_bits
-from sparsekv.formats.index.folder import SharedFile
 from sparsekv.formats.index.schema import LayerFacts, Split, layer_file
+from sparsekv.formats.index.writer import ArtifactWriter
 from sparsekv.indexing.indexers.cluster_indexer import share_cores
-from sparsekv.indexing.indexers.interface import Indexer, LayerInput
+from sparsekv.indexing.indexers.interface import Indexer, LayerInput, Tensors
 
 Read = Callable[[str], Mapping[str, torch.Tensor]]
 """Returns the tensors of a file of the build by its name, on the device where indices are made."""
@@ -24,9 +23,7 @@ class LayerWork:
     """One method's work on any layer of an index. It can be sent to another process, which then does the same.
 
     Args:
-        name: the method's.
         dtype: the index's, such as `bfloat16`.
-        facts: how each layer attends.
         in_8_bits: the index stores keys and values so, and with them the finest clusters' centroids.
     """
 
@@ -65,13 +62,11 @@ class LayerWork:
             sink_logits=_lent(read(layer_file("queries", layer))).get("sink_logits"),
         )
 
-    def build(self, layer: int, rows: LayerInput) -> dict[str, torch.Tensor]:
+    def build(self, layer: int, rows: LayerInput) -> Tensors:
         """The method's tensors of a layer, by name, as they are stored."""
         return self.stored(self.indexer.build_layer(rows))
 
-    def stored(
-        self, tensors: dict[str, torch.Tensor], before: dict[str, torch.Tensor] | None = None
-    ) -> dict[str, torch.Tensor]:
+    def stored(self, tensors: Tensors, before: Tensors | None = None) -> Tensors:
         """An indexer's tensors of a layer as they are stored, which continue what is stored before."""
         return with_centroids_in_8_bits(tensors, before) if self.in_8_bits else tensors
 
@@ -90,29 +85,16 @@ def _lent(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
 
 
 T = TypeVar("T")
-Tensors = dict[str, torch.Tensor]
 AHEAD = 2
 """Layers that are read while a method is built for one."""
 
 
-class BuildFiles(Protocol):
-    """The files of a build under way, by name; see `ArtifactWriter`."""
-
-    folder: Path
-
-    def read(self, name: str, device: torch.device) -> dict[str, torch.Tensor]: ...
-
-    def is_new(self, name: str) -> bool: ...
-
-    def find(self, name: str) -> SharedFile: ...
-
-
-LayerMaker = Callable[[LayerWork, Sequence[int], BuildFiles, torch.device], Generator[Tensors, None, None]]
+LayerMaker = Callable[[LayerWork, Sequence[int], ArtifactWriter, torch.device], Generator[Tensors, None, None]]
 """Yields what a method makes of each of some layers, in order, on a device, from the files of a build."""
 
 
 def make_layers(
-    work: LayerWork, layers: Sequence[int], files: BuildFiles, device: torch.device
+    work: LayerWork, layers: Sequence[int], files: ArtifactWriter, device: torch.device
 ) -> Generator[Tensors, None, None]:
     """The `LayerMaker` of one process."""
     yield from make_layers_from(work, layers, lambda name: files.read(name, device), device)

@@ -3,26 +3,18 @@ are not selected."""
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import LayerFacts
+from sparsekv.indexing.indexers.interface import Tensors
 from sparsekv.kernels.kmeans.kmeans import assign, moved_centres, random_points
 from sparsekv.kernels.scores.logits import attention_logits, best_tokens, softmax_with_logsumexp
 
 TAKEN = 0.04  # share of the tokens that each query takes
 PRIOR = 0.1  # of a cluster's mean mass: how much of it is as the means say
 AT_ONCE = 16  # positions whose logits are in memory
-
-
-@dataclass(frozen=True)
-class FittedRest:
-    """Log factors [Hk, C] float32 of the clusters' masses, and values [Hk, C, D] in the dtype of the document's."""
-
-    bias: torch.Tensor
-    values: torch.Tensor
 
 
 def attended(keys: torch.Tensor, queries: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
@@ -35,7 +27,7 @@ def attended(keys: torch.Tensor, queries: torch.Tensor, facts: LayerFacts) -> to
     """
     roots = torch.zeros(keys.shape[:2], device=keys.device)
     for some in queries.split(AT_ONCE, 2):
-        shares, _ = softmax_with_logsumexp(attention_logits(some, keys, facts.softmax_scale, facts.softcap))
+        shares, _ = softmax_with_logsumexp(attention_logits(some, keys, *facts.scaling))
         roots += shares.mean(1).sqrt_().sum(1)
     return roots / queries.shape[2]
 
@@ -54,11 +46,12 @@ def fit_rest(
     values: torch.Tensor,
     queries: torch.Tensor,
     estimated: Callable[[torch.Tensor], torch.Tensor],
-    clusters: dict[str, torch.Tensor],
+    clusters: Tensors,
     labels: torch.Tensor,
     facts: LayerFacts,
-) -> FittedRest:
-    """Fit masses and values of clusters to queries; see the module.
+) -> Tensors:
+    """Fit masses and values of clusters to queries: rest_bias [Hk, C] float32, logarithms of the masses' factors, and
+    rest_values [Hk, C, D] in the dtype of the values.
 
     Allocates four times the logits of `AT_ONCE` positions on all tokens, with a soft cap five times.
 
@@ -73,10 +66,10 @@ def fit_rest(
     weights = torch.zeros(keys.shape[:2], device=keys.device)  # of each token, over all queries that do not take it
     expected = torch.zeros_like(counts)
     for some in queries.split(AT_ONCE, 2):
-        shares, total = softmax_with_logsumexp(attention_logits(some, keys, facts.softmax_scale, facts.softcap))
+        shares, total = softmax_with_logsumexp(attention_logits(some, keys, *facts.scaling))
         best = _chosen(estimated(some), total)
         weights += shares.scatter_(-1, best[:, None].expand(-1, some.shape[1], -1, -1), 0).sum((1, 2))
-        of_means = attention_logits(some, centroids, facts.softmax_scale, facts.softcap)
+        of_means = attention_logits(some, centroids, *facts.scaling)
         left = counts[:, None].repeat(1, some.shape[2], 1)
         cluster = labels[:, None].expand(-1, some.shape[2], -1).gather(-1, best)
         left.scatter_add_(-1, cluster, -torch.ones_like(cluster, dtype=left.dtype))
@@ -87,7 +80,7 @@ def fit_rest(
     outputs.scatter_add_(1, labels[..., None].expand_as(values), weights[..., None] * values.float())
     plain = clusters["level0.value_centroids"].float()
     fitted = (outputs + prior[..., None] * plain) / (masses + prior)[..., None]
-    return FittedRest(((masses + prior) / (expected + prior)).log(), fitted.to(values.dtype))
+    return {"rest_bias": ((masses + prior) / (expected + prior)).log(), "rest_values": fitted.to(values.dtype)}
 
 
 SHRINK = 0.3  # of S, towards the same in all directions: a sample knows too little of those that it hardly has

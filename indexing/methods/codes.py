@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import torch
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import UsageError, check_at_least_one
 from sparsekv.indexing.indexers.cluster_indexer import ClusterIndexer, finest_labels
-from sparsekv.indexing.indexers.interface import LayerInput, indexers
+from sparsekv.indexing.indexers.interface import LayerInput, Tensors, indexers
 from sparsekv.indexing.indexers.product_codes import (
     CODES,
     attended,
@@ -56,9 +56,7 @@ class CodesIndexer(MultipoleIndexer):
         if len(self.levels) > 1:
             shares = ",".join(map(str, self.levels))
             raise UsageError(f"--levels {shares}: codes has one level; give one share, or build it by another command")
-        for name in ("code_bytes", "query_sample"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: give at least 1")
+        check_at_least_one(self, "code_bytes", "query_sample")
 
     def queries_wanted(self) -> int:
         return self.query_sample
@@ -66,16 +64,14 @@ class CodesIndexer(MultipoleIndexer):
     def check_channels(self, head_dim: int) -> None:
         check_parts("--code-bytes", self.code_bytes, head_dim)
 
-    def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
+    def build_layer(self, layer: LayerInput) -> Tensors:
         """The clusters' tensors; query_turn [Hk, D, D] and codebooks [Hk, m, C, D / m] float16; codes [Hk, M, m] uint8;
         rest_bias [Hk, C] float32 and rest_values [Hk, C, D]. Allocates the keys four times in float32.
         """
         clusters = super().build_layer(layer)
         return clusters | self._coded_and_rest(layer, clusters)
 
-    def append_layer(
-        self, tensors: dict[str, torch.Tensor], layer: LayerInput, old_middle: int
-    ) -> dict[str, torch.Tensor]:
+    def append_layer(self, tensors: Tensors, layer: LayerInput, old_middle: int) -> Tensors:
         """Keep the turn and the codebooks, encode the new keys with them, and fit what the clusters stand for anew.
 
         Codebooks of fewer keys than a byte has values are made again, because they could tell few keys apart.
@@ -88,7 +84,7 @@ class CodesIndexer(MultipoleIndexer):
         coded = kept | {"codes": torch.cat([tensors["codes"], encode(new, kept["codebooks"])], 1)}
         return clusters | coded | _rest(layer, clusters, coded)
 
-    def _coded_and_rest(self, layer: LayerInput, clusters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _coded_and_rest(self, layer: LayerInput, clusters: Tensors) -> Tensors:
         matter = attended(layer.keys, _grouped(layer)[:, :, ::ATTENDED_EVERY], layer.facts)
         weights = matter + FLOOR * matter.mean(1, keepdim=True)
         turn = query_turn(layer.keys, _grouped(layer).flatten(1, 2), self.code_bytes, weights)
@@ -105,15 +101,12 @@ def _grouped(layer: LayerInput) -> torch.Tensor:
     return grouped
 
 
-def _rest(
-    layer: LayerInput, clusters: dict[str, torch.Tensor], coded: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def _rest(layer: LayerInput, clusters: Tensors, coded: Tensors) -> Tensors:
     """rest_bias and rest_values, for what the codes choose."""
     labels, some = finest_labels(clusters), _grouped(layer)[:, :, ::FIT_EVERY]
     turn, named = coded["query_turn"].float()[:, None], decode(coded["codes"], coded["codebooks"])
 
     def by_codes(queries: torch.Tensor) -> torch.Tensor:
-        return attention_logits(queries.float() @ turn, named, layer.facts.softmax_scale, layer.facts.softcap)
+        return attention_logits(queries.float() @ turn, named, *layer.facts.scaling)
 
-    rest = fit_rest(layer.keys, layer.values, some, by_codes, clusters, labels, layer.facts)
-    return {"rest_bias": rest.bias, "rest_values": rest.values}
+    return fit_rest(layer.keys, layer.values, some, by_codes, clusters, labels, layer.facts)

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.formats.errors import UsageError, check_at_least_one, check_choice
 from sparsekv.formats.index.schema import RopeFacts
-from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, check_iterations, indexers
+from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, Tensors, check_iterations, indexers
 from sparsekv.kernels.posting_lists.posting_lists import (
     Tables,
     cosine_kmeans,
@@ -57,15 +57,12 @@ class CSAttentionIndexer(Indexer):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_iterations(self.iterations)
-        for name in ("subspace_size", "centroids", "query_sample"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: give at least 1")
+        check_at_least_one(self, "subspace_size", "centroids", "query_sample")
         if self.query_sample > self.largest_sample:
             raise UsageError(f"--query-sample {self.query_sample}: give at most {self.largest_sample}")
         if not 0 < self.alpha <= 1:
             raise UsageError(f"--alpha {self.alpha:g}: give a share above 0 and at most 1")
-        if self.subspaces not in SUBSPACES:
-            raise UsageError(f"--subspaces {self.subspaces}: {choose_one(self.subspaces, SUBSPACES)}")
+        check_choice("--subspaces", self.subspaces, SUBSPACES)
 
     def queries_wanted(self) -> int:
         return self.query_sample
@@ -73,7 +70,7 @@ class CSAttentionIndexer(Indexer):
     def bytes_per_token(self, head_dim: int) -> float:
         return ENTRY_BYTES * head_dim / self.subspace_size * self.centroids * self.alpha
 
-    def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
+    def build_layer(self, layer: LayerInput) -> Tensors:
         """channels [m, D / m] int32 of each subspace, centroids [Hk, m, C, D / m] float16, and `_with_lists`' tensors.
 
         C is `centroids`, or the number of queries if that is smaller. Allocates queries and keys in float32, and one
@@ -91,13 +88,11 @@ class CSAttentionIndexer(Indexer):
         kept = {"channels": channels.int(), "centroids": centroids.unflatten(0, queries.shape[:2]).half()}
         return self._with_lists(kept, layer)
 
-    def append_layer(
-        self, tensors: dict[str, torch.Tensor], layer: LayerInput, old_middle: int
-    ) -> dict[str, torch.Tensor]:
+    def append_layer(self, tensors: Tensors, layer: LayerInput, old_middle: int) -> Tensors:
         """Keep the centroids and build their lists over all keys. Allocates as `build_layer`, without the queries."""
         return self._with_lists({name: tensors[name] for name in ("channels", "centroids")}, layer)
 
-    def _with_lists(self, kept: dict[str, torch.Tensor], layer: LayerInput) -> dict[str, torch.Tensor]:
+    def _with_lists(self, kept: Tensors, layer: LayerInput) -> Tensors:
         """Add table_tokens [Hk, m, C, L] int32, rising along a list, table_scores [Hk, m, C, L] float16, key_mean
         [Hk, m, D / m] float32, the mean of all middle keys, and part_weights [Hk, m] float32."""
         assert layer.queries is not None

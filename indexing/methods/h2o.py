@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.indexers.interface import Indexer, LayerInput, indexers
+from sparsekv.formats.errors import check_at_least_one
+from sparsekv.indexing.indexers.interface import Indexer, LayerInput, Tensors, indexers
 from sparsekv.kernels.scores.logits import attention_logits
 
 LOGITS_AT_ONCE = 16 * 2**20  # elements of [Hq, P, S + M] float32 logits: 64 MB
@@ -26,13 +26,12 @@ class H2OIndexer(Indexer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.query_sample < 1:
-            raise UsageError(f"--query-sample {self.query_sample}: give at least 1")
+        check_at_least_one(self, "query_sample")
 
     def queries_wanted(self) -> int:
         return self.query_sample
 
-    def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
+    def build_layer(self, layer: LayerInput) -> Tensors:
         """scores [Hk, M] float32: sums over the sample, means over the group. Allocates 64 MB of logits at a time."""
         assert layer.queries is not None
         assert layer.positions is not None
@@ -48,7 +47,7 @@ class H2OIndexer(Indexer):
         self, layer: LayerInput, keys: torch.Tensor, queries: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """[Hk, S + M]: attention of queries [Hk, G, P, D] at positions [P] to keys [Hk, S + M, D], summed over P."""
-        logits = attention_logits(queries, keys, layer.facts.softmax_scale, layer.facts.softcap)
+        logits = attention_logits(queries, keys, *layer.facts.scaling)
         unseen = torch.arange(keys.shape[1], device=keys.device) > positions[:, None]
         logits = logits.masked_fill(unseen, -torch.inf)
         total = logits.logsumexp(-1, keepdim=True)

@@ -14,7 +14,7 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.indexers.cluster_indexer import ClusterIndexer, finest_labels, split_blocks
-from sparsekv.indexing.indexers.interface import LayerInput, indexers
+from sparsekv.indexing.indexers.interface import LayerInput, Tensors, indexers
 from sparsekv.kernels.kmeans.hierarchy import (
     block_offsets,
     equal_neighbours,
@@ -51,16 +51,14 @@ class MultipoleIndexer(ClusterIndexer):
         if self.block < self.smallest_block:
             raise UsageError(f"--block {self.block}: give at least {self.smallest_block}")
 
-    def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
+    def build_layer(self, layer: LayerInput) -> Tensors:
         """The levels of all blocks, joined, and block_offsets [blocks + 1] int32, counted from the first middle token.
 
         Allocates one block's keys twice in float32; on a GPU those of `AT_ONCE` blocks, and their keys and values.
         """
         return self._join(layer, [], block_offsets(layer.keys.shape[1], self.block))
 
-    def append_layer(
-        self, tensors: dict[str, torch.Tensor], layer: LayerInput, old_middle: int
-    ) -> dict[str, torch.Tensor]:
+    def append_layer(self, tensors: Tensors, layer: LayerInput, old_middle: int) -> Tensors:
         """Keep closed blocks; append up to MOST_JOINS * STEP tokens to the clusters of the last block.
 
         With more tokens, or when the last block closes, its tokens are clustered from scratch, which then costs less
@@ -74,9 +72,7 @@ class MultipoleIndexer(ClusterIndexer):
             blocks.append(self._extend(opened, layer, slice(offsets[-2], offsets[-1]), old_middle - offsets[-2]))
         return self._join(layer, blocks, offsets)
 
-    def _join(
-        self, layer: LayerInput, blocks: list[dict[str, torch.Tensor]], offsets: list[int]
-    ) -> dict[str, torch.Tensor]:
+    def _join(self, layer: LayerInput, blocks: list[Tensors], offsets: list[int]) -> Tensors:
         """Cluster the blocks of `offsets` that `blocks` lacks, and join all of them."""
         runs = equal_neighbours(offsets[len(blocks) :], self._together(layer.keys))
         made = [block for run in runs for block in self._cluster_blocks(layer, run)]
@@ -86,7 +82,7 @@ class MultipoleIndexer(ClusterIndexer):
         """Tokens whose blocks are clustered together; a CPU clusters head by head."""
         return min(AT_ONCE * self.block, MOST_TOKENS) if keys.is_cuda else self.block
 
-    def _cluster_blocks(self, layer: LayerInput, offsets: list[int]) -> Iterator[dict[str, torch.Tensor]]:
+    def _cluster_blocks(self, layer: LayerInput, offsets: list[int]) -> Iterator[Tensors]:
         """Cluster neighbouring blocks of one length, as if each head of each block was a head of its own."""
         tokens, shape = slice(offsets[0], offsets[-1]), (len(layer.keys), len(offsets) - 1)
         looked_up = self.lookup_keys(layer, tokens)
@@ -112,9 +108,7 @@ class MultipoleIndexer(ClusterIndexer):
         """Keys [Hk, T, D] by which middle tokens are clustered and looked up; None: the keys as attended."""
         return None
 
-    def _extend(
-        self, block: dict[str, torch.Tensor], layer: LayerInput, tokens: slice, old: int
-    ) -> dict[str, torch.Tensor]:
+    def _extend(self, block: Tensors, layer: LayerInput, tokens: slice, old: int) -> Tensors:
         """Append the tokens after the first `old` of a block to the block's clusters (section 3.3 of the paper)."""
         keys, values = layer.keys[:, tokens], layer.values[:, tokens]
         generator = torch.Generator(keys.device).manual_seed(self.seed)

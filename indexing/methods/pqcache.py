@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import torch
 
-from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.indexers.interface import Indexer, LayerInput, check_iterations, indexers
+from sparsekv.formats.errors import check_at_least_one
+from sparsekv.indexing.indexers.interface import Indexer, LayerInput, Tensors, check_iterations, indexers
 from sparsekv.indexing.indexers.product_codes import CODES, check_parts, encode, train_codebooks
 
 
@@ -28,14 +28,12 @@ class PQCacheIndexer(Indexer):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_iterations(self.iterations)
-        for name in ("pq_bytes",):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: give at least 1")
+        check_at_least_one(self, "pq_bytes")
 
     def check_channels(self, head_dim: int) -> None:
         check_parts("--pq-bytes", self.pq_bytes, head_dim)
 
-    def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
+    def build_layer(self, layer: LayerInput) -> Tensors:
         """codebooks [Hk, m, C, D / m] float16, and codes [Hk, M, m] uint8, the nearest centroids in that float16 form.
 
         Allocates the keys once more in float32.
@@ -43,9 +41,7 @@ class PQCacheIndexer(Indexer):
         codebooks = train_codebooks(layer.keys, self.pq_bytes, self.iterations, self.seed)
         return {"codebooks": codebooks, "codes": encode(layer.keys, codebooks)}
 
-    def append_layer(
-        self, tensors: dict[str, torch.Tensor], layer: LayerInput, old_middle: int
-    ) -> dict[str, torch.Tensor]:
+    def append_layer(self, tensors: Tensors, layer: LayerInput, old_middle: int) -> Tensors:
         """Keep the codebooks, and encode the new keys with them.
 
         Codebooks of fewer keys than a byte has values are made again, because they could tell few keys apart.

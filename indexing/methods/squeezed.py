@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from sparsekv.indexing.indexers.cluster_indexer import ClusterIndexer
-from sparsekv.indexing.indexers.interface import BuiltLayer, KeepCurve, LayerInput, indexers
+from sparsekv.indexing.indexers.interface import BuiltLayer, KeepCurve, LayerInput, Tensors, indexers
 from sparsekv.kernels.scores.logits import attention_logits, scores_from_logits
 
 QUESTION_TOKENS = 16  # queries that one calibrated prefill lookup averages over
@@ -26,7 +26,7 @@ class SqueezedIndexer(ClusterIndexer):
 
     revision: ClassVar[int] = 2
 
-    def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
+    def build_layer(self, layer: LayerInput) -> Tensors:
         """Levels of key centroids and the token order; also value centroids, which `--residual` uses."""
         return self.cluster(layer.keys, layer.values, layer.split.sinks)
 
@@ -110,6 +110,6 @@ def _pooled(
     Hk, pools = centroids.shape[0], queries.shape[1] // group
     grouped = queries[:, : pools * group].reshape(Hk, -1, pools * group, queries.shape[2])
     counts = (layer.tensors[f"level{level}.counts"][:, None] * alive).expand(Hk, pools, -1)
-    logits = attention_logits(grouped, centroids, layer.facts.softmax_scale, layer.facts.softcap)
+    logits = attention_logits(grouped, centroids, *layer.facts.scaling)
     scores = scores_from_logits(logits, counts.repeat_interleave(group, 1)[:, None])
     return scores.view(Hk, pools, group, -1).mean(2), counts

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.formats.errors import UsageError, check_at_least_one, check_choice
 from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.formats.registry import Registry
 from sparsekv.kernels.attention.attention import causal_attention
@@ -47,8 +47,7 @@ def prefill_name(prefill: Prefill) -> str:
 
 def choose_prefill(name: str) -> type[Prefill]:
     """A prefill's class by its name; UsageError for an unknown name."""
-    if name not in prefills():
-        raise UsageError(f"--prefill {name}: {choose_one(name, prefills())}")
+    check_choice("--prefill", name, prefills())
     return prefills()[name]
 
 
@@ -85,8 +84,7 @@ class SparsePrefill(Prefill):
     )
 
     def __post_init__(self) -> None:
-        if self.prefill_budget < 1:
-            raise UsageError(f"--prefill-budget {self.prefill_budget}: give at least 1")
+        check_at_least_one(self, "prefill_budget")
         if not 0 <= self.prefill_recent <= 1:
             raise UsageError(f"--prefill-recent {self.prefill_recent:g}: give a share from 0 to 1")
 
@@ -104,7 +102,7 @@ class SparsePrefill(Prefill):
 
     def attend(self, call: AttentionCall, sinks: int) -> torch.Tensor:
         """Layers with a sliding window attend to their whole window. Copies the selected rows and the chunk's rows."""
-        Hk, before = call.keys.shape[0], call.keys.shape[1] - call.query.shape[1]
+        before = call.keys.shape[1] - call.query.shape[1]
         if call.window is not None or before <= self.prefill_budget:
             return DensePrefill().attend(call, sinks)
         facts = LayerFacts(
@@ -114,8 +112,8 @@ class SparsePrefill(Prefill):
             attention_sinks=call.sink_logits is not None,
         )
         recent = int(self.prefill_recent * self.prefill_budget)
-        query, first = call.query.unflatten(0, (Hk, -1)), min(sinks, self.prefill_budget - recent)
-        rows = self.choose(query, call.keys[:, :before], facts, first, recent)
+        first = min(sinks, self.prefill_budget - recent)
+        rows = self.choose(call.grouped, call.keys[:, :before], facts, first, recent)
         return chunk_attention(
             call.query, call.keys, call.values, rows, call.softmax_scale, call.softcap, call.sink_logits
         )

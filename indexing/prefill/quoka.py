@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sparsekv.formats.index.schema import LayerFacts, QuokaOptions, check_prefill_queries
+from sparsekv.formats.errors import check_at_least_one
+from sparsekv.formats.index.schema import LayerFacts, QuokaOptions
 from sparsekv.indexing.prefill.interface import SparsePrefill, prefills
 from sparsekv.kernels.attention.chunk_attention import sampled_attention, spaced_places
 from sparsekv.kernels.scores.logits import keydiff_scores
@@ -23,11 +24,11 @@ class SampleAttentionPrefill(SparsePrefill):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_prefill_queries(self.prefill_queries)
+        check_at_least_one(self, "prefill_queries")
 
     def scores(self, query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
         some = query[:, :, spaced_places(query.shape[2], self.prefill_queries).to(query.device)]
-        return sampled_attention(some, keys, facts.softmax_scale, facts.softcap)
+        return sampled_attention(some, keys, *facts.scaling)
 
 
 @prefills.register("keydiff")

@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations import sdpa_attention
 
-from sparsekv.kernels.common.hook import alone
+from sparsekv.kernels.common.hook import AttentionCall, alone, route_attention
 
 
 def cache_argument(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
@@ -36,13 +36,37 @@ Rows: TypeAlias = Callable[[int, RowPair], RowPair]
 the layer's number and the keys and values [Hk, Q, D] that the model has just computed of the tokens that run."""
 
 
-class GivenLayer(CacheLayerMixin):
+class CalledCache(Cache):
+    """A cache that stores nothing itself: the attention function gets the rows of a call, and stores them."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows themselves, so that torch's compiler meets one operator a layer."""
+        return key_states, value_states
+
+
+class RowLayer(CacheLayerMixin):
+    """A cache layer of any number of tokens, without a sliding window of its own."""
+
+    is_sliding = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to allocate."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class GivenLayer(RowLayer):
     """A cache layer that returns given rows, the running tokens' included, and stores none.
 
     Its mask sizes are those of all tokens, also where the model attends in a window: the model masks them itself.
     """
 
-    is_sliding = False
     is_compileable = hasattr(sdpa_attention, "pack_gqa")
     """Whether the model makes a mask also for a single token, which sees all rows. On a CPU transformers from 5.23 on
     attends with one in two thirds of the time."""
@@ -51,9 +75,6 @@ class GivenLayer(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]
         self.layer, self.seen, self.rows = layer, before, rows
         self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to allocate."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -64,12 +85,6 @@ class GivenLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         return self.seen
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 @torch.inference_mode()
@@ -86,6 +101,21 @@ def logits_over_rows(model: PreTrainedModel, input_ids: torch.Tensor, before: in
         ids = input_ids[None].to(model.device)
         logits: torch.Tensor = model(input_ids=ids, **with_cache(model, cache)).logits[0]
         return logits.float().cpu()
+
+
+@torch.inference_mode()
+def keys_of_one_token(model: PreTrainedModel, input_ids: torch.Tensor, position: int) -> dict[int, torch.Tensor]:
+    """Keys [Hk, D] of each layer for one token id [1], run alone at a position; ranks of a model call it together."""
+    keys: dict[int, torch.Tensor] = {}
+
+    def attend_to_itself(call: AttentionCall) -> torch.Tensor:
+        keys[call.layer] = call.keys[:, 0]
+        return call.values.repeat_interleave(len(call.query) // len(call.values), 0)
+
+    ids = input_ids[None].to(model.device)
+    with route_attention(model, attend_to_itself):
+        model(input_ids=ids, position_ids=torch.full_like(ids, position), use_cache=False)
+    return keys
 
 
 @contextmanager

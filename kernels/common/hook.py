@@ -46,6 +46,10 @@ WAYS = {
 """How a model attends that passes any other, as far as it is known."""
 
 
+LogitScaling = tuple[float, float | None, torch.Tensor | None]
+"""Softmax scale, soft cap, sink logits [Hk, G]."""
+
+
 @dataclass(frozen=True)
 class AttentionCall:
     """Arguments of one layer's attention call.
@@ -62,6 +66,17 @@ class AttentionCall:
     softcap: float | None
     window: int | None
     sink_logits: torch.Tensor | None
+
+    @property
+    def grouped(self) -> torch.Tensor:
+        """The query as [Hk, G, Q, D], by KV head."""
+        return self.query.view(len(self.keys), -1, *self.query.shape[1:])
+
+    @property
+    def scaling(self) -> LogitScaling:
+        """What becomes of logits before their softmax."""
+        sinks = self.sink_logits
+        return self.softmax_scale, self.softcap, None if sinks is None else sinks.view(len(self.keys), -1)
 
 
 AttentionFunction = Callable[[AttentionCall], torch.Tensor]

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import torch
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import UsageError, check_at_least_one, check_choice
 from sparsekv.runtime.attention.guard import Guard, check_estimates_missed
-from sparsekv.runtime.cache.kv_store import check_placement
+from sparsekv.runtime.cache.kv_store import PLACEMENTS
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, Queries, RowSet, Selection, Selector
 from sparsekv.runtime.selection.registry import DENSE
 from sparsekv.runtime.selection.token_choice import LayerSharing
@@ -42,8 +42,7 @@ class QuestionPrefill:
     chunk_size: int = 128
 
     def __post_init__(self) -> None:
-        if self.chunk_size < 1:
-            raise UsageError(f"--chunk-size {self.chunk_size}: give at least 1")
+        check_at_least_one(self, "chunk_size")
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class DecodeConfig:
     origin: str = ""
 
     def __post_init__(self) -> None:
-        check_placement(self.placement)
+        check_choice("--placement", self.placement, PLACEMENTS)
         if self.dense_layers and isinstance(getattr(self.attention, "method", None), LayerSharing):
             raise UsageError(f"--dense-layers {self.dense_layers}: {self.attention.name} has its own; leave it out")
         if self.measured and isinstance(self.attention, MethodSpec):
@@ -91,7 +90,6 @@ class DecodeConfig:
         return "--guard" if self.guard is not None else "--gauge" if self.gauge else ""
 
     def budget_of(self, layer: int) -> Budget:
-        """The budget of one layer."""
         return EVERYTHING if layer < self.dense_layers else self.layer_budgets.get(layer, self.budget)
 
 
@@ -99,7 +97,6 @@ class QuestionSearch:
     """Selects one layer's rows for a chunk of a question, as row indices in the decoding method's layout.
 
     Args:
-        device: the selector's.
         layout: [Hk, M] int64, the middle position of each stored row; None for order of position.
     """
 

@@ -1,9 +1,7 @@
 """Executors: attention over a selection through gathered rows, rows read in place, or one fused kernel."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -74,38 +72,25 @@ class Fetched:
         return scored if plain else None
 
 
-class Executor(ABC):
-    """Selects rows for a step and attends to them."""
-
-    @abstractmethod
-    def attend(self, step: Step, budget: Budget) -> LayerOutput:
-        """Select within the budget, then attend."""
-
-
-class GatherExecutor(Executor):
+@dataclass(eq=False)
+class GatherExecutor:
     """Copies the chosen rows to the model's device and attends to the copy. Works for every placement and selection.
 
     Allocates the rows and the logits.
 
     Args:
-        search_device: the selector's.
         mapped: views of the index's files that the selector reads; their pages are released after each search.
         fetch_rest: fetch the centroids of the rest even where they are not attended, for the missed-mass meter.
     """
 
-    def __init__(
-        self,
-        selector: Selector,
-        middle: MiddleRows,
-        search_device: torch.device,
-        mapped: tuple[torch.Tensor, ...] = (),
-        *,
-        fetch_rest: bool = False,
-    ):
-        self.selector, self.middle, self.search_device = selector, middle, search_device
-        self.mapped, self.fetch_rest = mapped, fetch_rest
+    selector: Selector
+    middle: MiddleRows
+    search_device: torch.device
+    mapped: tuple[torch.Tensor, ...] = ()
+    fetch_rest: bool = False
 
     def attend(self, step: Step, budget: Budget) -> LayerOutput:
+        """Select within the budget, then attend."""
         return self.attend_to(step, self.select(step.queries, budget), self.selector)
 
     def attend_to(self, step: Step, selection: Selection, selector: Selector) -> LayerOutput:
@@ -172,21 +157,11 @@ def attend_in_layout(executor: GatherExecutor, step: Step) -> torch.Tensor:
     return torch.cat([*some], 2)
 
 
-class GatherMaker(Protocol):
-    """Makes one layer's `GatherExecutor`, or one of its own kind, of the same arguments."""
-
-    def __call__(
-        self,
-        selector: Selector,
-        middle: MiddleRows,
-        search_device: torch.device,
-        mapped: tuple[torch.Tensor, ...] = (),
-        *,
-        fetch_rest: bool = False,
-    ) -> GatherExecutor: ...
+GatherMaker = Callable[..., GatherExecutor]
+"""Makes one layer's `GatherExecutor`, or one of its own kind, of the same arguments."""
 
 
-class InPlaceExecutor(Executor):
+class InPlaceExecutor:
     """Attends for one query with kernels that read the chosen rows in place; copies none of them.
 
     Args:
@@ -211,7 +186,7 @@ class InPlaceExecutor(Executor):
         return LayerOutput(output[:, :, None], selection.rows_read(), per_count)
 
 
-class FusedExecutor(Executor):
+class FusedExecutor:
     """Attends for one query on a CPU: in one kernel that also selects, or else to gathered rows in few operations."""
 
     def __init__(self, selector: Selector, middle: MiddleRows, gather: GatherExecutor):
@@ -229,6 +204,10 @@ class FusedExecutor(Executor):
             output = attend_once(query, ((fetched.keys, fetched.values), exact), scored, *step.how)
             return LayerOutput(output.unsqueeze(2), fetched.rows_read)
         return LayerOutput(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read)
+
+
+Executor = GatherExecutor | InPlaceExecutor | FusedExecutor
+"""Selects rows for a step and attends to them."""
 
 
 def _scored(selection: Selection, step: Step) -> tuple[ScoredCentroids, ...]:

@@ -31,18 +31,10 @@ def missed_share(
     """
     if not rest:
         return torch.full_like(total[:, 0], torch.nan)
-    left = rest_logsumexp(rest, query, facts)
+    logits = [attention_logits(query, part.keys, *facts.scaling) + part.log_counts[:, None] for part in rest]
+    left = torch.cat(logits, -1).logsumexp(-1)
     whole = total if attended else torch.logaddexp(total, left)
     return (left - whole).exp().mean(1)
-
-
-def rest_logsumexp(rest: Sequence[CentroidSegment], query: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
-    """[Hk, G, Q] float32: the log-sum-exp of centroids, each weighted by the number of tokens it represents."""
-    logits = [
-        attention_logits(query, part.keys, facts.softmax_scale, facts.softcap) + part.log_counts[:, None]
-        for part in rest
-    ]
-    return torch.cat(logits, -1).logsumexp(-1)
 
 
 def estimates_missed(method: Method, *, residual: bool) -> bool:

@@ -16,7 +16,6 @@ from sparsekv.runtime.attention.executors import (
 )
 from sparsekv.runtime.attention.guard import MissedMeter
 from sparsekv.runtime.attention.policies import (
-    Budgeted,
     ChunkedPrefill,
     DensePrefill,
     Direct,
@@ -32,6 +31,7 @@ from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.selection.interface import Appending, Budget, Selector
 
 
+@dataclass
 class Appender:
     """Moves one layer's tokens from its exact rows to the middle and the selector's index.
 
@@ -39,22 +39,16 @@ class Appender:
 
     Args:
         sinks: how many of the first exact rows are sinks, which never move.
-        device: the index's.
         prefetcher: its pending search is discarded at each append, because the index changes.
     """
 
-    def __init__(
-        self,
-        index: Appending,
-        middle: MiddleRows,
-        sinks: int,
-        read: ReadRows,
-        device: torch.device,
-        prefetcher: Prefetcher | None,
-    ):
-        self.index, self.middle, self.sinks, self.read = index, middle, sinks, read
-        self.device, self.prefetcher = device, prefetcher
-        self.torn = False
+    index: Appending
+    middle: MiddleRows
+    sinks: int
+    read: ReadRows
+    device: torch.device
+    prefetcher: Prefetcher | None
+    torn: bool = False
 
     def append_due(self, layer: StoredLayer) -> None:
         """Append the oldest rows after the sinks, `size` at a time, until fewer than twice as many are left."""
@@ -214,7 +208,7 @@ def plan_layer(layer: LayerParts, config: DecodeConfig) -> LayerPlan:
     )
 
 
-def _prefill(layer: LayerParts, config: DecodeConfig, asking: GatherExecutor, within: Budgeted) -> Policy:
+def _prefill(layer: LayerParts, config: DecodeConfig, asking: GatherExecutor, within: Direct | Metered) -> Policy:
     """The policy of a question's tokens; `within` attends to what the layer's own selector chooses for them."""
     if isinstance(config.question, Dense):
         return DensePrefill(asking, layer.middle, within.read)

@@ -114,54 +114,19 @@ class Policy(ABC):
             self.read.add(rows, self.middle.used)
 
 
-class Budgeted(Policy):
-    """Attends within a budget, which is the layer's where nothing else is said."""
-
-    def __init__(self, budget: Budget, middle: MiddleRows, read: ReadRows):
-        super().__init__(middle, read)
-        self.budget = budget
-
-    def attend(self, step: Step) -> torch.Tensor:
-        return self.attend_within(step, self.budget)
-
-    @abstractmethod
-    def attend_within(self, step: Step, budget: Budget) -> torch.Tensor:
-        """`attend` at another budget."""
-
-
-class Direct(Budgeted):
+class Direct(Policy):
     """Selects and attends in the same step."""
 
     def __init__(self, executor: Executor, budget: Budget, middle: MiddleRows, read: ReadRows):
-        super().__init__(budget, middle, read)
-        self.executor = executor
+        super().__init__(middle, read)
+        self.executor, self.budget = executor, budget
 
-    def attend_within(self, step: Step, budget: Budget) -> torch.Tensor:
-        attended = self.executor.attend(step, budget)
+    def attend(self, step: Step, budget: Budget | None = None) -> torch.Tensor:
+        attended = self.executor.attend(step, budget or self.budget)
         self.count(step, attended.rows_read)
         if attended.per_count:
             self.read.per_count = attended.per_count
         return attended.output
-
-
-class PiecewisePrefill(Policy):
-    """Attends for some of a question's tokens at a time, within the budget of a token times their number.
-
-    Args:
-        policy: attends for each piece.
-        piece: its most tokens.
-    """
-
-    def __init__(self, policy: Budgeted, piece: int):
-        super().__init__(policy.middle, policy.read)
-        self.policy, self.piece = policy, piece
-
-    def attend(self, step: Step) -> torch.Tensor:
-        middle, parts = self.middle.used, []
-        for some in step.pieces(self.piece):
-            tokens = min(middle, self.policy.budget.tokens(middle) * some.query.shape[2])
-            parts.append(self.policy.attend_within(some, Budget(tokens)))
-        return torch.cat(parts, 2)
 
 
 class Prefetching(Policy):
@@ -177,7 +142,7 @@ class Prefetching(Policy):
         return attend(step.query, fetched.segments(step), *step.how)
 
 
-class Metered(Budgeted):
+class Metered(Policy):
     """Records the missed share of each step; a guard, if there is one, limits it.
 
     Args:
@@ -194,11 +159,12 @@ class Metered(Budgeted):
         middle: MiddleRows,
         read: ReadRows,
     ):
-        super().__init__(budget, middle, read)
+        super().__init__(middle, read)
         self.gather, self.prefetcher, self.facts, self.meter = gather, prefetcher, facts, meter
+        self.budget = budget
 
-    def attend_within(self, step: Step, budget: Budget) -> torch.Tensor:
-        outcome = self._outcome(step, budget, self.meter.guard)
+    def attend(self, step: Step, budget: Budget | None = None) -> torch.Tensor:
+        outcome = self._outcome(step, budget or self.budget, self.meter.guard)
         self.meter.add(outcome)
         self.count(step, outcome.attempt.rows)
         return outcome.attempt.results[0].transpose(1, 2)
@@ -239,6 +205,26 @@ class Metered(Budgeted):
         output[some] = attend(step.query[some], segments, scale, softcap, None if sinks is None else sinks[some])
         missed = torch.zeros_like(step.query[:, 0, :, 0], dtype=torch.float32)
         return Attempt(missed, torch.full_like(missed, 2.0 * self.middle.used), (output.transpose(1, 2),))
+
+
+class PiecewisePrefill(Policy):
+    """Attends for some of a question's tokens at a time, within the budget of a token times their number.
+
+    Args:
+        policy: attends for each piece.
+        piece: its most tokens.
+    """
+
+    def __init__(self, policy: Direct | Metered, piece: int):
+        super().__init__(policy.middle, policy.read)
+        self.policy, self.piece = policy, piece
+
+    def attend(self, step: Step) -> torch.Tensor:
+        middle, parts = self.middle.used, []
+        for some in step.pieces(self.piece):
+            tokens = min(middle, self.policy.budget.tokens(middle) * some.query.shape[2])
+            parts.append(self.policy.attend(some, Budget(tokens)))
+        return torch.cat(parts, 2)
 
 
 class ObservedPrefill(Policy):

@@ -10,9 +10,9 @@ from sparsekv.formats.index.schema import Split
 from sparsekv.kernels.attention.attention import OwnRows, Segment, causal_mask, shared_attention
 from sparsekv.kernels.attention.shared_decode import exact_logsumexp, shared_decode
 from sparsekv.kernels.attention.types import Centroids
-from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.kernels.common.hook import AttentionCall, LogitScaling
 from sparsekv.runtime.attention.plan import LayerPlan
-from sparsekv.runtime.attention.step import LogitScaling, Step, everything, in_place_runs, step_of
+from sparsekv.runtime.attention.step import Step, everything, in_place_runs, step_of
 from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.kv_store import Pair
 from sparsekv.runtime.cache.packed_cache import PackedLayer, PackedStep, Piece, StepTokens
@@ -89,11 +89,6 @@ def appends(layers: Iterable[StoredLayer]) -> bool:
     return any(isinstance(layer, SparseLayer) and layer.plan.appender is not None for layer in layers)
 
 
-def _how(call: AttentionCall, heads: int) -> LogitScaling:
-    sinks = call.sink_logits
-    return call.softmax_scale, call.softcap, None if sinks is None else sinks.view(heads, -1)
-
-
 class PackedDense(PackedLayer):
     """Attends to the whole stored context, or to the part of it within a sliding window."""
 
@@ -106,19 +101,16 @@ class PackedDense(PackedLayer):
             return super().attend(call, step)
         # What all tokens see is the same, so that questions' and answers' read it together.
         self.own.write(call.keys, call.values, step)
-        heads, (runs, exact) = len(call.keys), self.layer.shared()
-        grouped, own = call.query.unflatten(0, (heads, -1)), self.own.seen_by(step.everyone, step.longest)
-        return shared_decode(grouped, runs, exact, (), own, *_how(call, heads)).flatten(0, 1)
+        (runs, exact), own = self.layer.shared(), self.own.seen_by(step.everyone, step.longest)
+        return shared_decode(call.grouped, runs, exact, (), own, *call.scaling).flatten(0, 1)
 
     def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
-        heads, mask = len(call.keys), None
-        grouped = call.query.unflatten(0, (heads, -1))
-        own, how = self.own.seen_by(step.answering, step.longest, call.window), _how(call, heads)
+        own, mask = self.own.seen_by(step.answering, step.longest, call.window), None
         keys, values = self.layer.stored_rows()
         if call.window is not None:
             places = torch.arange(self.layer.out_of_sight, self.layer.stored, device=keys.device)
             mask = self.layer.stored + step.answering.rows[:, None] - places < call.window
-        return shared_attention(grouped, [Segment(keys, values, mask)], own, *how).flatten(0, 1)
+        return shared_attention(call.grouped, [Segment(keys, values, mask)], own, *call.scaling).flatten(0, 1)
 
     def ask(self, call: AttentionCall, piece: Piece, number: int) -> torch.Tensor:
         return self.layer.attend_before(call, self.own.of_piece(piece))
@@ -142,9 +134,8 @@ class PackedSparse(PackedLayer):
         self.in_place = layer.exact[0].is_cuda and layer.plan.middle.reachable
 
     def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
-        plan, keys = self.plan, self.exact[0]
-        own, how = self.own.seen_by(step.answering, step.longest), _how(call, len(keys))
-        grouped = call.query.unflatten(0, (len(keys), -1))
+        plan, grouped, how = self.plan, call.grouped, call.scaling
+        own = self.own.seen_by(step.answering, step.longest)
         queries, middle = self._queries(grouped, own, how).to(plan.gather.search_device), plan.middle.used
         if self.in_place and (rows := plan.middle.in_place()) is not None:
             chosen = self._select_for_each(queries, step)
@@ -165,7 +156,7 @@ class PackedSparse(PackedLayer):
             self.conversation.forget()
         keys, values = (torch.cat(pair, 1) for pair in zip(self.exact, own, strict=True))
         step = Step(
-            query=call.query.unflatten(0, (len(keys), -1)),
+            query=call.grouped,
             keys=keys,
             values=values,
             mask=causal_mask(piece.tokens, keys.shape[1], None, keys.device),
@@ -173,7 +164,7 @@ class PackedSparse(PackedLayer):
             step_row=None,
             unstored=self.tokens - self.exact[0].shape[1],
             joint=True,
-            how=_how(call, len(keys)),
+            how=call.scaling,
             batch=1 + number,
         )
         output = self.plan.prefill.attend(step).flatten(0, 1)
@@ -190,7 +181,7 @@ class PackedSparse(PackedLayer):
         grouped = call.query[:, step.places].unflatten(0, (len(rows.keys), -1))
         runs, exact = everything(rows, plan.middle.used, self.exact)
         own = self.own.seen_by(step.asking, step.longest)
-        attended = shared_decode(grouped, runs, exact, (), own, *_how(call, len(rows.keys)))
+        attended = shared_decode(grouped, runs, exact, (), own, *call.scaling)
         output[:, step.places] = attended.flatten(0, 1)
 
     def _queries(self, grouped: torch.Tensor, own: OwnRows, how: LogitScaling) -> Queries:
@@ -235,7 +226,7 @@ class PackedInPlace(PackedSparse):
         assert kernels is not None
         assert kernels.choose_together is not None
         assert rows is not None
-        grouped, how = call.query.unflatten(0, (len(self.exact[0]), -1)), _how(call, len(self.exact[0]))
+        grouped, how = call.grouped, call.scaling
         own, counter = self.own.seen_by(tokens, step.longest), plan.read.by_kernels if answers else None
         chosen = kernels.choose_together(
             self._queries(grouped, own, how), tokens.ends, tokens.asks, plan.budget, counter
@@ -261,5 +252,4 @@ def packed_layer(layer: StoredLayer, slots: int) -> PackedLayer:
 
 
 def _centroids(chosen: Selection) -> list[Centroids]:
-    """Centroids that are attended for the rest."""
     return [Centroids(part.keys, part.values, part.log_counts[:, 0]) for part in chosen.attended_segments()]

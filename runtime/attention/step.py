@@ -8,7 +8,7 @@ import torch
 
 from sparsekv.kernels.attention.attention import Segment, causal_mask
 from sparsekv.kernels.attention.types import RunRows
-from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.kernels.common.hook import AttentionCall, LogitScaling
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.cache.kv_store import Pair, PlacedRows
 from sparsekv.runtime.cache.stored_layer import DynamicSlot, StoredLayer
@@ -21,14 +21,8 @@ def everything(rows: PlacedRows, used: int, exact: Pair) -> tuple[RunRows, Pair]
     Unless they are in 8 bits the rows take the place of the exact ones, of which it looks up no numbers. Allocates
     those of the others."""
     if rows.scales is not None:
-        return _each(rows, used), exact
-    return _each(PlacedRows(*exact), exact[0].shape[1]), (rows.keys[:, :used], rows.values[:, :used])
-
-
-def _each(rows: PlacedRows, used: int) -> RunRows:
-    """The first `used` rows, one by one."""
-    every = torch.arange(used, dtype=torch.int32, device=rows.keys.device).expand(len(rows.keys), -1)
-    return RunRows(rows.keys, rows.values, every, None, used, scales=rows.scales)
+        return rows.first(used), exact
+    return PlacedRows(*exact).first(exact[0].shape[1]), (rows.keys[:, :used], rows.values[:, :used])
 
 
 def in_place_runs(rows: PlacedRows, chosen: RowSet) -> RunRows:
@@ -42,10 +36,6 @@ def in_place_runs(rows: PlacedRows, chosen: RowSet) -> RunRows:
     lengths = chosen.run_lengths
     ends = None if lengths is None else lengths.cumsum(-1, dtype=torch.int32)[:, 0]
     return RunRows(keys, values, chosen.starts[:, 0], ends, chosen.capacity, scales=rows.scales)
-
-
-LogitScaling = tuple[float, float | None, torch.Tensor | None]
-"""Softmax scale, soft cap, sink logits [Hk, G]."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +96,9 @@ class Step:
 def step_of(layer: StoredLayer, call: AttentionCall) -> Step:
     """The step for an attention call, after the layer has appended the keys and values of its Q tokens."""
     keys, values = layer.exact_rows()
-    Hk, queries = keys.shape[0], call.query.shape[1]
+    queries = call.query.shape[1]
     return Step(
-        query=call.query.view(Hk, -1, *call.query.shape[1:]),
+        query=call.grouped,
         keys=keys,
         values=values,
         mask=None if queries == 1 else causal_mask(queries, layer.used, None, keys.device),
@@ -116,5 +106,5 @@ def step_of(layer: StoredLayer, call: AttentionCall) -> Step:
         step_row=layer.step_row,
         unstored=layer.stored - layer.first,
         joint=layer.prefills(queries),
-        how=(call.softmax_scale, call.softcap, None if call.sink_logits is None else call.sink_logits.view(Hk, -1)),
+        how=call.scaling,
     )

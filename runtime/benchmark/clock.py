@@ -21,8 +21,9 @@ CPU_COPIED, CUDA_COPIED = 2**27, 2**30  # bytes
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of a step: median and quartiles over the runs, how it was timed, and the last run's output."""
+    """Milliseconds of a step: mean, median and quartiles over the runs, how it was timed, and the last run's output."""
 
+    mean: float
     median: float
     lower: float
     upper: float
@@ -32,7 +33,7 @@ class Timing:
     @classmethod
     def of(cls, milliseconds: list[float], how: str, output: torch.Tensor) -> "Timing":
         lower, median, upper = statistics.quantiles(milliseconds, n=4, method="inclusive")
-        return cls(median, lower, upper, how, output)
+        return cls(statistics.fmean(milliseconds), median, lower, upper, how, output)
 
 
 class Clock(ABC):
@@ -73,7 +74,6 @@ class Clock(ABC):
 
 
 def clock_for(device: torch.device, runs: int, *, cold: bool) -> Clock:
-    """The clock for a device."""
     return CudaClock(device, runs, cold=cold) if device.type == "cuda" else WallClock(device, runs, cold=cold)
 
 

@@ -1,11 +1,9 @@
 """Timings of a whole model's decode steps, dense and sparse, over synthetic contexts."""
 
 import math
-import statistics
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +16,7 @@ from sparsekv.kernels.common.given_rows import with_cache
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.attention.sparse_layer import packed_layer
-from sparsekv.runtime.benchmark.clock import clock_for
+from sparsekv.runtime.benchmark.clock import Timing, clock_for
 from sparsekv.runtime.benchmark.layer import LayerData, dense_layer, lay_out, sparse_layer
 from sparsekv.runtime.benchmark.layer_timer import OWN, DenseForm, RefusedError, dense_forms, refuse_unshared
 from sparsekv.runtime.cache.index_cache import IndexCache
@@ -56,27 +54,10 @@ class PackedForm(PackedLayer):
         raise NotImplementedError  # nothing is prefilled here
 
 
-class ModelSteps(ABC):
-    """Steps that follow one another; call them within `routed`."""
+class BatchSteps:
+    """Steps of a batch of contexts with a question each; one context is what `generate` runs.
 
-    @abstractmethod
-    def routed(self) -> AbstractContextManager[None]:
-        """While it lasts the model attends as these steps want it."""
-
-    @abstractmethod
-    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, V] after tokens [batch, 1]; the next call may overwrite them."""
-
-    @abstractmethod
-    def captured(self) -> bool:
-        """Whether they are replayed as CUDA graphs."""
-
-
-class BatchSteps(ModelSteps):
-    """Of a batch of contexts with a question each; one context is what `generate` runs.
-
-    Args:
-        steps: how many there will be.
+    Call them within `routed`, one after another.
     """
 
     def __init__(self, model: PreTrainedModel, layers: list[StoredLayer], batch: int, steps: int):
@@ -95,21 +76,19 @@ class BatchSteps(ModelSteps):
                 self.cache.release()
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [batch, V] after tokens [batch, 1]; the next call may overwrite them."""
         if self.step is not None:
             return self.step(tokens)
         logits: torch.Tensor = self.model(input_ids=tokens, **with_cache(self.model, self.cache)).logits
         return logits[:, -1]
 
     def captured(self) -> bool:
+        """Whether they are replayed as CUDA graphs."""
         return self.cache.graph is not None
 
 
-class QuestionSteps(ModelSteps):
-    """Of one context with several questions, as `generate --batch-file` runs them.
-
-    Args:
-        tokens: of the context.
-    """
+class QuestionSteps:
+    """The same of one context with several questions, as `generate --batch-file` runs them."""
 
     def __init__(self, model: PreTrainedModel, layers: list[StoredLayer], tokens: int, questions: int):
         packed = [
@@ -190,7 +169,6 @@ def model_config(name: str) -> PreTrainedConfig:
 
 
 def head_dim(config: PreTrainedConfig) -> int:
-    """Channels per head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
@@ -252,7 +230,7 @@ class ModelBench:
     def __init__(self, model: PreTrainedModel, data: list[LayerData], runs: int, tell: Callable[[str], None]):
         self.model, self.data, self.runs, self.tell = model, data, runs, tell
         self.layers = int(model.config.num_hidden_layers)
-        self.dense_rate, self.batch = float("nan"), data[0].batch * data[0].questions
+        self.dense_ms, self.batch = float("nan"), data[0].batch * data[0].questions
 
     @torch.inference_mode()
     def dense(self) -> Iterator[ModelRow]:
@@ -261,7 +239,7 @@ class ModelBench:
         name = self._fastest_form()
         forms = [dict(dense_forms(data))[name] for data in self.data]
         torchs = self._time(self._each(lambda data, turn: DenseFormLayer(data, forms[turn])))
-        self.dense_rate = torchs.rate
+        self.dense_ms = torchs.mean
         yield self._row(DENSE, name, None, torchs, 1.0)
         own = self._each(lambda data, turn: dense_layer(data))
         yield self._row(DENSE, OWN, None, self._time(own), 1.0)
@@ -313,74 +291,54 @@ class ModelBench:
         }
         return min(taken, key=lambda name: taken[name])
 
-    def _time(self, layers: list[StoredLayer], cycle: int = 1) -> "_Timed":
+    def _time(self, layers: list[StoredLayer], cycle: int = 1) -> Timing:
         """Time greedy decode steps, so many `cycle` at a time: a method may choose in one of them alone."""
         device, steps = self.model.device, self._steps(layers, WARM_UPS + self.runs * cycle)
         with steps.routed():
             tokens = torch.arange(self.batch, device=device)[:, None]
             for _ in range(WARM_UPS):
                 tokens = steps(tokens).argmax(-1, keepdim=True)
-            stopwatch = _CudaStopwatch() if device.type == "cuda" else _Stopwatch()
+            stopwatch: _Stopwatch | _CudaStopwatch = _CudaStopwatch() if device.type == "cuda" else _Stopwatch()
             for _ in range(self.runs):
                 for _ in range(cycle):
                     logits = steps(tokens)
                     tokens = logits.argmax(-1, keepdim=True)
                 stopwatch.lap()
-            taken, finite = [lap / cycle for lap in stopwatch.milliseconds()], bool(logits.isfinite().all())
+            taken = [lap / cycle for lap in stopwatch.milliseconds()]
         how = "wall clock" if device.type == "cpu" else "graph" if steps.captured() else "eager"
-        return _Timed(taken, how, 1000 * self.batch * len(taken) / sum(taken), finite)
+        return Timing.of(taken, how, logits)
 
-    def _steps(self, layers: list[StoredLayer], tokens: int) -> ModelSteps:
+    def _steps(self, layers: list[StoredLayer], tokens: int) -> BatchSteps | QuestionSteps:
         data = self.data[0]
         if data.questions > 1:
             return QuestionSteps(self.model, layers, data.split.tokens, data.questions)
         return BatchSteps(self.model, layers, data.batch, tokens)
 
-    def _row(self, name: str, variant: str, budget: Budget | None, timed: "_Timed", kv_fraction: float) -> ModelRow:
+    def _row(self, name: str, variant: str, budget: Budget | None, timed: Timing, kv_fraction: float) -> ModelRow:
         split, batch = self.data[0].split, self.batch
-        if not timed.finite:
+        if not bool(timed.output.isfinite().all()):
             raise RefusedError(f"{name} {variant} over {split.tokens:,} tokens, batch {batch}, gave what is no number")
-        lower, median, upper = statistics.quantiles(timed.milliseconds, n=4, method="inclusive")
-        self.tell(f"{name} {variant}: {median:.2f} ms a step, {timed.rate:,.1f} tokens a second, {timed.how}")
+        rate = 1000 * batch / timed.mean
+        self.tell(f"{name} {variant}: {timed.median:.2f} ms a step, {rate:,.1f} tokens a second, {timed.how}")
         return ModelRow(
             method=name,
             variant=variant,
             context=split.tokens,
             batch=batch,
             budget=None if budget is None else budget.value,
-            median_ms=median,
-            lower_ms=lower,
-            upper_ms=upper,
+            median_ms=timed.median,
+            lower_ms=timed.lower,
+            upper_ms=timed.upper,
             runs=self.runs,
             timed=timed.how,
-            tokens_per_second=timed.rate,
-            speedup=timed.rate / self.dense_rate,
+            tokens_per_second=rate,
+            speedup=self.dense_ms / timed.mean,
             kv_fraction=kv_fraction,
         )
 
 
-@dataclass(frozen=True)
-class _Timed:
-    """Milliseconds per step, how they were timed, tokens per second, whether the last logits are finite."""
-
-    milliseconds: list[float]
-    how: str
-    rate: float
-    finite: bool
-
-
-class _Laps(ABC):
-    @abstractmethod
-    def lap(self) -> None:
-        """Mark the end of a lap; the first lap begins when the stopwatch is created."""
-
-    @abstractmethod
-    def milliseconds(self) -> list[float]:
-        """Milliseconds of each lap; call it after the last."""
-
-
-class _Stopwatch(_Laps):
-    """By the host's clock."""
+class _Stopwatch:
+    """Milliseconds between laps, the first of which begins when it is made, by the host's clock."""
 
     def __init__(self) -> None:
         self.marks = [time.perf_counter()]
@@ -392,8 +350,9 @@ class _Stopwatch(_Laps):
         return [1000 * (stop - start) for start, stop in pairwise(self.marks)]
 
 
-class _CudaStopwatch(_Laps):
-    """By CUDA events between the steps; time that the GPU waits for the host counts, as where questions share one."""
+class _CudaStopwatch:
+    """The same by CUDA events between the steps; time that the GPU waits for the host counts, as where questions share
+    one."""
 
     def __init__(self) -> None:
         torch.cuda.synchronize()

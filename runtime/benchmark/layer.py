@@ -52,7 +52,6 @@ class LayerData:
 
     @property
     def middle(self) -> slice:
-        """The middle tokens."""
         return slice(self.split.sinks, self.split.sinks + self.split.middle)
 
     def of_heads(self, heads: slice) -> "LayerData":
@@ -115,8 +114,8 @@ def lay_out(data: LayerData, selector: Selector) -> MiddleRows:
 
 def dense_layer(data: LayerData) -> DenseLayer:
     """Our dense attention, as decoding has it."""
-    if (stored := data.stored) is not None:
-        return DenseLayerIn8Bits(lambda: stored, data.keys[:, :0], data.keys.shape[1])
+    if data.stored is not None:
+        return DenseLayerIn8Bits(data.stored, data.keys[:, :0])
     return DenseLayer(data.keys, data.values)
 
 
@@ -136,7 +135,7 @@ def layer_step(data: LayerData, layer: StoredLayer) -> Step:
     if data.questions > 1:
         return _shared_step(data, layer)
     nothing = data.keys[:, :0]
-    call = AttentionCall(0, data.query, nothing, nothing, data.facts.softmax_scale, data.facts.softcap, None, None)
+    call = AttentionCall(0, data.query, nothing, nothing, *data.facts.scaling, None, None)
     return lambda: layer.attend(call)
 
 
@@ -145,7 +144,7 @@ def _shared_step(data: LayerData, layer: StoredLayer) -> Step:
     packed, each = packed_layer(layer, data.questions), torch.arange(data.questions, device=data.keys.device)
     step = PackedStep(each, torch.full_like(each, -1), (each + 1).int(), each, (), 1)
     new = data.keys.new_zeros(len(data.keys), data.questions, data.keys.shape[2])
-    call = AttentionCall(0, data.query, new, new, data.facts.softmax_scale, data.facts.softcap, None, None)
+    call = AttentionCall(0, data.query, new, new, *data.facts.scaling, None, None)
     return lambda: packed.attend(call, step)
 
 

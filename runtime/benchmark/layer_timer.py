@@ -55,7 +55,7 @@ class SettingTimes:
     def sparse(self, form: MethodSpec, share: float) -> float:
         """Milliseconds of a step of a form at a share of the middle; the median."""
         rows = LayerRows(self.artifact, self.layer)
-        prepared = prepare_layer(rows, form.name, form.method, self.clock.device, residual=form.residual)
+        prepared = prepare_layer(rows, form, self.clock.device)
         middle = lay_out(self.data, prepared.selector)
         step = layer_step(
             self.data, sparse_layer(self.data, middle, prepared.selector, DecodeConfig(form, Budget(share)))
@@ -91,36 +91,22 @@ def dense_forms(data: LayerData) -> Iterator[tuple[str, DenseForm]]:
     if data.keys.is_cuda:
         backends = dict(CUDA_BACKENDS)
     for name, backend in backends.items():
-        for kind, form in (("gqa", _grouped(data)), ("folded", _folded(data))):
+        for kind in ("gqa", "folded"):
+            form = _attention(data, folded=kind == "folded")
             form = form if backend is None else _with_backend(form, backend)
             if _runs(partial(form, data.query)):
                 yield f"sdpa {name} {kind}".replace("  ", " "), form
 
 
-def _by_sequence(rows: torch.Tensor, batch: int) -> torch.Tensor:
-    apart: torch.Tensor = rows.unflatten(0, (batch, -1))
-    return apart
-
-
-def _grouped(data: LayerData) -> DenseForm:
-    keys, values = _by_sequence(data.keys, data.batch), _by_sequence(data.values, data.batch)
+def _attention(data: LayerData, *, folded: bool) -> DenseForm:
+    keys, values = (rows.unflatten(0, (data.batch, -1)) for rows in (data.keys, data.values))
     scale = data.facts.softmax_scale
 
     def attend(query: torch.Tensor) -> torch.Tensor:
-        apart = _by_sequence(query, data.batch)
-        return scaled_dot_product_attention(apart, keys, values, scale=scale, enable_gqa=True).flatten(0, 1)
-
-    return attend
-
-
-def _folded(data: LayerData) -> DenseForm:
-    keys, values = _by_sequence(data.keys, data.batch), _by_sequence(data.values, data.batch)
-    scale = data.facts.softmax_scale
-
-    def attend(query: torch.Tensor) -> torch.Tensor:
-        grouped = query.unflatten(0, (len(data.keys), -1))
-        apart = _by_sequence(grouped.flatten(1, 2), data.batch)
-        return scaled_dot_product_attention(apart, keys, values, scale=scale).reshape(grouped.shape).flatten(0, 1)
+        heads = query.unflatten(0, (len(data.keys), -1)).flatten(1, 2) if folded else query
+        apart = heads.unflatten(0, (data.batch, -1))
+        output = scaled_dot_product_attention(apart, keys, values, scale=scale, enable_gqa=not folded)
+        return output.reshape(query.shape)
 
     return attend
 

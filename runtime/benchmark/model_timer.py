@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from sparsekv.formats.device import choose_device
-from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.models.load import DTYPES
+from sparsekv.formats.errors import SparsekvError, UsageError, check_choice
+from sparsekv.formats.models.load import DTYPES, check_dtype
 from sparsekv.runtime.benchmark.end_to_end import (
     ModelBench,
     ModelRow,
@@ -20,8 +20,8 @@ from sparsekv.runtime.benchmark.end_to_end import (
 )
 from sparsekv.runtime.benchmark.layer import ALIKE, LayerData
 from sparsekv.runtime.benchmark.layer_timer import RefusedError, check_runs, configured, machine
-from sparsekv.runtime.benchmark.sources import LayerIndexer, Mixtures, Wanted, check_dtype, index_mixture
-from sparsekv.runtime.decoding.compiled import check_mode, compile_layers
+from sparsekv.runtime.benchmark.sources import LayerIndexer, Mixtures, Wanted, index_mixture
+from sparsekv.runtime.decoding.compiled import MODES, compile_layers
 from sparsekv.runtime.selection.interface import Budget, MethodSpec, MiddleContext
 from sparsekv.runtime.selection.registry import methods, refuse_unused
 
@@ -51,7 +51,6 @@ class ModelTimer:
     Args:
         indexed: methods that have an index.
         indexers: what builds those of the methods that are named.
-        report: gets a line of progress.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class ModelTimer:
     ):
         self.device = choose_device(what.device)
         kind = self.device.type
-        check_mode(what.compiled)
+        check_choice("--compile", what.compiled, MODES)
         self.compiled = what.compiled == "on" or (what.compiled == "auto" and kind == "cuda")
         self.name = what.config or DEFAULT_CONFIG[kind]
         self.config = model_config(self.name)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.context_rows import Int8Stored
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.formats.index.schema import KVDtype, LayerFacts, MethodRecord
+from sparsekv.formats.index.schema import KVDtype, MethodRecord
 from sparsekv.formats.models.load import DTYPES
 from sparsekv.runtime.benchmark.layer import LayerData, Shape, mixture
 from sparsekv.runtime.cache.kv_store import LayerRows
@@ -95,7 +95,13 @@ def stored_layer(artifact: Artifact, layer: int | None, device: torch.device, dt
     number = indexed[len(indexed) // 2] if layer is None else layer
     if number not in indexed:
         raise UsageError(f"--layer {number}: the index has {', '.join(map(str, indexed))}")
-    _refuse_unlike(manifest.layers[number], number)
+    facts = manifest.layers[number]
+    if facts.softcap is not None or facts.attention_sinks:
+        what = "learned sinks" if facts.attention_sinks else "a soft cap"
+        raise UsageError(
+            f"the attention of layer {number} has {what}, which torch's own dense attention has not, so there is "
+            "nothing to compare with; bench an index of another model"
+        )
     return layer_of(artifact, number, device, dtype)
 
 
@@ -138,19 +144,10 @@ def asked(data: LayerData, questions: int) -> LayerData:
     return replace(data, query=data.query[:, places].contiguous())
 
 
-def _refuse_unlike(facts: LayerFacts, number: int) -> None:
-    if facts.softcap is not None or facts.attention_sinks:
-        what = "learned sinks" if facts.attention_sinks else "a soft cap"
-        raise UsageError(
-            f"the attention of layer {number} has {what}, which torch's own dense attention has not, so there is "
-            "nothing to compare with; bench an index of another model"
-        )
-
-
 def stored_index(data: LayerData, artifact: Artifact, name: str) -> Indexed:
     """An index's tensors of a method in a layer that `stored_layer` returned."""
     number = artifact.manifest.indexed_layers[data.position.number]
-    context = stored_context(LayerRows(artifact, number), name, data.keys.device).context
+    context = stored_context(LayerRows(artifact, number), name, data.keys.device)
     context = replace(
         context, load_keys=lambda: data.keys[:, data.middle], load_values=lambda: data.values[:, data.middle]
     )
@@ -193,27 +190,7 @@ SMALL = Sizes(("8K", "32K"), 9, 3, 64, "float32")
 LARGE = Sizes(("128K",), 32, 8, 128, "bfloat16")
 
 
-class Source(ABC):
-    """Layers and what methods choose from in them."""
-
-    @abstractmethod
-    def methods(self, names: list[str]) -> list[str]:
-        """Those to time, of the names that were given; UsageError for one that cannot run."""
-
-    @abstractmethod
-    def layers(self, built: Mapping[str, LayerIndexer]) -> Iterator[LayerData]:
-        """One at a time; each is made when it is asked for."""
-
-    @abstractmethod
-    def index(self, data: LayerData, name: str, indexer: LayerIndexer | None) -> Indexed:
-        """The context of a method in one of the layers."""
-
-    @abstractmethod
-    def about(self) -> dict[str, Any]:
-        """Settings of the measurement, for a reader of the figures."""
-
-
-class Mixtures(Source):
+class Mixtures:
     """Every context with every batch; indices are built on the spot, for methods that are in `indexed` or need none."""
 
     def __init__(self, wanted: Wanted, device: torch.device, indexed: Sequence[str]):
@@ -245,9 +222,11 @@ class Mixtures(Source):
             raise UsageError(f"--seed {self.seed}: give a number from 0 to {LARGEST_SEED}")
 
     def methods(self, names: list[str]) -> list[str]:
+        """Those to time, of the names that were given; UsageError for one that cannot run."""
         return choose_methods(names or list(DEFAULT_METHODS), list(self.indexed))
 
     def layers(self, built: Mapping[str, LayerIndexer]) -> Iterator[LayerData]:
+        """One at a time; each is made when it is asked for."""
         for context in dict.fromkeys(self.contexts):
             for batch in dict.fromkeys(self.batches):
                 yield self.layer(context, batch, built)
@@ -262,14 +241,16 @@ class Mixtures(Source):
         return data if self.kv_dtype is None else data.in_8_bits()
 
     def index(self, data: LayerData, name: str, indexer: LayerIndexer | None) -> Indexed:
+        """The context of a method in one of the layers."""
         return index_mixture(data, indexer)
 
     def about(self) -> dict[str, Any]:
+        """Settings of the measurement, for a reader of the figures."""
         sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "dtype": self.dtype}
         return {"data": "mixture", "seed": self.seed, **sizes, "kv_dtype": self.kv_dtype or self.dtype}
 
 
-class StoredLayerSource(Source):
+class StoredLayerSource:
     """One layer of an index, with the indices that it holds."""
 
     def __init__(self, artifact: Artifact, layer: int | None, wanted: Wanted, device: torch.device):
@@ -301,6 +282,10 @@ class StoredLayerSource(Source):
         return {"data": str(self.artifact.folder), "layer": layer, **heads, "dtype": self.dtype, "kv_dtype": read}
 
 
+Source = Mixtures | StoredLayerSource
+"""Layers and what methods choose from in them."""
+
+
 def _tokens(text: str) -> int:
     """`32768`, `32K` and `1M`."""
     found = re.fullmatch(r"(\d+)([KM]?)", text.upper())
@@ -308,9 +293,3 @@ def _tokens(text: str) -> int:
     if tokens < LEAST_CONTEXT:
         raise UsageError(f"--context {text}: give a number of tokens such as 32768 or 128K, at least {LEAST_CONTEXT}")
     return tokens
-
-
-def check_dtype(dtype: str) -> None:
-    """Raise UsageError for a dtype that there is not."""
-    if dtype not in ("auto", *DTYPES):
-        raise UsageError(f"--dtype {dtype}: {choose_one(dtype, ('auto', *DTYPES))}")

@@ -1,6 +1,6 @@
 """Cache layers that attend to the whole stored context or to a sliding window."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
@@ -26,11 +26,11 @@ class DenseLayer(StoredLayer):
         self.stored_keys, self.stored_values, self.out_of_sight = keys, values, out_of_sight
         self.window, self.joined = window, (keys[:, :0], values[:, :0])
 
-    def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def stored_rows(self) -> Pair:
         """Keys and values [Hk, T, D]."""
         return self.stored_keys, self.stored_values
 
-    def shared(self) -> tuple[RunRows, tuple[torch.Tensor, torch.Tensor]]:
+    def shared(self) -> tuple[RunRows, Pair]:
         """The stored rows as `shared_decode` takes them: its runs, and what all attend to."""
         keys, values = self.stored_rows()
         nothing = torch.empty(len(keys), 0, dtype=torch.int32, device=keys.device)
@@ -43,8 +43,6 @@ class DenseLayer(StoredLayer):
 
     def _join(self) -> None:
         """Put stored and new rows into one buffer, so that a window is one run of rows."""
-        assert self.keys is not None
-        assert self.values is not None
         stored = self.stored_rows()
         seen = stored[0].shape[1]
         if self.joined[0].shape[1] != seen + self.keys.shape[1]:
@@ -59,13 +57,13 @@ class DenseLayer(StoredLayer):
             return self._decode(call) if call.query.is_cuda else self._attend_once(call)
         return self.attend_before(call, self.exact_rows())
 
-    def attend_before(self, call: AttentionCall, new: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def attend_before(self, call: AttentionCall, new: Pair) -> torch.Tensor:
         """Causal attention [Hq, Q, D] to the stored rows and to new ones [Hk, T, D], the last of which are the
         queries' own. On a GPU, without a window, copies no rows; elsewhere allocates the logits twice."""
         keys, values = new
         if call.window is None and keys.is_cuda:
             return self.attend_in_place(call, new)
-        queries, Hk, tokens = call.query.shape[1], keys.shape[0], self.stored + keys.shape[1]
+        queries, tokens = call.query.shape[1], self.stored + keys.shape[1]
         mask = causal_mask(queries, tokens, call.window, keys.device)
         first = 0 if call.window is None else min(max(0, tokens - queries - call.window + 1), self.stored)
         in_sight = slice(first - self.out_of_sight, None)
@@ -74,16 +72,12 @@ class DenseLayer(StoredLayer):
             Segment(stored_keys[:, in_sight], stored_values[:, in_sight], mask[:, first : self.stored]),
             Segment(keys, values, mask[:, self.stored :]),
         ]
-        sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
-        grouped = call.query.unflatten(0, (Hk, -1))
-        return attend(grouped, segments, call.softmax_scale, call.softcap, sinks).flatten(0, 1)
+        return attend(call.grouped, segments, *call.scaling).flatten(0, 1)
 
-    def attend_in_place(self, call: AttentionCall, new: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def attend_in_place(self, call: AttentionCall, new: Pair) -> torch.Tensor:
         """`attend_before` without a window, by a kernel that reads all rows where they lie."""
-        Hk, (runs, exact), own = len(new[0]), self.shared(), of_last(*new, call.query.shape[1])
-        sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
-        how = call.softmax_scale, call.softcap, sinks
-        return shared_decode(call.query.unflatten(0, (Hk, -1)), runs, exact, (), own, *how).flatten(0, 1)
+        (runs, exact), own = self.shared(), of_last(*new, call.query.shape[1])
+        return shared_decode(call.grouped, runs, exact, (), own, *call.scaling).flatten(0, 1)
 
     def _attend_once(self, call: AttentionCall) -> torch.Tensor:
         """One query's attention on a CPU: it sees the last rows or all, so that none are masked."""
@@ -91,9 +85,7 @@ class DenseLayer(StoredLayer):
         seen, new = min(first, self.stored) - self.out_of_sight, max(0, first - self.stored)
         stored_keys, stored_values = self.stored_rows()
         rows = [(stored_keys[:, seen:], stored_values[:, seen:]), (keys[:, new:], values[:, new:])]
-        sinks = None if call.sink_logits is None else call.sink_logits.view(len(keys), -1)
-        query = call.query[:, 0].unflatten(0, (len(keys), -1))
-        return attend_once(query, rows, (), call.softmax_scale, call.softcap, sinks).flatten(0, 1)[:, None]
+        return attend_once(call.grouped[:, :, 0], rows, (), *call.scaling).flatten(0, 1)[:, None]
 
     def _first_seen(self, call: AttentionCall) -> int:
         """Position of the first token that the first query sees."""
@@ -104,16 +96,12 @@ class DenseLayer(StoredLayer):
         first, new = self._first_seen(call), self.used
         seen = min(first, self.stored) - self.out_of_sight
         stored_keys, stored_values = (rows[:, seen:] for rows in self.stored_rows())
-        assert self.keys is not None
-        assert self.values is not None
         start = torch.full((len(self.keys), 1), max(0, first - self.stored), dtype=torch.int32, device=self.keys.device)
         runs = RunRows(self.keys, self.values, start, new - start, new)
         return attend_to(call, runs, (stored_keys, stored_values))
 
     def _decode_at(self, step_row: DynamicSlot, call: AttentionCall) -> torch.Tensor:
         """The same when the number of new rows is on the device, in `step_row`."""
-        assert self.keys is not None
-        assert self.values is not None
         assert call.window == self.window
         count = step_row.count.expand(len(self.keys), 1)
         if self.window is None:
@@ -126,43 +114,28 @@ class DenseLayer(StoredLayer):
         return attend_to(call, runs, (keys[:, :0], values[:, :0]))
 
 
-def attend_to(
-    call: AttentionCall,
-    runs: RunRows,
-    exact: tuple[torch.Tensor, torch.Tensor],
-    exact_count: torch.Tensor | None = None,
-) -> torch.Tensor:
+def attend_to(call: AttentionCall, runs: RunRows, exact: Pair, exact_count: torch.Tensor | None = None) -> torch.Tensor:
     """One query's attention [Hq, 1, D] to runs of rows, and to the rows of `exact`: all or the first `exact_count`."""
-    Hk = len(runs.keys)
-    sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
-    query = call.query[:, 0].unflatten(0, (Hk, -1))
-    how = call.softmax_scale, call.softcap, sinks
-    return decode_attention(query, runs, exact, (), *how, exact_count=exact_count).flatten(0, 1)[:, None]
+    output = decode_attention(call.grouped[:, :, 0], runs, exact, (), *call.scaling, exact_count=exact_count)
+    return output.flatten(0, 1)[:, None]
 
 
 class DenseLayerIn8Bits(DenseLayer):
     """Attends to the whole stored context, to the numbers where they lie, on any device; without a window.
 
     Args:
-        stored: gives the tensors of a context's file in 8 bits, on the model's device; called once, at the first use.
+        numbers: the tensors of a context's file in 8 bits, on the model's device.
         nothing: [Hk, 0, D], on that device and of the model's dtype.
-        tokens: how many are stored.
     """
 
-    def __init__(self, stored: Callable[[], Mapping[str, torch.Tensor]], nothing: torch.Tensor, tokens: int):
+    def __init__(self, numbers: Mapping[str, torch.Tensor], nothing: torch.Tensor):
         super().__init__(nothing, nothing)
-        self.stored, self._read, self._nothing = tokens, stored, nothing
-
-    @cached_property
-    def _tensors(self) -> Mapping[str, torch.Tensor]:
-        return self._read()
+        self.stored, self._numbers, self._nothing = numbers["keys"].shape[1], numbers, nothing
 
     @cached_property
     def _runs(self) -> RunRows:
-        rows = placed(side_by_side(self._tensors), self._tensors, units_of(self._tensors["value_scales"]))
-        every = torch.arange(self.stored, dtype=torch.int32, device=self._nothing.device)
-        every = every.expand(len(self._nothing), -1)
-        return RunRows(rows.keys, rows.values, every, None, self.stored, scales=rows.scales)
+        rows = placed(side_by_side(self._numbers), self._numbers, units_of(self._numbers["value_scales"]))
+        return rows.first(self.stored)
 
     def shared(self) -> tuple[RunRows, Pair]:
         return self._runs, (self._nothing, self._nothing)
@@ -177,6 +150,4 @@ class DenseLayerIn8Bits(DenseLayer):
         return attend_to(call, self._runs, self.exact_rows())
 
     def _decode_at(self, step_row: DynamicSlot, call: AttentionCall) -> torch.Tensor:
-        assert self.keys is not None
-        assert self.values is not None
         return attend_to(call, self._runs, (self.keys, self.values), step_row.count)

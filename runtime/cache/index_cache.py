@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import Cache
 
 from sparsekv.formats.errors import IdentityError, SparsekvError
 from sparsekv.formats.index.schema import LayerFacts
+from sparsekv.kernels.common.given_rows import CalledCache
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.cache.buffers import ModelGraph, read_share, total_read
 from sparsekv.runtime.cache.stored_layer import DynamicSlot, StoredLayer
@@ -57,7 +57,7 @@ class LayerStats:
     dense: float
 
 
-class IndexCache(Cache):
+class IndexCache(CalledCache):
     """Stored layers as a transformers cache; `attend` is the attention function to route a model's calls to.
 
     Between `reserve` and `release` each layer appends one row per step, where a `DynamicSlot`, on the device, says, so
@@ -72,16 +72,8 @@ class IndexCache(Cache):
         self.graph: ModelGraph | None = None
         self.capturing = True
         self.rewinds = 0
-        first = layers[0].keys
-        assert first is not None
-        self.rows = torch.zeros(len(layers), dtype=torch.int64, device=first.device)
+        self.rows = torch.zeros(len(layers), dtype=torch.int64, device=layers[0].keys.device)
         self.counts = torch.zeros_like(self.rows, dtype=torch.int32)
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows themselves: `attend` gets and appends them, so that torch's compiler meets one operator a layer."""
-        return key_states, value_states
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Append a layer's new rows and attend to stored and new ones; returns [Hq, Q, D].

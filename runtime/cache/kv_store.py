@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sparsekv.formats.errors import UsageError, choose_one
 from sparsekv.formats.index.context_rows import (
     NAMES,
     OF_CHANNELS,
@@ -22,6 +21,7 @@ from sparsekv.formats.index.context_rows import (
 from sparsekv.formats.index.context_rows import Pair as Pair
 from sparsekv.formats.index.layout import check_values
 from sparsekv.formats.index.reader import CPU, Artifact
+from sparsekv.kernels.attention.types import RunRows
 from sparsekv.kernels.common.eight_bits import Int8Kernel, RowScales
 from sparsekv.runtime.cache.buffers import GrowingRows
 
@@ -73,15 +73,8 @@ class LayerRows:
         keys, values = self._restored[device]
         return keys[:, tokens], values[:, tokens]
 
-    def middle_keys(self, device: torch.device) -> torch.Tensor:
-        """[Hk, M, D]; on a GPU a copy, so that `release` frees all other rows."""
-        return self._middle("keys", device)
-
-    def middle_values(self, device: torch.device) -> torch.Tensor:
-        """[Hk, M, D]; on a GPU a copy, so that `release` frees all other rows."""
-        return self._middle("values", device)
-
-    def _middle(self, name: Name, device: torch.device) -> torch.Tensor:
+    def middle(self, name: Name, device: torch.device) -> torch.Tensor:
+        """Keys or values [Hk, M, D]; on a GPU a copy, so that `release` frees all other rows."""
         split = self.artifact.manifest.split
         tokens = slice(split.sinks, split.sinks + split.middle)
         if device in self._restored:
@@ -117,12 +110,6 @@ PLACEMENTS = ("device", "host", "disk")
 EVERY = slice(None)
 
 
-def check_placement(placement: str) -> None:
-    """Raise UsageError for an unknown placement."""
-    if placement not in PLACEMENTS:
-        raise UsageError(f"--placement {placement}: {choose_one(placement, PLACEMENTS)}")
-
-
 @dataclass(frozen=True)
 class PlacedRows:
     """Buffers of keys and values [Hk, used or more, D] where they lie, and of numbers in 8 bits what they mean."""
@@ -130,6 +117,11 @@ class PlacedRows:
     keys: torch.Tensor
     values: torch.Tensor
     scales: RowScales | None = None
+
+    def first(self, used: int) -> RunRows:
+        """The first `used` rows, one by one."""
+        every = torch.arange(used, dtype=torch.int32, device=self.keys.device).expand(len(self.keys), -1)
+        return RunRows(self.keys, self.values, every, None, used, scales=self.scales)
 
 
 class MiddleRows(ABC):
@@ -176,23 +168,19 @@ class MemoryRows(MiddleRows):
     Args:
         keys, values: [Hk, M, D] in order of position.
         order: [Hk, M], the layout; None for order of position.
-        device: the model's.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, order: torch.Tensor | None, device: torch.device):
         self.device = device
         self.pinned = keys.device != device
         self.reachable = not self.pinned
-        self.keys, self.values = (GrowingRows(self._lay_out(rows, order)) for rows in (keys, values))
+        laid_out = (lay_out(rows, order) for rows in (keys, values))
+        self.keys, self.values = (GrowingRows(rows.pin_memory() if self.pinned else rows) for rows in laid_out)
         self.heads = torch.arange(len(keys), device=keys.device)[:, None]
 
     @property
     def used(self) -> int:  # type: ignore[override]
         return self.keys.used
-
-    def _lay_out(self, rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-        laid_out = lay_out(rows, order)
-        return laid_out.pin_memory() if self.pinned else laid_out
 
     def gather(self, rows: torch.Tensor) -> Pair:
         flat = torch.add(rows.to(self.heads.device), self.heads, alpha=self.keys.buffer.shape[1]).flatten()
@@ -320,7 +308,6 @@ class MappedRows(MiddleRows):
             gathered.
         middle: which of the N are the middle.
         order: [Hk, M], the layout; None for order of position.
-        dtype: the model's.
     """
 
     stored: ContextRows
@@ -379,7 +366,6 @@ class Int8Middle(MiddleRows):
     Args:
         stored: the tensors of a context's file in 8 bits, of the middle's M tokens, on the model's device.
         order: [Hk, M], the layout; None for order of position.
-        dtype: the model's.
     """
 
     def __init__(self, stored: Mapping[str, torch.Tensor], order: torch.Tensor | None, dtype: torch.dtype):

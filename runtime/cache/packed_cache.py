@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from transformers import Cache
 
 from sparsekv.kernels.attention.attention import OwnRows
+from sparsekv.kernels.common.given_rows import CalledCache
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.kernels.common.runs import store_in_slots
 from sparsekv.runtime.cache.buffers import ReadRows
@@ -145,10 +145,7 @@ class PackedLayer(ABC):
     """One layer: what all sequences share lies in `layer`, their own rows in slots."""
 
     def __init__(self, layer: StoredLayer, slots: int):
-        keys, values = layer.keys, layer.values
-        assert keys is not None
-        assert values is not None
-        self.own = SlotRows(slots, (keys, values))
+        self.own = SlotRows(slots, (layer.keys, layer.values))
 
     def attend(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
         """Store the step's rows, then attend with each token; query and output are [Hq, T, D]."""
@@ -175,7 +172,7 @@ class PackedLayer(ABC):
         """Attention [Hq, Q, D] of a question's tokens; `number` is the question's among those of the step."""
 
 
-class PackedCache(Cache):
+class PackedCache(CalledCache):
     """To transformers a cache; `attend` is the attention function to route the model's calls to.
 
     Args:
@@ -225,12 +222,6 @@ class PackedCache(Cache):
         """
         assert self.step is not None
         return self.stored[layer_idx].stored + min(self.step.longest, query_length), 0
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows themselves: `attend` gets and stores them."""
-        return key_states, value_states
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Store a layer's new rows and attend to shared and own ones; returns [Hq, T, D].

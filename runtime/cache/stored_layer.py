@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
 
+from sparsekv.formats.index.context_rows import Pair
+from sparsekv.kernels.common.given_rows import RowLayer
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.cache.buffers import ReadRows
 
@@ -22,7 +23,7 @@ class DynamicSlot:
     count: torch.Tensor
 
 
-class StoredLayer(CacheLayerMixin):
+class StoredLayer(RowLayer):
     """One layer with `stored` stored tokens, and a buffer for new ones that doubles when it is full.
 
     The buffer may begin with stored rows that are attended like new ones (`first_keys`, `first_values` [Hk, E, D]:
@@ -30,7 +31,8 @@ class StoredLayer(CacheLayerMixin):
     along the heads.
     """
 
-    is_sliding = False
+    keys: torch.Tensor
+    values: torch.Tensor
     capturable = True
     """Whether a captured decode step can be replayed for all that follow."""
 
@@ -49,18 +51,11 @@ class StoredLayer(CacheLayerMixin):
         self.keys[:, : self.first], self.values[:, : self.first] = first_keys, first_values
         self.is_initialized = True
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the buffers are allocated in the constructor."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Pair:
         """Append new rows [batch, Hk, Q, D]; the attention function reads the layer itself, not the returned tensors.
 
         Between `reserve` and `release` only one row, which `advance` then counts.
         """
-        assert self.keys is not None
-        assert self.values is not None
         if self.step_row is not None:
             self.keys.index_copy_(1, self.step_row.row, key_states.flatten(0, 1))
             self.values.index_copy_(1, self.step_row.row, value_states.flatten(0, 1))
@@ -74,8 +69,6 @@ class StoredLayer(CacheLayerMixin):
 
     def reserve(self, step_row: DynamicSlot, tokens: int) -> None:
         """Switch to one row per step, written to `step_row`, with buffers that have capacity for `tokens` more rows."""
-        assert self.keys is not None
-        assert self.values is not None
         self.step_row = step_row
         if self.used + tokens > self.keys.shape[1]:
             needed = self.used + tokens
@@ -91,13 +84,10 @@ class StoredLayer(CacheLayerMixin):
 
     def room_left(self) -> int:
         """How many more rows fit into the buffers."""
-        assert self.keys is not None
         return self.keys.shape[1] - self.used
 
     def buffers(self) -> tuple[int, ...]:
         """A fingerprint of the buffers' addresses and capacity; a captured step is valid while it stays the same."""
-        assert self.keys is not None
-        assert self.values is not None
         return self.keys.data_ptr(), self.values.data_ptr(), self.keys.shape[1]
 
     def expect_prompt(self, tokens: int) -> None:
@@ -120,22 +110,14 @@ class StoredLayer(CacheLayerMixin):
         """Drop the tokens after the stored ones; no prompt is expected then."""
         self.used, self.prompt_tokens = self.first, 0
 
-    def exact_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def exact_rows(self) -> Pair:
         """Keys and values [Hk, E + new, D] that are always attended; after `reserve` the whole buffers."""
-        assert self.keys is not None
-        assert self.values is not None
         if self.step_row is not None:
             return self.keys, self.values
         return self.keys.narrow(1, 0, self.used), self.values.narrow(1, 0, self.used)
 
     def get_seq_length(self) -> int:
         return self.stored + self.used - self.first
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Attention of the queries [Hq, Q, D] that were appended last; returns [Hq, Q, D]."""

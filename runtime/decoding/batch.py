@@ -25,10 +25,9 @@ from sparsekv.runtime.decoding.generate import (
     Answer,
     NotFiniteError,
     Sampling,
+    answer_of,
     answer_room,
-    answer_text,
     ending_tokens,
-    finish_reason,
 )
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import warpers
@@ -227,15 +226,7 @@ class Batch:
         return self.read
 
     def _answer(self, done: _Sequence) -> Answer:
-        steps, seconds = len(done.answer) - 1, done.last - done.first
         read, dense = (now - before for now, before in zip(self._read(), done.read_before, strict=True))
-        return Answer(
-            text=answer_text(self.index, done.answer),
-            ids=done.answer,
-            prompt_tokens=self.index.split.tokens + len(done.question),
-            generated_tokens=len(done.answer),
-            finish_reason=finish_reason(done.answer, self.ends),
-            tokens_per_second=steps / seconds if steps and seconds else 0.0,
-            time_to_first_token=done.first - done.started,
-            kv_fraction=read_share(read, dense, counted=bool(self.packed.reads)),
-        )
+        fraction = read_share(read, dense, counted=bool(self.packed.reads))
+        tokens = self.index.split.tokens + len(done.question)
+        return answer_of(self.index, done.answer, tokens, (done.started, done.first, done.last), fraction)

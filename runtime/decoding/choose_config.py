@@ -52,7 +52,11 @@ def choose_config(
         if kind is Dense:
             refuse_beside_dense({"--budget": budget, "--residual": residual})
         refuse_unused({name: kind} | prefilling, parameters, {} if kind is Dense else methods())
-        config = _named(name, kind, share, parameters, residual=residual)
+        chosen = configure(kind, parameters)
+        if isinstance(chosen, Dense):
+            config = DecodeConfig(chosen)
+        else:
+            config = DecodeConfig(MethodSpec(name, "", chosen, residual), share or Budget(chosen.default_budget))
     question = question_prefill(prefill, prefill_budget, prefilling, parameters)
     if config.attention.residual:
         residual_source(artifact)
@@ -117,20 +121,6 @@ def question_prefill(
         return Own() if name == Own.name else Dense()
     (kind,) = named.values()
     return QuestionPrefill(name, configure(kind, parameters), Budget.parse(budget or QUESTION_BUDGET, options[1]))
-
-
-def _named(
-    name: str,
-    kind: type[Method] | type[Dense],
-    budget: Budget | None,
-    parameters: Mapping[str, Any],
-    *,
-    residual: bool,
-) -> DecodeConfig:
-    method = configure(kind, parameters)
-    if isinstance(method, Dense):
-        return DecodeConfig(method)
-    return DecodeConfig(MethodSpec(name, "", method, residual), budget or Budget(method.default_budget))
 
 
 def _default(artifact: Artifact, defaults: Defaults) -> DecodeConfig:

@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from sparsekv.formats.errors import SparsekvError, UsageError, choose_one
+from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.user.cache import cache_root
 
 if TYPE_CHECKING:  # the options of `generate` are read from here, and its --help needs no transformers
@@ -30,12 +30,6 @@ _COMPILED = WeakSet["PreTrainedModel"]()
 def is_compiled(model: "PreTrainedModel") -> bool:
     """Whether some of the model's steps are given to torch's compiler."""
     return model in _COMPILED
-
-
-def check_mode(mode: str) -> None:
-    """Raise UsageError for an unknown `--compile`."""
-    if mode not in MODES:
-        raise UsageError(f"--compile {mode}: {choose_one(mode, MODES)}")
 
 
 def worth_compiling(mode: str, device: torch.device, steps: int) -> bool:

@@ -11,7 +11,7 @@ from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.index.identity import check_model, check_tokenizer
 from sparsekv.formats.index.reader import Artifact, ArtifactShare
 from sparsekv.formats.models.load import LoadedModel, identify
-from sparsekv.kernels.common.hook import AttentionCall, route_attention
+from sparsekv.kernels.common.given_rows import keys_of_one_token
 from sparsekv.runtime.cache.index_cache import LayerStats
 from sparsekv.runtime.decoding.generate import Answer
 from sparsekv.runtime.decoding.open import OpenIndex
@@ -60,21 +60,10 @@ def open_share(artifact: Artifact, loaded: LoadedModel, ranks: Ranks, *, hold: b
     return index
 
 
-@torch.inference_mode()
 def heads_here(model: PreTrainedModel) -> list[int]:
-    """How many KV heads reach each layer's attention in this process, by a forward pass over one token.
-
-    All ranks of a model call it together.
-    """
-    heads: dict[int, int] = {}
-
-    def attend_to_itself(call: AttentionCall) -> torch.Tensor:
-        heads[call.layer] = len(call.keys)
-        return call.values.repeat_interleave(len(call.query) // len(call.values), 0)
-
-    with route_attention(model, attend_to_itself):
-        model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
-    return [heads[layer] for layer in sorted(heads)]
+    """How many KV heads reach each layer's attention in this process; all ranks of a model call it together."""
+    keys = keys_of_one_token(model, torch.zeros(1, dtype=torch.int64), 0)
+    return [len(keys[layer]) for layer in sorted(keys)]
 
 
 def join_answer(ranks: Ranks, own: Answer) -> Answer:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -223,12 +223,6 @@ def _with_room(ids: torch.Tensor, length: int, device: torch.device | str) -> to
     return longer
 
 
-def _next(processors: LogitsProcessorList, ids: torch.Tensor, logits: torch.Tensor, *, sample: bool) -> torch.Tensor:
-    """The next token [1, 1] after ids [1, N], by logits [1, V]."""
-    scores = processors(ids, logits.to(torch.float32, copy=True))  # type: ignore[arg-type]  # any tensors will do
-    return _choose(scores, sample=sample)
-
-
 def _on_host(token: torch.Tensor) -> torch.Tensor:
     """A token [1, 1] as [1] on the host; raises NotFiniteError for `NO_TOKEN`."""
     told = token[:, 0].cpu()
@@ -237,8 +231,10 @@ def _on_host(token: torch.Tensor) -> torch.Tensor:
     return told
 
 
-def _choose(scores: torch.Tensor, *, sample: bool) -> torch.Tensor:
-    """The next token [1, 1] by scores [1, V]; `NO_TOKEN` if they are not finite, so that this needs no extra sync."""
+def _next(processors: LogitsProcessorList, ids: torch.Tensor, logits: torch.Tensor, *, sample: bool) -> torch.Tensor:
+    """The next token [1, 1] after ids [1, N], by logits [1, V]; `NO_TOKEN` if the scores are not finite, so that this
+    needs no extra sync."""
+    scores = processors(ids, logits.to(torch.float32, copy=True))  # type: ignore[arg-type]  # any tensors will do
     if sample:
         probability = scores.softmax(-1)
         token = torch.multinomial(probability.nan_to_num(1.0), 1)
@@ -287,6 +283,33 @@ class Answer:
 
 NO_ANSWER = Answer("", [], 0, 0, "", 0.0, 0.0, 0.0)
 """The answer to an empty line."""
+
+
+def answer_of(
+    index: OpenIndex,
+    ids: list[int],
+    prompt_tokens: int,
+    times: tuple[float, float, float],
+    kv_fraction: float,
+    layers: Sequence[LayerStats] = (),
+) -> Answer:
+    """An answer by its tokens.
+
+    Args:
+        times: seconds at which it was asked for, and at which its first and its last token came.
+    """
+    (asked, first, last), steps = times, len(ids) - 1
+    return Answer(
+        text=answer_text(index, ids),
+        ids=ids,
+        prompt_tokens=prompt_tokens,
+        generated_tokens=len(ids),
+        finish_reason=finish_reason(ids, ending_tokens(index)),
+        tokens_per_second=steps / (last - first) if steps and last > first else 0.0,
+        time_to_first_token=first - asked,
+        kv_fraction=kv_fraction,
+        layers=list(layers),
+    )
 
 
 def question_ids(index: OpenIndex, question: str, *, raw: bool = False, special_tokens: bool = False) -> torch.Tensor:
@@ -356,13 +379,9 @@ def answer_after(
     Args:
         before: [N] token ids, of the stored prompt and of all that followed; the cache may lack the last one, which is
             then prefilled too.
-        question: [Q] token ids.
-        stop: asked after each token; the answer ends with the first for which it is True.
 
     Raises:
-        UsageError: no position of the model is left for an answer.
-        NotFiniteError: the model's logits are not finite.
-        SparsekvError: the cache has other tokens than `before`.
+        SparsekvError: the cache has other tokens than `before`; and what `generate` raises.
     """
     cache.check_length(len(before))
     prompt = torch.cat([before, question])[None].to(index.model.device)
@@ -386,21 +405,10 @@ def answer_after(
             streamer=streamer,
             **_decoding(index, cache, sampling, streamer),
         )
-    generated = output[0, prompt.shape[1] :]
-    steps, seconds = len(generated) - 1, streamer.last - streamer.first
-    ids = generated.tolist()
-    ended = finish_reason(ids, ending_tokens(index))
-    return Answer(
-        text=answer_text(index, ids),
-        ids=ids,
-        prompt_tokens=prompt.shape[1],
-        generated_tokens=len(generated),
-        finish_reason="interrupted" if ended == "length" and stop is not None and stop() else ended,
-        tokens_per_second=steps / seconds if steps and seconds else 0.0,
-        time_to_first_token=streamer.first - start,
-        kv_fraction=cache.kv_fraction(),
-        layers=cache.stats(),
-    )
+    ids, times = output[0, prompt.shape[1] :].tolist(), (start, streamer.first, streamer.last)
+    answer = answer_of(index, ids, prompt.shape[1], times, cache.kv_fraction(), cache.stats())
+    interrupted = answer.finish_reason == "length" and stop is not None and stop()
+    return replace(answer, finish_reason="interrupted") if interrupted else answer
 
 
 def _decoding(index: OpenIndex, cache: IndexCache, sampling: Sampling, streamer: TextStreamer) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.models.embedded import named_by_index, remember
-from sparsekv.formats.models.load import LoadedModel, identify, load_model
+from sparsekv.formats.models.load import identify, load_model
 from sparsekv.kernels.common.first_calls import make_first_calls
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.prepare import EarlyReading
@@ -45,7 +45,20 @@ def load_and_open(
     """
     started = time.perf_counter()
     early = None if ranks is not None else (early or EarlyReading(artifact, device, hold=hold)).begin_loading()
-    loaded = _load(artifact, model, device, dtype, progress, 1 if ranks is None else ranks.size)
+    manifest = artifact.manifest
+    if ranks is not None and ranks.size > 1:
+        from sparsekv.kernels.distributed.row_style import sum_in_one_launch  # here: it imports torch.distributed
+
+        sum_in_one_launch()
+    loaded = load_model(
+        named_by_index(manifest.model.id, progress) if model is None else model,
+        device=device,
+        dtype=manifest.dtype if dtype == "auto" else dtype,
+        rope_scaling=manifest.rope.scaling,
+        progress=progress,
+        meanwhile=make_first_calls,
+        ranks=1 if ranks is None else ranks.size,
+    )
     if model is not None and (ranks is None or ranks.first):
         remember(loaded.name)
     loaded_in(time.perf_counter() - started)
@@ -53,24 +66,5 @@ def load_and_open(
         from sparsekv.runtime.decoding.distributed import open_share  # here: it imports torch.distributed
 
         return open_share(artifact, loaded, ranks, hold=hold)
-    its, files = identify(loaded, artifact.manifest), loaded.tokenizer_files
+    its, files = identify(loaded, manifest), loaded.tokenizer_files
     return open_index(artifact, loaded.model, loaded.tokenizer, its, hold=hold, early=early, files=files)
-
-
-def _load(
-    artifact: Artifact, model: str | None, device: str, dtype: str, progress: Callable[[str], None], ranks: int
-) -> LoadedModel:
-    manifest = artifact.manifest
-    if ranks > 1:
-        from sparsekv.kernels.distributed.row_style import sum_in_one_launch  # here: it imports torch.distributed
-
-        sum_in_one_launch()
-    return load_model(
-        named_by_index(manifest.model.id, progress) if model is None else model,
-        device=device,
-        dtype=manifest.dtype if dtype == "auto" else dtype,
-        rope_scaling=manifest.rope.scaling,
-        progress=progress,
-        meanwhile=make_first_calls,
-        ranks=ranks,
-    )

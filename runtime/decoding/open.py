@@ -193,7 +193,11 @@ class OpenIndex:
         self.artifact.check_sums(files_read(self.artifact, config.attention))
         split = self.split if tail else self.split.model_copy(update={"tail": 0})
         where = search_device(config.attention.method, config.placement, self.device)
-        prepared = self._take_prepared(PreparedMethod(config.attention, where))
+        prepared = PreparedMethod(config.attention, where)
+        # A prepared method serves one cache.
+        early, self.prepared = self.prepared, None
+        if early is not None and early.is_like(prepared):
+            prepared = early
         about = self.artifact, self.device, self.dtype, self.take_rows
         sparse, facts = SparseLayers(*about, prepared, split, config, gather_makers), self.artifact.manifest.layers
         layers: list[StoredLayer] = [
@@ -201,11 +205,6 @@ class OpenIndex:
             for layer, of_layer in enumerate(facts)
         ]
         return IndexCache(layers, BuiltLayers(facts))
-
-    def _take_prepared(self, wanted: PreparedMethod) -> PreparedMethod:
-        """The prepared method if there is one, or else the method; a prepared method serves one cache."""
-        early, self.prepared = self.prepared, None
-        return early if early is not None and early.is_like(wanted) else wanted
 
     def dense_cache(self, tokens: int | None = None) -> IndexCache:
         """A cache for dense attention over the first `tokens` of the stored context, all by default.
@@ -231,7 +230,7 @@ class OpenIndex:
         if window is None and self.device.type == "cuda" and isinstance(held.stored_on(self.device), Int8Stored):
             stored = of_tokens(held.stored_on(self.device).tensors, slice(tokens))
             nothing = torch.empty(len(stored["keys"]), 0, stored["keys"].shape[2], dtype=self.dtype, device=self.device)
-            return DenseLayerIn8Bits(lambda: stored, nothing, tokens)
+            return DenseLayerIn8Bits(stored, nothing)
         return DenseLayer(*self._rows(held, slice(first, tokens)), out_of_sight=first, window=window)
 
     def _probed_rows(self, layer: int, ahead: Executor | None, *, hold: bool) -> Callable[[], Pair]:

@@ -18,27 +18,18 @@ DENSE_CHUNK = 256  # tokens per forward pass without sparse layers; the logits a
 
 @torch.inference_mode()
 def perplexity(index: OpenIndex, cache: IndexCache, continuation_ids: torch.Tensor) -> float:
-    """exp of the mean negative log-likelihood of tokens that follow the stored prompt, each given all before it.
-
-    The cache is rewound first. With sparse layers tokens are fed one by one, as in generation, so that each query makes
-    its own selection; without, in chunks, which changes nothing. The first token is predicted by the prompt's last one,
-    whose attention is dense, as it was when the index was built.
-
-    Args:
-        cache: one of this index's.
-        continuation_ids: [T] int64.
-
-    Raises:
-        UsageError: no tokens.
-    """
+    """exp of the mean of the `losses` of tokens [T] that follow the whole stored prompt."""
     return math.exp(float(losses(index, cache, continuation_ids, index.split.tokens).mean()))
 
 
 @torch.inference_mode()
 def losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor, after: int) -> torch.Tensor:
-    """Negative log-likelihoods [T], float64, of tokens that follow the first `after` tokens of the stored prompt.
+    """Negative log-likelihoods [T], float64, of tokens that follow the first `after` tokens of the stored prompt, each
+    given all before it.
 
-    Tokens are fed as in `perplexity`.
+    The cache is rewound first. With sparse layers tokens are fed one by one, as in generation, so that each query makes
+    its own selection; without, in chunks, which changes nothing. The first token is predicted by the prompt's last one,
+    whose attention is dense, as it was when the index was built.
 
     Args:
         cache: one of this index's, over the prompt's first `after` tokens.

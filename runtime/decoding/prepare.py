@@ -17,7 +17,7 @@ from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.formats.index.schema import layer_file
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.cache.kv_store import LayerRows, read_centroids
-from sparsekv.runtime.selection.interface import LayerPosition, Method, MethodSpec, MiddleContext, Selector
+from sparsekv.runtime.selection.interface import LayerPosition, MethodSpec, MiddleContext, Selector
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.wrappers import ResidualSelector, residual_clusters
 
@@ -30,17 +30,9 @@ def files_read(artifact: Artifact, attention: MethodSpec | Dense) -> list[str]:
     return [layer_file(folder, layer) for folder in folders for layer in artifact.manifest.indexed_layers]
 
 
-@dataclass(frozen=True)
-class StoredContext:
-    """A method's input for one layer of an index, and the views of the index's files in it."""
-
-    context: MiddleContext
-    mapped: tuple[torch.Tensor, ...]
-
-
 def stored_context(
     rows: LayerRows, name: str, device: torch.device = CPU, shared: dict[str, Any] | None = None
-) -> StoredContext:
+) -> MiddleContext:
     """Read what the method called `name` built for the layer of `rows`; keys and values are read at first use.
 
     Args:
@@ -54,9 +46,9 @@ def stored_context(
     if "token_order" in tensors:
         tensors["token_order"] = tensors["token_order"] - manifest.split.sinks
     split, indexed = manifest.split, manifest.indexed_layers
-    context = MiddleContext(
-        load_keys=partial(rows.middle_keys, device),
-        load_values=partial(rows.middle_values, device),
+    return MiddleContext(
+        load_keys=partial(rows.middle, "keys", device),
+        load_values=partial(rows.middle, "values", device),
         load_observed=partial(rows.observed_queries, device),
         facts=manifest.layers[layer],
         tensors=tensors,
@@ -65,8 +57,8 @@ def stored_context(
         first_token=split.sinks,
         position=LayerPosition(indexed.index(layer), len(indexed), {} if shared is None else shared),
         centroids_in_8_bits=in_8_bits,
+        mapped=(*rows.mapped_keys, *stored.values()) if device.type == "cpu" else (),
     )
-    return StoredContext(context, (*rows.mapped_keys, *stored.values()) if device.type == "cpu" else ())
 
 
 @dataclass(frozen=True)
@@ -79,41 +71,35 @@ class PreparedLayer:
 
 
 def prepare_layer(
-    rows: LayerRows,
-    name: str,
-    method: Method,
-    device: torch.device = CPU,
-    *,
-    residual: bool = False,
-    shared: dict[str, Any] | None = None,
+    rows: LayerRows, form: MethodSpec, device: torch.device = CPU, shared: dict[str, Any] | None = None
 ) -> PreparedLayer:
-    """A method's selector for one layer of an index, the one of `rows`.
+    """A method's selector for one layer of an index, the one of `rows`. A residual's centroids are the method's own, or
+    another method's of the index.
 
     Args:
-        residual: attend to centroids for the tokens not chosen: the method's own, or another method's of the index.
         shared: the state shared by the layers of one cache or report; new by default.
 
     Raises:
-        UsageError: `residual`, and no method of the index has value centroids, or the method appends tokens, which are
+        UsageError: a residual, and no method of the index has value centroids, or the method appends tokens, which are
             in no cluster.
         ArtifactError: the parameters or the calibration in the manifest are not valid, or tensors are missing; of the
             method, or of the one whose clusters are the residual's.
     """
-    artifact, stored = rows.artifact, stored_context(rows, name, device, shared)
-    with _told_of(name, artifact):
-        selector = method.prepare(stored.context)
-    if not residual or method.replaces() or selector.replace_by_own():
-        return PreparedLayer(selector, stored.context, stored.mapped)
+    artifact, context = rows.artifact, stored_context(rows, form.name, device, shared)
+    with _told_of(form.name, artifact):
+        selector = form.method.prepare(context)
+    if not form.residual or form.method.replaces() or selector.replace_by_own():
+        return PreparedLayer(selector, context, context.mapped)
     if selector.append is not None:
         raise UsageError(
-            f"--residual: {name} takes generated tokens in, and no cluster holds these; leave out --residual, or let "
-            "them stay exact"
+            f"--residual: {form.name} takes generated tokens in, and no cluster holds these; leave out --residual, or "
+            "let them stay exact"
         )
     source = residual_source(artifact)
     lender = stored_context(rows, source, device)
     with _told_of(source, artifact):
-        replacing = ResidualSelector(selector, residual_clusters(lender.context.tensors))
-    return PreparedLayer(replacing, stored.context, stored.mapped + lender.mapped)
+        replacing = ResidualSelector(selector, residual_clusters(lender.tensors))
+    return PreparedLayer(replacing, context, context.mapped + lender.mapped)
 
 
 @dataclass
@@ -142,10 +128,7 @@ class PreparedMethod:
     def take(self, rows: LayerRows) -> PreparedLayer:
         """The layer of `rows`, which no other cache gets; raises what `prepare_layer` raises."""
         held = self._prepared.pop(rows.layer, None)
-        if held is not None:
-            return held
-        form = self.form
-        return prepare_layer(rows, form.name, form.method, self.device, residual=form.residual, shared=self.shared)
+        return held or prepare_layer(rows, self.form, self.device, self.shared)
 
 
 @contextmanager

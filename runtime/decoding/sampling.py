@@ -12,7 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import UsageError, check_at_least_one
 
 LEAST_TEMPERATURE = 1e-5  # logits are divided by it, in float32
 
@@ -28,8 +28,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise UsageError(f"--max-new-tokens {self.max_new_tokens}: give at least 1")
+        check_at_least_one(self, "max_new_tokens")
         if not 0 <= self.temperature < math.inf:
             raise UsageError(f"--temperature {self.temperature}: give 0 (greedy) or more")
         if 0 < self.temperature < LEAST_TEMPERATURE:

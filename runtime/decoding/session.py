@@ -63,8 +63,7 @@ class Session:
 
         Args:
             question: text, for the index's chat template, or token ids [Q] as `question_ids` gives them.
-            on_text: called with each piece of text as it is decoded.
-            stop: asked after each token; what came until it is True is the answer.
+            on_text, stop: as of `generate`.
         """
         with exclusive(self.index.model):
             return generate(self.index, self.cache, self._ids(question), sampling or Sampling(), on_text, stop)
@@ -177,16 +176,8 @@ class Conversation:
         """Answer the next question; question and answer become a turn of the talk.
 
         After any failure, an interruption included, the talk is as it was before the question. Threads that ask wait
-        for each other: their questions follow one another in the order in which they get their turn.
-
-        Args:
-            on_text: called with each piece of text as it is decoded.
-            stop: asked after each token; what came until it is True is the answer.
-
-        Raises:
-            UsageError: the question is empty, no position of the model is left for an answer, or an answer's own
-                callback asks.
-            SparsekvError: its special tokens cannot be read as plain text, or the logits are not finite.
+        for each other: their questions follow one another in the order in which they get their turn. Raises what
+        `question_ids` and `generate` raise.
         """
         with exclusive(self.index.model):
             chat, border = None if self.raw else self.place.chat, self.place.border

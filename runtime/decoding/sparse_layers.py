@@ -25,7 +25,7 @@ from sparsekv.runtime.cache.kv_store import (
     of_tokens,
 )
 from sparsekv.runtime.decoding.prepare import PreparedLayer, PreparedMethod, prepare_layer
-from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.interface import Method, MethodSpec, Selector
 
 
 def search_device(method: Method, placement: str, device: torch.device) -> torch.device:
@@ -38,9 +38,7 @@ class SparseLayers:
     """Makes the sparse layers of one cache.
 
     Args:
-        device, dtype: the model's.
         take_rows: gives a layer's stored keys and values, which are let go of afterwards.
-        prepared: the method.
         split: the prompt's, whose tail may be cut.
         gather_makers: for each layer, what makes the executor of all of its steps.
         question_shared: what the layers of the question's method share.
@@ -85,7 +83,7 @@ class SparseLayers:
         if not isinstance(question, QuestionPrefill):
             return None
         where, shared = search_device(question.method, self.config.placement, self.device), self.question_shared
-        selector = prepare_layer(rows, question.name, question.method, where, shared=shared).selector
+        selector = prepare_layer(rows, MethodSpec(question.name, "", question.method), where, shared).selector
         return QuestionSearch(question, selector, where, decoding.layout)
 
     def _exact(self, rows: LayerRows) -> Pair:
@@ -112,7 +110,7 @@ class SparseLayers:
             order = None if layout is None else layout.to(where)
             return Int8Middle(of_tokens(rows.stored_on(where).tensors, middle), order, self.dtype)
         if layout is None and where == self.prepared.device:
-            keys, values = prepared.context.keys, rows.middle_values(where)
+            keys, values = prepared.context.keys, rows.middle("values", where)
         else:
             keys, values = rows.part(middle, where)
         order = None if layout is None else layout.to(where)

@@ -1,5 +1,6 @@
 """Decode steps that can be captured as CUDA graphs, of one sequence or of several that share a document."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,12 +8,33 @@ from transformers import PreTrainedModel
 
 from sparsekv.kernels.common.given_rows import with_cache
 from sparsekv.kernels.common.hook import route_attention
-from sparsekv.runtime.cache.buffers import ModelGraph, captured, waits
+from sparsekv.runtime.cache.buffers import ModelGraph, Step, captured, waits
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.packed_cache import PackedCache, PackedStep
 from sparsekv.runtime.decoding.threads import all_cores, exclusive
 
 FIRST_ROOM = 256  # own rows of a sequence, so that a graph lasts for a while
+
+
+def _captured(
+    step: Step, device: torch.device, changed: Sequence[torch.Tensor]
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
+    """A step's CUDA graph and its logits; None if it syncs or cannot be captured. Restores the tensors that trial steps
+    change."""
+    before = [tensor.clone() for tensor in changed]
+
+    def restore() -> None:
+        for tensor, value in zip(changed, before, strict=True):
+            tensor.copy_(value)
+
+    def again() -> torch.Tensor:
+        restore()
+        return step()
+
+    again()  # the first run may sync for one-time work, such as compiling
+    found = None if waits(again, device) else captured(step, device, again)
+    restore()
+    return found
 
 
 @dataclass(frozen=True)
@@ -80,22 +102,12 @@ class SharedStep:
         return logits
 
     def _capture(self, size: int, room: int) -> None:
-        """Capture the step; if it syncs or cannot be captured, no step is captured any more. Restores what trial steps
-        count."""
+        """Capture the step; if that fails, no step is captured any more."""
         if any(graph.room != room for graph in self.graphs.values()):
             self.graphs.clear()  # their buffers are no longer in use
         counters = [one for read in self.cache.reads for one in read.counters()]
-        before = [one.clone() for one in counters]
-
-        def again() -> torch.Tensor:
-            return self._forward(size, room)
-
-        device = self.model.device
         with self.cache.uncounted():
-            again()  # the first run may sync for one-time work, such as compiling
-            found = None if waits(again, device) else captured(again, device)
-        for counter, value in zip(counters, before, strict=True):
-            counter.copy_(value)
+            found = _captured(lambda: self._forward(size, room), self.model.device, counters)
         if found is None:
             self.capture = False
             self.graphs.clear()
@@ -152,7 +164,7 @@ class DecodeStep:
         if cache.graph is not None and cache.graph.buffers != cache.buffers():
             cache.graph = None  # frees its memory before another graph is captured
         if cache.graph is None:
-            cache.graph = self._captured()
+            cache.graph = self._capture()
         if cache.graph is None:
             return self._forward()
         cache.graph.graph.replay()
@@ -166,21 +178,9 @@ class DecodeStep:
         self.cache.advance_on_device()
         return logits
 
-    def _captured(self) -> ModelGraph | None:
-        """The captured step; None if it syncs or cannot be captured, which is then not tried again. Restores all state
-        that the trial steps change."""
-        changed = [self.position, *self.cache.counters()]
-        before = [tensor.clone() for tensor in changed]
-
-        def again() -> torch.Tensor:
-            for tensor, value in zip(changed, before, strict=True):
-                tensor.copy_(value)
-            return self._forward()
-
-        again()  # the first run may sync for one-time work, such as compiling
-        found = None if waits(again, self.model.device) else captured(self._forward, self.model.device, again)
-        for tensor, value in zip(changed, before, strict=True):
-            tensor.copy_(value)
+    def _capture(self) -> ModelGraph | None:
+        """The captured step; None if that fails, and it is then not tried again."""
+        found = _captured(self._forward, self.model.device, [self.position, *self.cache.counters()])
         self.capture = self.cache.capturing = found is not None
         return None if found is None else ModelGraph(*found, self.tokens, self.position, self.cache.buffers())
 

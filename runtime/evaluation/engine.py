@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ from sparsekv.runtime.decoding.generate import Sampling, generate
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.perplexity import perplexity
 from sparsekv.runtime.evaluation.metrics import METRICS
-from sparsekv.runtime.evaluation.table import Answers, Result, ScoredAnswer, Variant, answer_key
+from sparsekv.runtime.evaluation.table import Answers, Result, ScoredAnswer, Variant
 from sparsekv.runtime.evaluation.tasks import Context, Question
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
 from sparsekv.runtime.selection.registry import DENSE
@@ -124,22 +124,13 @@ class Comparison:
         asked = (len(self.question_ids(context, one, empty)) + self.longest(one) for one in context.questions)
         return positions - max(asked)
 
-    def ways(self) -> list[tuple[Variant, Budget | None]]:
+    def ways(self) -> list[Variant]:
         """Every way in which a question is answered, dense attention first."""
-        variants = ["", "residual"] if self.residual else [""]
-        return [
-            one
-            for prefill in self.builder.prefills
-            for one in [
-                (Variant(prefill, DENSE), None),
-                *(
-                    (Variant(prefill, name, variant, budget), budget)
-                    for name in self.methods
-                    for variant in variants
-                    for budget in self.budgets
-                ),
-            ]
-        ]
+        found, variants = [], ["", "residual"] if self.residual else [""]
+        for prefill in self.builder.prefills:
+            sparse = product(self.methods, variants, self.budgets)
+            found += [Variant(prefill, DENSE), *(Variant(prefill, *one) for one in sparse)]
+        return found
 
 
 def check_room(comparison: Comparison, contexts: list[Context]) -> None:
@@ -171,7 +162,7 @@ def evaluate(comparison: Comparison, contexts: list[Context], work: Path, show: 
         for context in contexts:
             prompt = comparison.prompt(context.text, bare=context.bare)
             for prefill in comparison.builder.prefills:
-                here = [(way, budget) for way, budget in ways if way.prefill == prefill]
+                here = [way for way in ways if way.prefill == prefill]
                 asking = _Asking(comparison, context, prompt, prefill, answers, work)
                 for result in asking.results(here, show):
                     done += 1
@@ -189,7 +180,7 @@ def unanswered(comparison: Comparison, contexts: list[Context], answers: Answers
             prefill: _Asking(comparison, context, prompt, prefill, answers, work)
             for prefill in comparison.builder.prefills
         }
-        keys = (asking[way.prefill].key(way, budget, one) for way, budget in ways for one in context.questions)
+        keys = (asking[way.prefill].key(way, one) for way in ways for one in context.questions)
         return not all(key in answers.known for key in keys)
 
     return [context for context in contexts if is_missing(context)]
@@ -207,11 +198,11 @@ class _Asking:
     work: Path
     opened: OpenIndex | None = None
 
-    def results(self, ways: list[tuple[Variant, Budget | None]], show: Progress) -> Iterator[Result]:
-        for way, budget in ways:
-            keys = [self.key(way, budget, question) for question in self.context.questions]
+    def results(self, ways: list[Variant], show: Progress) -> Iterator[Result]:
+        for way in ways:
+            keys = [self.key(way, question) for question in self.context.questions]
             asked = list(zip(self.context.questions, keys, strict=True))
-            answered = self._answered(way, budget, asked, show)
+            answered = self._answered(way, asked, show)
             for question, key in asked:
                 while key not in self.answers.known:
                     self._keep(*next(answered), way)
@@ -224,19 +215,19 @@ class _Asking:
             elif not kept.exists():
                 shutil.rmtree(self._folder())
 
-    def key(self, way: Variant, budget: Budget | None, question: Question) -> str:
-        """Under which an answer is known."""
-        return answer_key(self._decides(way, budget, question))
+    def key(self, way: Variant, question: Question) -> str:
+        """Under which an answer is known: a hash of everything that determines it."""
+        return hash_json(self._decides(way, question))
 
     def _answered(
-        self, way: Variant, budget: Budget | None, asked: list[tuple[Question, str]], show: Progress
+        self, way: Variant, asked: list[tuple[Question, str]], show: Progress
     ) -> Iterator[tuple[Question, str, ScoredAnswer]]:
         """Answers that are not known, as they come, one for questions that are the same; several questions at once
         where the comparison and the method allow it. Those that share what steps select are then all asked again: an
         answer depends on those beside it."""
         asked = list({one[1]: one for one in asked}.values())
         self.opened = self.opened or self._open(show)
-        config = self._config(way, budget)
+        config = self._config(way)
         cache = self.opened.cache(config)
         one_by_one = self.comparison.together == 1 or why_alone(self.opened, config.attention, cache)
         missing = [one for one in asked if one[1] not in self.answers.known]
@@ -270,7 +261,7 @@ class _Asking:
         told = {"task": self.context.task, "context": self.context.name, "question": question.text}
         self.answers.add(key, given, {**told, "expected": question.answers, **way.record()})
 
-    def _decides(self, way: Variant, budget: Budget | None, question: Question) -> dict[str, Any]:
+    def _decides(self, way: Variant, question: Question) -> dict[str, Any]:
         comparison, (model, tokenizer) = self.comparison, self.comparison.identity
         method = comparison.methods.get(way.method)
         parameters = comparison.builder.parameters
@@ -285,7 +276,7 @@ class _Asking:
             "question": hash_tokens(comparison.question_ids(self.context, question, self.prompt).tolist()),
             "kind": [METRICS[question.metric].continuation, comparison.longest(question)],
             "way": way.record(),
-            "share": budget is not None and budget.is_share,
+            "share": way.budget is not None and way.budget.is_share,
             "method": None if method is None else asdict(method),
             "indexers": parameters if way.variant else {way.method: parameters.get(way.method)},
             **comparison.builder.sample_of(way.method),
@@ -324,11 +315,11 @@ class _Asking:
         artifact = Artifact(self._folder())
         return open_index(artifact, comparison.loaded.model, comparison.loaded.tokenizer, comparison.identity)
 
-    def _config(self, way: Variant, budget: Budget | None) -> DecodeConfig:
-        if budget is None:
+    def _config(self, way: Variant) -> DecodeConfig:
+        if way.budget is None:
             return DecodeConfig(Dense())
         form = MethodSpec(way.method, way.variant, self.comparison.methods[way.method], residual=bool(way.variant))
-        return DecodeConfig(form, budget, question=self.comparison.question)
+        return DecodeConfig(form, way.budget, question=self.comparison.question)
 
     def _answer(self, index: OpenIndex, cache: IndexCache, question: Question) -> ScoredAnswer:
         comparison, started = self.comparison, time.perf_counter()

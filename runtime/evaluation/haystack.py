@@ -5,9 +5,10 @@ import re
 import string
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.evaluation.tasks import Context, CountTokens, Question, Request, Task, tasks
+from sparsekv.runtime.evaluation.tasks import Context, CountTokens, DrawnTask, Question, Request, tasks
 
 ADJECTIVES = re.findall(
     r"\w+",
@@ -97,16 +98,12 @@ def coined(number: int, letters: int, alphabet: str, random_numbers: random.Rand
     return list(words)
 
 
-def variables(number: int, random_numbers: random.Random) -> list[str]:
-    """`number` different names of five capital letters."""
-    return coined(number, 5, string.ascii_uppercase, random_numbers)
-
-
 LONGEST_SENTENCE = 400  # characters; tables and code have no full stops to split at
 LEAST_SUGGESTED = 256
 """Tokens of the shortest context that is suggested: of it sinks and tail leave half to index."""
 
 
+@lru_cache(1)  # every context of a task asks for those of one text
 def sentences(text: str) -> list[str]:
     """Sentences of a text with white space collapsed; those longer than 400 characters are cut between words."""
     flat = " ".join(text.split())
@@ -219,7 +216,7 @@ TOKENS_A_VALUE = 12  # seven digits, a quote and a space in any tokenizer; RULER
 
 
 @dataclass(frozen=True)
-class Needles(Task):
+class Needles(DrawnTask):
     """A needle task with `values` per key, whose questions ask for `asked` keys each. A context has at least `keys`
     keys, and one for each question; with `alone` it has one needle and one question."""
 
@@ -230,11 +227,7 @@ class Needles(Task):
     wording: Wording = MAGIC
     alone: bool = False
 
-    def make(self, request: Request) -> list[Context]:
-        units = sentences(request.text)
-        return [self._context(request, number, units) for number in range(request.contexts)]
-
-    def _context(self, request: Request, number: int, units: list[str]) -> Context:
+    def draw(self, request: Request, number: int) -> Context:
         drawn = random.Random(f"{request.seed} {self.name} {request.length} {number}")
         questions = 1 if self.alone else request.asked()
         keys = self.wording.keys(max(self.keys, questions), drawn)
@@ -243,7 +236,7 @@ class Needles(Task):
         drawn.shuffle(needles)
         offset, of = (number, request.contexts) if self.alone else (0, len(needles))
         placed = [(request.depth(offset + n, of), needle) for n, needle in enumerate(needles)]
-        text = _hide(rotated(units, drawn), placed, request, self.wording.introduction, self.name)
+        text = _hide(rotated(sentences(request.text), drawn), placed, request, self.wording.introduction, self.name)
         asked = [[key] for key in keys] if self.asked == 1 else [drawn.sample(keys, self.asked) for _ in keys]
         return Context(
             task=self.name,
@@ -307,15 +300,11 @@ ALPHA = 2.0
 ZETA = 1.6449340668482264  # zeta(ALPHA), which normalises the frequencies
 
 
-class CommonWords(Task):
+class CommonWords(DrawnTask):
     """Words of the text and of a word list; ten of them occur ten times as often as the rest (short lists: six)."""
 
-    def make(self, request: Request) -> list[Context]:
-        own = re.findall(r"\b[a-z]{4,10}\b", request.text)
-        known = sorted({*own, *ADJECTIVES, *NOUNS})
-        return [self._context(request, number, known) for number in range(request.contexts)]
-
-    def _context(self, request: Request, number: int, known: list[str]) -> Context:
+    def draw(self, request: Request, number: int) -> Context:
+        known = sorted({*re.findall(r"\b[a-z]{4,10}\b", request.text), *ADJECTIVES, *NOUNS})
         drawn = random.Random(f"{request.seed} cwe {request.length} {number}")
         words = drawn.sample(known, len(known))
         often, seldom = (30, 3) if request.length >= LONG else (6, 1)
@@ -335,13 +324,10 @@ class CommonWords(Task):
         return Context("cwe", f"{request.length} tokens, {number}", render(others), (question,), request.length)
 
 
-class FrequentWords(Task):
+class FrequentWords(DrawnTask):
     """Coded words with frequencies by Zipf's law; the most frequent one is dots, which are to be ignored."""
 
-    def make(self, request: Request) -> list[Context]:
-        return [self._context(request, number) for number in range(request.contexts)]
-
-    def _context(self, request: Request, number: int) -> Context:
+    def draw(self, request: Request, number: int) -> Context:
         drawn = random.Random(f"{request.seed} fwe {request.length} {number}")
         coded = ["...", *coined(max(4, request.length // 50), 6, string.ascii_lowercase, drawn)]
         order = random.Random(drawn.random())
@@ -374,17 +360,13 @@ HOPS = 4
 MAX_NEW_TOKENS = 30
 
 
-class VariableTracking(Task):
+class VariableTracking(DrawnTask):
     """One chain of four hops for each question; a chain's assignments are hidden in order."""
 
-    def make(self, request: Request) -> list[Context]:
-        units = sentences(request.text)
-        return [self._context(request, number, units) for number in range(request.contexts)]
-
-    def _context(self, request: Request, number: int, units: list[str]) -> Context:
+    def draw(self, request: Request, number: int) -> Context:
         drawn = random.Random(f"{request.seed} vt {request.length} {number}")
         chains = request.asked()
-        names = variables((HOPS + 1) * chains, drawn)
+        names = coined((HOPS + 1) * chains, 5, string.ascii_uppercase, drawn)
         values = drawn.sample(range(10_000, 100_000), chains)
         needles = []
         for chain, value in enumerate(values):
@@ -399,7 +381,7 @@ class VariableTracking(Task):
         def render(some: list[str]) -> str:
             return INTRODUCTION + " ".join(insert(some, needles))
 
-        text = render(fill(rotated(units, drawn), render, request.count, request.length, "vt"))
+        text = render(fill(rotated(sentences(request.text), drawn), render, request.count, request.length, "vt"))
         questions = [
             Question(
                 text=ASK.format(value=value),

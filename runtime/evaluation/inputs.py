@@ -15,23 +15,20 @@ from sparsekv.runtime.evaluation.published import read_pairs, read_published, sh
 from sparsekv.runtime.evaluation.tasks import Context, Question, Request, choose_task
 
 DEFAULT_TASKS, DEFAULT_LENGTH = ["niah-facts"], 4096
-Pairs = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """A text with tasks to make of it, or published contexts; read and checked before a model is loaded."""
+    """A text with tasks to make of it, or published contexts; read and checked before a model is loaded.
+
+    `request` is that of any task, whose length is one of `lengths`; its counter of tokens is not yet known.
+    """
 
     name: str
-    text: str
     tasks: list[str]
     published: list[Context]
-    pairs: Pairs
     lengths: list[int]
-    depths: tuple[float, ...]
-    contexts: int
-    questions: int | None
-    seed: int
+    request: Request
 
     @classmethod
     def read(
@@ -55,22 +52,18 @@ class Inputs:
             raise UsageError("--data and --format belong together: give both")
         if data is not None and (tasks or depths or pairs):
             raise UsageError("--data brings its own tasks: leave out --task, --depth and --pairs")
-        # Nothing of the text is needed for the checks that a request makes.
-        Request("", len, min(lengths, default=1), contexts, questions, tuple(depth / 100 for depth in depths))
+        shares = tuple(depth / 100 for depth in depths)
+        request = Request("", len, min(lengths, default=1), contexts, questions, shares, seed)
         for task in tasks:
             choose_task(task)
         _refuse_index(document)
+        text = "" if document is None else read_document(document, encoding)
         return cls(
             name=Path(data or document or "").name,
-            text="" if document is None else read_document(document, encoding),
             tasks=list(dict.fromkeys(tasks or DEFAULT_TASKS)),
             published=[] if data is None or data_format is None else read_published(data, data_format),
-            pairs=() if pairs is None else read_pairs(pairs),
             lengths=list(dict.fromkeys(lengths)),
-            depths=tuple(depth / 100 for depth in depths),
-            contexts=contexts,
-            questions=questions,
-            seed=seed,
+            request=replace(request, text=text, pairs=() if pairs is None else read_pairs(pairs)),
         )
 
 
@@ -101,24 +94,13 @@ def read_contexts(inputs: Inputs, comparison: Comparison) -> list[Context]:
         UsageError: the text is too short or a length too small for a task.
     """
     if inputs.published:
-        kept = _first_of_each_task(inputs.published, inputs.contexts)
+        kept = _first_of_each_task(inputs.published, inputs.request.contexts)
         return [_fit(context, inputs, comparison) for context in kept]
     return [
         context
         for task in inputs.tasks
         for length in inputs.lengths or [DEFAULT_LENGTH]
-        for context in choose_task(task).make(
-            Request(
-                inputs.text,
-                comparison.count,
-                length,
-                inputs.contexts,
-                inputs.questions,
-                inputs.depths,
-                inputs.seed,
-                inputs.pairs,
-            )
-        )
+        for context in choose_task(task).make(replace(inputs.request, count=comparison.count, length=length))
     ]
 
 
@@ -135,7 +117,7 @@ def _fit(context: Context, inputs: Inputs, comparison: Comparison) -> Context:
     Raises:
         UsageError: the cut would take out what a question asks for, which no method could find.
     """
-    context = replace(context, questions=context.questions[: inputs.questions])
+    context = replace(context, questions=context.questions[: inputs.request.questions])
     room = comparison.room(context)
     limit = min([*inputs.lengths, *([] if room is None else [room])], default=None)
     if limit is None:

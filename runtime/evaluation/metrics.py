@@ -49,11 +49,6 @@ def f1(answer: str, question: Question) -> float:
     return max(_f1(normalise(answer).split(), normalise(expected).split()) for expected in question.answers)
 
 
-def f1_first_line(answer: str, question: Question) -> float:
-    """F1 of the first line, for few-shot prompts, after whose answer a model continues with more examples."""
-    return f1(first_line(answer), question)
-
-
 def _f1(answer: list[str], expected: list[str]) -> float:
     shared = sum((Counter(answer) & Counter(expected)).values())
     return 2 * shared / (len(answer) + len(expected)) if shared else 0.0
@@ -62,11 +57,6 @@ def _f1(answer: list[str], expected: list[str]) -> float:
 def rouge_l(answer: str, question: Question) -> float:
     """F1 over the longest common subsequence of words, best of the expected answers."""
     return max(_rouge_l(answer.split(), expected.split()) for expected in question.answers)
-
-
-def rouge_l_first_line(answer: str, question: Question) -> float:
-    """ROUGE-L of the first line."""
-    return rouge_l(first_line(answer), question)
 
 
 def _rouge_l(answer: list[str], expected: list[str]) -> float:
@@ -120,6 +110,11 @@ def first_line(text: str) -> str:
     return text.lstrip("\n").split("\n")[0]
 
 
+def _of_first_line(score: ScoreFunction) -> ScoreFunction:
+    """A score of the first line, for few-shot prompts, after whose answer a model continues with more examples."""
+    return lambda answer, question: score(first_line(answer), question)
+
+
 def _unscored(answer: str, question: Question) -> float:
     raise TypeError("a continuation is not generated")
 
@@ -128,9 +123,9 @@ METRICS = {
     "match-all": Metric(match_all),
     "match-part": Metric(match_part),
     "f1": Metric(f1),
-    "f1-first-line": Metric(f1_first_line),
+    "f1-first-line": Metric(_of_first_line(f1)),
     "rouge-l": Metric(rouge_l),
-    "rouge-l-first-line": Metric(rouge_l_first_line),
+    "rouge-l-first-line": Metric(_of_first_line(rouge_l)),
     "classification": Metric(classification),
     "retrieval": Metric(retrieval),
     "count": Metric(count),

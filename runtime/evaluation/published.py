@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sparsekv.formats.documents.document import decode_text, read_bytes
-from sparsekv.formats.errors import SparsekvError, UsageError, choose_one
+from sparsekv.formats.errors import SparsekvError, UsageError, check_choice
 from sparsekv.runtime.evaluation.haystack import depth_of, fill, largest
 from sparsekv.runtime.evaluation.metrics import normalise
-from sparsekv.runtime.evaluation.tasks import Context, CountTokens, Question, Request, Task, tasks
+from sparsekv.runtime.evaluation.tasks import Context, CountTokens, DrawnTask, Question, Request, Task, tasks
 
 _PASSAGES = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
@@ -181,14 +181,11 @@ def _inside(answers: tuple[str, ...], text: str, request: Request) -> bool:
     return any(answer in text for answer in answers) or not any(answer in request.text for answer in answers)
 
 
-class Continuation(Task):
+class Continuation(DrawnTask):
     """Windows of the text, each scored by the perplexity of the words that follow it."""
 
-    def make(self, request: Request) -> list[Context]:
+    def draw(self, request: Request, number: int) -> Context:
         pieces = re.findall(r"\s*\S+", request.text)
-        return [self._context(request, number, pieces) for number in range(request.contexts)]
-
-    def _context(self, request: Request, number: int, pieces: list[str]) -> Context:
         drawn = random.Random(f"{request.seed} perplexity {request.length} {number}")
         # A word has at least one token, so windows up to this start have enough words to fill their length.
         last = max(1, len(pieces) - request.length - CONTINUATION_TOKENS)
@@ -237,8 +234,7 @@ def read_published(file: str, form: str) -> list[Context]:
     Raises:
         UsageError: an unknown format, an unreadable file, or a line that is not in this format.
     """
-    if form not in FORMATS:
-        raise UsageError(f"--format {form}: {choose_one(form, FORMATS)}")
+    check_choice("--format", form, FORMATS)
     return [_read(record, number, FORMATS[form], f"--data {file} --format {form}") for number, record in _lines(file)]
 
 

@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.tasks import Context, Question
@@ -101,11 +99,6 @@ class ScoredAnswer:
     seconds: float
 
 
-def answer_key(decides: dict[str, Any]) -> str:
-    """The key of an answer: a hash of everything that determines it."""
-    return hash_json(decides)
-
-
 class Answers:
     """The answers in a folder, by key. Use it as a context manager; one process at a time."""
 
@@ -127,9 +120,7 @@ class Answers:
             raise SparsekvError(f"cannot write {self._path}: {error.strerror or error}; give another --work") from None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             if self._file is not None:
                 with suppress(OSError):  # of a disk that is full, which was told when the answer was added
@@ -194,11 +185,6 @@ class Variant:
     method: str
     variant: str = ""
     budget: Budget | None = None
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether everything is attended."""
-        return self.budget is None
 
     def record(self) -> dict[str, Any]:
         """The fields of a row. A budget is a number there: an int of tokens, or a float of the document."""
@@ -282,7 +268,7 @@ def _group(task: str, length: int | None, metric: str, results: list[Result], se
     for result in results:
         ways.setdefault(result.way, {}).setdefault(result.context, {})[result.question] = result
     shared = _shared(list(ways.values()))
-    base = next((way for way in ways if way.is_dense), None)
+    base = next((way for way in ways if way.budget is None), None)
     told = METRICS[metric]
     found = []
     for way, answered in ways.items():

@@ -99,6 +99,17 @@ class Task(ABC):
         """
 
 
+class DrawnTask(Task):
+    """A task each of whose contexts is drawn by random numbers of its own."""
+
+    def make(self, request: Request) -> list[Context]:
+        return [self.draw(request, number) for number in range(request.contexts)]
+
+    @abstractmethod
+    def draw(self, request: Request, number: int) -> Context:
+        """The context of this number; raises what `make` raises."""
+
+
 tasks: Registry[Task] = Registry("task", "sparsekv.runtime.evaluation")
 
 

@@ -12,6 +12,7 @@ from typing import ClassVar, Self
 import torch
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.kernels.attention.cluster_step import StepCodes, attend_by_codes, choose_by_codes
 from sparsekv.kernels.attention.types import ScoredCentroids
@@ -37,7 +38,7 @@ from sparsekv.runtime.selection.interface import (
     single_rows,
 )
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.selection.token_choice import token_logits
+from sparsekv.runtime.selection.token_choice import check_rerank, token_logits
 from sparsekv.runtime.selection.wrappers import residual_clusters
 
 PIECE = 32  # tokens of a question that share a choice
@@ -64,8 +65,7 @@ class Codes(Method):
     )
 
     def __post_init__(self) -> None:
-        if not 1 <= self.rerank < math.inf:
-            raise UsageError(f"--rerank {self.rerank:g}: give at least 1, such as 2")
+        check_rerank(self.rerank)
         if not 0 < self.scan <= 1:
             raise UsageError(f"--scan {self.scan:g}: give a share above 0 and at most 1, such as 0.5")
 
@@ -189,12 +189,7 @@ class CodesSelector(Selector):
         )
 
     def attend_fused(
-        self,
-        query: torch.Tensor,
-        rows: tuple[torch.Tensor, torch.Tensor],
-        exact: tuple[torch.Tensor, torch.Tensor],
-        budget: Budget,
-        sink_logits: torch.Tensor | None,
+        self, query: torch.Tensor, rows: Pair, exact: Pair, budget: Budget, sink_logits: torch.Tensor | None
     ) -> tuple[torch.Tensor, float] | None:
         """Only where the codes of all keys are read, and no key is looked at again."""
         tokens = budget.tokens(self.middle)
@@ -250,7 +245,7 @@ class CodesSelector(Selector):
         return self.stored_rows + clusters + scanned * self.codes.shape[2] / self.row_bytes + more
 
     def _logits(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        return attention_logits(query, keys, self.facts.softmax_scale, self.facts.softcap)
+        return attention_logits(query, keys, *self.facts.scaling)
 
     def _members(self, scores: torch.Tensor, wanted: int) -> torch.Tensor:
         """The tokens [Hk, Q or 1, wanted] of the clusters of highest score [Hk, Q or 1, C]."""

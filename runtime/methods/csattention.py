@@ -7,19 +7,19 @@ each subspace's scores are multiplied by the query's projection on the centroid.
 than the budget, are then read and re-ranked by exact logits.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
 
-from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.formats.errors import UsageError, check_at_least_one, check_choice
 from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.kernels.posting_lists.posting_lists import SCORINGS
 from sparsekv.runtime.selection.cluster_statistics import ListShape, describe_lists
 from sparsekv.runtime.selection.interface import Method, MiddleContext
 from sparsekv.runtime.selection.posting_lists import TableSelector
 from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.token_choice import check_rerank
 
 WEIGHTS = ("uniform", "fitted")
 
@@ -67,19 +67,12 @@ class CSAttention(Method):
     )
 
     def __post_init__(self) -> None:
-        if self.csattention_scoring not in SCORINGS:
-            raise UsageError(
-                f"--csattention-scoring {self.csattention_scoring}: {choose_one(self.csattention_scoring, SCORINGS)}"
-            )
-        if self.weights not in WEIGHTS:
-            raise UsageError(f"--weights {self.weights}: {choose_one(self.weights, WEIGHTS)}")
-        if not 1 <= self.rerank < math.inf:
-            raise UsageError(f"--rerank {self.rerank:g}: give at least 1, such as 2")
+        check_choice("--csattention-scoring", self.csattention_scoring, SCORINGS)
+        check_choice("--weights", self.weights, WEIGHTS)
+        check_rerank(self.rerank)
         if not 0 <= self.backoff <= 1:
             raise UsageError(f"--backoff {self.backoff:g}: give a share from 0 to 1")
-        for name in ("step", "buffer"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name} {getattr(self, name)}: give at least 1")
+        check_at_least_one(self, "step", "buffer")
 
     def prepare(self, context: MiddleContext) -> TableSelector:
         """Keeps the middle's keys (a second copy if they are on another device) and the centroids.

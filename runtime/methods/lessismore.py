@@ -47,7 +47,7 @@ class LessIsMoreSelector(SharingSelector):
         self.recent_share = recent_share
 
     def rank(self, queries: Queries) -> torch.Tensor:
-        logits = attention_logits(queries.query, self.keys, self.facts.softmax_scale, self.facts.softcap)
+        logits = attention_logits(queries.query, self.keys, *self.facts.scaling)
         if queries.joint:
             logits = softmax_beside(logits, queries.exact_logsumexp()).mean(2, keepdim=True)
         orders = ranking(logits.flatten(0, 1))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import check_at_least_one
 from sparsekv.kernels.scores.logits import attention_logits, softcapped
 from sparsekv.runtime.selection.interface import Budget, Method, MiddleContext, Queries, Selection, Selector
 from sparsekv.runtime.selection.registry import methods
@@ -27,8 +27,7 @@ class Loki(Method):
     )
 
     def __post_init__(self) -> None:
-        if self.dims < 1:
-            raise UsageError(f"--dims {self.dims}: give at least 1")
+        check_at_least_one(self, "dims")
 
     def prepare(self, context: MiddleContext) -> "LokiSelector":
         """Allocates the components [Hk, M, d] in the keys' dtype, and temporarily the keys in float64."""

@@ -9,7 +9,7 @@ attention from centroids. New tokens wait in an exact buffer and are then append
 from dataclasses import dataclass, field
 from typing import Self
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import check_at_least_one
 from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.runtime.selection.clusters.selector import ClusterMethod, ClusterSelector
 from sparsekv.runtime.selection.clusters.steps import WindowedRope
@@ -38,8 +38,7 @@ class Multipole(ClusterMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.buffer < 1:
-            raise UsageError(f"--buffer {self.buffer}: give at least 1")
+        check_at_least_one(self, "buffer")
 
     def prepare(self, context: MiddleContext) -> ClusterSelector:
         """Keeps each level's centroids and counts; the token order is the only allocation of the context's size."""

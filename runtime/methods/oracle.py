@@ -29,7 +29,7 @@ class OracleSelector(Selector):
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """The tokens of highest exact probability."""
-        logits = attention_logits(queries.query, self.keys, self.facts.softmax_scale, self.facts.softcap)
+        logits = attention_logits(queries.query, self.keys, *self.facts.scaling)
         tokens = budget.tokens(self.keys.shape[1])
         # As a bound it counts only the tokens it chose, and no keys read to rank them.
         return top_tokens(group_probability(logits, queries), tokens, 0.0)

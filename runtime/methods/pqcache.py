@@ -11,7 +11,6 @@ from typing import ClassVar, Self
 
 import torch
 
-from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.kernels.scores.logits import best_tokens, softcapped
 from sparsekv.runtime.selection.interface import (
@@ -25,7 +24,7 @@ from sparsekv.runtime.selection.interface import (
     single_rows,
 )
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.selection.token_choice import group_probability, token_logits, top_tokens
+from sparsekv.runtime.selection.token_choice import check_rerank, group_probability, token_logits, top_tokens
 
 
 @methods.register("pqcache")
@@ -40,8 +39,7 @@ class PQCache(Method):
     )
 
     def __post_init__(self) -> None:
-        if not 1 <= self.rerank < math.inf:
-            raise UsageError(f"--rerank {self.rerank:g}: give at least 1, such as 2")
+        check_rerank(self.rerank)
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:

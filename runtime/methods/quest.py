@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import check_at_least_one
 from sparsekv.kernels.clusters.cluster_choice import choose_clusters
 from sparsekv.kernels.clusters.types import MOST_TOKENS
 from sparsekv.kernels.common.runs import fill_budget
@@ -31,8 +31,7 @@ class Quest(Method):
     page_size: int = field(default=16, metadata={"help": "Tokens a page."})
 
     def __post_init__(self) -> None:
-        if self.page_size < 1:
-            raise UsageError(f"--page-size {self.page_size}: give at least 1")
+        check_at_least_one(self, "page_size")
 
     def prepare(self, context: MiddleContext) -> "QuestSelector":
         """Allocates two rows per page and head."""
@@ -59,7 +58,7 @@ class QuestSelector(Selector):
 
     def bounds(self, query: torch.Tensor) -> torch.Tensor:
         """[Hk, G, Q, P] float32 for queries [Hk, G, Q, D]: no logit of a page's keys is higher than its bound."""
-        return attention_logits(_by_sign(query), self.extremes, self.facts.softmax_scale, self.facts.softcap)
+        return attention_logits(_by_sign(query), self.extremes, *self.facts.scaling)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """The best pages by the softmax over their bounds, averaged over the group."""
@@ -75,11 +74,8 @@ class QuestSelector(Selector):
     def _select_by_kernels(self, query: torch.Tensor, tokens: int) -> Selection:
         """The same for one query, by kernels that treat pages as clusters. These also weight each page by its token
         count in the softmax's denominator; all pages but the last have the same count."""
-        facts = self.facts
-        chosen = choose_clusters(
-            _by_sign(query)[:, :, 0], self.extremes, self.lengths, self.starts, tokens, facts.softmax_scale,
-            facts.softcap,
-        )  # fmt: skip
+        pages = _by_sign(query)[:, :, 0], self.extremes, self.lengths, self.starts
+        chosen = choose_clusters(*pages, tokens, *self.facts.scaling)
         indices = RowIndices(chosen.rows, chosen.used, chosen.queue)
         return Selection(RowSet(self.starts[:, None], chosen.lengths[:, None], tokens, tokens, indices), self.cost)
 

@@ -6,7 +6,7 @@ Reads every key. It is a method for prefills: in decoding, with one query, it ra
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from sparsekv.formats.index.schema import check_prefill_queries
+from sparsekv.formats.errors import check_at_least_one
 from sparsekv.kernels.attention.chunk_attention import spaced_places
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.selection.interface import Budget, Method, MiddleContext, Queries, Selection, Selector
@@ -25,7 +25,7 @@ class SampleAttention(Method):
     )
 
     def __post_init__(self) -> None:
-        check_prefill_queries(self.prefill_queries)
+        check_at_least_one(self, "prefill_queries")
 
     def prepare(self, context: MiddleContext) -> "SampleAttentionSelector":
         """Allocates nothing."""
@@ -41,7 +41,7 @@ class SampleAttentionSelector(Selector):
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """Allocates the logits of the sampled queries over the middle."""
         some = self._some(queries) if queries.joint else queries
-        logits = attention_logits(some.query, self.keys, self.facts.softmax_scale, self.facts.softcap)
+        logits = attention_logits(some.query, self.keys, *self.facts.scaling)
         middle = self.keys.shape[1]
         return top_tokens(group_probability(logits, some), budget.tokens(middle), float(middle))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional
 
-from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.formats.errors import UsageError, check_at_least_one, check_choice
 from sparsekv.kernels.scores.logits import attention_logits, softmax_beside
 from sparsekv.runtime.selection.interface import Budget, ConversationState, Method, MiddleContext, Queries, Selection
 from sparsekv.runtime.selection.registry import methods
@@ -37,12 +37,10 @@ class SnapKV(Method):
     pooling: str = field(default="max", metadata={"help": f"How neighbours' scores are pooled: {', '.join(POOLING)}."})
 
     def __post_init__(self) -> None:
-        if self.window_queries < 1:
-            raise UsageError(f"--window-queries {self.window_queries}: give at least 1")
+        check_at_least_one(self, "window_queries")
         if self.pool_size < 1 or self.pool_size % 2 == 0:
             raise UsageError(f"--pool-size {self.pool_size}: give an odd number, such as 7, or 1 for no pooling")
-        if self.pooling not in POOLING:
-            raise UsageError(f"--pooling {self.pooling}: {choose_one(self.pooling, POOLING)}")
+        check_choice("--pooling", self.pooling, POOLING)
 
     def prepare(self, context: MiddleContext) -> "SnapKVSelector":
         """Keeps two int64 per token and head; ranking allocates the window's logits over the middle."""
@@ -63,7 +61,7 @@ class SnapKVSelector(KeptTokens):
     def _ranking(self, query: torch.Tensor, exact_logsumexp: torch.Tensor) -> torch.Tensor:
         """[Hk, M], from the last queries of [Hk, G, Q, D] and their log-sum-exp [Hk, G, Q] over all other tokens."""
         window = slice(-self.method.window_queries, None)
-        logits = attention_logits(query[:, :, window], self.keys, self.facts.softmax_scale, self.facts.softcap)
+        logits = attention_logits(query[:, :, window], self.keys, *self.facts.scaling)
         summed = softmax_beside(logits, exact_logsumexp[..., window]).sum(2)
         return ranking(_pooled(summed, self.method.pool_size, self.method.pooling).mean(1))
 

@@ -15,7 +15,7 @@ from typing import Self
 
 import torch
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import check_at_least_one
 from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.kernels.scores.logits import attention_logits, softcapped
 from sparsekv.runtime.selection.interface import (
@@ -45,8 +45,7 @@ class SparQ(Method):
     )
 
     def __post_init__(self) -> None:
-        if self.channels < 1:
-            raise UsageError(f"--channels {self.channels}: give at least 1")
+        check_at_least_one(self, "channels")
 
     def replaces(self) -> bool:
         return self.mean_value
@@ -116,7 +115,7 @@ class SparQSelector(Selector):
         exact = token_logits(queries.query, self.keys, tokens, self.facts)
         wanted = left - kept + torch.logaddexp(exact.logsumexp(-1), beside)
         mean_key, mean_value = self.mean_rows
-        of_mean = attention_logits(queries.query, mean_key, self.facts.softmax_scale, self.facts.softcap)[..., 0]
+        of_mean = attention_logits(queries.query, mean_key, *self.facts.scaling)[..., 0]
         return CentroidSegment(mean_key, (wanted - of_mean).mean(1)[..., None], mean_value)
 
 

@@ -9,7 +9,7 @@ keep more.
 from dataclasses import dataclass, field
 from typing import Self
 
-from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.formats.errors import check_choice
 from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.runtime.selection.clusters.selector import ClusterMethod, ClusterSelector
 from sparsekv.runtime.selection.clusters.steps import Thresholds
@@ -31,8 +31,7 @@ class Squeezed(ClusterMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.selection not in SELECTIONS:
-            raise UsageError(f"--selection {self.selection}: {choose_one(self.selection, SELECTIONS)}")
+        check_choice("--selection", self.selection, SELECTIONS)
 
     def prepare(self, context: MiddleContext) -> ClusterSelector:
         """Keeps each level's centroids and counts; the token order is the only allocation of the context's size."""

@@ -30,5 +30,5 @@ class TidalSelector(SharingSelector):
     """Ranks by exact probability."""
 
     def rank(self, queries: Queries) -> torch.Tensor:
-        logits = attention_logits(queries.query, self.keys, self.facts.softmax_scale, self.facts.softcap)
+        logits = attention_logits(queries.query, self.keys, *self.facts.scaling)
         return ranking(group_probability(logits, queries))

@@ -61,7 +61,6 @@ class QueryBlock:
     sink_logits: torch.Tensor | None
 
     def part(self, queries: slice, device: torch.device) -> "QueryBlock":
-        """Some of the queries, on a device."""
         sinks = None if self.sink_logits is None else self.sink_logits.to(device)
         asked, visible = self.queries[:, queries].to(device), self.visible[queries].to(device)
         return QueryBlock(asked, self.keys.to(device), self.values.to(device), visible, sinks)

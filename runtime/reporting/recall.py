@@ -1,7 +1,7 @@
 """Recall, attention mass and output error of methods against dense attention on one layer."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -45,32 +45,21 @@ class MeasuredSetting:
 
 @dataclass
 class Measures:
-    """Sums over queries, per KV head [Hk] float64."""
+    """Sums over queries of each measure, by name, per KV head [Hk] float64."""
 
     queries: int = 0
-    selected_tokens: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    recall: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    attention_mass: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    output_error: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    kv_fraction: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    missed_mass: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    missed_estimate: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    list_coverage: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    raised: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    dense: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def add(self, **per_query: torch.Tensor) -> None:
         """Add values [Hk, Q] of each measure; NaN where it is not measured."""
         self.queries += next(iter(per_query.values())).shape[1]
         for name, values in per_query.items():
-            setattr(self, name, getattr(self, name) + values.double().sum(1))
+            self.sums[name] = self.sums.get(name, 0) + values.double().sum(1)
 
     def means(self) -> dict[str, torch.Tensor]:
         """Mean over queries of each measure, [Hk] on the CPU; one sync."""
-        names = [one.name for one in fields(self) if one.name != "queries"]
-        sums = torch.broadcast_tensors(*(getattr(self, name).to(self.recall.device) for name in names))
-        means = torch.stack(sums).cpu() / self.queries
-        return dict(zip(names, means, strict=True))
+        means = torch.stack([*self.sums.values()]).cpu() / self.queries
+        return dict(zip(self.sums, means, strict=True))
 
 
 LOGITS_AT_ONCE = 64 * 2**20  # elements of [Hq, Q, N] float32 logits: 256 MB
@@ -126,7 +115,7 @@ def _truth(rows: LayerRows, block: QueryBlock, batch: int) -> Truth:
     ]
     grouped = block.queries.unflatten(0, (keys.shape[0], -1)).to(keys)
     visible = torch.arange(exact[0].shape[1], device=keys.device) < split.sinks + block.visible[:, None]
-    exact_logits = attention_logits(grouped, exact[0], facts.softmax_scale, facts.softcap)
+    exact_logits = attention_logits(grouped, exact[0], *facts.scaling)
     exact_logits = exact_logits.masked_fill(~visible, -torch.inf)
     weights = exact_logits.softmax(-1)
     exact_lse = exact_logits.logsumexp(-1)
@@ -135,7 +124,7 @@ def _truth(rows: LayerRows, block: QueryBlock, batch: int) -> Truth:
         with_sinks = torch.logaddexp(exact_lse, sinks)
         weights = weights * (exact_lse - with_sinks).exp()[..., None]
         exact_lse = with_sinks
-    logits = attention_logits(grouped, keys[:, middle], facts.softmax_scale, facts.softcap)
+    logits = attention_logits(grouped, keys[:, middle], *facts.scaling)
     (probability, beside), _ = joint_softmax([logits, exact_lse[..., None]])
     exact_output = weighted(weights, exact[1])
     output = weighted(probability, values[:, middle]) + exact_output * beside
@@ -190,7 +179,7 @@ def measure_layer(
     selectors: dict[MethodSpec, Selector] = {}
     for form in dict.fromkeys(one.form for one in measured):
         shared = states.setdefault((form.name, form.variant), {})
-        prepared = prepare_layer(rows, form.name, form.method, device, residual=form.residual, shared=shared)
+        prepared = prepare_layer(rows, form, device, shared)
         selectors[form] = prepared.selector
     measured = [one for one in measured if one.together == 1 or one.form.method.can_unite()]
     results = {one: Measures() for one in measured}
@@ -263,9 +252,6 @@ def attempt_of(selection: Selection, layout: torch.Tensor | None, truth: Truth, 
 
     Without `outputs` output and missed share are NaN; the missed share also without centroids of the
     rest.
-
-    Args:
-        layout: of the selection's rows, `Selector.layout`.
     """
     positions = chosen_positions(selection.rows, layout, truth.logits.shape[-1])
     chosen = _chosen(positions, truth.probability)
@@ -319,7 +305,7 @@ def _sparse_output(
         logits = logits + weights[..., :-1]
     parts = [(logits, truth.values)]
     for one in rest:
-        logits = attention_logits(truth.queries.query, one.keys, truth.facts.softmax_scale, truth.facts.softcap)
+        logits = attention_logits(truth.queries.query, one.keys, *truth.facts.scaling)
         parts.append((logits + one.log_counts[:, None], one.values))
     (beside, *shares), total = joint_softmax([truth.exact_logsumexp[..., None], *(logits for logits, _ in parts)])
     output = truth.exact_output * beside

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from statistics import fmean
 from typing import Any
@@ -37,14 +37,11 @@ def describe_layers(
     """Descriptions of each indexed layer for the method called `name`, made on a device.
 
     Reads the whole context and the method's tensors, one layer at a time.
-
-    Args:
-        biggest: how many of the biggest clusters to list.
     """
     method = methods()[name]
     for layer in artifact.manifest.indexed_layers:
         rows = LayerRows(artifact, layer)
-        context, middle = stored_context(rows, name, device).context, rows.middle_values(device)
+        context, middle = stored_context(rows, name, device), rows.middle("values", device)
         queries = tail_block(artifact, layer).queries.unflatten(0, (len(middle), -1)).to(device)
         clusters, lists = method.describe_clusters(context, middle, biggest), method.describe_lists(context, queries)
         yield LayerDescription(layer, clusters, lists)
@@ -52,19 +49,6 @@ def describe_layers(
 
 GROUPS = ("layer", "kv_head")
 """Fields by whose values rows can be grouped and averaged."""
-MEASURES = (
-    "selected_tokens",
-    "recall",
-    "attention_mass",
-    "output_error",
-    "kv_fraction",
-    "missed_mass",
-    "missed_estimate",
-    "recall_seen",
-    "list_coverage",
-    "raised",
-    "dense",
-)
 
 
 @dataclass(frozen=True)
@@ -102,6 +86,10 @@ class RecallRow:
         """Of a line or a row: the method, its variant, and how many queries share a choice."""
         shared = f"{self.together} together" if self.together > 1 else ""
         return " ".join(part for part in (self.method, self.variant, shared) if part)
+
+
+MEASURES = tuple(one.name for one in fields(RecallRow) if one.type in (float, float | None))
+"""Fields that are averaged."""
 
 
 @dataclass(frozen=True)

@@ -98,10 +98,8 @@ def relative_spreads(rows: torch.Tensor, tensors: dict[str, torch.Tensor], name:
     levels = sum(key.endswith(f".{name}") for key in tensors)
     total, left = 0.0, [0.0] * levels
     for head, of_head in enumerate(rows if levels else ()):
-        ordered = of_head[tensors["token_order"][head].long()].float()
+        ordered, labels = _in_clusters(of_head, tensors, head)
         total += _square_sum(ordered - ordered.mean(0, dtype=torch.float64).float())
-        counts = tensors["level0.counts"][head].long()
-        labels = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
         for level in range(levels):
             if level:
                 labels = tensors[f"level{level - 1}.parent"][head].long()[labels]
@@ -121,15 +119,20 @@ def cluster_spreads(keys: torch.Tensor, tensors: dict[str, torch.Tensor]) -> tor
     """
     spreads = []
     for head, of_head in enumerate(keys):
-        ordered = of_head[tensors["token_order"][head].long()].float()
-        counts = tensors["level0.counts"][head].long()
-        labels = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        (ordered, labels), counts = _in_clusters(of_head, tensors, head), tensors["level0.counts"][head].long()
         apart = (ordered - tensors["level0.centroids"][head].float()[labels]).square().sum(-1, dtype=torch.float64)
         sums = torch.zeros(len(counts), dtype=torch.float64, device=counts.device).index_add(0, labels, apart)
         mean = sums / counts.clamp(min=1)
         total = _square_sum(ordered - ordered.mean(0, dtype=torch.float64).float()) / max(1, len(ordered))
         spreads.append((mean / total).sqrt() if total else torch.zeros_like(mean))
     return torch.stack(spreads)
+
+
+def _in_clusters(rows: torch.Tensor, tensors: dict[str, torch.Tensor], head: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A head's rows [M, D] in float32 cluster by cluster, and the finest cluster of each [M]."""
+    counts = tensors["level0.counts"][head].long()
+    labels = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    return rows[tensors["token_order"][head].long()].float(), labels
 
 
 def _square_sum(rows: torch.Tensor) -> float:

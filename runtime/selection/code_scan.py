@@ -120,10 +120,10 @@ class CodeScan:
             query: [Hk, G, T, D].
             beside: [Hk, G, T], the log-sum-exps of each one's logits on what it attends to beside the middle.
         """
-        (Hk, G, T, D), scale, softcap = query.shape, self.facts.softmax_scale, self.facts.softcap
+        Hk, G, T, D = query.shape
         each, nothing = query.transpose(1, 2).reshape(Hk * T, G, D), query.new_empty(Hk, 0, D)
         exact = ExactKeys(nothing, sinks=beside.transpose(1, 2).reshape(Hk * T, G))
-        found = rank_codes(each, self.codes, self.clusters, exact, tokens, scale, softcap)
+        found = rank_codes(each, self.codes, self.clusters, exact, tokens, *self.facts.scaling)
         chosen = top_ranked(found.ranks, tokens).view(Hk, T, tokens)
         taken = torch.zeros_like(self.clusters.counts)
         return join_chosen(chosen, min(self.codes.keys, T * tokens), KeyGroups(self.labels, taken)), taken
@@ -138,14 +138,13 @@ class CodeScan:
             keys: [Hk, M, D] of the middle; None: the candidates are those that are chosen.
             tokens: K; candidates: at least as many, of which the best by exact logits are chosen.
         """
-        scale, softcap = self.facts.softmax_scale, self.facts.softcap
-        found = rank_codes(query, self.codes, self.clusters, exact, candidates, scale, softcap)
+        found = rank_codes(query, self.codes, self.clusters, exact, candidates, *self.facts.scaling)
         groups = KeyGroups(self.labels, found.taken)
         if keys is None or candidates == tokens:
             chosen = top_ranked(found.ranks, tokens, groups=groups)
         else:
             listed = top_ranked(found.ranks, candidates)
-            ranks = rank_rows(query, keys, listed, found.ranks.logsumexp, tokens, scale, softcap)
+            ranks = rank_rows(query, keys, listed, found.ranks.logsumexp, tokens, *self.facts.scaling)
             chosen = top_ranked(ranks, tokens, listed, groups)
         clusters = TakenRows(self.clusters.counts, found.taken)
         return chosen, ScoredCentroids(found.logits, self.clusters.bias, self.values, clusters=clusters)
@@ -173,6 +172,5 @@ class QuestionScan:
     def choose(self, query: torch.Tensor, totals: torch.Tensor, tokens: int) -> torch.Tensor:
         """The best tokens [Hk, K] int32 for queries [Hk, G, T, D] together, in order of position; totals [Hk, G, T]:
         the log-sum-exps of all that each attends to."""
-        scale, softcap = self.facts.softmax_scale, self.facts.softcap
-        ranks = rank_jointly(query.flatten(1, 2), totals.flatten(1), self.codes, tokens, scale, softcap)
+        ranks = rank_jointly(query.flatten(1, 2), totals.flatten(1), self.codes, tokens, *self.facts.scaling)
         return top_ranked(ranks, tokens)

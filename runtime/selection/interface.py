@@ -3,7 +3,7 @@ budget."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
@@ -142,6 +142,32 @@ class Selection:
         """The centroids that are attended for the tokens that were not chosen."""
         return self.rest.segments() if self.rest is not None and self.rest.attended else ()
 
+    def of_queries(self, queries: slice) -> "Selection":
+        """The same for some of its queries; what all of them share stays as it is."""
+
+        def some(rows: torch.Tensor, axis: int = 1) -> torch.Tensor:
+            return rows[(slice(None),) * axis + (queries,)] if rows.shape[axis] > 1 else rows
+
+        rows, read, rest = self.rows, self.cost.index_rows, self.rest
+        lengths, weights = rows.run_lengths, rows.log_weights
+        return replace(
+            self,
+            rows=replace(
+                rows,
+                starts=some(rows.starts),
+                run_lengths=None if lengths is None else some(lengths),
+                log_weights=None if weights is None else some(weights, 2),
+            ),
+            cost=replace(self.cost, index_rows=some(read) if isinstance(read, torch.Tensor) else read),
+            rest=rest
+            and replace(
+                rest,
+                segments=lambda: tuple(
+                    replace(part, log_counts=some(part.log_counts), scored=None) for part in rest.segments()
+                ),
+            ),
+        )
+
 
 @dataclass(frozen=True)
 class InPlace:
@@ -273,6 +299,7 @@ class MiddleContext:
     reports measure on the second half. Positions in `token_order` are counted from the first middle token, whose own
     position in the prompt is `first_token`; those of other tensors are as the indexer gave them. `centroids_in_8_bits`:
     those of the finest clusters as kernels may read them, where they are stored so; `tensors` has what they mean.
+    `mapped`: the views of the index's files in it.
     """
 
     load_keys: Callable[[], torch.Tensor]
@@ -285,6 +312,7 @@ class MiddleContext:
     first_token: int = 0
     position: LayerPosition = field(default_factory=LayerPosition)
     centroids_in_8_bits: Int8Kernel | None = None
+    mapped: tuple[torch.Tensor, ...] = ()
 
     @cached_property
     def keys(self) -> torch.Tensor:

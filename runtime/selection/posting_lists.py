@@ -61,12 +61,11 @@ class ListSearch:
             keys: [Hk, M, D] of the middle.
             rerank: candidates per chosen token, which are re-ranked by exact logits; 1: no re-ranking.
         """
-        scale, softcap = self.facts.softmax_scale, self.facts.softcap
         candidates = min(self.lists.keys, math.ceil(tokens * rerank))
-        ranked = rank_tokens(query, self.lists, exact, candidates, scale, softcap)
+        ranked = rank_tokens(query, self.lists, exact, candidates, *self.facts.scaling)
         chosen, more = top_ranked(ranked, candidates), candidates - tokens
         if more:
-            ranked = rank_rows(query, keys, chosen, ranked.logsumexp, tokens, scale, softcap)
+            ranked = rank_rows(query, keys, chosen, ranked.logsumexp, tokens, *self.facts.scaling)
             chosen = top_ranked(ranked, tokens, chosen)
         read = query.shape[1] * self.lists.codes[0, :, 0].nbytes + self.lists.centroids[0].nbytes
         return Selection(

@@ -1,5 +1,6 @@
 """Selection of single tokens by logits, by one fixed ranking, or in a few layers for all layers after them."""
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import cast
@@ -153,10 +154,16 @@ def token_logits(query: torch.Tensor, keys: torch.Tensor, tokens: torch.Tensor, 
     rows = tokens.flatten(1)[..., None].expand(-1, -1, D)
     chosen = keys.gather(1, rows).view(*tokens.shape, D)
     if tokens.shape[1] == 1:
-        return attention_logits(query, chosen[:, 0], facts.softmax_scale, facts.softcap)
+        return attention_logits(query, chosen[:, 0], *facts.scaling)
     each = query.transpose(1, 2).flatten(0, 1)[:, :, None]
-    logits = attention_logits(each, chosen.flatten(0, 1), facts.softmax_scale, facts.softcap)
+    logits = attention_logits(each, chosen.flatten(0, 1), *facts.scaling)
     return logits.view(Hk, Q, G, -1).transpose(1, 2)
+
+
+def check_rerank(rerank: float) -> None:
+    """Raise UsageError unless a method can read so many times the budget's keys."""
+    if not 1 <= rerank < math.inf:
+        raise UsageError(f"--rerank {rerank:g}: give at least 1, such as 2")
 
 
 def top_tokens(scores: torch.Tensor, tokens: int, index_rows: torch.Tensor | float) -> Selection:

@@ -67,7 +67,7 @@ def unite_groups(selection: Selection, selector: Selector, middle: int, together
     Q is no multiple of it, some share with a few more."""
     Q = selection.rows.starts.shape[1]
     groups = max(1, Q // together)
-    united = [unite(_part(selection, slice(group, None, groups)), selector, middle) for group in range(groups)]
+    united = [unite(selection.of_queries(slice(group, None, groups)), selector, middle) for group in range(groups)]
     group_of = torch.arange(Q, device=selection.rows.starts.device) % groups
     most = max(one.rows.capacity for one in united)
     starts, lengths = (
@@ -79,14 +79,6 @@ def unite_groups(selection: Selection, selector: Selector, middle: int, together
     return replace(
         selection, rows=RowSet(starts, lengths, most), cost=Cost(torch.cat(reads, 1)[:, group_of]), rest=rest
     )
-
-
-def _part(selection: Selection, queries: slice) -> Selection:
-    rows, read = selection.rows, selection.cost.index_rows
-    lengths = None if rows.run_lengths is None else rows.run_lengths[:, queries]
-    if isinstance(read, torch.Tensor) and read.shape[1] > 1:
-        read = read[:, queries]
-    return replace(selection, rows=replace(rows, starts=rows.starts[:, queries], run_lengths=lengths), cost=Cost(read))
 
 
 def _rest_of_groups(united: list[Selection], group_of: torch.Tensor) -> Residual:

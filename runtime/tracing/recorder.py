@@ -200,7 +200,9 @@ class LayerRecorder:
         shares, measures = own_shares(one, len(self.passage_of) - 1), None
         if self.rows is not None:
             (truth,) = truths(self.rows, [last_query(one.step, self.rows)], shares.exact.device)
-            found = step_measures(attempt_of(of_last_query(one.selection), one.layout, truth), truth, self.wanted)
+            found = step_measures(
+                attempt_of(one.selection.of_queries(slice(-1, None)), one.layout, truth), truth, self.wanted
+            )
             measures = torch.stack([found[name][:, 0].double() for name in MEASURES])
             shares = dense_shares(shares, truth.probability[:, 0])
         read = one.fetched.rows_read
@@ -228,21 +230,3 @@ def last_query(step: Step, rows: LayerRows) -> QueryBlock:
         visible=torch.tensor([step.keys.shape[1] - split.sinks]),
         sink_logits=None if sinks is None else sinks.flatten(),
     )
-
-
-def of_last_query(selection: Selection) -> Selection:
-    """A selection of several queries, or shared by them, for the last of them alone."""
-    rows, cost, rest = selection.rows, selection.cost, selection.rest
-    lengths, weights, read = rows.run_lengths, rows.log_weights, cost.index_rows
-    last = replace(
-        rows,
-        starts=rows.starts[:, -1:],
-        run_lengths=None if lengths is None else lengths[:, -1:],
-        log_weights=None if weights is None else weights[:, :, -1:],
-    )
-    if isinstance(read, torch.Tensor):
-        cost = replace(cost, index_rows=read[:, -1:])
-    if rest is not None:
-        parts = tuple(replace(part, log_counts=part.log_counts[:, -1:], scored=None) for part in rest.segments())
-        rest = replace(rest, segments=lambda: parts)
-    return replace(selection, rows=last, cost=cost, rest=rest)

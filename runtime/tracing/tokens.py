@@ -80,12 +80,10 @@ def _last_word(texts: Sequence[str], start: int) -> int:
     """Where the last word begins that the longest passage from `start` cannot hold as a whole; its end where none does
     in its second half, as in languages without spaces."""
     end = start + LONGEST
-    words = (at for at in range(end, start + LONGEST // 2, -1) if _begins_word(texts, at))
+    words = (
+        at for at in range(end, start + LONGEST // 2, -1) if texts[at][:1].isspace() or texts[at - 1][-1:].isspace()
+    )
     return next(words, end)
-
-
-def _begins_word(texts: Sequence[str], at: int) -> bool:
-    return texts[at][:1].isspace() or texts[at - 1][-1:].isspace()
 
 
 UNDECODED = "\ufffd"
@@ -134,9 +132,6 @@ class TokenRecorder:
     """Records answer tokens one after another, from the steps of so many layers, which come in order.
 
     All layers of a token are recorded together: on a CPU the number of operations decides what a record takes.
-
-    Args:
-        middle: M.
     """
 
     layers: int
@@ -183,9 +178,7 @@ class TokenRecorder:
 def _alike(rows: list[torch.Tensor], filler: float) -> torch.Tensor:
     """[L, Hk, R]: rows [Hk, R] of layers, filled up where a layer has fewer."""
     most = max(one.shape[1] for one in rows)
-    return torch.stack(
-        [one if one.shape[1] == most else pad(one, (0, most - one.shape[1]), value=filler) for one in rows]
-    )
+    return torch.stack([pad(one, (0, most - one.shape[1]), value=filler) for one in rows])
 
 
 def _together(layers: list[Largest]) -> Largest | None:

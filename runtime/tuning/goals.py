@@ -74,10 +74,11 @@ class Goal(ABC):
     def tolerance(self) -> float:
         """How far the gain on held-out queries may lie below the target."""
 
-    @abstractmethod
     def meters(self, artifact: Artifact, device: torch.device) -> tuple[Meter, Meter]:
         """The meters for the half of the tail on which settings are chosen, and for the held-out half; attention is
         measured on `device`."""
+        chosen_on = AttentionMeter(artifact, self.reference, calibration=True, outputs=self.outputs, device=device)
+        return chosen_on, AttentionMeter(artifact, self.reference, calibration=False, device=device)
 
     def gain(self, value: float) -> float:
         """A value of the measure as a gain: more is better."""
@@ -98,7 +99,7 @@ class Goal(ABC):
     def __str__(self) -> str:
         return f"{self.measure} of {self.bound} {self.value:g}"
 
-    def _check_share(self) -> None:
+    def __post_init__(self) -> None:
         if not 0 < self.value < 1:
             raise UsageError(f"--target-{self.measure} {self.value:g}: give a share between 0 and 1, such as 0.9")
 
@@ -113,19 +114,12 @@ class RecallGoal(Goal):
     residual = False  # recall counts chosen tokens, so centroids of the rest would only add cost
     outputs = False
 
-    def __post_init__(self) -> None:
-        self._check_share()
-
     @property
     def tolerance(self) -> float:
         return 0.02
 
     def gain(self, value: float) -> float:
         return value
-
-    def meters(self, artifact: Artifact, device: torch.device) -> tuple[Meter, Meter]:
-        chosen_on = AttentionMeter(artifact, self.reference, calibration=True, outputs=self.outputs, device=device)
-        return chosen_on, AttentionMeter(artifact, self.reference, calibration=False, device=device)
 
     def target(self) -> TuneTarget:
         return TuneTarget(measure=self.measure, value=self.value, of=self.reference.value)
@@ -140,18 +134,9 @@ class ErrorGoal(Goal):
 
     measure = "error"
 
-    def __post_init__(self) -> None:
-        self._check_share()
-
     @property
     def tolerance(self) -> float:
         return 0.1 * self.value
-
-    def meters(self, artifact: Artifact, device: torch.device) -> tuple[Meter, Meter]:
-        chosen_on, held_out = (
-            AttentionMeter(artifact, self.reference, calibration=first, device=device) for first in (True, False)
-        )
-        return chosen_on, held_out
 
 
 @dataclass(frozen=True)
@@ -193,7 +178,6 @@ class Halves:
 
     Args:
         progress: called with a round's name, the number of layers or settings done, and the total.
-        device: where attention is measured.
     """
 
     def __init__(self, artifact: Artifact, goal: Goal, progress: Progress, device: torch.device):
@@ -226,7 +210,6 @@ class Halves:
         return self.gain_at(self.calibration.mean(form, shares))
 
     def gain_at(self, point: Point) -> float:
-        """The goal's gain at a measured point."""
         return self.goal.gain(self.goal.of(point))
 
     def gap(self, form: MethodSpec, shares: Shares) -> float:

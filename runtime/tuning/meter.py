@@ -1,7 +1,6 @@
 """Measurements of settings on one half of the tail, by attention or by perplexity."""
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from statistics import fmean
@@ -34,23 +33,7 @@ Shares = dict[int, float]
 Progress = Callable[[int, int], None]
 
 
-class Meter(ABC):
-    """Measures settings on one half of the tail."""
-
-    @abstractmethod
-    def measure(self, wanted: Iterable[tuple[MethodSpec, Shares]], progress: Progress) -> None:
-        """Measure forms at each layer's share, unless that was measured before.
-
-        Args:
-            progress: called with the number done and the total.
-        """
-
-    @abstractmethod
-    def mean(self, form: MethodSpec, shares: Shares) -> Point:
-        """The measures of a setting, over all layers; it must have been measured."""
-
-
-class AttentionMeter(Meter):
+class AttentionMeter:
     """Measures each layer's attention against dense attention, on one half of the tail's queries.
 
     Args:
@@ -58,7 +41,6 @@ class AttentionMeter(Meter):
         calibration: the tail's first half; False: the held-out second half.
         stride: measure every `stride`-th query.
         outputs: also measure the error of attention's output.
-        device: where it is measured.
     """
 
     def __init__(
@@ -81,14 +63,18 @@ class AttentionMeter(Meter):
     def measure(
         self, wanted: Iterable[tuple[MethodSpec, Shares]], progress: Progress, layers: Sequence[int] | None = None
     ) -> None:
-        """Measure layer by layer; needs the memory of one layer.
+        """Measure forms at each layer's share, unless that was measured before; needs the memory of one layer.
 
         Args:
             progress: called with the number of layers done and the total.
             layers: measure only these layers, except for forms whose layers share state; None: all.
         """
         states, asked = SharedStates(), self.layers if layers is None else layers
-        wanted = [(form, shares) for form, shares in wanted if not self._knows(form, shares, asked)]
+        wanted = [
+            (form, shares)
+            for form, shares in wanted
+            if any((form, shares[layer], layer) not in self._known for layer in asked)
+        ]
         for done, layer in enumerate(self.layers, 1):
             here = []
             for form, shares in wanted:
@@ -100,16 +86,13 @@ class AttentionMeter(Meter):
             progress(done, len(self.layers))
 
     def mean(self, form: MethodSpec, shares: Shares, layers: Sequence[int] | None = None) -> Point:
-        """The mean of the measures over `layers`, all by default."""
+        """The measures of a setting, means over `layers`, all by default; it must have been measured."""
         points = [self.at(form, shares[layer], layer) for layer in layers or self.layers]
         return Point(*(fmean(values) for values in zip(*map(astuple, points), strict=True)))
 
     def at(self, form: MethodSpec, share: float, layer: int) -> Point:
         """The measures of one layer."""
         return self._known[form, share, layer]
-
-    def _knows(self, form: MethodSpec, shares: Shares, layers: Sequence[int]) -> bool:
-        return all((form, shares[layer], layer) in self._known for layer in layers)
 
     def _measure_layer(self, layer: int, here: list[tuple[MethodSpec, float]], states: SharedStates) -> None:
         if not here:
@@ -129,7 +112,7 @@ class AttentionMeter(Meter):
         return replace(block, queries=block.queries[:, :: self.stride], visible=block.visible[:: self.stride])
 
 
-class ModelMeter(Meter):
+class ModelMeter:
     """Perplexity of one half of the tail, each token predicted from sinks, chosen middle tokens and the tail before it.
 
     The tail is fed token by token, as in generation: for calibration only its first half, else all of it, with only the
@@ -146,6 +129,7 @@ class ModelMeter(Meter):
         self._known: dict[tuple[MethodSpec, tuple[float, ...]], Point] = {}
 
     def measure(self, wanted: Iterable[tuple[MethodSpec, Shares]], progress: Progress) -> None:
+        """As `AttentionMeter.measure`; `progress` is called with the number of settings done and the total."""
         new = [(form, shares) for form, shares in wanted if (form, tuple(shares.values())) not in self._known]
         for done, (form, shares) in enumerate(new, 1):
             self._known[form, tuple(shares.values())] = self._measured(form, shares)
@@ -163,3 +147,7 @@ class ModelMeter(Meter):
         cache = self.index.cache(DecodeConfig(form, first, budgets), tail=False)
         found = losses(self.index, cache, self.fed, self.after)[self.counted].mean()
         return Point(kv_fraction=cache.kv_fraction(), perplexity=float((found - self.dense).exp()))
+
+
+Meter = AttentionMeter | ModelMeter
+"""Measures settings on one half of the tail."""

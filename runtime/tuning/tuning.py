@@ -163,7 +163,6 @@ def tune(
     Args:
         names: the methods; empty for all that can run on the index.
         progress: called with a round's name, the number of layers or settings done, and the total.
-        device: where attention is measured.
         time: gives the milliseconds of a step of a form at a share, by which what was found is ranked; None: by reads.
         present: a config with shares for budgets; if it is of a method, it is measured beside what is found.
 

@@ -6,6 +6,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -57,7 +58,7 @@ class Choices:
         found = []
         for layer in self.layers:
             rows, truth = LayerRows(self.artifact, layer), self.truth[layer]
-            selector = prepare_layer(rows, form.name, form.method, self.device, shared=shared).selector
+            selector = prepare_layer(rows, replace(form, residual=False), self.device, shared).selector
             (block,) = truths(rows, [tail_block(self.artifact, layer, calibration=self.calibration)], self.device)
             selection = selector.select(block.queries, budget_of(layer))
             heads, queries, middle = truth.probability.shape

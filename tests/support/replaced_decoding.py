@@ -52,7 +52,7 @@ class _Checked:
             middle_rows(artifact, call.layer),
             (keys.cpu(), values.cpu()),
             stands,
-            stored_context(LayerRows(artifact, call.layer), self.clusters).context.tensors,
+            stored_context(LayerRows(artifact, call.layer), self.clusters).tensors,
             artifact.manifest.layers[call.layer],
             None if call.sink_logits is None else call.sink_logits.view(grouped.shape[:2]).cpu(),
         )

@@ -2,12 +2,13 @@
 the methods' base class."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 
-from sparsekv.formats.errors import ArtifactError, UsageError, choose_one
+from sparsekv.formats.errors import ArtifactError, UsageError, check_choice
+from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.manifest import REBUILD
 from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best
@@ -115,6 +116,9 @@ class ClusterSelector(Selector):
         self.most_children = [int(children.max()) for children in self.tree.children]
         self.open_row = 0 if self.stream is None else self.stream.open.row
         logs, shares = found["level0.log_counts"].unsqueeze(1), found["level0.shares"]
+        below = None
+        if len(self.parents) == 1 and self.windowed_rope is None:  # kernels go down two levels, without windowed RoPE
+            below = self.tree.children[0].int(), self.tree.first_child[0].int()
         self.steps = ClusterSteps(
             tree=self.tree,
             keys=self.keys,
@@ -122,13 +126,14 @@ class ClusterSelector(Selector):
             starts=self.starts,
             first_row=found["first_row"],
             counted=CountedClusters(self.tree.centroids[0], self.tree.counts[0], logs, shares, self.middle),
-            below=self._below(),
+            below=below,
             facts=self.facts,
             own=not scored,
+            replaces=self.replace,
             in_8_bits=in_8_bits if self.keys[0].is_cuda and not self.hierarchical and not scored else None,
         )
         values, facts = self.values[0] if self.values else None, self.facts
-        self.fused = StepClusters(self.steps.counted, self.starts, values, facts.softmax_scale, facts.softcap)
+        self.fused = StepClusters(self.steps.counted, self.starts, values, *facts.scaling)
 
     @property
     def kernels(self) -> SelectorKernels:
@@ -136,17 +141,8 @@ class ClusterSelector(Selector):
             self.attend_fused,
             choose_together=self.choose_together,
             chooses_together=self.chooses_together,
-            rows_in_8_bits=0 if self.steps.in_8_bits is None else self.starts.shape[1] * self._rows_of_a_cluster(),
+            rows_in_8_bits=0 if self.steps.in_8_bits is None else self.starts.shape[1] * self.steps.rows,
         )
-
-    def _below(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Children and first child of each coarse cluster, for kernels that go down two levels.
-
-        None for any other number of levels, and with windowed RoPE.
-        """
-        if len(self.parents) != 1 or self.windowed_rope is not None:
-            return None
-        return self.tree.children[0].int(), self.tree.first_child[0].int()
 
     @property
     def append(self) -> Appending | None:
@@ -168,6 +164,7 @@ class ClusterSelector(Selector):
 
     def replace_by_own(self) -> bool:
         self.replace = bool(self.values)
+        self.steps = replace(self.steps, replaces=self.replace)
         return self.replace
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
@@ -183,7 +180,7 @@ class ClusterSelector(Selector):
         read = sum((one.read for one in scored[1:]), scored[0].read)
         return Selection(
             RowSet(of_clusters(self.starts, scored[-1].clusters), lengths, capacity),
-            Cost(read * self._rows_of_a_cluster()),
+            Cost(read * self.steps.rows),
             Residual(lambda: self._centroids.remainders(scored, lengths), attended=self.replace),
         )
 
@@ -207,8 +204,7 @@ class ClusterSelector(Selector):
         query = queries.query if self.windowed_rope is None else self.windowed_rope.query(queries)
         tokens = min(budget.tokens(self.middle), self.middle)
         capacity = self.middle if limits is not None else min(self.middle, len(ends) * tokens)
-        rows, replace = self._rows_of_a_cluster(), self.replace
-        return self.steps.together(query, ends, tokens, capacity, limits, rows=rows, replace=replace, counter=counter)
+        return self.steps.together(query, ends, tokens, capacity, limits, counter)
 
     def rest_of(self, chosen: torch.Tensor) -> Residual:
         """Of the finest clusters, all of which are read: down a hierarchy, queries that share a choice have scored
@@ -222,19 +218,14 @@ class ClusterSelector(Selector):
         return Residual(lambda: (centroids,), attended=self.replace, index_rows=read)
 
     def attend_fused(
-        self,
-        query: torch.Tensor,
-        rows: tuple[torch.Tensor, torch.Tensor],
-        exact: tuple[torch.Tensor, torch.Tensor],
-        budget: Budget,
-        sink_logits: torch.Tensor | None,
+        self, query: torch.Tensor, rows: Pair, exact: Pair, budget: Budget, sink_logits: torch.Tensor | None
     ) -> tuple[torch.Tensor, float] | None:
         """Only for flat selections up to a budget."""
         tokens = min(budget.tokens(self.middle), self.middle)
         if self.thresholds is not None or self.windowed_rope is not None or not (tokens and self._is_flat(budget)):
             return None
         output = attend_to_best(query, self.fused, rows, exact, tokens, replace=self.replace, sink_logits=sink_logits)
-        return output, 2.0 * tokens + self.starts.shape[1] * self._rows_of_a_cluster()
+        return output, 2.0 * tokens + self.starts.shape[1] * self.steps.rows
 
     def _is_flat(self, budget: Budget) -> bool:
         """Whether all finest clusters are scored. A hierarchical lookup scores at most 0.5 ** (levels - 1) of them; for
@@ -243,7 +234,6 @@ class ClusterSelector(Selector):
 
     def _step(self, query: torch.Tensor, budget: Budget, flat: bool, in_place: InPlace | None) -> Selection | None:
         """One query's selection by kernels; None where no kernel covers the case."""
-        rows, replace = self._rows_of_a_cluster(), self.replace
         tokens = min(budget.tokens(self.middle), self.middle)
         counter = None if in_place is None else in_place.counter
         if self.middle > MOST_TOKENS:
@@ -252,25 +242,18 @@ class ClusterSelector(Selector):
             if not (flat and counter is not None and query.is_cuda):
                 return None
             threshold = self.thresholds.finest(budget.share(self.middle), joint=False)
-            return self.steps.flat(query, self.middle, rows=rows, replace=replace, threshold=threshold, counter=counter)
+            return self.steps.flat(query, self.middle, threshold, counter)
         if not query.is_cuda:
-            return self.steps.best(query, tokens, rows=rows, replace=replace) if flat and tokens else None
+            return self.steps.best(query, tokens) if flat and tokens else None
         if flat:
-            return self.steps.flat(query, tokens, rows=rows, replace=replace)
+            return self.steps.flat(query, tokens)
         if self.steps.below is None:
             return None
-        wanted, slots = self._wanted(0, 1, budget), self._slots(0, 1, budget)
-        return self.steps.down(query, wanted, slots, tokens, rows=rows, replace=replace, counter=counter)
-
-    def _rows_of_a_cluster(self) -> int:
-        """Rows read per scored cluster: the scored centroid and, with replacement, its value and true-RoPE key."""
-        if not self.replace:
-            return 1
-        return 2 if self.windowed_rope is None else 3
+        return self.steps.down(query, self._wanted(0, 1, budget), self._slots(0, 1, budget), tokens, counter)
 
     def _score_level(self, query: torch.Tensor, level: int, joint: bool) -> Scored:
         centroids, counts = self.tree.centroids[level], self.tree.counts[level]
-        scores = cluster_scores(query, centroids, counts, self.facts.softmax_scale, self.facts.softcap)
+        scores = cluster_scores(query, centroids, counts, *self.facts.scaling)
         scores = scores.mean(1, keepdim=True) if joint else scores
         clusters = torch.arange(scores.shape[2], device=scores.device).expand_as(scores)
         return Scored(level, clusters, scores, counts[:, None].expand_as(scores), float(scores.shape[2]))
@@ -279,8 +262,7 @@ class ClusterSelector(Selector):
         """Score the children of the opened clusters; the softmax is over these children only."""
         level = above.level - 1
         starts, lengths, capacity = self._open(above, budget, joint)
-        scale, softcap = self.facts.softmax_scale, self.facts.softcap
-        scores, clusters, counts = child_scores(query, self.tree, level, starts, lengths, capacity, scale, softcap)
+        scores, clusters, counts = child_scores(query, self.tree, level, starts, lengths, capacity, *self.facts.scaling)
         scores = scores.mean(1, keepdim=True) if joint else scores
         return Scored(level, clusters, scores, counts, lengths.sum(-1))
 
@@ -353,8 +335,7 @@ class ClusterMethod(Method):
     )
 
     def __post_init__(self) -> None:
-        if self.lookup not in LOOKUPS:
-            raise UsageError(f"--lookup {self.lookup}: {choose_one(self.lookup, LOOKUPS)}")
+        check_choice("--lookup", self.lookup, LOOKUPS)
         if not self.opened > 0:
             raise UsageError(f"--opened {self.opened:g}: give a number above 0, such as {OPENED:g}")
 

@@ -191,7 +191,8 @@ class ClusterSteps:
 
     keys, values: each level's centroids [Hk, C, D] as they are attended. Without replacement values may be empty;
     keys are then passed in their place, unread. starts [Hk, C] int64 (first_row: the same in int32, for kernels): the
-    first row of each finest cluster. `own`: whether the scored centroids of `tree` are the same as `keys`. `below`
+    first row of each finest cluster. `own`: whether the scored centroids of `tree` are the same as `keys`. `replaces`:
+    whether centroids are attended for the tokens that are not chosen. `below`
     [Hk, C] int32 each, for the level above the finest: each cluster's number of children and its first child.
     `in_8_bits`: the finest level's keys and values as kernels of a flat lookup read them, if not as they are.
     """
@@ -205,32 +206,30 @@ class ClusterSteps:
     below: tuple[torch.Tensor, torch.Tensor] | None
     facts: LayerFacts
     own: bool
+    replaces: bool
     in_8_bits: Int8Kernel | None = None
 
+    @property
+    def rows(self) -> int:
+        """Rows read per scored cluster: the scored centroid and, with replacement, its value and true-RoPE key."""
+        if not self.replaces:
+            return 1
+        return 2 if self.own else 3
+
     def flat(
-        self,
-        query: torch.Tensor,
-        tokens: int,
-        *,
-        rows: int,
-        replace: bool,
-        threshold: float | None = None,
-        counter: torch.Tensor | None = None,
+        self, query: torch.Tensor, tokens: int, threshold: float | None = None, counter: torch.Tensor | None = None
     ) -> Selection:
         """The best of all finest clusters, on a GPU.
 
         Args:
             query: [Hk, G, 1, D].
-            rows: D-sized rows that are read per scored cluster.
-            replace: attend to centroids for the tokens that are not chosen.
             threshold: choose every cluster whose score reaches it, up to `tokens` tokens.
             counter: [Hk] int64, to which the number of tokens chosen by threshold is added.
         """
         counts, numbers = self.tree.counts[0], self.in_8_bits
         centroids = self.tree.centroids[0] if numbers is None else numbers
         looked = query[:, :, 0], centroids, counts, self.first_row
-        how = self.facts.softmax_scale, self.facts.softcap
-        chosen = choose_clusters(*looked, tokens, *how, threshold, counter)
+        chosen = choose_clusters(*looked, tokens, *self.facts.scaling, threshold, counter)
         values = (self.values or self.keys)[0]
         # Logits of lookup centroids (windowed RoPE) differ from the attention's, so they are not passed on.
         scored = None
@@ -241,8 +240,8 @@ class ClusterSteps:
         left = CentroidSegment(self.keys[0], chosen.log_left[:, None, : counts.shape[1]], values, scored)
         return Selection(
             self._rows(chosen, self.starts, tokens, tokens if threshold is None else 0),
-            Cost(float(counts.shape[1] * rows), per_count=0 if threshold is None else 2),
-            Residual(lambda: (left,), attended=replace),
+            Cost(float(counts.shape[1] * self.rows), per_count=0 if threshold is None else 2),
+            Residual(lambda: (left,), attended=self.replaces),
         )
 
     def together(
@@ -252,9 +251,6 @@ class ClusterSteps:
         tokens: int,
         capacity: int,
         thresholds: torch.Tensor | None,
-        *,
-        rows: int,
-        replace: bool,
         counter: torch.Tensor | None,
     ) -> Selection:
         """The shared choice of several questions among all finest clusters, each for itself, on a GPU.
@@ -264,32 +260,21 @@ class ClusterSteps:
             tokens: budget of each; capacity: tokens that they take together.
             thresholds: [B], of each question, if clusters are chosen by these; counter [Hk] int64: to which the number
                 of tokens chosen is added.
-            rows, replace: as for `flat`.
         """
         centroids, counts = self.tree.centroids[0], self.tree.counts[0]
-        facts, values = self.facts, (self.values or self.keys)[0]
-        chosen = choose_together(
-            query, ends, centroids, counts, self.first_row, tokens, capacity, facts.softmax_scale, facts.softcap,
-            thresholds, counter,
-        )  # fmt: skip
+        values = (self.values or self.keys)[0]
+        looked = query, ends, centroids, counts, self.first_row
+        chosen = choose_together(*looked, tokens, capacity, *self.facts.scaling, thresholds, counter)
         left = CentroidSegment(self.keys[0], chosen.log_left[:, None, : counts.shape[1]], values)
         indices = RowIndices(chosen.rows, chosen.used, None)
         return Selection(
             RowSet(self.starts[:, None], chosen.lengths[:, None], capacity, 0, indices),
-            Cost(float(counts.shape[1] * rows), per_count=2),
-            Residual(lambda: (left,), attended=replace),
+            Cost(float(counts.shape[1] * self.rows), per_count=2),
+            Residual(lambda: (left,), attended=self.replaces),
         )
 
     def down(
-        self,
-        query: torch.Tensor,
-        wanted: int,
-        slots: int,
-        tokens: int,
-        *,
-        rows: int,
-        replace: bool,
-        counter: torch.Tensor | None,
+        self, query: torch.Tensor, wanted: int, slots: int, tokens: int, counter: torch.Tensor | None
     ) -> Selection:
         """Down two levels, on a GPU: opens the best coarse clusters, and chooses the best of their children.
 
@@ -302,11 +287,10 @@ class ClusterSteps:
         assert self.below is not None
         (fine, coarse), (counts, coarse_counts) = self.tree.centroids, self.tree.counts
         (children, first_child), q = self.below, query[:, :, 0]
-        how = self.facts.softmax_scale, self.facts.softcap
         of_coarse, in_place = Children(children, first_child, slots, counter), counter is not None
-        opened = open_clusters(q, coarse, coarse_counts, of_coarse, wanted, tokens, *how)
+        opened = open_clusters(q, coarse, coarse_counts, of_coarse, wanted, tokens, *self.facts.scaling)
         below = opened.rows, opened.used
-        listed = choose_listed(q, fine, counts, self.first_row, below, tokens, *how)
+        listed = choose_listed(q, fine, counts, self.first_row, below, tokens, *self.facts.scaling)
         chosen, (fine_values, coarse_values) = listed.chosen, self.values or self.keys
         scored = (
             ScoredCentroids(opened.logits, opened.log_left, coarse_values),
@@ -325,18 +309,21 @@ class ClusterSteps:
 
         return Selection(
             self._rows(chosen, listed.starts, tokens, tokens),
-            Cost((coarse.shape[1] + (0.0 if in_place else opened.used[:, None])) * rows, rows if in_place else 0),
-            Residual(left, attended=replace, in_place=scored if replace and in_place else None),
+            Cost(
+                (coarse.shape[1] + (0.0 if in_place else opened.used[:, None])) * self.rows,
+                self.rows if in_place else 0,
+            ),
+            Residual(left, attended=self.replaces, in_place=scored if self.replaces and in_place else None),
         )
 
     def _rows(self, chosen: ClusterChoice, starts: torch.Tensor, tokens: int, total: int) -> RowSet:
         indices = RowIndices(chosen.rows, chosen.used, chosen.queue)
         return RowSet(starts[:, None], chosen.lengths[:, None], tokens, total, indices)
 
-    def best(self, query: torch.Tensor, tokens: int, *, rows: int, replace: bool) -> Selection:
+    def best(self, query: torch.Tensor, tokens: int) -> Selection:
         """The best of all finest clusters, on a CPU; the runs are the chosen clusters and a few empty ones."""
         keys = self.keys[0]
-        best = best_clusters(query.squeeze(2), self.counted, tokens, self.facts.softmax_scale, self.facts.softcap)
+        best = best_clusters(query.squeeze(2), self.counted, tokens, *self.facts.scaling)
 
         def left() -> tuple[CentroidSegment, ...]:
             share, values = best.log_share_left(self.counted.shares), (self.values or self.keys)[0]
@@ -347,6 +334,6 @@ class ClusterSteps:
         starts = self.starts.gather(1, best.clusters).unsqueeze(1)
         return Selection(
             RowSet(starts, best.lengths.unsqueeze(1), tokens, tokens),
-            Cost(float(keys.shape[1] * rows)),
-            Residual(left, attended=replace),
+            Cost(float(keys.shape[1] * self.rows)),
+            Residual(left, attended=self.replaces),
         )

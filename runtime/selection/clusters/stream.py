@@ -29,28 +29,6 @@ from sparsekv.runtime.selection.clusters.steps import WindowedRope
 from sparsekv.runtime.selection.interface import Appended
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """A graph's cache key: heads, tokens, channels, old tokens, clusters before and after, device."""
-
-    heads: int
-    tokens: int
-    dims: int
-    old: int
-    clusters: int
-    all_clusters: int
-    device: torch.device
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    """A graph, its input buffers (points, old labels, order of the new tokens), and the labels that it writes."""
-
-    graph: torch.cuda.CUDAGraph
-    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    labels: torch.Tensor
-
-
 @torch.inference_mode()
 def join_by_graph(
     points: torch.Tensor, labels: torch.Tensor, clusters: int, all_clusters: int, generator: torch.Generator
@@ -61,26 +39,28 @@ def join_by_graph(
     centres. Only the graph of the last shapes is kept.
     """
     (heads, tokens, dims), old = points.shape, labels.shape[1]
-    recorded = _recorded(_Shape(heads, tokens, dims, old, clusters, all_clusters, points.device))
+    recorded = _recorded(heads, tokens, dims, old, clusters, all_clusters, points.device)
     if recorded is None:
         return join_tokens(points, labels, clusters, all_clusters, generator)
-    given = points, labels, sampling_order(points, labels, generator)
-    for held, tensor in zip(recorded.given, given, strict=True):
+    graph, inputs, joined = recorded
+    for held, tensor in zip(inputs, (points, labels, sampling_order(points, labels, generator)), strict=True):
         held.copy_(tensor)
-    recorded.graph.replay()
-    return recorded.labels.clone()
+    graph.replay()
+    return joined.clone()
 
 
 @lru_cache(maxsize=1)
-def _recorded(shape: _Shape) -> _Recorded | None:
-    """The graph for a shape; None where it cannot be captured."""
-    heads, device = shape.heads, shape.device
-    points = torch.zeros(heads, shape.tokens, shape.dims, device=device)
-    labels = torch.zeros(heads, shape.old, dtype=torch.int64, device=device)
-    order = torch.arange(shape.tokens - shape.old, device=device).repeat(heads, 1)
+def _recorded(
+    heads: int, tokens: int, dims: int, old: int, clusters: int, all_clusters: int, device: torch.device
+) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...], torch.Tensor] | None:
+    """The graph for a shape, its inputs (points, old labels, order of the new tokens), and the labels that it writes;
+    None where it cannot be captured."""
+    points = torch.zeros(heads, tokens, dims, device=device)
+    labels = torch.zeros(heads, old, dtype=torch.int64, device=device)
+    order = torch.arange(tokens - old, device=device).repeat(heads, 1)
     with torch.cuda.device(device):
-        found = captured(lambda: join_in_order(points, labels, shape.clusters, shape.all_clusters, order), device)
-    return None if found is None else _Recorded(found[0], (points, labels, order), found[1])
+        found = captured(lambda: join_in_order(points, labels, clusters, all_clusters, order), device)
+    return None if found is None else (found[0], (points, labels, order), found[1])
 
 
 Tensors = dict[str, torch.Tensor]

@@ -29,10 +29,12 @@ class Noting(OracleSelector):
         return super().select(asked, budget)
 
 
-def _update(layers: list[StoredLayer], seed: int, tokens: int) -> None:
+def _update(layers: list[StoredLayer], seed: int, tokens: int) -> list[torch.Tensor]:
+    """Keys and values [Hk, tokens, D] that all of them have now."""
     rows = [normal(seed + part, 1, HEADS, tokens, SIZE) for part in (0, 1)]
     for layer in layers:
         layer.update(*rows)
+    return [part[0] for part in rows]
 
 
 def _compare(known: StoredLayer, held: StoredLayer, layer: SmallLayer, before: int, window: int | None) -> None:
@@ -44,9 +46,9 @@ def _compare(known: StoredLayer, held: StoredLayer, layer: SmallLayer, before: i
         _update([known, held], 0, before)
     cache.reserve(STEPS)
     for step in range(STEPS):
-        _update([known, held], 10 + step, 1)
+        new = _update([known, held], 10 + step, 1)
         query = normal(50 + step, HEADS * GROUP, 1, SIZE)
-        call = AttentionCall(0, query, query, query, scale, None, window, None)
+        call = AttentionCall(0, query, *new, scale, None, window, None)
         expected, found = (one.attend(call) for one in (known, held))
         cache.advance_on_device()
         cache.advance()

@@ -59,8 +59,8 @@ def _append_all(
 
 
 def _call(layer: SmallLayer, query: torch.Tensor, window: int | None, sinks: torch.Tensor | None) -> AttentionCall:
-    facts = layer.context.facts
-    return AttentionCall(0, query, query, query, facts.softmax_scale, facts.softcap, window, sinks)
+    facts, new = layer.context.facts, layer.keys[:, :0]  # a layer reads its own rows
+    return AttentionCall(0, query, new, new, facts.softmax_scale, facts.softcap, window, sinks)
 
 
 def _sparse(layer: SmallLayer, method: Method, budget: Budget) -> SparseLayer:

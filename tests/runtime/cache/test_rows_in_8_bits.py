@@ -62,7 +62,7 @@ def test_kernels_read_them_where_they_lie(stored: dict[str, torch.Tensor]) -> No
 def _both(stored: dict[str, torch.Tensor]) -> tuple[DenseLayer, DenseLayer]:
     """Dense layers over rows in 8 bits, and over the same rows restored."""
     restored = context_rows(stored, torch.float32).part(slice(None))
-    return DenseLayerIn8Bits(lambda: stored, torch.empty(HK, 0, D), TOKENS), DenseLayer(*restored)
+    return DenseLayerIn8Bits(stored, torch.empty(HK, 0, D)), DenseLayer(*restored)
 
 
 @pytest.mark.parametrize("queries", [1, 4])

@@ -174,7 +174,9 @@ def test_a_method_is_the_same_whatever_torchs_default_dtype_is(name: str, tmp_pa
     for dtype in (torch.float32, torch.bfloat16):
         torch.set_default_dtype(dtype)
         try:
-            selector = prepare.prepare_layer(LayerRows(index.artifact, 0), name, methods()[name]()).selector
+            selector = prepare.prepare_layer(
+                LayerRows(index.artifact, 0), MethodSpec(name, "", methods()[name]())
+            ).selector
         finally:
             torch.set_default_dtype(torch.float32)
         prepared.append(selector)

@@ -37,7 +37,7 @@ from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.pqcache import PQCache
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.interface import Budget, Method
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
 
 METHODS: dict[str, Method] = {
     "squeezed": Squeezed(),
@@ -163,7 +163,7 @@ def test_what_a_disk_search_keeps_mapped_are_the_bytes_of_the_file(llama: OpenIn
     stored = llama.artifact.tensors(layer_file("context", 1))
     mapped = stored_context(rows, "quest").mapped
     assert {tensor.dtype for tensor in mapped} <= {tensor.dtype for tensor in stored.values()}
-    prepared = prepare_layer(rows, "quest", METHODS["quest"])
+    prepared = prepare_layer(rows, MethodSpec("quest", "", METHODS["quest"]))
     assert all(prepared.context.keys.data_ptr() != tensor.data_ptr() for tensor in prepared.mapped)
 
 

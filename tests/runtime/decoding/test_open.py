@@ -26,7 +26,7 @@ from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.multipole_windowed import WindowedMultipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.interface import Budget, Method
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
 from sparsekv.runtime.selection.registry import methods
 
 
@@ -142,13 +142,13 @@ def test_an_index_in_full_precision_opens_with_the_model_in_half(index: OpenInde
 def test_what_a_method_selects_from_is_the_middle_counted_from_its_first_token(index: OpenIndex) -> None:
     split = index.split
     keys, _ = index.artifact.context(1)
-    context = stored_context(LayerRows(index.artifact, 1), "squeezed").context
+    context = stored_context(LayerRows(index.artifact, 1), "squeezed")
     assert context.first_token == split.sinks
     assert torch.equal(context.keys, keys[:, split.sinks : split.sinks + split.middle])
     order = context.tensors["token_order"].long()
     assert torch.equal(order.sort(dim=1).values, torch.arange(split.middle).expand_as(order))
     assert context.calibration == index.artifact.manifest.methods["squeezed"].calibration
-    assert stored_context(LayerRows(index.artifact, 1), "oracle").context.tensors == {}
+    assert stored_context(LayerRows(index.artifact, 1), "oracle").tensors == {}
 
 
 def test_an_index_moved_to_another_folder_opens(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_an_index_moved_to_another_folder_opens(tmp_path: Path) -> None:
 def test_pages_of_the_keys_that_a_selector_reads_can_be_released(index: OpenIndex) -> None:
     """They are pages of one mapping, however often a layer's rows are asked for."""
     rows = LayerRows(index.artifact, 1)
-    prepared = prepare_layer(rows, "quest", Quest())
+    prepared = prepare_layer(rows, MethodSpec("quest", "", Quest()))
     storages = {
         one.untyped_storage().data_ptr() for one in (prepared.mapped[0], prepared.context.keys, rows.on(CPU)[0])
     }

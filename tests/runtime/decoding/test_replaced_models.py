@@ -79,10 +79,10 @@ def test_a_report_measures_the_output_that_the_definition_gives(index: OpenIndex
     exact = [torch.cat([rows[:, : split.sinks], rows[:, -split.tail :]], 1) for rows in artifact.context(number)]
     query = stored["tail"][:, split.tail // 2 :].unflatten(0, (len(exact[0]), -1))
     sinks = stored["sink_logits"].view(query.shape[:2]) if "sink_logits" in stored else None
-    selector = prepare_layer(LayerRows(artifact, number), name, method, residual=True).selector
+    selector = prepare_layer(LayerRows(artifact, number), MethodSpec(name, "", method, residual=True)).selector
     selection = selector.select(as_queries(query, first=split.tokens - query.shape[2]), FEW)
     stands = represented(selection, selector, 0, split.middle)
-    tensors = stored_context(LayerRows(artifact, number), clusters).context.tensors
+    tensors = stored_context(LayerRows(artifact, number), clusters).tensors
     sparse, dense = (
         replaced_attention(query, middle_rows(artifact, number), (exact[0], exact[1]), level, tensors, facts, sinks)
         for level in (stands, torch.full_like(stands, EXACT))

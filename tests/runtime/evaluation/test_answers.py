@@ -7,14 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.runtime.evaluation.table import FILE, Answers, ScoredAnswer, answer_key
+from sparsekv.runtime.evaluation.table import FILE, Answers, ScoredAnswer
 
 
 def _write(folder: Path, number: int) -> dict[str, ScoredAnswer]:
     with Answers(folder) as answers:
         for one in range(number):
-            answers.add(answer_key({"question": one}), ScoredAnswer(f"text\n{one} é", None, 0.1, 1.5), {"task": "niah"})
+            answers.add(hash_json({"question": one}), ScoredAnswer(f"text\n{one} é", None, 0.1, 1.5), {"task": "niah"})
         return dict(answers.known)
 
 
@@ -67,5 +68,5 @@ def test_two_runs_do_not_write_at_once(tmp_path: Path) -> None:
 
 
 def test_a_key_is_of_the_values_and_not_of_their_order() -> None:
-    assert answer_key({"a": 1, "b": [2, None]}) == answer_key({"b": [2, None], "a": 1})
-    assert answer_key({"a": 1}) != answer_key({"a": 1.0})
+    assert hash_json({"a": 1, "b": [2, None]}) == hash_json({"b": [2, None], "a": 1})
+    assert hash_json({"a": 1}) != hash_json({"a": 1.0})

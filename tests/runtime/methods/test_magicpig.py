@@ -141,9 +141,10 @@ def _weighted(
 def test_a_layer_attends_to_what_was_drawn_by_its_weights(queries: int) -> None:
     layer = small_layer(middle=60)
     sparse = sparse_layer(layer, FEW.prepare(layer.context), Budget(40))
-    sparse.update(normal(1, 1, 2, queries, 16), normal(2, 1, 2, queries, 16))
+    new = normal(1, 1, 2, queries, 16), normal(2, 1, 2, queries, 16)
+    sparse.update(*new)
     query, facts = normal(3, 6, queries, 16), layer.context.facts
-    output = sparse.attend(AttentionCall(0, query, query, query, facts.softmax_scale, None, None, None))
+    output = sparse.attend(AttentionCall(0, query, new[0][0], new[1][0], facts.softmax_scale, None, None, None))
     grouped, (keys, values) = query.unflatten(0, (2, 3)), sparse.exact_rows()
     selection = sparse.plan.selector.select(as_queries(grouped, joint=queries > 1), Budget(40))
     middle = layer.context.keys, layer.values[:, layer.middle]
@@ -157,7 +158,9 @@ def test_a_report_measures_what_was_drawn_by_its_weights(index: OpenIndex) -> No
 
     (keys, values), facts, inside = artifact.context(0), artifact.manifest.layers[0], slice(4, 4 + split.middle)
     query = artifact.queries(0)["tail"][:, split.tail // 2 :].unflatten(0, (len(keys), -1))
-    selection = prepare_layer(LayerRows(artifact, 0), "magicpig", FEW).selector.select(as_queries(query), Budget(0.5))
+    selection = prepare_layer(LayerRows(artifact, 0), MethodSpec("magicpig", "", FEW)).selector.select(
+        as_queries(query), Budget(0.5)
+    )
     outside = [torch.cat([rows[:, :4], rows[:, inside.stop :]], 1) for rows in (keys, values)]
     output = _weighted(selection, (keys[:, inside], values[:, inside]), (outside[0], outside[1]), query, facts)
     everything = reference_attention(

@@ -110,7 +110,7 @@ def _tail(artifact: Artifact, layer: int) -> _Tail:
 def _selector_and_choice(artifact: Artifact, layer: int, tail: _Tail, method: str, budget: Budget) -> _Choice:
     name, parameters = METHODS[method]
     split = artifact.manifest.split
-    selector = prepare_layer(LayerRows(artifact, layer), name, parameters).selector
+    selector = prepare_layer(LayerRows(artifact, layer), MethodSpec(name, "", parameters)).selector
     # All that is attended anyway, by what is left of the probability: log(p / q) + log-sum-exp of the middle.
     middle = slice(split.sinks, split.sinks + split.middle)
     options = _options(artifact, layer)
@@ -196,7 +196,7 @@ def test_no_choice_recalls_more_than_it_has_tokens(artifact: Artifact, tokens: i
     ]
     oracle, quest = measure_layer(LayerRows(artifact, layer), wanted, [tail_block(artifact, layer)]).values()
     most = min(1.0, min(tokens, middle) / min(reference, middle))
-    assert oracle.means()["recall"].tolist() == pytest.approx([most] * len(oracle.recall))
+    assert oracle.means()["recall"].tolist() == pytest.approx([most] * len(oracle.means()["recall"]))
     # A query's recall is a float32: 9 of 277 is rounded up by more than 1e-9.
     assert bool((quest.means()["recall"] <= most * (1 + 1e-6)).all())
 

@@ -53,7 +53,7 @@ def assert_within(chosen: Selection, middle: int) -> None:
 @pytest.mark.parametrize("name", methods())
 def test_rows_that_are_chosen_are_the_middles(everything: OpenIndex, name: str, stored: str, kind: str) -> None:
     artifact, store = everything.artifact, STORED[stored]
-    context = stored_context(LayerRows(artifact, 0), name).context
+    context = stored_context(LayerRows(artifact, 0), name)
     keys, values, middle = context.keys, context.load_values(), context.keys.shape[1]
     context = replace(
         context,

@@ -50,10 +50,7 @@ def _selectors(index: OpenIndex) -> dict[str, Selector]:
     """Of every method in every variant, and of those that keep a state."""
     found = {form.title: form for form in every_form(index).values() if not form.residual}
     found |= {name: MethodSpec(name.split()[0], "", method) for name, method in STATEFUL.items()}
-    return {
-        title: prepare_layer(LayerRows(index.artifact, 0), form.name, form.method).selector
-        for title, form in found.items()
-    }
+    return {title: prepare_layer(LayerRows(index.artifact, 0), form).selector for title, form in found.items()}
 
 
 def _with_residual(index: OpenIndex, selector: Selector) -> ResidualSelector:
@@ -95,15 +92,17 @@ def test_a_residual_of_what_appends_is_refused_where_its_own_centroids_do_not_se
     method, rows = STATEFUL[name], LayerRows(full_index.artifact, 0)
     if name.startswith("csattention"):
         with pytest.raises(UsageError, match="--residual: csattention takes generated tokens in"):
-            prepare_layer(rows, "csattention", method, residual=True)
+            prepare_layer(rows, MethodSpec("csattention", "", method, residual=True))
     else:
-        assert not isinstance(prepare_layer(rows, "multipole", method, residual=True).selector, ResidualSelector)
+        assert not isinstance(
+            prepare_layer(rows, MethodSpec("multipole", "", method, residual=True)).selector, ResidualSelector
+        )
 
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_a_copy_observes_a_question_of_its_own(full_index: OpenIndex, residual: bool) -> None:
     """As many sequences do that are decoded together; the selector that was copied chooses as before."""
-    selector: Selector = prepare_layer(LayerRows(full_index.artifact, 0), "snapkv", SnapKV()).selector
+    selector: Selector = prepare_layer(LayerRows(full_index.artifact, 0), MethodSpec("snapkv", "", SnapKV())).selector
     if residual:
         selector = _with_residual(full_index, selector)
     queries = normal(0, 2, 2, 6, 16)
@@ -124,9 +123,7 @@ def test_a_copy_observes_a_question_of_its_own(full_index: OpenIndex, residual: 
 def test_queries_of_methods_that_can_unite_have_centroids_for_what_none_chooses(full_index: OpenIndex) -> None:
     queries, middle = as_queries(normal(1, 2, 2, 3, 16)), full_index.split.middle
     for form in every_form(full_index).values():
-        selector = prepare_layer(
-            LayerRows(full_index.artifact, 0), form.name, form.method, residual=form.residual
-        ).selector
+        selector = prepare_layer(LayerRows(full_index.artifact, 0), form).selector
         selection = selector.select(queries, FEW)
         if form.method.can_unite():
             together = unite(selection, selector, middle)

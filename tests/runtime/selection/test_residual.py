@@ -29,7 +29,7 @@ from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.tidaldecode import TidalDecode
 from sparsekv.runtime.methods.window import Window
-from sparsekv.runtime.selection.interface import Budget, Method, Selector
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, Selector
 from sparsekv.runtime.selection.wrappers import ResidualSelector, residual_clusters
 
 METHODS: dict[str, Method] = {
@@ -191,7 +191,7 @@ def test_the_fewest_centroids_are_lent(tmp_path: Path, squeezed: float, multipol
     indexers = {"squeezed": SqueezedIndexer(levels=(squeezed,)), "multipole": MultipoleIndexer(levels=(multipole,))}
     index = build_small(tmp_path / "both.skv", methods=indexers)
     assert residual_source(index.artifact) == lender
-    selector = prepare_layer(LayerRows(index.artifact, 0), "quest", Quest(), residual=True).selector
+    selector = prepare_layer(LayerRows(index.artifact, 0), MethodSpec("quest", "", Quest(), residual=True)).selector
     assert isinstance(selector, ResidualSelector)
     lent = index.artifact.method_tensors(lender, 0)["level0.value_centroids"]
     assert torch.equal(selector.clusters.values, lent)
@@ -201,7 +201,7 @@ def test_an_index_without_value_centroids_has_no_residual(tmp_path: Path) -> Non
     """An index of no method serves those that need none, but has nothing to stand for what they leave."""
     index = build_small(tmp_path / "bare.skv", methods={})
     with pytest.raises(UsageError, match=r"--residual.*--method multipole"):
-        prepare_layer(LayerRows(index.artifact, 0), "quest", Quest(), residual=True)
+        prepare_layer(LayerRows(index.artifact, 0), MethodSpec("quest", "", Quest(), residual=True))
     model = save_tiny(tmp_path / "model")
     for command in (("generate", "Why?", "--model", str(model)), ("recall-report",)):
         outcome = run_here(*command, "--index", tmp_path / "bare.skv", "--method", "quest", "--residual")

@@ -43,7 +43,7 @@ def test_the_chosen_tokens_are_those_that_the_method_chooses(full_index: OpenInd
         selectors = {}
         for layer in steps:
             rows = LayerRows(full_index.artifact, layer)
-            prepared = prepare_layer(rows, form.name, form.method, residual=form.residual, shared=shared)
+            prepared = prepare_layer(rows, form, shared=shared)
             selectors[layer] = prepared.selector
         for number, of_layers in enumerate(zip(*steps.values(), strict=True)):
             for selector, one in zip(selectors.values(), of_layers, strict=True):

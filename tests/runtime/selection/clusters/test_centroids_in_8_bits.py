@@ -41,9 +41,9 @@ def test_what_kernels_read_in_8_bits_chooses_as_the_restored_centroids_do() -> N
     selector = Multipole().prepare(context)
     assert isinstance(selector, ClusterSelector)
     query = layer.queries[:, :, :1]
-    restored = selector.steps.flat(query, 60, rows=2, replace=True)
+    restored = selector.steps.flat(query, 60)
     numbers = replace(selector.steps, in_8_bits=context.centroids_in_8_bits)
-    read = numbers.flat(query, 60, rows=2, replace=True)
+    read = numbers.flat(query, 60)
     assert torch.equal(read.rows.lengths, restored.rows.lengths)
     assert read.rest is not None
     (left,) = read.rest.segments()

@@ -65,10 +65,11 @@ class Decoding:
     def step(self, tokens: int = 1) -> torch.Tensor:
         """Some more tokens at once; returns what the attention of random queries gives, [Hq, tokens, D]."""
         piece = slice(self.new, self.new + tokens)
-        self.sparse.update(NEW_KEYS[None, :, piece], NEW_VALUES[None, :, piece])
+        keys, values = NEW_KEYS[:, piece], NEW_VALUES[:, piece]
+        self.sparse.update(keys[None], values[None])
         query = normal(self.new, HEADS * GROUP, tokens, SIZE)
         self.new += tokens
-        return self.sparse.attend(AttentionCall(0, query, query, query, 0.2, None, None, None))
+        return self.sparse.attend(AttentionCall(0, query, keys, values, 0.2, None, None, None))
 
     def select(self, budget: Budget) -> Selection:
         """What is chosen for a random query."""

@@ -47,7 +47,7 @@ def _work_of_updates(middle: int, steps: int) -> list[int]:
         layer.update(keys[None, :, step : step + 1], values[None, :, step : step + 1])
         query, used = normal(step, HEADS * GROUP, 1, SIZE), layer.plan.middle.used
         with _Work() as work:
-            layer.attend(AttentionCall(0, query, query, query, 0.2, None, None, None))
+            layer.attend(AttentionCall(0, query, keys, values, 0.2, None, None, None))
         if layer.plan.middle.used > used:
             updates.append(work.elements - before)
         before = work.elements
