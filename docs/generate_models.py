@@ -14,7 +14,7 @@ from support.family_sweep import Outcome, sweep
 PAGE = Path(__file__).parent / "reference" / "models.md"
 HEAD = """# Models
 
-Which families of causal language models an index can be built of. Written by `make docs`: a tiny random model of each
+Families of causal language models that can be indexed. `make docs` writes this page: a tiny random model of each
 family that transformers {version} has goes through a build and two answers (`dense`, and a method at 100%), compared
 with plain transformers on the same token ids; `tests/families/` repeats that.
 

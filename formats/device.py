@@ -1,4 +1,4 @@
-"""A command's device: its name, its memory, and files read into its memory or mapped, with threads that read ahead."""
+"""The device of a command: its name, its memory, and reading or mapping of files, with threads that read ahead."""
 
 import ctypes
 import errno

@@ -1,4 +1,4 @@
-"""From a document to the token ids of the fixed prompt inside the model's chat template, and the text between turns."""
+"""Tokenise a document inside the model's chat template; find the template's text between two turns."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -179,7 +179,7 @@ _TEMPORARY = re.compile(r"(.+)\.[0-9a-f]{8}\.tmp")
 
 
 class Folder:
-    """An open folder. File names are those of `formats.names`, or of files at its top.
+    """An open folder. File names are those of `formats.index.schema`, or of files at its top.
 
     Raises:
         OSError: there is no such folder, or it cannot be read.

@@ -14,7 +14,7 @@ from sparsekv.formats.checksums import hash_descriptor
 from sparsekv.formats.index.folder import Folder, OpenFile, UnfinishedFile
 from sparsekv.formats.index.schema import FileRecord, TensorRecord
 
-# In the order in which the safetensors library writes them.
+# Dtypes, in the order in which the safetensors library writes their tensors.
 _CODES = {
     torch.uint64: "U64",
     torch.int64: "I64",

@@ -29,7 +29,7 @@ def check_values(tensors: Tensors, split: Split, what: str) -> None:
     numbers that are not finite.
 
     Args:
-        tensors: of the shapes that `formats.layout` requires, on the device that will use them; positions are those in
+        tensors: of the shapes that this module requires, on the device that will use them; positions are those in
             the prompt.
     """
     floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}

@@ -21,7 +21,7 @@ from sparsekv.indexing.indexers.interface import Tensors
 from sparsekv.indexing.indexers.layer_work import LayerWork, make_layers_from
 
 _LAYER, _SUM = 8, 32  # bytes of a message
-_UNREADABLE = bytes(_SUM)  # no file has this sum
+_UNREADABLE = bytes(_SUM)  # all zeros: the file could not be read; no file has this checksum
 
 
 class ReceivedSums:
@@ -51,7 +51,7 @@ class ReceivedSums:
 
 
 class SentSums:
-    """Another rank's side: makes sums in threads, and sends them in order."""
+    """Side of the other ranks: computes checksums of files in threads, and sends them in order."""
 
     def __init__(self, channel: Channel):
         self._channel = channel

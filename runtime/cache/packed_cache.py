@@ -197,7 +197,8 @@ class PackedCache(CalledCache):
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """While it lasts, what steps read is counted on the device alone; `advance` counts the rest, once a replay."""
+        """Within this context steps count the rows that they read on the device alone. After each replay `advance` adds
+        what the host knows."""
         for read in self.reads:
             read.deferred = True
         try:

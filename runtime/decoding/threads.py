@@ -198,7 +198,7 @@ def threads_for(free: float, most: int) -> int:
 
 
 class _Meter:
-    """State of all threads of this process: the last measurement, and how many threads torch had before it was lowered.
+    """State that this process's threads share: the last measurement, and torch's thread count before it was lowered.
 
     torch keeps one number for threads that are yet to begin, and one in each that has begun.
     """
@@ -219,7 +219,9 @@ class _Meter:
             self.users -= 1
 
     def threads(self, most: int) -> int:
-        """How many of `most` there are cores for; looks again after `INTERVAL`."""
+        """Return the number of threads to use: at most `most`, and no more than cores are idle.
+
+        Measures again after `INTERVAL`."""
         with self.lock:
             if self.last is not None and time.monotonic() - self.last.moment >= INTERVAL and (now := usage()):
                 self.free = min(left_free(self.last, now, len(os.sched_getaffinity(0))), _quota())
@@ -248,7 +250,7 @@ class FreeCores:
         self.most = self.threads = most
 
     def follow(self) -> None:
-        """Set the number again, by a look that is at most `INTERVAL` old."""
+        """Set the number of threads again, by a measurement that is at most `INTERVAL` old."""
         if self.most > 1 and (threads := _meter.threads(self.most)) != self.threads:
             self.threads = threads
             torch.set_num_threads(threads)

@@ -188,7 +188,7 @@ def unanswered(comparison: Comparison, contexts: list[Context], answers: Answers
 
 @dataclass
 class _Asking:
-    """One context under one prefill; its index is built when the first answer that is not known needs it."""
+    """One context with one prefill. Its index is built when the first answer that is not cached needs it."""
 
     comparison: Comparison
     context: Context

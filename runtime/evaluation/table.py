@@ -33,7 +33,7 @@ class Interval:
 
 
 def interval(scores: Scores, summary: Callable[[float], float] = float, *, seed: int = 0) -> Interval:
-    """The interval of the mean over all questions.
+    """The confidence interval of the mean over all questions.
 
     Args:
         summary: an increasing function of the mean, whose value and interval are returned.

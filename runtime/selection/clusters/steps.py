@@ -72,7 +72,7 @@ class LevelCentroids:
         for above, below in pairwise(scored):
             handed = above.scores.new_zeros(*above.scores.shape[:2], self.counts[above.level].shape[1])
             handed.scatter_add_(-1, of_clusters(self.parents[below.level], below.clusters), below.counts.to(handed))
-            # An unused slot has the number of cluster 0 and a count of 0, so the difference may be negative.
+            # Unused slots have cluster id 0 and count 0, so that this subtraction can be negative.
             left = (above.counts - handed.gather(-1, above.clusters)).clamp(min=0)
             parts.append(self._remainder(above, left))
         return (*parts, self._remainder(scored[-1], scored[-1].counts - taken))
