@@ -296,6 +296,6 @@ class Int8Stored(ContextRows):
 
 
 def context_rows(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> ContextRows:
-    """The rows of a layer's file, whose tensors are those that `formats.index.layout` requires, in an index of a dtype."""
+    """The rows of a layer's file, with the tensors that `formats.index.layout` requires in an index of a dtype."""
     kind = Int8Stored if "key_scales" in tensors else ExactRows
     return kind(tensors, dtype)
