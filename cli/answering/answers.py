@@ -21,7 +21,7 @@ from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.session import Session, Turn
 from sparsekv.runtime.decoding.step import one_step
 
-if TYPE_CHECKING:  # torch.distributed is for ranks alone
+if TYPE_CHECKING:  # only ranks need torch.distributed
     from sparsekv.formats.distributed.group import Ranks
 
 

@@ -23,7 +23,7 @@ from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import EarlyReading
 from sparsekv.runtime.selection.registry import methods
 
-if TYPE_CHECKING:  # torch.distributed is for ranks alone
+if TYPE_CHECKING:  # only ranks need torch.distributed
     from sparsekv.formats.distributed.group import Ranks
 
 

@@ -13,7 +13,7 @@ from sparsekv.cli.distributed.launch import refuse_other_commands
 from sparsekv.formats.distributed.process import LAUNCHER, Place, own_place
 from sparsekv.formats.errors import SparsekvError, UsageError
 
-if TYPE_CHECKING:  # torch.distributed is for ranks alone
+if TYPE_CHECKING:  # only ranks need torch.distributed
     from sparsekv.formats.distributed.group import Ranks
 
 
