@@ -98,7 +98,7 @@ def trace(options: TraceOptions) -> None:
     config = options.attention.config(artifact)
     question = read_question(options.prompt, options.prompt_file)
     early = EarlyReading.of(artifact, options.device, config)
-    # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
+    # Imported here because they import transformers, which takes as long as all else; --help need not wait for it.
     from sparsekv.cli.common.loading import load_for
     from sparsekv.runtime.decoding.generate import Sampling, question_ids
     from sparsekv.runtime.tracing.trace import TracedIndex
