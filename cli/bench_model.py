@@ -1,4 +1,4 @@
-"""`sparsekv bench-model`: time a decode step of a whole model with each method beside dense attention."""
+"""`sparsekv bench-model`: time a decode step of a whole model, with each method and with dense attention."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -35,7 +35,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class ChatAttention(AttentionOptions):
-    """The options of attention that a chat has."""
+    """The attention options that `chat` offers."""
 
     placement: PlacementOption = "device"
 
@@ -90,7 +90,7 @@ def chat(options: ChatOptions) -> None:
     opened = load(hold=placement == "device", loaded_in=times.loaded, early=early)
     talk = Conversation(opened, config, raw=options.raw, special_tokens=options.special_tokens)
     note_small_budgets([config.budget], quiet=quiet)
-    if options.stats:  # at a terminal the first line says how it is answered
+    if options.stats:  # at a terminal, the first line shows the method
         times.show("" if piped is None else f"answers by {describe(config)}")
     session = Chat(talk, choices, sampling, stats=options.stats, quiet=quiet, dtype=options.dtype)
     if piped is None:

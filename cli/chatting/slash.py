@@ -160,7 +160,8 @@ def leave(session: Chat, argument: str) -> None:
 
 @slash("/trace FILE.html", "ask the last question again, and write a page of what its answer attends to")
 def trace(session: Chat, argument: str) -> None:
-    """With `--truth`, over a second cache of the document; the talk before the question is a part of it."""
+    """Trace the last question as `trace --truth` does, over a second cache of the document. The trace includes the
+    conversation before the question."""
     talk = session.talk
     if not argument:
         raise UsageError("/trace: give the page a name, such as /trace out.html")

@@ -1,5 +1,5 @@
 """One process (rank) of a distributed command: it joins the other ranks, and refuses what ranks cannot do together.
-Only the first rank prints."""
+Only the first rank prints results."""
 
 import ctypes
 import os
