@@ -42,7 +42,7 @@ RUNS = {"cpu": 20, "cuda": 50}
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """The options of `bench`."""
+    """Command-line options of `bench`."""
 
     method: Annotated[
         list[str] | None,

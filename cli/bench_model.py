@@ -29,7 +29,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class BenchModelOptions:
-    """The options of `bench-model`."""
+    """Command-line options of `bench-model`."""
 
     config: Annotated[
         str | None,

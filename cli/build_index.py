@@ -40,7 +40,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """The options of `build-index`."""
+    """Command-line options of `build-index`."""
 
     ctx: typer.Context
     documents: Annotated[

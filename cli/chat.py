@@ -1,4 +1,4 @@
-"""`sparsekv chat`: one question after another over an index, in a terminal."""
+"""`sparsekv chat`: ask one question after another over an index, in a terminal."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +42,7 @@ class ChatAttention(AttentionOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """The options of `chat`."""
+    """Command-line options of `chat`."""
 
     index: IndexOption = None
     model: ModelOption = None

@@ -56,7 +56,7 @@ BY = {"layer": "layer", "head": "kv_head"}
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """The options of `recall-report`."""
+    """Command-line options of `recall-report`."""
 
     ctx: typer.Context
     index: IndexOption = None
@@ -245,7 +245,7 @@ def _configured(names: list[str], parameters: dict[str, Any]) -> dict[str, tuple
 
 
 def _queries(options: ReportOptions, artifact: Artifact, together: list[int]) -> MeasuredQueries:
-    """Return the queries to measure on: the tail's, or those of the questions in --queries.
+    """Return the queries to measure on: the tail's queries, or the queries of the questions in --queries.
 
     Raises:
         UsageError: the file cannot be read, or there are fewer queries than the largest number in `together`.

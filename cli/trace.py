@@ -37,7 +37,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions:
-    """The options of `trace`."""
+    """Command-line options of `trace`."""
 
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The question; - for stdin.")] = None
     index: IndexOption = None

@@ -40,14 +40,14 @@ from sparsekv.runtime.tuning.tuning import tune as find
 
 CHEAPEST = ("rows", "time")
 RUNS = 20
-"""How often a step is timed."""
+"""Number of timed runs per step."""
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
-    """The options of `tune`."""
+    """Command-line options of `tune`."""
 
     ctx: typer.Context
     index: IndexOption = None

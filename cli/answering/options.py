@@ -291,7 +291,7 @@ class GenerateAttention(AttentionOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """The options of `generate`."""
+    """Command-line options of `generate`."""
 
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The question; - for stdin.")] = None
     index: IndexOption = None
@@ -360,7 +360,7 @@ class GenerateOptions:
 
     @property
     def with_stats(self) -> bool:
-        """Whether times are printed."""
+        """Whether to print times and the share of keys and values read."""
         return self.stats or self.gauge
 
     def questions_at_once(self, config: DecodeConfig, ranks: "Ranks | None") -> int | None:
@@ -369,7 +369,7 @@ class GenerateOptions:
 
         Raises:
             UsageError: the value is neither auto nor a whole number of at least 1, or the other options do not allow
-                it; or there are several ranks, and an option or the method works in one process only.
+                it. With several ranks: an option or the method works in one process only.
         """
         size = self.batch_size
         if ranks is not None:

@@ -1,4 +1,5 @@
-"""Resume an interrupted batch of questions: read the answers that a file already has, and append the missing ones."""
+"""Resume an interrupted batch of questions: read the answers that a file already has, and append the missing
+answers."""
 
 import errno
 import fcntl

@@ -1,5 +1,5 @@
-"""Index documents for `build-index`: its options, the folder of each index, and builds of one document in one
-process, on several ranks or into an existing index."""
+"""Index documents for `build-index`: its options, the folder of each index, and the build of one document. A build
+runs in one process or on several ranks, or adds methods to an existing index."""
 
 import codecs
 import os
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # only ranks need torch.distributed
     from sparsekv.formats.distributed.group import Ranks
 
 
-_LONGEST_NAME = 255  # bytes of a file's name
+_LONGEST_NAME = 255  # bytes; the limit of file systems for one file name
 _LONGEST_LIST = 2**26  # bytes of a --from-file list; longer input is taken for a device that never ends
 
 
@@ -54,8 +54,8 @@ def choose_targets(documents: Sequence[str], from_file: str | None, output: Path
         output: the folder of the index; if several documents may be named, the folder that contains their indices.
 
     Raises:
-        UsageError: no document is named; a document has no name, or one that is too long; two documents would get the
-            same index folder; or `output` cannot hold several indices.
+        UsageError: no document is named. A document has no name, or its name is too long. Two documents would get the
+            same index folder. Or `output` cannot hold several indices.
         SparsekvError: `from_file` cannot be read.
     """
     listed = [] if from_file is None else _names(from_file)
@@ -139,8 +139,8 @@ def _place(name: str) -> str:
 
 
 def _check_holds_several(output: Path | None, extensions: Collection[str]) -> None:
-    """Raise UsageError if `output` cannot be a folder of several indices: an index, a file, or a new name with the
-    extension of an index or a text."""
+    """Raise UsageError if `output` cannot be a folder of several indices. It may be an index, a file, or a new name
+    with the extension of an index or a text."""
     if output is None or (output.is_dir() and output.suffix != ENDING and not os.path.exists(output / MANIFEST)):
         return
     texts = {*extensions, *(Path(ending).suffix for ending in TEXT_ENDINGS)} - {""}

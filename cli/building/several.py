@@ -63,7 +63,7 @@ def index_several(targets: Sequence[Target], work: Work, *, quiet: bool) -> None
 
 
 def index_here(recipe: BuildRecipe, targets: Sequence[Target], show: Progress, done: Done) -> None:
-    """Index one document after another, with one model.
+    """Index one document after another, with the model loaded once.
 
     Raises:
         SparsekvError: the model cannot be loaded.

@@ -119,7 +119,7 @@ class Lines:
         readline.set_completer_delims("")
         readline.set_completer(self._completion)
         for entry in self.history.entries():
-            with suppress(ValueError):  # a zero byte
+            with suppress(ValueError):  # an entry with a zero byte
                 readline.add_history(entry)
 
     def _completion(self, text: str, number: int) -> str | None:

@@ -19,7 +19,7 @@ COMMANDS = {
     "completion": "Print the script that completes commands and options in your shell.",
 }
 BY_RANKS = ("build-index", "generate")
-"""Commands that several processes can run together."""
+"""Commands that several processes (ranks) can run together."""
 MOVED = dict.fromkeys(("end-to-end", "config", "distinct-layers", "compile"), "bench-model")
 """Options that `bench` once had, and the command that now has them or replaces them."""
 

@@ -161,7 +161,7 @@ LESS_MEMORY = {
     "bench": "give a smaller --context or --batch",
     "bench-model": "give a smaller --context, --batch or --distinct-layers",
 }
-"""How to need less memory, by command."""
+"""Advice on how to use less memory, by command."""
 REMEDIES = {
     errno.ENOSPC: "make room there",
     errno.EDQUOT: "make room there",
@@ -249,7 +249,7 @@ def _is_memory(error: BaseException) -> bool:
 def _is_device(error: BaseException) -> bool:
     torch = sys.modules.get("torch")
     named = (getattr(torch, name, None) for name in ("OutOfMemoryError", "AcceleratorError"))
-    kinds = tuple(kind for kind in named if isinstance(kind, type))  # older versions have no AcceleratorError
+    kinds = tuple(kind for kind in named if isinstance(kind, type))  # older versions of torch have no AcceleratorError
     told = isinstance(error, RuntimeError) and any(part in str(error) for part in _DEVICE)
     return told or isinstance(error, kinds)
 
@@ -270,7 +270,7 @@ def _system(error: OSError) -> str:
 
 
 def fail(error: BaseException, command: str, *, debug: bool) -> NoReturn:
-    """Print an error as one line on stderr and exit; with `debug` its traceback is printed first."""
+    """Print an error as one line on stderr and exit. With `debug`, print its traceback first."""
     if debug:
         with suppress(OSError):
             print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
@@ -288,7 +288,7 @@ def fail(error: BaseException, command: str, *, debug: bool) -> NoReturn:
 
 
 def end(code: int, message: str = "") -> NoReturn:
-    """Print a message to stderr and exit; a message that cannot be written (a full disk) is dropped."""
+    """Print a message to stderr and exit. A message that cannot be written, as to a full disk, is dropped."""
     if message:
         with suppress(OSError):
             print(f"sparsekv: {' '.join(printable(message).split())}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Make command-line options from dataclasses: a command's own options and those of the methods. Also a note about
+"""Make command-line options from dataclasses: a command's own options and the methods' options. Also a note about
 tiny budgets."""
 
 import functools

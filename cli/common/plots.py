@@ -93,7 +93,7 @@ COMPARED_WITH = {
 
 
 def style_of(method: str, form: int) -> dict[str, Any]:
-    """Return matplotlib keywords for a line. The method decides colour and marker, in every plot alike. `form`, the
+    """Return matplotlib keywords for a line. The method decides colour and marker, the same in every plot. `form`, the
     index of the method's form, decides the dashes.
 
     Besides dense attention and the bounds, up to eighteen methods look different, and up to six forms of a method.

@@ -35,9 +35,9 @@ def resume_collector() -> None:
 LEAST = 768 * 2**20
 """Bytes of address space that torch and transformers need to load."""
 LEAST_LEFT = (560 + 72 * (os.cpu_count() or 1)) * 2**20
-"""Bytes of address space that must be left after everything is loaded: for a small model, and for a thread per core
-of some 70 MiB. Libraries may abort when a thread cannot start. Measured on 2 cores: an append aborted at 650 MiB,
-never at 660."""
+"""Bytes of address space that must be left after everything is loaded. A small model needs them, and so does one
+thread per core, some 70 MiB each. Libraries may abort when a thread cannot start. Measured on 2 cores: an append
+aborted at 650 MiB, never at 660."""
 
 
 def refuse_small_limit() -> None:

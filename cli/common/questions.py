@@ -44,7 +44,7 @@ class AnswerStream:
         self._column, self._blanks, self._word = 0, "", ""
 
     def add(self, piece: str) -> None:
-        """Print a piece."""
+        """Print a piece of the answer."""
         self.begun = True
         say(self._wrapped(printable(piece)) if sys.stdout.isatty() else piece, end="")
 

@@ -40,11 +40,11 @@ class RayWorker(ABC, Generic[Recipe, Job]):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Load what every job needs."""
+        """Load what every job needs, such as the model."""
 
     @abstractmethod
     def work(self, job: Job) -> None:
-        """Do a job, or resume it."""
+        """Do a job, or resume an interrupted one."""
 
     def load(self) -> str:
         """Prepare the worker. Returns the error as one line, empty if there is none."""

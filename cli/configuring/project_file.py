@@ -179,8 +179,7 @@ def _typed(option: Any, kind: Any, value: Any, where: str) -> Any:
 
 
 def refuse_type(what: str, value: Any, takes: str) -> NoReturn:
-    """Raise UsageError for a value of the wrong type. The message names the type of the value and says what to
-    write."""
+    """Raise UsageError for a value of the wrong type. The message names the type of the value and the type to write."""
     found = next((text for one, text in _IS.items() if isinstance(value, one)), "a date or time")
     raise UsageError(f"{what} is {found}; write {takes}")
 

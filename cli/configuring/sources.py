@@ -122,8 +122,8 @@ def _counts_later(ctx: Any, option: str) -> bool:
 
 
 def _leave_out_others_methods(ctx: Any, options: dict[str, Any]) -> None:
-    """Reset the file's values for options that belong only to methods other than the chosen ones. The choice of
-    methods may come from any source."""
+    """Reset the file's values for options that belong only to methods that are not chosen. The choice of methods may
+    come from any source."""
     chosen: set[str] = set()
     for name in NAMING_METHODS:
         value = ctx.params.get(name.replace("-", "_")) or []

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # only ranks need torch.distributed
     from sparsekv.formats.distributed.group import Ranks
 
 
-_PARENT_DIED = 1  # PR_SET_PDEATHSIG of prctl
+_PARENT_DIED = 1  # PR_SET_PDEATHSIG: prctl's option for a signal when the parent process dies
 _stderr = -1
 
 

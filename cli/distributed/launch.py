@@ -33,7 +33,7 @@ def run_ranks(size: int, arguments: Sequence[str]) -> int:
     The first rank has this process's standard files. The other ranks print only an error that no rank has reported yet.
 
     Returns:
-        0 on success; 128 plus the signal's number if the user or a closed pipe ended the run; otherwise the exit code
+        0 on success. 128 plus the signal's number if the user or a closed pipe ended the run. Otherwise the exit code
             of the rank that reported an error.
 
     Raises:

@@ -80,7 +80,7 @@ def needed_indexers(names: list[str], *, residual: bool) -> dict[str, type[Index
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """The options of `eval`."""
+    """Command-line options of `eval`."""
 
     document: Annotated[
         str | None, typer.Argument(metavar="DOC", help="A text to make tasks from; - for standard input.")

@@ -42,7 +42,7 @@ def telling_words(words: Sequence[str], positions: Iterable[int]) -> dict[str, i
 
 
 BROKEN = "\ufffd"
-LONGEST = 8  # tokens that one character may take
+LONGEST = 8  # most tokens that one character may span
 
 
 def inspection_page(

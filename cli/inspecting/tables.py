@@ -34,8 +34,8 @@ def cluster_summary(rows: Rows) -> Table:
 
 
 def list_summary(rows: Rows) -> Table:
-    """Return a table of one row about the posting lists of all layers: their number and entries, the share of keys
-    in lists, and how much subspaces differ."""
+    """Return a table of one row about the posting lists of all layers. It has their number and entries, the share of
+    keys in lists, and how much subspaces differ."""
     table = Table(
         title="posting lists of all layers: means, and the least and the most of a layer (--by layer)",
         title_justify="left",
@@ -143,8 +143,8 @@ def _held_out(calibration: dict[str, Any]) -> list[str]:
 
 
 def _blocks(blocks: list[dict[str, Any]]) -> Table:
-    """Return a table with a row per block. Of many blocks, only the first ones and the last two are shown, because
-    closed blocks are alike."""
+    """Return a table with a row per block. Of many blocks, only the first blocks and the last two are shown, because
+    closed blocks are similar."""
     table = Table(title="blocks, clustered one by one", title_justify="left", title_style="")
     for name in ("block", "from token", "to", "tokens", "clusters a KV head", ""):
         table.add_column(name, justify="right")

@@ -132,8 +132,8 @@ def answers_line(artifact: Artifact, report: RecallReport, within: float) -> str
 
 
 def lacking_line(artifact: Artifact) -> str:
-    """Return a line that lists the methods without an index and says how to add one; empty if the index has all
-    methods."""
+    """Return a line with the methods that have no index, and with the command that adds one. Empty if the index has
+    all."""
     known = {name: indexer for name, indexer in indexers().items() if name not in artifact.manifest.methods}
     # The cheapest methods come first: small files, and an index that can append tokens.
     lacking = sorted(known, key=lambda name: (known[name]().bytes_per_token(128), not known[name].takes_tokens))
@@ -202,7 +202,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 MAPPED = ("recall", "output_error")
-"""Measures that are drawn by layer and head."""
+"""Measures that the HTML page draws by layer and head."""
 
 
 def recall_page(report: RecallReport, within: float, answers: str) -> Page:
