@@ -139,8 +139,8 @@ def _place(name: str) -> str:
 
 
 def _check_holds_several(output: Path | None, extensions: Collection[str]) -> None:
-    """Raise UsageError if `output` cannot be a folder of several indices. It may be an index, a file, or a new name
-    with the extension of an index or a text."""
+    """Raise UsageError if `output` cannot contain several indices. Refused are an index, a file, and a new name with
+    the extension of an index or a text."""
     if output is None or (output.is_dir() and output.suffix != ENDING and not os.path.exists(output / MANIFEST)):
         return
     texts = {*extensions, *(Path(ending).suffix for ending in TEXT_ENDINGS)} - {""}

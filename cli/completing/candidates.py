@@ -213,9 +213,9 @@ class _Line:
         return found
 
     def _options(self, incomplete: str) -> dict[str, str]:
-        """Return the long options that begin so, or a short option that is already complete.
+        """Return the long options that begin with `incomplete`, or a short option that is already complete.
 
-        Options of other methods are left out, and so are options that were given and take one value.
+        Options of other methods are left out. So are options that were given already and take one value.
         """
         shown = [one for one in self.command.options if self._possible(one)]
         found = {name: one.help for one in shown for name in one.names if name.startswith(incomplete)}

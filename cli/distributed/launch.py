@@ -89,7 +89,7 @@ def _start_rank(number: int, size: int, arguments: Sequence[str], folder: str) -
 
 @dataclass
 class _End:
-    """Whether the user has ended the run, with which exit code, and when."""
+    """The user's request to end the run: whether there is one, its exit code, and its time."""
 
     code: int = 0
     asked: float = float("inf")

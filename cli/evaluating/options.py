@@ -58,7 +58,7 @@ def chosen_methods(names: list[str]) -> dict[str, type[Method]]:
 
 def asking_method(name: str) -> dict[str, type[Method]]:
     """Return the method that `--question-prefill` names, by its name; empty for `dense` and `own`. Raises UsageError
-    for another name."""
+    for `all`, and for a method that does not exist or has no index to build."""
     if name == "all":
         raise UsageError(f"{QUESTION_OPTIONS[0]} all: name one method, or dense or own")
     if name in (Own.name, DENSE):

@@ -46,8 +46,8 @@ def print_rows(
 
 
 def note_few_contexts(rows: Sequence[Score], *, quiet: bool) -> None:
-    """Note if there are too few contexts for the confidence intervals. Other contexts would then differ by more than
-    the intervals' width."""
+    """Print a note if the contexts are so few that the confidence intervals are too narrow. Other contexts would
+    then differ by more than the intervals' width."""
     fewest = min(rows, key=lambda row: row.contexts)
     if fewest.contexts < FEW_CONTEXTS:
         counted = _counted(fewest)
