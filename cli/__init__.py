@@ -1,1 +1,1 @@
-"""The commands: one file each, which parses, calls and prints."""
+"""The commands of `sparsekv`. Each has a file that parses its options, calls the library and prints the result."""

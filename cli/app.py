@@ -15,7 +15,8 @@ from sparsekv.formats.errors import UsageError
 
 
 class _LazyGroup(TyperGroup):
-    """Commands by name; a module is imported when its command is called, so that --help needs no torch."""
+    """The group of commands. A command's module is imported when the command is called, so that --help needs no
+    torch."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -36,7 +37,7 @@ class _LazyGroup(TyperGroup):
         return name, command, rest
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        refuse_repeated(self, ctx, args)  # first: --gpus starts processes where it is read
+        refuse_repeated(self, ctx, args)  # first, because parsing --gpus starts processes
         return super().parse_args(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -45,7 +46,8 @@ class _LazyGroup(TyperGroup):
 
 
 def _refuse_unknown(name: str) -> None:
-    """Raise UsageError for a name that is no command and no option."""
+    """Raise UsageError for a name that is no command. A name that begins with a dash may be an option and is
+    ignored."""
     if not name.startswith("-"):
         from sparsekv.formats.errors import suggestion
 

@@ -1,4 +1,4 @@
-"""`sparsekv bench`: time a decode step of one layer with each method beside dense attention."""
+"""`sparsekv bench`: time a decode step of one layer, with each method and with dense attention."""
 
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -43,7 +43,7 @@ RUNS = {"cpu": 20, "cuda": 50}
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """The options of `bench`."""
+    """Command-line options of `bench`."""
 
     method: Annotated[
         list[str] | None,
@@ -147,10 +147,10 @@ def bench(options: BenchOptions) -> None:
 
 
 def _timer(options: BenchOptions, where: torch.device) -> Timer:
-    """The comparison that the options describe.
+    """Make the timer that the options describe.
 
     Raises:
-        UsageError: no such method or budget, or an option that no chosen method reads.
+        UsageError: a method or budget does not exist, or no chosen method reads an option.
     """
     parameters, budgets = options.parameters, Budget.parse_each(options.steps.budget or DEFAULT_BUDGETS)
     check_dtype(options.dtype)
@@ -178,7 +178,7 @@ def _source(options: BenchOptions, where: torch.device) -> Source:
 
 
 def _about(options: BenchOptions, timer: Timer, timed: Timed, where: torch.device) -> dict[str, Any]:
-    """Settings of the measurement, for a reader of the figures."""
+    """Return the settings of the measurement, to be shown with the results."""
     return {
         "machine": machine(where),
         "torch": torch.__version__,

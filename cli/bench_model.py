@@ -1,4 +1,4 @@
-"""`sparsekv bench-model`: time a decode step of a whole model with each method beside dense attention."""
+"""`sparsekv bench-model`: time a decode step of a whole model, with each method and with dense attention."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class BenchModelOptions:
-    """The options of `bench-model`."""
+    """Command-line options of `bench-model`."""
 
     config: Annotated[
         str | None,

@@ -40,7 +40,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """The options of `build-index`."""
+    """Command-line options of `build-index`."""
 
     ctx: typer.Context
     documents: Annotated[
@@ -108,10 +108,11 @@ class BuildOptions:
     parameters: dict[str, Any]
 
     def recipe(self) -> BuildRecipe:
-        """How each document is built.
+        """Make the recipe by which each document is indexed.
 
         Raises:
-            UsageError: no such method, prefill, encoding or storage dtype, or a parameter that none of them reads.
+            UsageError: a method, prefill, encoding or storage dtype does not exist, or no method or prefill reads a
+                parameter.
         """
         chosen = {name: indexers()[name] for name in choose_indexers(self.method or [])}
         way = choose_prefill(self.prefill)

@@ -1,4 +1,4 @@
-"""`sparsekv chat`: one question after another over an index, in a terminal."""
+"""`sparsekv chat`: ask one question after another over an index, in a terminal."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -35,14 +35,14 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class ChatAttention(AttentionOptions):
-    """The options of attention that a chat has."""
+    """The attention options that `chat` offers."""
 
     placement: PlacementOption = "device"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """The options of `chat`."""
+    """Command-line options of `chat`."""
 
     index: IndexOption = None
     model: ModelOption = None
@@ -76,7 +76,7 @@ def chat(options: ChatOptions) -> None:
     config = options.attention.config(artifact)
     choices = Choices.of(options.attention, artifact, config)
     early = EarlyReading.of(artifact, options.device, config)
-    # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
+    # Imported here because they import transformers, which takes as long as all else; --help need not wait for it.
     from sparsekv.cli.chatting.loop import HOW, converse, piped_questions
     from sparsekv.cli.chatting.session import Chat, describe
     from sparsekv.cli.common.loading import OpeningTimes, load_for
@@ -90,7 +90,7 @@ def chat(options: ChatOptions) -> None:
     opened = load(hold=placement == "device", loaded_in=times.loaded, early=early)
     talk = Conversation(opened, config, raw=options.raw, special_tokens=options.special_tokens)
     note_small_budgets([config.budget], quiet=quiet)
-    if options.stats:  # at a terminal the first line says how it is answered
+    if options.stats:  # at a terminal, the first line shows the method
         times.show("" if piped is None else f"answers by {describe(config)}")
     session = Chat(talk, choices, sampling, stats=options.stats, quiet=quiet, dtype=options.dtype)
     if piped is None:

@@ -29,5 +29,5 @@ def completion(
     sparsekv completion fish > ~/.config/fish/completions/sparsekv.fish
     """
     root = ctx.find_root()
-    program(lambda: learn(root.command, root))  # so that the first completion need not wait for it
+    program(lambda: learn(root.command, root))  # fills the cache, so that the first completion is fast
     say(SCRIPTS[shell], end="")

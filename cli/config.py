@@ -1,4 +1,4 @@
-"""`sparsekv config`: show which defaults are set, and where."""
+"""`sparsekv config`: show which defaults are set, and where each is set."""
 
 import json
 from dataclasses import asdict

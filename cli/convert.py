@@ -1,4 +1,4 @@
-"""`sparsekv convert`: an index with the same prompt and methods, whose keys and values are stored in 8 bits."""
+"""`sparsekv convert`: copy an index with the same prompt and methods, and store its keys and values in int8."""
 
 import os
 from pathlib import Path
@@ -62,7 +62,7 @@ def convert(
 
 
 def _refuse_rounded(artifact: Artifact) -> None:
-    """Raise UsageError for an index whose exact rows are no longer there."""
+    """Raise UsageError for an index that no longer has its exact keys and values."""
     stored = artifact.manifest.kv_storage
     if stored is not None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""`sparsekv eval`: score each method's answers against dense attention's, with confidence intervals."""
+"""`sparsekv eval`: score each method's answers and those of dense attention, with confidence intervals."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ def evaluate_methods(options: EvalOptions) -> None:
 def _write_files(
     options: EvalOptions, found: list[Score], places: list[Cell], mapped: list[Cell], about: dict[str, Any]
 ) -> None:
-    """Write the --plot and the --html, where they are wanted; the plot shows the `mapped` cells by length and depth."""
+    """Write the plot and the HTML page that the options name. The plot shows the `mapped` cells by length and depth."""
     if options.plot is not None:
         from sparsekv.cli.evaluating.plots import plot_scores
 

@@ -36,7 +36,7 @@ def generate(options: GenerateOptions) -> None:
     ranks, artifact = join_ranks(options.device), open_artifact(options.index)
     config = options.attention.config(artifact, gauge=options.gauge)
     early = None if ranks is not None else EarlyReading.of(artifact, options.device, config)
-    # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
+    # Imported here because they import transformers, which takes as long as all else; --help need not wait for it.
     from sparsekv.cli.answering.answers import Questions, Schedule
     from sparsekv.cli.answering.output import Output
     from sparsekv.cli.answering.session import save_session

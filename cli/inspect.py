@@ -40,7 +40,7 @@ from sparsekv.runtime.selection.registry import methods_of
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 MOST = 8
-"""Clusters that are shown of each kind."""
+"""Default number of the biggest clusters, and of the most spread clusters, that are shown."""
 
 
 @app.command(cls=Command)
@@ -141,7 +141,8 @@ def _shown_layer(artifact: Artifact, layer: int | None) -> int:
 
 
 def _shown_methods(artifact: Artifact, names: list[str]) -> list[str]:
-    """Names of the methods to show, in the index's order; UsageError for a method that the index does not contain."""
+    """Return the names of the methods to show, in the index's order. Raises UsageError for a method that the index
+    does not contain."""
     held = list(artifact.manifest.methods)
     chosen = methods_of(artifact, names)
     for name in names:
@@ -162,7 +163,8 @@ def _describe(artifact: Artifact, names: list[str], biggest: int, *, quiet: bool
 
 
 def _tokenizer(artifact: Artifact, model: str | None, *, quiet: bool) -> PreTrainedTokenizerBase | None:
-    """The index's tokenizer; None where it is not on this machine or not trusted."""
+    """Return the index's tokenizer. None, with a note, if it is not on this machine, not trusted, or does not fit
+    the index."""
     try:
         name = named_by_index(artifact.manifest.model.id, partial(note, quiet=quiet)) if model is None else model
         tokenizer = load_tokenizer(name)
@@ -213,7 +215,8 @@ def _inspection(
 
 
 def _clusters(found: Described, layer: int, words: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """Levels of all layers; blocks and some clusters of one layer. All empty for a method without clusters."""
+    """Return the cluster levels of all layers, and the blocks and some clusters of one layer. All lists are empty
+    for a method without clusters."""
     clusterings = {one.layer: one.clusters for one in found if one.clusters is not None}
     levels = [{"layer": number, **asdict(level)} for number, one in clusterings.items() for level in one.levels]
     shown = clusterings.get(layer)
@@ -237,7 +240,7 @@ def _cluster(cluster: Cluster, layer: int, words: list[str]) -> dict[str, Any]:
 
 
 def _plot(artifact: Artifact, described: dict[str, Described], path: Path) -> None:
-    """Draw the first method that has clusters or posting lists."""
+    """Plot the first method that has clusters or posting lists. Raises UsageError if there is none."""
     for name, found in described.items():
         title = f"{name}: {artifact.folder.name}"
         if counts := {one.layer: one.clusters.counts.flatten().numpy() for one in found if one.clusters is not None}:

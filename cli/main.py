@@ -1,6 +1,6 @@
 """The command line's entry point: every failure becomes one line on stderr and an exit code.
 
-Other modules are imported only inside `run`, after Ctrl-C is handled: before that, Ctrl-C prints Python's traceback.
+Other modules are imported only inside `run`, after it handles Ctrl-C. Before that, Ctrl-C prints Python's traceback.
 """
 
 import atexit
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def main() -> NoReturn:
-    """The installed command: `run`, after which the process ends at once.
+    """Call `run` as the installed command, and then end the process at once.
 
-    Python would first clear torch's and transformers' modules one by one, which takes a second.
+    A normal exit would first clear torch's and transformers' modules one by one, which takes a second.
     """
     code = 0
     _speak_utf8()
@@ -39,15 +39,15 @@ def main() -> NoReturn:
 
 
 def _speak_utf8() -> None:
-    """Start again in Python's UTF-8 mode where names and arguments are not in UTF-8, as in the C locale with
-    PYTHONUTF8=0: a question or a file name with other letters than ASCII's could not be told from damaged ones."""
+    """Restart in Python's UTF-8 mode if file names and arguments are not in UTF-8, as in the C locale with
+    PYTHONUTF8=0. Otherwise non-ASCII letters in a question or a file name would look like damaged text."""
     if sys.getfilesystemencoding() != "utf-8" and sys.executable:
-        os.environ["PYTHONUTF8"] = "1"  # for processes that this one starts, too
+        os.environ["PYTHONUTF8"] = "1"  # also for processes that this process starts
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
 def run() -> None:
-    """Run the command line on `sys.argv` and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+    """Run the command line on `sys.argv` and exit with 0 (done), 1 (failed), 2 (wrong usage) or 130 (interrupted).
 
     SIGPIPE ends the process when the reader of stdout closes the pipe; a shell reports that as 141.
     """
@@ -61,7 +61,7 @@ def run() -> None:
     code = 0
     with interruptions() as interruption:
         try:
-            import sparsekv.cli.common.failures  # noqa: F401  # now: out of memory, nothing more can be imported
+            import sparsekv.cli.common.failures  # noqa: F401  # early: it cannot be imported once memory is full
 
             code = _call(debug=debug)
         except BaseException as caught:
@@ -96,7 +96,8 @@ def _complete() -> None:
 
 
 def _fail_as_rank(error: BaseException, *, debug: bool) -> None:
-    """End with an error as one of several processes that share a model; returns in a process that works alone."""
+    """End with an error if this process is one of several ranks that share a model. A process that works alone
+    returns."""
     from sparsekv.formats.distributed.process import own_place
 
     place = own_place()
@@ -129,5 +130,5 @@ def _command() -> str:
     from sparsekv.cli.common.commands import COMMANDS
 
     given = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
-    # Not `--gpus 2`: its value is no command. What is mistyped is told as it is.
+    # Known names come first, because the value of `--gpus 2` is no command. A mistyped command is returned as it is.
     return next((one for one in given if one in COMMANDS), given[0] if given else "")

@@ -57,7 +57,7 @@ def pull(
     \b
     sparsekv models pull
     """
-    import transformers  # noqa: F401  # as listing models does not need it; what it takes is counted by the check
+    import transformers  # noqa: F401  # listing models does not need it; the check below counts its memory
 
     refuse_little_room()
     say(str(fetch(name, lambda text: note(text, quiet=quiet))))

@@ -1,4 +1,5 @@
-"""`sparsekv recall-report`: measure how much of dense attention each method keeps on a document, and what it reads."""
+"""`sparsekv recall-report`: measure on a document how much of dense attention each method keeps, and how much it
+reads."""
 
 import json
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ BY = {"layer": "layer", "head": "kv_head"}
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """The options of `recall-report`."""
+    """Command-line options of `recall-report`."""
 
     ctx: typer.Context
     index: IndexOption = None
@@ -134,7 +135,8 @@ class ReportOptions:
         refuse_unwritable_html(self.html)
 
     def _refuse_options_of_queries(self) -> None:
-        """Raise UsageError for an option that needs a model: none runs on the tail's queries, which the index has."""
+        """Raise UsageError for options that only --queries uses. Without --queries no model runs, because the index
+        contains the tail's queries."""
         for name in ("model", "dtype"):
             if on_command_line(self.ctx, name):
                 told = f"--{name} {getattr(self, name)}"
@@ -144,7 +146,7 @@ class ReportOptions:
 
     @property
     def groups(self) -> list[str]:
-        """The columns that --by groups rows by; UsageError for another name."""
+        """The columns by which --by groups rows. Raises UsageError for another name."""
         names = list(dict.fromkeys(name.strip() for name in self.by.split(","))) if self.by else []
         for name in names:
             if name not in BY:
@@ -153,7 +155,8 @@ class ReportOptions:
 
     @property
     def numbers_together(self) -> list[int]:
-        """The numbers of --together; UsageError for what is none."""
+        """The numbers of queries that --together lists. Raises UsageError for other text than whole numbers of at
+        least 1."""
         found = [part.strip() for part in self.together.split(",")]
         if not all(part.isascii() and part.isdigit() and int(part) for part in found):
             raise UsageError(f"--together {self.together}: give numbers of at least 1, such as 1,4,16,64")
@@ -234,22 +237,24 @@ def recall_report(options: ReportOptions) -> None:
 
 
 def _configured(names: list[str], parameters: dict[str, Any]) -> dict[str, tuple[str, Method]]:
-    """By method for which the user set a parameter: a label and the form; UsageError for one that no method has."""
+    """Return a label and the configured form of each method that has a parameter set by the user. Raises UsageError
+    for a parameter that no method has."""
     chosen = {name: methods()[name] for name in names}
     refuse_unused(chosen, parameters)
     return {name: found for name, one in chosen.items() if (found := configured_form(one, parameters))}
 
 
 def _queries(options: ReportOptions, artifact: Artifact, together: list[int]) -> MeasuredQueries:
-    """The tail's queries, or those of the questions of --queries.
+    """Return the queries to measure on: the tail's queries, or the queries of the questions in --queries.
 
     Raises:
-        UsageError: no such file, or fewer queries than are to be measured `together`.
+        UsageError: the file cannot be read, or there are fewer queries than the largest number in `together`.
     """
     queries = MeasuredQueries(artifact)
     if options.queries is not None:
         questions = read_questions(options.queries, "--queries")
-        # Here, because they import transformers, which takes as long as all else: the tail's queries need no model.
+        # Imported here because they import transformers, which takes as long as all else.
+        # The tail's queries need no model.
         from sparsekv.cli.common.loading import load_for
         from sparsekv.runtime.reporting.questions import question_queries
 
@@ -265,7 +270,7 @@ def _queries(options: ReportOptions, artifact: Artifact, together: list[int]) ->
 
 
 def _show(options: ReportOptions, artifact: Artifact, report: RecallReport, groups: list[str]) -> None:
-    """Write the plot and the page that the options name, and print the report."""
+    """Write the plot and the HTML page that the options name, and print the report."""
     if options.plot is not None:
         from sparsekv.cli.reporting.plots import plot_recall
 

@@ -28,7 +28,7 @@ from sparsekv.cli.pages.trace import describe_size, describe_without, refuse_unw
 from sparsekv.runtime.decoding.prepare import EarlyReading
 from sparsekv.runtime.selection.registry import methods
 
-if TYPE_CHECKING:  # they import transformers
+if TYPE_CHECKING:  # only for types, because they import transformers
     from sparsekv.runtime.decoding.generate import Answer
     from sparsekv.runtime.tracing.trace import TracedIndex
 
@@ -37,7 +37,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions:
-    """The options of `trace`."""
+    """Command-line options of `trace`."""
 
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The question; - for stdin.")] = None
     index: IndexOption = None
@@ -98,7 +98,7 @@ def trace(options: TraceOptions) -> None:
     config = options.attention.config(artifact)
     question = read_question(options.prompt, options.prompt_file)
     early = EarlyReading.of(artifact, options.device, config)
-    # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
+    # Imported here because they import transformers, which takes as long as all else; --help need not wait for it.
     from sparsekv.cli.common.loading import load_for
     from sparsekv.runtime.decoding.generate import Sampling, question_ids
     from sparsekv.runtime.tracing.trace import TracedIndex
@@ -122,7 +122,7 @@ def trace(options: TraceOptions) -> None:
 
 
 def _traced(options: TraceOptions, traced: "TracedIndex", question: torch.Tensor) -> "tuple[Answer, dict[str, Any]]":
-    """The answer to a question [Q], which streams unless --json is given, and its trace."""
+    """Return the answer to a question [Q] and its trace. The answer streams to stdout unless --json is given."""
     stream, quiet = AnswerStream(), options.quiet or (not options.as_json and answer_may_meet_notes())
     on_text = _discard if options.as_json else stream.add
     with stream.ending_lines():
@@ -134,7 +134,7 @@ def _traced(options: TraceOptions, traced: "TracedIndex", question: torch.Tensor
 
 
 def _show(options: TraceOptions, document: dict[str, Any]) -> None:
-    """Write the trace to the --output and print it, as the options say, and note its size."""
+    """Write the trace to --output and print it, as the options ask, and note its size."""
     size = None if options.output is None else write(document, options.output)
     printed = say_json(document) if options.as_json else None
     told = describe_size(document, printed if size is None else size)

@@ -40,14 +40,14 @@ from sparsekv.runtime.tuning.tuning import tune as find
 
 CHEAPEST = ("rows", "time")
 RUNS = 20
-"""How often a step is timed."""
+"""Number of timed runs per step."""
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
-    """The options of `tune`."""
+    """Command-line options of `tune`."""
 
     ctx: typer.Context
     index: IndexOption = None
@@ -100,12 +100,12 @@ class TuneOptions:
 
     @property
     def targets(self) -> list[float]:
-        """The targets that were given."""
+        """Values of the target options that are set."""
         given = self.target_recall, self.target_error, self.target_perplexity
         return [target for target in given if target is not None]
 
     def check(self) -> None:
-        """Raise UsageError for options that exclude each other, or that mean nothing without another one."""
+        """Raise UsageError for options that exclude each other, or that have no effect without another option."""
         if len(self.targets) != 1:
             raise UsageError("give one target: --target-error 0.05, --target-recall 0.9 or --target-perplexity 1.02")
         for name in ("model", "dtype"):
@@ -116,7 +116,8 @@ class TuneOptions:
             raise UsageError(f"--cheapest {self.cheapest}: {choose_one(self.cheapest, CHEAPEST)}")
 
     def goal(self, artifact: Artifact) -> Goal:
-        """What is searched for; raises UsageError for a budget of the oracle that is none, or what the goal raises."""
+        """Return the goal of the search. Raises UsageError for an invalid budget of the oracle, or what the goal
+        raises."""
         (target,), reference = self.targets, REFERENCE if self.of is None else Budget.parse(self.of, "--of")
         if self.target_recall is not None:
             return RecallGoal(target, reference)
@@ -155,7 +156,7 @@ def tune(options: TuneOptions) -> None:
     search = _search(options, artifact, goal)
     target = goal.target().model_copy(update={"methods": [one for one in options.method or [] if one != "all"]})
     defaults = _defaults(search.best, target) if search.best.holds else None
-    # Before anything is printed: whoever reads may be gone, after a search of minutes.
+    # Write the default before printing anything: after minutes of search, the reader of stdout may be gone.
     unwritten = None if defaults is None or options.dry_run else _keep(options, artifact, search, defaults)
     if options.as_json:
         found = {
@@ -179,8 +180,12 @@ def tune(options: TuneOptions) -> None:
 
 @dataclass(frozen=True)
 class Search:
-    """The result of a search: each method's setting, the best first; the default before it; and, where times were
-    compared, the milliseconds of a step of dense attention."""
+    """The result of a search.
+
+    tuned: the setting of each method, the best first.
+    before: the default before the search, measured too; None if it cannot run.
+    dense_ms: milliseconds of a step of dense attention; None if no times were compared.
+    """
 
     tuned: list[Tuned]
     before: Tuned | None
@@ -192,7 +197,7 @@ class Search:
 
 
 def _search(options: TuneOptions, artifact: Artifact, goal: Goal) -> Search:
-    """Search for the goal; raises what `runtime.tuning.tune` raises."""
+    """Search for the cheapest settings that meet the goal. Raises what `runtime.tuning.tune` raises."""
     where, names = choose_device(options.device), options.method or []
     timed = options.cheapest == "time"
     times = SettingTimes(artifact, clock_for(where, RUNS, cold=True)) if timed else None
@@ -205,7 +210,8 @@ def _search(options: TuneOptions, artifact: Artifact, goal: Goal) -> Search:
 
 
 def _keep(options: TuneOptions, artifact: Artifact, search: Search, defaults: Defaults) -> SparsekvError | None:
-    """Make it the index's default, and note so; returns the error if it cannot be written."""
+    """Make the best setting the index's default and print a note. Returns the error if the default cannot be
+    written."""
     try:
         write_defaults(artifact.folder, artifact.manifest, defaults)
     except SparsekvError as error:
@@ -220,7 +226,7 @@ def _keep(options: TuneOptions, artifact: Artifact, search: Search, defaults: De
 
 
 def _advice(options: TuneOptions, artifact: Artifact, search: Search, *, kept: bool) -> str:
-    """How the settings below a table were compared, and what else tells their quality."""
+    """Return the text below the table: how settings were compared, and what else measures their quality."""
     told = f" Right answers are measured with {_eval_hint(artifact, search.best)}." if kept else ""
     of_recall = options.target_recall is not None
     unseen = " Recall does not see what centroids stand for; --target-error does." if of_recall else ""
@@ -252,7 +258,8 @@ def _defaults(best: Tuned, target: TuneTarget) -> Defaults:
 
 
 def _present(artifact: Artifact) -> DecodeConfig | None:
-    """The config of answers before the search; None where it cannot run any more, which tuning mends."""
+    """Return the config by which answers were made before the search. None if it cannot run any more; tuning repairs
+    this."""
     try:
         return choose_config(artifact)
     except SparsekvError:

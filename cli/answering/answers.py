@@ -1,4 +1,5 @@
-"""Answers to all questions of a call, one after another or as a batch, with compiled decode steps where they pay."""
+"""Answer all questions of a call, one after another or as a batch. Decode steps are compiled if there are enough of
+them."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,15 +22,16 @@ from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.session import Session, Turn
 from sparsekv.runtime.decoding.step import one_step
 
-if TYPE_CHECKING:  # torch.distributed is for ranks alone
+if TYPE_CHECKING:  # only ranks need torch.distributed
     from sparsekv.formats.distributed.group import Ranks
 
 
 @dataclass(frozen=True)
 class Questions:
-    """The question of a call, or the lines of a batch file, which errors name.
+    """The question of a call, or the lines of a batch file.
 
-    raw, special_tokens: how they become token ids, as `question_ids` takes them.
+    batch_file: the file's name for errors; None for a single question.
+    raw, special_tokens: how questions become token ids, as in `question_ids`.
     """
 
     texts: list[str]
@@ -39,7 +41,8 @@ class Questions:
 
     @classmethod
     def read(cls, options: GenerateOptions, ranks: "Ranks | None") -> Self:
-        """The questions that the options name; the first rank, which alone has standard input, reads them for all.
+        """Read the questions that the options name. With several ranks, the first rank reads them and shares them,
+        because only it has standard input.
 
         Raises:
             UsageError: both a question and a batch are given, or a file cannot be read.
@@ -58,7 +61,7 @@ class Questions:
         return read_lines(options.batch_file, "--batch-file")
 
     def encode(self, index: OpenIndex) -> list[torch.Tensor | None]:
-        """Token ids [Q] of each question; None for a blank line of a batch.
+        """Return the token ids [Q] of each question; None for a blank line of a batch.
 
         Raises:
             UsageError: a question is empty, or too long for the model.
@@ -68,7 +71,8 @@ class Questions:
         return [None if of_batch and not text.strip() else self._encode(index, text, line) for line, text in lines]
 
     def note_plain(self, index: OpenIndex, first: int, *, quiet: bool) -> None:
-        """Note the special tokens of the model that questions contain from `first` on, read as plain text."""
+        """Note which special tokens of the model the questions from index `first` on contain. They are read as plain
+        text."""
         if quiet or self.special_tokens:
             return
         found = Counter[str]()
@@ -90,16 +94,17 @@ class Questions:
         return ids
 
 
-QUESTION_ROWS = 256  # a guess of how many tokens a question has, with its chat template
+QUESTION_ROWS = 256  # assumed tokens per question, chat template included
 SHARE_OF_FREE = 0.25
-"""Of a GPU's free memory: what auto gives to the questions' own rows, whose buffers double as they grow."""
+"""Share of a GPU's free memory that `--batch-size auto` may use for the keys and values of questions and answers.
+Their buffers double in size when they grow."""
 
 
 def choose_batch_size(asked: int | None, session: Session, questions: int, answer_tokens: int) -> int:
-    """How many questions to answer at once, for answers of so many tokens.
+    """Return how many questions to answer at once, if each answer has up to `answer_tokens` tokens.
 
     Raises:
-        UsageError: more than one was asked for, and the config allows one.
+        UsageError: `asked` is more than 1, and the config allows only one question at a time.
     """
     alone = why_alone(session.index, session.config.attention, session.cache)
     if asked is None:
@@ -125,9 +130,9 @@ class Schedule:
     """The order in which questions are answered: one after another, or several at once.
 
     Args:
-        questions: token ids [Q] of each; None for a blank line.
-        batch: decodes several questions at once; None for one after another.
-        ranks: the processes that share the model, which all answer the same questions.
+        questions: token ids [Q] of each question; None for a blank line.
+        batch: decodes several questions at once; None if questions are answered one after another.
+        ranks: the processes that share the model. All of them answer the same questions.
     """
 
     session: Session
@@ -146,10 +151,11 @@ class Schedule:
         size: int | None,
         ranks: "Ranks | None",
     ) -> Self:
-        """A schedule for `size` questions at once, None for as many as fit.
+        """Make a schedule that answers `size` questions at once; None stands for as many as fit.
 
         Raises:
-            UsageError: more than one is wanted at once, and the config allows one; or what `Session.open` raises.
+            UsageError: `size` is more than 1, and the config allows one question at a time; or what `Session.open`
+                raises.
         """
         session, asked = Session.open(index, config), sum(one is not None for one in questions)
         together = choose_batch_size(size, session, asked, sampling.max_new_tokens)
@@ -157,11 +163,12 @@ class Schedule:
         return cls(session, sampling, questions, batch, ranks)
 
     def compile(self, mode: str, *, quiet: bool) -> None:
-        """Compile the model's layers, as `--compile` says, if the answers take enough steps.
+        """Compile the model's layers, as `--compile` asks, if the answers take enough steps. A failure is usually only
+        noted.
 
         Raises:
-            SparsekvError: the layers cannot be compiled here, and the mode is `on`, or other ranks wait in the step
-                that this one cannot take; else a note says so.
+            SparsekvError: the layers cannot be compiled, and the mode is `on` or there are several ranks. The other
+                ranks would wait in a step that this rank cannot take.
         """
         model, slots = self.session.index.model, 1 if self.batch is None else self.batch.slots
         tokens = sum(one is not None for one in self.questions) * self.sampling.max_new_tokens
@@ -180,10 +187,11 @@ class Schedule:
             note(f"not compiled: {error}", quiet=quiet)
 
     def answers(self, on_text: Callable[[str], None]) -> Iterator[Answer]:
-        """Answers in the order of the questions, each as soon as those before it are there; an empty one for None.
+        """Yield the answers in the order of the questions, each as soon as all earlier answers are finished. A blank
+        line has an empty answer.
 
         Args:
-            on_text: called with each piece of an answer's text, where questions are answered one after another.
+            on_text: called with each piece of an answer's text, if questions are answered one after another.
         """
         answers = self._alone(on_text) if self.batch is None else self._together(self.batch)
         if self.ranks is None:
@@ -193,7 +201,7 @@ class Schedule:
         return map(partial(join_answer, self.ranks), answers)
 
     def turn(self, answer: Answer) -> Turn:
-        """The only question with its answer, as a turn of a talk."""
+        """Return the only question and its answer as a turn of a conversation."""
         (question,) = self.questions
         if question is None:
             raise ValueError("a blank line is no turn")

@@ -1,4 +1,5 @@
-"""Options of the commands that answer questions: attention, sampling, batch size, and changes within a chat."""
+"""Options of the commands that answer questions: attention, sampling and batch size. Also the config changes that a
+chat allows."""
 
 import re
 from collections.abc import Mapping
@@ -32,13 +33,14 @@ from sparsekv.runtime.decoding.compiled import MODES, WORTH_IT
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import DENSE, methods
 
-if TYPE_CHECKING:  # torch.distributed is for ranks alone, and transformers takes as long to import as all else
+if TYPE_CHECKING:  # only ranks need torch.distributed; importing transformers takes as long as all else
     from sparsekv.formats.distributed.group import Ranks
     from sparsekv.runtime.decoding.sampling import Sampling
 
 
 def refuse_merged_heads(config: DecodeConfig) -> None:
-    """Raise UsageError if a method, of the answer or of the question, chooses once for the heads of all ranks."""
+    """Raise UsageError if the answer's or the question's method selects tokens once for all heads. With several
+    ranks, each rank has only some of the heads."""
     for part in (config.attention, config.question):
         if not isinstance(part, Dense | Own) and part.method.merges_heads:
             others = sorted(name for name, method in methods().items() if not method.merges_heads)
@@ -51,7 +53,8 @@ def refuse_merged_heads(config: DecodeConfig) -> None:
 SAMPLING = "Sampling"
 
 AT_ONCE = {"cpu": 16, "cuda": 64}
-"""How many questions `--batch-size auto` answers at once; on a GPU fewer where they do not fit."""
+"""How many questions `--batch-size auto` answers at once, by device type. On a GPU the number is smaller if the
+questions' keys and values do not fit into free memory."""
 
 PlacementOption = Annotated[
     str,
@@ -71,9 +74,10 @@ StatsOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """Options of how answers attend to the document; a command offers those that it annotates.
+    """Options for how answers attend to the document.
 
-    `parameters` are the methods' own options by name, None for one that the user did not set.
+    Only annotated fields are options of a command; subclasses annotate more of them. `parameters` holds the methods'
+    own options by name, with None for each option that the user did not set.
     """
 
     method: Annotated[
@@ -129,7 +133,7 @@ class AttentionOptions:
     parameters: dict[str, Any]
 
     def config(self, artifact: Artifact, *, gauge: bool = False) -> DecodeConfig:
-        """The config of answers over an index; raises what `choose_config` raises, or UsageError."""
+        """Return the config for answers over an index. Raises what `choose_config` raises, or UsageError."""
         layers = len(artifact.manifest.layers)
         if not 0 <= self.dense_layers <= layers:
             raise UsageError(f"--dense-layers {self.dense_layers}: give 0 to {layers}, which is how many the model has")
@@ -150,7 +154,12 @@ class AttentionOptions:
         )
 
     def _scheduled(self, schedule: str) -> tuple[str, dict[str, Any]]:
-        """The budget, and the parameters with the number of steps from one selection to the next."""
+        """Split `--schedule` into a budget and the methods' parameters with `step`, the number of decode steps per
+        selection.
+
+        Raises:
+            UsageError: --budget or --step is given too, or the text is not BUDGET-step-STEPS.
+        """
         if self.budget is not None or self.parameters.get("step") is not None:
             raise UsageError("--schedule is --budget and --step in one; leave these out")
         found = re.fullmatch(r"(.+)-step-(\d+)", schedule)
@@ -161,7 +170,12 @@ class AttentionOptions:
 
 @dataclass
 class Choices:
-    """A budget (None: each method's own), the methods' options, and --residual."""
+    """Settings of the command line that a chat keeps when the user switches the method or the budget.
+
+    budget: None for each method's own budget.
+    parameters: the methods' options by name.
+    residual: whether --residual is given.
+    """
 
     artifact: Artifact
     budget: Budget | None
@@ -170,12 +184,13 @@ class Choices:
 
     @classmethod
     def of(cls, options: AttentionOptions, artifact: Artifact, config: DecodeConfig) -> Self:
-        """Those of the command line, of which the config was made."""
+        """Take the settings from the command line. `config` is the config that was made from the same options."""
         budget = None if options.budget is None else config.budget
         return cls(artifact, budget, options.parameters, options.residual)
 
     def other_method(self, before: DecodeConfig, name: str) -> DecodeConfig:
-        """The config with another method, with those options that it has; raises UsageError if there is none."""
+        """Return a config for the method `name`, with those of the user's options that this method has. Raises
+        UsageError if there is no such method."""
         name, kind = attention_of(self.artifact, name)
         own = {field.name for field in fields(kind)}
         kept, dense = {option: value for option, value in self.parameters.items() if option in own}, kind is Dense
@@ -184,7 +199,8 @@ class Choices:
         return replace(config, budget=budget, question=before.question, placement=before.placement)
 
     def other_budget(self, config: DecodeConfig, text: str) -> DecodeConfig:
-        """A config with another budget; raises UsageError if it is none, or the config reads everything."""
+        """Return the config with another budget. Raises UsageError if the text is no budget, or if the config uses
+        dense attention."""
         if isinstance(config.attention, Dense):
             refuse_beside_dense({"/budget": text})
         return replace(config, budget=Budget.parse(text, "/budget"), layer_budgets={}, origin="")
@@ -192,7 +208,7 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """Options of how an answer's tokens are drawn."""
+    """Options for sampling an answer's tokens."""
 
     max_new_tokens: MaxNewTokensOption = 256
     temperature: Annotated[
@@ -214,7 +230,7 @@ class SamplingOptions:
     seed: Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel=SAMPLING)] = 0
 
     def make(self) -> "Sampling":
-        """The sampling of answers; raises what `Sampling` raises."""
+        """Return the `Sampling` for the answers. Raises what `Sampling` raises."""
         from sparsekv.runtime.decoding.sampling import Sampling
 
         return Sampling(**asdict(self))
@@ -222,7 +238,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateAttention(AttentionOptions):
-    """All options of attention."""
+    """All attention options; `generate` offers each of them."""
 
     schedule: Annotated[
         str | None,
@@ -262,7 +278,8 @@ class GenerateAttention(AttentionOptions):
     ] = False
 
     def config(self, artifact: Artifact, *, gauge: bool = False) -> DecodeConfig:
-        """Also raises UsageError for an option that means nothing to dense attention."""
+        """Return the config for answers, as in the base class. Also raises UsageError for an option that has no
+        meaning for dense attention."""
         config = super().config(artifact, gauge=gauge)
         if isinstance(config.attention, Dense):
             by_method = isinstance(config.question, QuestionPrefill) and self.prefill
@@ -274,7 +291,7 @@ class GenerateAttention(AttentionOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """The options of `generate`."""
+    """Command-line options of `generate`."""
 
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The question; - for stdin.")] = None
     index: IndexOption = None
@@ -343,15 +360,16 @@ class GenerateOptions:
 
     @property
     def with_stats(self) -> bool:
-        """Whether times are printed."""
+        """Whether to print times and the share of keys and values read."""
         return self.stats or self.gauge
 
     def questions_at_once(self, config: DecodeConfig, ranks: "Ranks | None") -> int | None:
-        """The `--batch-size`; None for as many as fit.
+        """Return `--batch-size`: how many questions to answer at once. None stands for auto, as many as fit; ranks
+        answer 1.
 
         Raises:
-            UsageError: it is neither auto nor a number of at least 1, or means nothing with the other options; or an
-                option or method is for one process, and there are several.
+            UsageError: the value is neither auto nor a whole number of at least 1, or the other options do not allow
+                it. With several ranks: an option or the method works in one process only.
         """
         size = self.batch_size
         if ranks is not None:
@@ -374,15 +392,19 @@ class GenerateOptions:
 
     @property
     def encoding(self) -> dict[str, bool]:
-        """How a question becomes token ids, as `question_ids` takes it."""
+        """How a question becomes token ids, as keyword arguments of `question_ids`."""
         return {"raw": self.raw, "special_tokens": self.special_tokens}
 
     def check(self, artifact: Artifact) -> None:
-        """Raise UsageError for options of which one excludes the other or needs it, or for what cannot be saved."""
+        """Raise UsageError if options exclude each other, one needs another that is missing, or the answer cannot be
+        saved.
+
+        With --save-to, the process also outlives the reader of stdout.
+        """
         if self.save_to is not None and self.batch_file is not None:
             raise UsageError("--save-to keeps one question and its answer; leave --batch-file out")
         if self.save_to is not None:
-            from sparsekv.cli.answering.session import refuse_unsavable  # here: it imports transformers
+            from sparsekv.cli.answering.session import refuse_unsavable  # late: it imports transformers
 
             refuse_unsavable(artifact, self.save_to, self.dtype)
             outlive_reader()

@@ -1,4 +1,4 @@
-"""Print answers: as they stream, one a line, or as JSON."""
+"""Print answers: streamed, one per line, or as JSON."""
 
 import sys
 import time
@@ -20,13 +20,13 @@ from sparsekv.runtime.selection.interface import MethodSpec
 
 @dataclass
 class Output:
-    """Prints the answers of a call: as they stream, one a line, or as JSON, to a file that takes each line too.
+    """Prints the answers of a call: streamed, one per line, or as JSON. Each line may also go to a file.
 
     Args:
-        of_batch: the questions are the lines of a file.
-        stats: print times too, to stderr.
-        settings: what else than the config decides an answer.
-        resumed: takes each line, and has the first ones already.
+        of_batch: whether the questions are the lines of a file.
+        stats: whether to print times too, to stderr.
+        settings: settings besides the config that decide an answer.
+        resumed: the file that also gets each line, and that already has the first lines.
     """
 
     config: DecodeConfig
@@ -48,7 +48,7 @@ class Output:
         artifact: Artifact,
         questions: Sequence[str],
     ) -> Self:
-        """The output that the options name; raises what `AnswersFile` and its `begin` raise."""
+        """Make the output that the options name. Raises what `AnswersFile` and its `begin` raise."""
         settings = settings_of(config, sampling, artifact, dtype=options.dtype, **options.encoding)
         resumed = None
         if options.resume is not None:
@@ -61,7 +61,7 @@ class Output:
 
     @property
     def done(self) -> Sequence[str]:
-        """The lines of earlier runs."""
+        """The lines that earlier runs wrote."""
         return () if self.resumed is None else self.resumed.lines
 
     @property
@@ -74,11 +74,11 @@ class Output:
             self.stream.add(text)
 
     def show(self, questions: Sequence[str], answers: Iterable[Answer]) -> Answer:
-        """Print the lines of earlier runs, and the answers to the questions after them; returns the last answer."""
+        """Print the lines of earlier runs and the answers to the remaining questions. Returns the last answer."""
         began, shown = time.perf_counter(), list[Answer]()
         for line in self.done:
             say(line)
-        # Whoever sees answers come needs no bar.
+        # If the user sees each answer arrive, no progress bar is needed.
         seen = sys.stdout.isatty() or (not self.of_batch and (sys.stderr.isatty() or not self.as_json))
         with self.stream.ending_lines(), progress(quiet=self.quiet or seen) as tell:
             for number, answer in enumerate(answers, len(self.done) + 1):
@@ -90,7 +90,7 @@ class Output:
         return shown[-1]
 
     def _print(self, question: str, answer: Answer, number: int) -> None:
-        """Print one answer, or its end where it was streamed."""
+        """Print an answer, or only the end of its line if it was streamed."""
         line = " ".join(answer.text.split())
         if self.as_json:
             line = json_text(self._record(question, answer))
@@ -107,13 +107,13 @@ class Output:
         note_cut(answer, self.sampling.max_new_tokens, quiet=self.quiet or self.as_json or self.of_batch)
 
     def _record(self, question: str, answer: Answer) -> dict[str, Any]:
-        """An answer as a JSON object, with the same keys for every question of a call."""
+        """Return an answer as a JSON object, with the same keys for every question of a call."""
         left_out = {"ids"} if self.config.measured else {"ids", "layers"}
         kept = {name: value for name, value in asdict(answer).items() if name not in left_out}
         return {"question": question, **kept, **identity(self.config), "settings": self.settings}
 
     def _total(self, answers: Sequence[Answer], seconds: float) -> None:
-        """Note how many answers of a batch were cut, and how fast it was answered, if times are asked for."""
+        """Note how many answers of a batch were cut, and with --stats also the speed of the whole batch."""
         asked, tokens = len(answers) - answers.count(NO_ANSWER), sum(one.generated_tokens for one in answers)
         cut = sum(one.finish_reason == "length" for one in answers)
         if cut and not self.as_json:
@@ -125,12 +125,13 @@ class Output:
 
 
 def identity(config: DecodeConfig) -> dict[str, Any]:
-    """The fields of a config that each record has."""
+    """Return the fields of a config that every record has."""
     return {"method": config.attention.name, "budget": config.budget.value}
 
 
 def settings_of(config: DecodeConfig, sampling: Sampling, artifact: Artifact, **more: Any) -> dict[str, Any]:
-    """Settings that decide an answer, as a file to resume holds them; `more` are options by name."""
+    """Return the settings that decide an answer, as the file of `--resume` stores them. `more` holds options by
+    name."""
     parameters = asdict(config.attention.method) if isinstance(config.attention, MethodSpec) else {}
     layers = {str(layer): budget.value for layer, budget in config.layer_budgets.items()}
     return {
@@ -148,7 +149,8 @@ def settings_of(config: DecodeConfig, sampling: Sampling, artifact: Artifact, **
 
 
 def _in_words(asking: Dense | Own | QuestionPrefill) -> str:
-    """The prefill of a question's tokens; with a method its budget, the tokens that share a choice, its parameters."""
+    """Describe what a question's tokens attend to. For a method, the text has its budget, its chunk of tokens that
+    share a selection, and its parameters."""
     if not isinstance(asking, QuestionPrefill):
         return asking.name
     options = "".join(f", {name} {value}" for name, value in asdict(asking.method).items())
@@ -156,5 +158,5 @@ def _in_words(asking: Dense | Own | QuestionPrefill) -> str:
 
 
 def _as_json(value: Any) -> bool | int | float | str:
-    """A parameter's value as JSON has it; what it has no type for as text."""
+    """Return a parameter's value as JSON can represent it; a value of another type becomes text."""
     return value if isinstance(value, bool | int | float | str) else str(value)

@@ -1,4 +1,5 @@
-"""The answers of an interrupted batch: which are there already, and adding the others to them."""
+"""Resume an interrupted batch of questions: read the answers that a file already has, and append the missing
+answers."""
 
 import errno
 import fcntl
@@ -14,21 +15,21 @@ from sparsekv.cli.common.streams import json_text
 from sparsekv.formats.errors import SparsekvError, UsageError
 
 FIRST_FIELD = '{"question": '
-"""The beginning of each line."""
+"""The beginning of each line of the file."""
 
 
 def _refuse_questions_file(file: Path, questions: str | None) -> None:
-    """Raise UsageError where the file of answers is that of the questions."""
+    """Raise UsageError if the file of answers is also the file of questions."""
     with suppress(OSError):
         if questions is not None and os.path.samefile(file, questions):
             raise UsageError(f"--resume {file}: that is the file of the questions; name another file")
 
 
 def _refuse_redirected_to(file: Path) -> None:
-    """Raise UsageError where standard output goes to the file: each answer would be in it twice."""
+    """Raise UsageError if standard output is redirected to the file. Each answer would be written twice."""
     try:
         same = os.path.samestat(os.fstat(sys.stdout.fileno()), file.stat())
-    except (OSError, ValueError):  # no such file yet, or standard output is none
+    except (OSError, ValueError):  # the file does not exist yet, or standard output has no descriptor
         return
     if same:
         raise UsageError(
@@ -38,12 +39,14 @@ def _refuse_redirected_to(file: Path) -> None:
 
 
 def _same(found: Any, value: Any) -> bool:
-    """Whether JSON has both alike: Python takes 1, 1.0 and true for equal, as a budget of 1 token and of everything."""
+    """Whether two values are equal in JSON. Python's `==` also equates 1, 1.0 and true, but a budget of 1 is one
+    token and a budget of 1.0 is everything."""
     return json.dumps(found, sort_keys=True) == json.dumps(value, sort_keys=True)
 
 
 def _differing(name: str, found: Any, value: Any) -> str:
-    """The stored and the requested value of a setting; of several parameters those that differ."""
+    """Describe how the stored value of a setting differs from the requested value. Of a setting with several
+    parameters, only those that differ are listed."""
     if isinstance(found, dict) and isinstance(value, dict):
         names = [one for one in value if not _same(found.get(one), value[one])] or [
             one for one in found if one not in value
@@ -54,7 +57,7 @@ def _differing(name: str, found: Any, value: Any) -> str:
 
 @contextmanager
 def ignored(*numbers: int) -> Iterator[None]:
-    """OSErrors of these numbers do not count."""
+    """Within the context, ignore OSErrors with these errno values."""
     try:
         yield
     except OSError as error:
@@ -63,17 +66,17 @@ def ignored(*numbers: int) -> Iterator[None]:
 
 
 class AnswersFile:
-    """A file with a line of JSON for each of the first questions, as `generate --json` prints it.
+    """A file with one line of JSON for each question answered so far, in order, as `generate --json` prints it.
 
     Args:
-        questions_file: the file of the questions, which cannot take the answers.
-        questions: of the batch, blank ones too.
+        questions_file: the file of the questions, which must be another file.
+        questions: all questions of the batch, including blank ones.
         setting: fields that every line must have, such as the method.
-        settings: what its `settings` must hold.
+        settings: values that the field `settings` of every line must have.
 
     Raises:
-        UsageError: it cannot be read, a line answers another question or is of another setting, or standard output goes
-            to it.
+        UsageError: the file cannot be read, a line has another question or other settings, or standard output goes to
+            the file.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class AnswersFile:
             raise UsageError(f"--resume {file} cannot be read: {error.strerror}") from None
         self.lines: list[str] = []
         self._lock: IO[bytes] | None = None
-        # What has no end was being written when the run was killed.
+        # A last line without a newline was being written when the run was killed.
         *whole, unfinished = content.split(b"\n")
         for number, line in enumerate(whole, 1):
             self._check(line, number, questions, setting)
@@ -104,7 +107,10 @@ class AnswersFile:
         self._check_unfinished(unfinished, len(whole) + 1, questions)
 
     def _check_unfinished(self, line: bytes, number: int, questions: Sequence[str]) -> None:
-        """Only what began as the answer to that question may be cut off, and zeros, which a power cut leaves."""
+        """Raise UsageError for an unfinished last line that is not the beginning of the next question's answer.
+
+        Such a beginning may be cut off. So may zero bytes at the end, which a power failure leaves.
+        """
         begun = (FIRST_FIELD + json_text(questions[number - 1])).encode() if number <= len(questions) else b""
         line = line.rstrip(b"\0")
         if line and not (begun and line[: len(begun)] == begun[: len(line)]):
@@ -138,15 +144,15 @@ class AnswersFile:
                 raise UsageError(f"--resume {self.file}: line {number} was answered {other}; {remedy}")
 
     def begin(self) -> list[str]:
-        """Make the file end with its last whole line, and keep it from other runs until this process ends; returns its
+        """Cut the file after its last whole line, and lock it against other runs until this process ends. Returns its
         lines.
 
         Raises:
-            UsageError: it cannot be written, another run adds to it, or it is not as it was read.
+            UsageError: the file cannot be written, another run adds to it, or it has changed since it was read.
         """
         try:
             self._lock = self.file.open("ab")
-            with ignored(errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):  # of a file system that knows no locks
+            with ignored(errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):  # the file system has no locks
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(self._lock.fileno()).st_size != self._found:
                 raise UsageError(f"--resume {self.file} has changed meanwhile; run the same command again")
@@ -159,10 +165,10 @@ class AnswersFile:
         return self.lines
 
     def add(self, line: str) -> None:
-        """Write one more answer to the end of the file, after `begin`.
+        """Append a line to the file; call `begin` first.
 
         Raises:
-            SparsekvError: it cannot be written.
+            SparsekvError: the file cannot be written.
         """
         try:
             with self.file.open("ab") as out:

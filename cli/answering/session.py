@@ -26,13 +26,14 @@ from sparsekv.runtime.decoding.session import Place, Turn, add_turn
 
 
 def refuse_unsavable(artifact: Artifact, folder: Path, dtype: str, option: str = "--save-to") -> None:
-    """Check that a session can be saved, before it is.
+    """Raise an error early if a conversation cannot be saved as an index.
 
     Args:
-        option: what an error names.
+        option: the option or command that an error names.
 
     Raises:
-        UsageError: the name exists already or its folder does not, or the answer's rows would be of another dtype.
+        UsageError: `folder` exists already, its parent folder does not exist, or the answer's keys and values would
+            have another dtype than the index.
         ArtifactError: this version cannot build the index's methods.
     """
     if os.path.lexists(folder):
@@ -46,14 +47,14 @@ def refuse_unsavable(artifact: Artifact, folder: Path, dtype: str, option: str =
 def save_session(
     opened: OpenIndex, folder: Path, turns: Sequence[Turn], *, raw: bool, special_tokens: bool, quiet: bool
 ) -> None:
-    """Write a new index over the stored prompt and the questions and answers that followed it.
+    """Write a new index over the stored prompt, followed by the questions and answers.
 
     Args:
-        raw: the questions had no chat template around them.
-        special_tokens: special tokens in the questions kept their meaning.
+        raw: whether the questions had no chat template around them.
+        special_tokens: whether special tokens in the questions kept their meaning.
 
     Raises:
-        ArtifactError: it cannot be written, or the index that it extends is damaged.
+        ArtifactError: the new index cannot be written, or the old index is damaged.
     """
     manifest = opened.artifact.manifest
     place, said = Place.behind(manifest.prompt), list[torch.Tensor]()

@@ -15,7 +15,7 @@ DEFAULT_BUDGETS = ["5%", "10%"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """The steps that are timed, as `bench` and `bench-model` have them."""
+    """Options for the timed steps, which `bench` and `bench-model` share."""
 
     batch: Annotated[
         list[int] | None,
@@ -40,10 +40,10 @@ class StepOptions:
     seed: Annotated[int, typer.Option(help="Seed of the synthetic data and of the indices.")] = 0
 
     def wanted(self, contexts: list[str] | None, dtype: str) -> Wanted:
-        """The layers to time, with heads of the default sizes.
+        """Return the layers to time, with heads of the default sizes.
 
         Raises:
-            UsageError: questions share a document, and their number is missing; or an unknown storage dtype.
+            UsageError: --shared is given without --batch, or the storage dtype is unknown.
         """
         if self.shared and not self.batch:
             raise UsageError("--shared: say with --batch how many questions share a document, such as --batch 16")

@@ -1,4 +1,5 @@
-"""Timed decode steps of `sparsekv bench` and `bench-model` as a table, JSON or CSV, and the indexers of a mixture."""
+"""Print timed decode steps of `sparsekv bench` and `bench-model` as a table, JSON or CSV. Also make the indexers for
+synthetic mixtures."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,12 +19,12 @@ from sparsekv.runtime.benchmark.sources import LayerIndexer
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import configure
 
-ITERATIONS = 3  # of k-means: more make better clusters, and a step takes as long
+ITERATIONS = 3  # iterations of k-means: more of them improve the clusters, but not the time of a step
 
 
 @dataclass(frozen=True)
 class MixtureIndexer(LayerIndexer):
-    """Gives an indexer a mixture's layer as it gets a document's."""
+    """Runs an indexer on a layer of a synthetic mixture, as if it were a layer of a document."""
 
     parameters: Indexer
 
@@ -56,10 +57,10 @@ class MixtureIndexer(LayerIndexer):
 def mixture_indexers(
     names: Sequence[str], parameters: Mapping[str, Any], seed: int, head_dim: int
 ) -> dict[str, LayerIndexer]:
-    """Indexers, with the user's parameters, of the named methods that have one.
+    """Return the indexers of the named methods that have one, with the user's parameters.
 
     Raises:
-        UsageError: one cannot be built so, or not for heads of so many channels.
+        UsageError: an indexer cannot be built with these parameters, or not for heads of `head_dim` channels.
     """
     given = {name: value for name, value in parameters.items() if value is not None}
     wanted = {name: known for name, known in indexers().items() if name in names}
@@ -72,7 +73,7 @@ def mixture_indexers(
 
 
 def print_rows(rows: Sequence[StepTiming], about: dict[str, Any], *, as_json: bool, as_csv: bool) -> None:
-    """Everything on stdout."""
+    """Print the timed steps to stdout as JSON, as CSV or as tables."""
     if as_json:
         say(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
     elif as_csv:
@@ -115,7 +116,7 @@ def _print_group(rows: list[StepTiming], about: dict[str, Any]) -> None:
 
 
 def print_model_rows(rows: Sequence[ModelRow], about: dict[str, Any], *, as_json: bool) -> None:
-    """The rows of a whole model on stdout."""
+    """Print the timed steps of a whole model to stdout as JSON or as a table."""
     if as_json:
         return say(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
     compiled, shared = (

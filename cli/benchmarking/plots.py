@@ -1,4 +1,5 @@
-"""Pictures of timed steps: speed-up against context or questions, and time against bytes beside what a copy takes."""
+"""Plot timed steps: speed-up against context or questions, and time against bytes read with the time of a memory
+copy."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +15,13 @@ from sparsekv.runtime.selection.interface import Budget
 
 
 def plot_steps(rows: Sequence[StepTiming], copy_bandwidth: float, title: str, path: Path, *, shared: bool) -> None:
-    """One line for each method, budget and batch; or, of questions that share a document, for each context.
+    """Plot speed-up against context and time against bytes, with a line for each method, budget and batch.
+
+    With `shared`, speed-up is plotted against the number of questions, with a line for each method, budget and context.
 
     Args:
-        copy_bandwidth: bytes a second.
-        shared: the rows are of questions over one document, whose number is the axis then.
+        copy_bandwidth: bandwidth of a memory copy in bytes per second.
+        shared: whether the rows are of several questions over one document.
 
     Raises:
         SparsekvError: the picture cannot be written.
@@ -73,5 +76,5 @@ def _questions(row: StepTiming) -> int:
 
 
 def _in_k(size: int) -> str:
-    """`128K` for a multiple of 1,024."""
+    """Format a size, as `128K` if it is a multiple of 1,024."""
     return f"{size:,}" if size % 1024 else f"{size // 1024}K"

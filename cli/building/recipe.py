@@ -1,5 +1,5 @@
-"""How `build-index` indexes a document: its options, the folder of each index, and builds of a document, onto an index
-or on several ranks."""
+"""Index documents for `build-index`: its options, the folder of each index, and the build of one document. A build
+runs in one process or on several ranks, or adds methods to an existing index."""
 
 import codecs
 import os
@@ -30,32 +30,32 @@ from sparsekv.indexing.capture.team import Alone, Team
 from sparsekv.indexing.existing_index import first_difference
 from sparsekv.indexing.plan import BuildConfig, BuildPlan, Progress, choose_chunk_size
 
-if TYPE_CHECKING:  # torch.distributed is for ranks alone
+if TYPE_CHECKING:  # only ranks need torch.distributed
     from sparsekv.formats.distributed.group import Ranks
 
 
-_LONGEST_NAME = 255  # bytes of a file's name
-_LONGEST_LIST = 2**26  # bytes: more would be a device that never ends
+_LONGEST_NAME = 255  # bytes; the limit of file systems for one file name
+_LONGEST_LIST = 2**26  # bytes of a --from-file list; longer input is taken for a device that never ends
 
 
 @dataclass(frozen=True)
 class Target:
-    """A document, as it was named, and the folder that its index goes to."""
+    """A document as the user named it, and the folder of its index."""
 
     document: str
     folder: Path
 
 
 def choose_targets(documents: Sequence[str], from_file: str | None, output: Path | None) -> list[Target]:
-    """The documents that were named, once each, with the folders of their indices.
+    """Choose the folder of the index for each document. A document that is named twice is taken once.
 
     Args:
-        from_file: a file with the names of more documents, one a line; `-` for standard input.
-        output: the folder of the index, or, where several documents may be named, the folder that their indices go to.
+        from_file: a file with the names of more documents, one per line; `-` for standard input.
+        output: the folder of the index; if several documents may be named, the folder that contains their indices.
 
     Raises:
-        UsageError: no document; two whose indices have one name; a document without a name, or with one too long; or
-            `output` cannot hold several indices.
+        UsageError: no document is named. A document has no name, or its name is too long. Two documents would get the
+            same index folder. Or `output` cannot hold several indices.
         SparsekvError: `from_file` cannot be read.
     """
     listed = [] if from_file is None else _names(from_file)
@@ -87,17 +87,18 @@ def choose_targets(documents: Sequence[str], from_file: str | None, output: Path
 
 
 def folder_of(document: str, parent: Path | None = None) -> Path:
-    """The folder of a document's index: its name with the ending .skv, beside it or in `parent`.
+    """Return the folder of a document's index: the document's name with .skv in place of its extension. The folder is
+    in `parent` if given, and otherwise in the document's own folder.
 
     Raises:
-        UsageError: it has no name, or one that is too long with that ending.
+        UsageError: the document has no file name, or its name is too long once it ends in .skv.
     """
     if document == "-":
         raise UsageError("a document from standard input has no name: name the index with --output NAME.skv")
     if not Path(document).name:
         raise UsageError(f"{document} is a folder; name a text file in it")
     beside = with_ending(Path(document))
-    # A name that is too long itself is told when it is opened.
+    # If the document's own name is too long, opening the document reports that.
     if len(os.fsencode(Path(document).name)) <= _LONGEST_NAME < len(os.fsencode(beside.name)):
         raise UsageError(f"{document}: its name is too long for one with .skv; name the index with --output NAME.skv")
     return beside if parent is None else parent / beside.name
@@ -106,7 +107,7 @@ def folder_of(document: str, parent: Path | None = None) -> Path:
 def _names(from_file: str) -> list[str]:
     data = read_bytes(from_file, most=_LONGEST_LIST, option="--from-file")
     if marked_encoding(data) == UTF_8:
-        # File names may be any bytes.
+        # File names may contain bytes that are not UTF-8.
         names = os.fsdecode(data.removeprefix(codecs.BOM_UTF8))
     else:
         names = decode_text(data, f"--from-file {from_file}")
@@ -115,12 +116,13 @@ def _names(from_file: str) -> list[str]:
 
 
 def _as_written(line: str) -> str:
-    """The name in a line. Blanks around it are a part of it where such a file is there, or none is without them."""
+    """Return the file name in a line. Blanks around the name are removed only if a file exists without them and none
+    exists with them."""
     return line.strip() if not os.path.lexists(line) and os.path.lexists(line.strip()) else line
 
 
 def _once(names: Sequence[str]) -> list[str]:
-    """The names, without those that spell the path of an earlier one in another way, such as `a.txt` and `./a.txt`."""
+    """Return the names without repetitions. `a.txt` and `./a.txt` are the same path; the first spelling is kept."""
     paths: dict[str, str] = {}
     for one in names:
         paths.setdefault(_place(one), one)
@@ -128,13 +130,17 @@ def _once(names: Sequence[str]) -> list[str]:
 
 
 def _place(name: str) -> str:
-    """The folder that a name leads to, through links too, and the name in it. No file's name has a zero byte."""
+    """Return a path that is equal for all spellings of a name: its folder with links resolved, and its last part.
+
+    `-` and a name with a zero byte, which no file can have, are returned unchanged.
+    """
     folder, base = os.path.split(name)
     return name if name == "-" or "\0" in name else os.path.join(os.path.realpath(folder), base)
 
 
 def _check_holds_several(output: Path | None, extensions: Collection[str]) -> None:
-    """Raise UsageError for what is no folder of several indices: an index, a file, or a new name like a document's."""
+    """Raise UsageError if `output` cannot contain several indices. Refused are an index, a file, and a new name with
+    the extension of an index or a text."""
     if output is None or (output.is_dir() and output.suffix != ENDING and not os.path.exists(output / MANIFEST)):
         return
     texts = {*extensions, *(Path(ending).suffix for ending in TEXT_ENDINGS)} - {""}
@@ -149,7 +155,7 @@ def _check_holds_several(output: Path | None, extensions: Collection[str]) -> No
 
 
 def _apart(targets: list[Target]) -> list[Target]:
-    """The targets unchanged, if no two go to one folder."""
+    """Return the targets unchanged. Raises UsageError if two documents have the same index folder."""
     taken: dict[Path, str] = {}
     for one in targets:
         if (other := taken.setdefault(one.folder.absolute(), one.document)) != one.document:
@@ -162,7 +168,8 @@ def _apart(targets: list[Target]) -> list[Target]:
 
 @dataclass(frozen=True)
 class BuildRecipe:
-    """The options of `build-index` for each document: settings of the build, the model, and how its text is read."""
+    """The options of `build-index` that apply to every document: build settings, the model, and how the text is
+    read."""
 
     config: BuildConfig
     model: str | None
@@ -175,7 +182,7 @@ class BuildRecipe:
     encoding: str = UTF_8
 
     def load(self) -> LoadedModel:
-        """The model that prefills the documents; raises what `load_model` raises."""
+        """Load the model that prefills the documents. Raises what `load_model` raises."""
         return load(self.model, self.device, self.dtype, self.config.rope_scaling, quiet=self.quiet)
 
     def index(
@@ -188,8 +195,8 @@ class BuildRecipe:
         """Build a document's index, or resume or update it.
 
         Args:
-            loaded: gives the model; called once the document and its folder have been found usable.
-            team: gives the processes that run the model.
+            loaded: returns the model; called only after the document and its index folder are checked.
+            team: returns the processes that run the model.
 
         Raises:
             SparsekvError: the document, the folder or an option cannot be used.
@@ -220,9 +227,11 @@ class BuildRecipe:
         tell_built(target.folder, before, manifest, quiet=self.quiet)
 
     def _kept_head(self, model: LoadedModel, before: Manifest | None, folder: Path) -> str | None:
-        """The chat template's head as the index in the folder has it, where the same template now gives another one.
+        """Return the chat template's head from the existing index, if the same template now gives another head.
+        Otherwise None.
 
-        Such a template has the date in it. With another head the whole document would be prefilled again.
+        The head changes if the template contains the date. With a new head, the whole document would be prefilled
+        again.
         """
         if before is None or before.prompt.chat is None or self.raw or self.config.force:
             return None
@@ -238,7 +247,8 @@ class BuildRecipe:
         return head
 
     def _telling(self, plan: BuildPlan, show: Progress) -> Progress:
-        """`show`, which first says what is indexed: there may be nothing to do."""
+        """Wrap `show` so that its first call notes how many tokens are indexed. The note is not printed earlier,
+        because there may be nothing to build."""
         told = False
 
         def told_first(stage: str, done: int, of: int) -> None:
@@ -252,7 +262,8 @@ class BuildRecipe:
 
 
 def tell_built(folder: Path, before: Manifest | None, manifest: Manifest, *, quiet: bool) -> None:
-    """Notes about what was built: that it was there, what storing costs, or that a default of before is gone."""
+    """Print notes after a build: the index was up to date, the cost of int8 storage, or that the tuned default was
+    dropped."""
     if before is not None and manifest.uuid == before.uuid:
         note(f"{folder} is up to date: nothing to build", quiet=quiet)
         return
@@ -264,7 +275,7 @@ def tell_built(folder: Path, before: Manifest | None, manifest: Manifest, *, qui
 
 
 def _finished(folder: Path) -> Manifest | None:
-    """The manifest of the index in a folder, if there is one."""
+    """Return the manifest of the index in a folder, or None if there is no finished index."""
     try:
         return read_manifest(folder)
     except ArtifactError:
@@ -272,7 +283,7 @@ def _finished(folder: Path) -> Manifest | None:
 
 
 def index_by_ranks(ranks: "Ranks", recipe: BuildRecipe, target: Target, show: Progress) -> None:
-    """Build a document's index, or resume or update it; all ranks call this together.
+    """Build a document's index on several ranks, or resume or update it. All ranks call this together.
 
     Raises:
         SparsekvError: the ranks cannot share the model; or what `BuildRecipe.index` raises.
@@ -299,14 +310,14 @@ FIXED = (
     *("output", "max_tokens", "sinks", "tail", "prefill", "rope_scaling", "raw", "special_tokens", "force"),
     *("kv_dtype", "ray", "workers", "from_file", "encoding"),
 )
-"""Options that say how a document becomes an index."""
+"""Options that decide how a document becomes an index. They cannot change when methods are added to an index."""
 
 
 def index_among(documents: Sequence[str], *, ranks: bool) -> Path | None:
-    """The index that is named in the place of a document, if one is.
+    """Return the index that the user named in place of a document, or None.
 
     Raises:
-        UsageError: other documents are named beside it, or several processes are to build it.
+        UsageError: other documents are named too, or several ranks are started.
     """
     folder = next((Path(one) for one in documents if (Path(one) / MANIFEST).is_file()), None)
     if folder is not None and (len(documents) > 1 or ranks):
@@ -317,13 +328,13 @@ def index_among(documents: Sequence[str], *, ranks: bool) -> Path | None:
 
 
 def add_methods(folder: Path, recipe: BuildRecipe, given: Iterable[str], show: Progress) -> None:
-    """Build the methods of a recipe into an index.
+    """Build the methods of a recipe into an existing index.
 
     Args:
-        given: those of `FIXED` that are on the command line.
+        given: the options of `FIXED` that are on the command line.
 
     Raises:
-        UsageError: there is one, which the index has decided already.
+        UsageError: `given` is not empty; the index already fixes these options.
         SparsekvError: the index or its model cannot be used.
     """
     for option in given:

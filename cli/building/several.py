@@ -1,4 +1,5 @@
-"""Builds of several documents, in this process or on a Ray cluster; one that fails does not end the others."""
+"""Build the indices of several documents, in this process or on a Ray cluster. A document that fails does not stop
+the others."""
 
 import os
 import sys
@@ -16,22 +17,22 @@ from sparsekv.formats.models.load import LoadedModel
 from sparsekv.indexing.plan import Progress
 
 Done = Callable[[Target, str], None]
-"""Told of each document that is done, and what went wrong with it in one line, empty for nothing."""
+"""Called for each finished document, with its error as one line, empty if there is none."""
 
 
 Work = Callable[[Sequence[Target], Progress, Done], None]
-"""Indexes the targets, and tells of its progress."""
+"""Indexes the targets, reports its progress, and calls `Done` for each target."""
 
 
 def index_several(targets: Sequence[Target], work: Work, *, quiet: bool) -> None:
-    """Print each index's path once it is whole, and what went wrong with the other documents: first of those that are
-    not there, and at the end of those that could not be indexed.
+    """Index several documents and print the path of each complete index. Missing files are reported first, and
+    documents that failed at the end.
 
     Raises:
         SparsekvError: some documents could not be indexed; or what `work` raises.
     """
     failures: dict[str, str] = {}
-    results, count = sys.stdout, 0  # by name: a cluster's own messages are kept from stdout
+    results, count = sys.stdout, 0  # the original stdout, because the Ray cluster redirects sys.stdout
 
     def done(target: Target, wrong: str) -> None:
         nonlocal count
@@ -62,7 +63,7 @@ def index_several(targets: Sequence[Target], work: Work, *, quiet: bool) -> None
 
 
 def index_here(recipe: BuildRecipe, targets: Sequence[Target], show: Progress, done: Done) -> None:
-    """Index one document after another, with one model.
+    """Index one document after another, with the model loaded once.
 
     Raises:
         SparsekvError: the model cannot be loaded.
@@ -81,7 +82,7 @@ def index_here(recipe: BuildRecipe, targets: Sequence[Target], show: Progress, d
 
 
 class IndexWorker(RayWorker[BuildRecipe, Target]):
-    """Holds a model, and builds or resumes the index of a document."""
+    """A Ray worker that holds a model, and builds or resumes the index of a document."""
 
     command = "build-index"
     loaded: LoadedModel
@@ -96,7 +97,7 @@ class IndexWorker(RayWorker[BuildRecipe, Target]):
 def index_by_ray(
     recipe: BuildRecipe, address: str, workers: int | None, targets: Sequence[Target], _: Progress, done: Done
 ) -> None:
-    """Index all documents by a cluster, the longest first.
+    """Index all documents on a Ray cluster, the largest file first.
 
     Raises:
         UsageError: a document is standard input, which workers do not have; or what `RayCluster.run` raises.
@@ -111,7 +112,7 @@ def index_by_ray(
 
 
 def _whole(target: Target) -> Target:
-    """A target by paths that mean the same in every process that shares the folder."""
+    """Return a target with absolute paths, which are valid in every process that shares the file system."""
     return Target(os.path.abspath(target.document), target.folder.absolute())
 
 

@@ -1,4 +1,4 @@
-"""Input lines of a chat at a terminal: editing, completion and history by readline."""
+"""Read the input lines of a chat at a terminal. readline provides editing, completion and history."""
 
 import json
 import os
@@ -13,20 +13,21 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.user.cache import cache_root, read_small
 
 MOST = 1000
-"""Entries that are offered; a file of twice as many is cut down to them."""
+"""Number of history entries that are offered. A file with more than twice as many is cut down to them."""
 
 
 class History:
-    """A file with a line of JSON for each entry, so that one of several lines stays one; for the user's eyes alone.
+    """The history file of a chat. An entry is one line of JSON, even if its text has several lines. Only the user may
+    read the file.
 
-    A file that cannot be read is an empty one, and what cannot be written is left out: nothing is raised.
+    Nothing is raised: an unreadable file counts as empty, and an entry that cannot be written is dropped.
     """
 
     def __init__(self, file: Path | None = None):
         self.file = cache_root() / "chat-history.jsonl" if file is None else file
 
     def entries(self) -> list[str]:
-        """The last entries, oldest first."""
+        """Return the last entries, oldest first."""
         lines = read_small(self.file).splitlines()
         found = [entry for line in lines if isinstance(entry := _parsed(line), str)][-MOST:]
         if len(lines) > 2 * MOST:
@@ -34,13 +35,13 @@ class History:
         return found
 
     def add(self, entry: str) -> None:
-        """Write one more entry to the end of the file."""
+        """Append an entry to the file."""
         self._write([entry], os.O_APPEND)
 
     def _write(self, entries: list[str], how: int) -> None:
         with suppress(OSError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            # Never waits for the reader of a pipe that lies there.
+            # O_NONBLOCK: if the file is a pipe, do not wait for its reader.
             descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | how, 0o600)
             with os.fdopen(descriptor, "w") as file:
                 file.writelines(f"{json.dumps(entry)}\n" for entry in entries)
@@ -55,30 +56,31 @@ def _parsed(line: str) -> object:
 
 PROMPT, MORE = "> ", "... "
 BLOCK, END = re.compile(r"!multi((?: \S+)?)"), "!end"
-"""The first and last line of a block; what follows `!multi` follows `!end` too, for text with an `!end` of its own."""
+"""The first and last line of a block of lines. A word after `!multi` must also follow `!end`, so that the block may
+contain a plain `!end`."""
 
 
 class Lines:
-    """Entries of a terminal, one after another.
+    """Reads entries from a terminal, one after another.
 
     Args:
-        complete: gives what a line could go on to be, for the tab key.
+        complete: returns the possible completions of a line, for the tab key.
     """
 
     def __init__(self, history: History, complete: Callable[[str], Sequence[str]]):
         self.history, self.complete = history, complete
-        # Without a terminal to write to (`| tee`) Python would send the prompt with the answers.
+        # If stdout is no terminal (`| tee`), Python would write the prompt to stdout, among the answers.
         self.readline = _readline() if sys.stdout.isatty() else None
         if self.readline is not None:
             self._set_up(self.readline)
 
     def read(self) -> str:
-        """The next entry, without white space at its end.
+        """Return the next entry without white space at its end.
 
         Raises:
-            EOFError: Ctrl-D, or the terminal is gone.
-            KeyboardInterrupt: Ctrl-C.
-            UsageError: it is not text in UTF-8.
+            EOFError: Ctrl-D was pressed, or the terminal is gone.
+            KeyboardInterrupt: Ctrl-C was pressed.
+            UsageError: the entry is not text in UTF-8.
         """
         entry = self._line(PROMPT)
         if (begun := BLOCK.fullmatch(entry)) is not None:
@@ -88,7 +90,7 @@ class Lines:
         return entry
 
     def typed(self) -> str:
-        """The text of the line when Ctrl-C was pressed."""
+        """Return the text of the line when Ctrl-C was pressed; empty without readline."""
         return "" if self.readline is None else self.readline.get_line_buffer()
 
     def _until(self, end: str) -> str:
@@ -117,17 +119,17 @@ class Lines:
         readline.set_completer_delims("")
         readline.set_completer(self._completion)
         for entry in self.history.entries():
-            with suppress(ValueError):  # a zero byte
+            with suppress(ValueError):  # an entry with a zero byte
                 readline.add_history(entry)
 
     def _completion(self, text: str, number: int) -> str | None:
-        """The n-th way to go on, as readline asks for them one by one."""
+        """Return the completion with index `number`, because readline requests them one by one. None after the last."""
         found = self.complete(text)
         return found[number] if number < len(found) else None
 
 
 def _readline() -> ModuleType | None:
-    """None where Python was built without it: then lines are edited by the terminal alone."""
+    """Return the readline module. None if Python was built without it; then only the terminal edits lines."""
     try:
         import readline
     except ImportError:
@@ -136,7 +138,7 @@ def _readline() -> ModuleType | None:
 
 
 def _plain(prompt: str) -> str:
-    """A line of standard input; the prompt goes to stderr."""
+    """Read a line of standard input. The prompt goes to stderr."""
     print(prompt, end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     if not line:

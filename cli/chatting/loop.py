@@ -1,4 +1,4 @@
-"""The loop of a chat over questions and commands, at a terminal or from a pipe."""
+"""Run a chat: a loop over questions and commands at a terminal, or over questions from a pipe."""
 
 import sys
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 
 
 def piped_questions() -> Iterator[str] | None:
-    """The lines of standard input as they come, but for blank ones; None at a terminal.
+    """Return an iterator over the non-blank lines of standard input, as they arrive. None at a terminal.
 
-    The first is read here, before a model is loaded for it.
+    The first line is read here, before a model is loaded for it.
 
     Raises:
-        UsageError: a line is a command, not text in UTF-8, or far too long, or there is none.
+        UsageError: a line is a command, is not text in UTF-8, or is far too long; or there is no question.
     """
     if sys.stdin is not None and sys.stdin.isatty():
         return None
@@ -37,7 +37,7 @@ def _lines() -> Iterator[str]:
         if len(line) > MOST:
             raise UsageError(f"standard input line {number} is longer than {MOST >> 20} MiB; questions are short")
         if number == 1 and (encoding := marked_encoding(line)) != UTF_8:
-            # A line ends at a byte here, so that each question is answered as it comes.
+            # Input is split at newline bytes, to answer each question as it arrives. Only UTF-8 allows that.
             raise UsageError(f"standard input is text in {encoding.upper()}; convert it to UTF-8, such as by iconv")
         try:
             question = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
@@ -53,10 +53,10 @@ def _lines() -> Iterator[str]:
 
 
 def _no_command(line: str, number: int) -> str:
-    """A line, or what stands behind the first / of one that asks for the name of a command.
+    """Return the question that a line asks. A line that begins with // and a command's name loses its first slash.
 
     Raises:
-        UsageError: it would be a command at a terminal.
+        UsageError: the line would be a command at a terminal.
     """
     first = line.split(" ")[0]
     if first.removeprefix("/") in COMMANDS and first.startswith("/"):
@@ -68,12 +68,12 @@ def _no_command(line: str, number: int) -> str:
 
 
 BARE = {"exit": "/quit", "quit": "/quit", "help": "/help"}
-"""Words without a slash that leave other chat programs, or explain them."""
+"""Words without a slash that other chat programs use to leave or to show help, with the command for each."""
 HOW = "Ctrl-D or /quit leaves, /help lists commands"
 
 
 def converse(session: Chat) -> None:
-    """Ask what is typed until the person leaves."""
+    """Answer what the user types, until the user leaves."""
     lines, interrupts = Lines(History(), completions), session.interrupts
     with interrupts.handled():
         while not session.left:
@@ -92,7 +92,8 @@ def converse(session: Chat) -> None:
 
 
 def _answer(session: Chat, entry: str) -> None:
-    """Do what an entry says. A failure is told in one line, or raised where --debug asks for its traceback."""
+    """Run an entry as a command, or answer it as a question. An error is printed as one line. With --debug, an
+    unexpected error is raised instead."""
     entry = BARE.get(entry.strip(), entry)
     try:
         if is_command(entry):

@@ -1,4 +1,4 @@
-"""An open chat: its conversation, its sampling and output, what commands change, and how Ctrl-C interrupts it."""
+"""An open chat: its conversation, sampling and output, how commands change it, and how Ctrl-C interrupts it."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -16,10 +16,10 @@ from sparsekv.runtime.decoding.session import Conversation
 
 
 class Interrupts:
-    """Handles Ctrl-C. An answer that has begun ends after its next token, so that the cache stays whole; all else, and
-    the second Ctrl-C of one answer, is a KeyboardInterrupt.
+    """Handles Ctrl-C in a chat. An answer that has begun ends after its next token, so that the cache stays consistent.
 
-    `came`: whether it was pressed since `reset`, also where a library lost the KeyboardInterrupt.
+    At any other time, and at the second Ctrl-C during an answer, KeyboardInterrupt is raised. `came`: whether Ctrl-C
+    was pressed since `reset`, even if a library lost the KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Interrupts:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Within the context Ctrl-C comes here; where it was ignored (nohup) it stays so."""
+        """Handle Ctrl-C here within the context. If Ctrl-C was ignored before (nohup), it stays ignored."""
         before = signal.getsignal(signal.SIGINT)
         if before is signal.SIG_IGN:
             yield
@@ -39,12 +39,12 @@ class Interrupts:
             signal.signal(signal.SIGINT, before)
 
     def reset(self) -> None:
-        """Begin with another question or command."""
+        """Prepare for the next question or command."""
         self.came = False
 
     @contextmanager
     def answering(self) -> Iterator[Callable[[], bool]]:
-        """Yields what is to be asked after each token of an answer: whether to stop."""
+        """Yield a function to call after each token of an answer. It returns whether to stop."""
         self._answering, self._begun = True, False
         try:
             yield self._stop
@@ -63,9 +63,11 @@ class Interrupts:
 
 @dataclass
 class Chat:
-    """The state that questions and commands of a chat change.
+    """The state of a chat, which questions and commands change.
 
-    stats: print times after each answer. dtype: as it was asked for. left: the chat is to end.
+    stats: whether times are printed after each answer.
+    dtype: the value of --dtype.
+    left: whether the chat is to end.
     asked: the last question.
     """
 
@@ -80,7 +82,7 @@ class Chat:
     asked: str = ""
 
     def ask(self, question: str) -> None:
-        """Print the answer to the next question as it comes; raises what `Conversation.ask` raises."""
+        """Print the answer to the next question while it is generated. Raises what `Conversation.ask` raises."""
         stream, answered = AnswerStream(), False
         try:
             with self.interrupts.answering() as stop:
@@ -97,13 +99,14 @@ class Chat:
             print_stats(answer)
 
     def switch(self, config: DecodeConfig, more: str = "") -> None:
-        """Answer by another config from now on, and say so, and more; raises what `Conversation.switch` raises."""
+        """Answer by another config from now on, and note the config followed by `more`. Raises what
+        `Conversation.switch` raises."""
         self.talk.switch(config)
         note(f"{describe(config)}{more}", quiet=self.quiet)
 
 
 def describe(config: DecodeConfig) -> str:
-    """Method and budget of a config in a few words."""
+    """Describe the method and budget of a config in a few words."""
     if isinstance(config.attention, Dense):
         return "dense attention to all of the document"
     residual = ", with --residual" if config.attention.residual else ""

@@ -18,12 +18,12 @@ from sparsekv.runtime.selection.registry import DENSE, choose_methods
 from sparsekv.runtime.tracing.trace import TracedIndex
 
 ALIKE = 0.5
-"""How alike an unknown name and a command's are, of 1, so that the one may have been meant for the other."""
+"""Least similarity, from 0 to 1, at which a command is suggested for an unknown name."""
 
 
 @dataclass(frozen=True)
 class Slash:
-    """A command: its name, what is written behind it, what it does in a sentence, and the function that does it."""
+    """A slash command: its name, its argument, its help text, and the function that runs it."""
 
     name: str
     argument: str
@@ -36,15 +36,16 @@ class Slash:
 
 
 COMMANDS: dict[str, Slash] = {}
-"""All of them, in the order in which /help lists them."""
+"""All slash commands by name, in the order of /help."""
 
 
 def slash(usage: str, told: str) -> Callable[[Callable[[Chat, str], None]], Callable[[Chat, str], None]]:
-    """Decorator of a function of the session and what stands behind the command: registers it.
+    """Return a decorator that registers a slash command. The decorated function takes the chat and the command's
+    argument.
 
     Args:
-        usage: as in `/budget B`.
-        told: what /help says of it.
+        usage: the command and its argument, such as `/budget B`.
+        told: the help text in /help.
     """
     name, _, argument = usage.removeprefix("/").partition(" ")
 
@@ -56,20 +57,22 @@ def slash(usage: str, told: str) -> Callable[[Callable[[Chat, str], None]], Call
 
 
 def is_command(entry: str) -> bool:
-    """Whether an entry is a command: pasted text of several lines never is, and // begins a question with /."""
+    """Whether an entry is a command. Pasted text of several lines is never a command, and // begins a question that
+    starts with /."""
     return entry.startswith("/") and not entry.startswith("//") and "\n" not in entry
 
 
 def as_question(entry: str) -> str:
-    """The question that an entry asks, which is no command."""
+    """Return the question that an entry asks; the entry is no command. A line that begins with // loses its first
+    slash."""
     return entry[1:] if entry.startswith("//") and "\n" not in entry else entry
 
 
 def run_command(session: Chat, entry: str) -> None:
-    """Run a command as it was typed.
+    """Run a slash command as it was typed.
 
     Raises:
-        UsageError: there is no such command; and whatever it raises itself.
+        UsageError: there is no such command. The command itself may raise other errors.
     """
     name, _, argument = entry.removeprefix("/").partition(" ")
     if name not in COMMANDS:
@@ -81,7 +84,7 @@ def run_command(session: Chat, entry: str) -> None:
 
 
 def completions(line: str) -> list[str]:
-    """The commands that a line may go on to be."""
+    """Return the commands that begin with `line`."""
     return [f"/{name}" for name in COMMANDS if line.startswith("/") and f"/{name}".startswith(line)]
 
 
@@ -157,7 +160,8 @@ def leave(session: Chat, argument: str) -> None:
 
 @slash("/trace FILE.html", "ask the last question again, and write a page of what its answer attends to")
 def trace(session: Chat, argument: str) -> None:
-    """With `--truth`, over a second cache of the document; the talk before the question is a part of it."""
+    """Trace the last question as `trace --truth` does, over a second cache of the document. The trace includes the
+    conversation before the question."""
     talk = session.talk
     if not argument:
         raise UsageError("/trace: give the page a name, such as /trace out.html")

@@ -1,4 +1,5 @@
-"""The subcommands by name, with what help says of each; their modules are imported when they are called."""
+"""The subcommands by name, with their help texts. The module of a command is imported only when the command is
+called."""
 
 COMMANDS = {
     "build-index": "Prefill a document once, and write its keys, values and index.",
@@ -18,11 +19,11 @@ COMMANDS = {
     "completion": "Print the script that completes commands and options in your shell.",
 }
 BY_RANKS = ("build-index", "generate")
-"""Commands that several processes can run together."""
+"""Commands that several processes (ranks) can run together."""
 MOVED = dict.fromkeys(("end-to-end", "config", "distinct-layers", "compile"), "bench-model")
-"""Options that `bench` had once, with the command that has them now, or that does what they asked for."""
+"""Options that `bench` once had, and the command that now has them or replaces them."""
 
 
 def moved(command: str, option: str) -> str | None:
-    """The command that an option of another one moved to; None for one that did not."""
+    """Return the command that an option of another command moved to; None if the option did not move."""
     return MOVED.get(option) if command == "bench" else None

@@ -1,4 +1,4 @@
-"""Output of the commands: results and tables on stdout, notes, progress and bars on stderr."""
+"""Output of the commands: results and tables on stdout; notes, progress lines and progress bars on stderr."""
 
 import csv
 import sys
@@ -16,23 +16,23 @@ from rich.text import Text
 from sparsekv.cli.common.streams import printable
 
 EVERY = 10.0
-"""Seconds from one line to the next."""
+"""Seconds between two progress lines."""
 
 
 _telling: "list[ProgressLines]" = []
 
 
 def telling() -> "ProgressLines | None":
-    """Those that tell already, if any do: there should be one line at a time."""
+    """Return the `ProgressLines` that is active, or None. Only one of them should print at a time."""
     return _telling[-1] if _telling else None
 
 
 class ProgressLines:
-    """Tells every `EVERY` seconds how far the stage that was shown last is; use it as a context manager.
+    """A context manager that prints the progress of the current stage every `EVERY` seconds.
 
     Args:
         tell: prints a line.
-        before: what is told before the first stage was shown.
+        before: the text until the first stage is shown.
     """
 
     def __init__(self, tell: Callable[[str], None], before: str = "at work"):
@@ -41,14 +41,14 @@ class ProgressLines:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def show(self, stage: str, done: int, of: int) -> None:
-        """Remember how far a stage is."""
-        # What follows a stage that has ended may show nothing for long: its time is not the stage's.
+        """Record the progress of a stage."""
+        # After the end of a stage, there may be long work without progress. Its time does not count for the stage.
         if stage != self._stage or done >= of:
             self._began = time.monotonic()
         self._stage, self._done, self._of = stage, done, of
 
     def line(self) -> str:
-        """The line to show now."""
+        """Return the progress line to print now."""
         seconds = time.monotonic() - self._began
         if not self._stage:
             return f"{self._before}, {seconds:.0f} s"
@@ -68,7 +68,7 @@ class ProgressLines:
 
     @contextmanager
     def instead(self, what: str) -> Iterator[None]:
-        """Within it, what is going on is told in the place of the stage that was shown last."""
+        """Within the context, print `what` in place of the current stage."""
         kept = self._before, self._stage, self._done, self._of
         self._before, self._stage, self._began = what, "", time.monotonic()
         try:
@@ -96,17 +96,17 @@ stderr = _PlainConsole(stderr=True)
 
 
 def show(*things: RenderableType, width: int = 120) -> None:
-    """Print tables or lines to stdout, as wide as the terminal, or `width` columns where there is none."""
+    """Print tables or lines to stdout, as wide as the terminal; without a terminal, `width` columns wide."""
     console = _PlainConsole(width=None if sys.stdout.isatty() else width)
     for thing in things:
         console.print(thing)
 
 
 def say(text: str, *, end: str = "\n", to: TextIO | None = None) -> None:
-    """Print a result to stdout: control characters are escaped on a terminal, and unchanged elsewhere.
+    """Print a result to stdout. Control characters are escaped on a terminal, and unchanged elsewhere.
 
     Args:
-        to: stdout as it was before something else was put into its place.
+        to: the original stdout, if `sys.stdout` is redirected.
     """
     stdout = to or sys.stdout
     stdout.write((printable(text) if stdout.isatty() else text) + end)
@@ -114,7 +114,7 @@ def say(text: str, *, end: str = "\n", to: TextIO | None = None) -> None:
 
 
 def say_csv(names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Print a CSV to stdout: its header, and a line for each row."""
+    """Print CSV to stdout: a header, and a line for each row."""
     writer = csv.DictWriter(sys.stdout, names)
     writer.writeheader()
     clean = printable if sys.stdout.isatty() else str
@@ -123,7 +123,7 @@ def say_csv(names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def tell(thing: RenderableType, *, soft_wrap: bool = False) -> None:
-    """Print a table or a line to stderr; a failure to write (a full disk) is ignored."""
+    """Print a table or a line to stderr. An error while writing, such as a full disk, is ignored."""
     with suppress(OSError):
         stderr.print(thing, soft_wrap=soft_wrap)
 
@@ -135,7 +135,7 @@ def note(text: str, *, quiet: bool) -> None:
 
 
 def note_plain(document: str, plain: dict[str, int], *, quiet: bool) -> None:
-    """Note that a text contains special tokens, each with its count; prints nothing if `plain` is empty."""
+    """Note which special tokens a text contains, with the count of each. Prints nothing if `plain` is empty."""
     if plain:
         told = "; ".join(f"{token}, {'once' if times == 1 else f'{times:,} times'}" for token, times in plain.items())
         note(
@@ -147,7 +147,7 @@ def note_plain(document: str, plain: dict[str, int], *, quiet: bool) -> None:
 
 @contextmanager
 def waiting(what: str, *, quiet: bool) -> Iterator[None]:
-    """Tells from time to time for how long something has been going on that does not say how far it is."""
+    """Within the context, print from time to time how long a task without progress reports has been running."""
     if quiet:
         yield
         return
@@ -158,8 +158,8 @@ def waiting(what: str, *, quiet: bool) -> Iterator[None]:
 
 @contextmanager
 def progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Yields a function of (stage, done, of) that draws a bar per stage; without a terminal a line tells from time to
-    time how far it is."""
+    """Yield a function of (stage, done, of) that draws a progress bar per stage. Without a terminal, print a
+    progress line from time to time instead."""
     if not quiet and not stderr.is_terminal:
         with ProgressLines(partial(note, quiet=False)) as lines:
             yield lines.show

@@ -1,4 +1,5 @@
-"""Errors as one line on stderr with a remedy and an exit code: exceptions, and command lines that typer refuses."""
+"""Report errors as one line on stderr with a remedy, and exit with a code. Errors are exceptions, and command lines
+that typer refuses."""
 
 import errno
 import re
@@ -27,12 +28,12 @@ OPTION_NAME = re.compile(r"--?[a-zA-Z][\w-]*")
 
 
 def described_usage(message: str, command: str, arguments: Sequence[str], *, options: Sequence[str] = ()) -> str:
-    """Typer's message with a remedy.
+    """Return typer's error message with a remedy.
 
     Args:
-        command: the command that was called, or empty.
-        arguments: of the whole call.
-        options: the names of those that the command has.
+        command: the command that was called; empty if none was.
+        arguments: all arguments of the call.
+        options: names of the command's options.
     """
     message = message.replace("Value error, ", "").rstrip(".")
     if command == "eval" and message.startswith((f"{NO_OPTION} --index", f"{NO_OPTION} -i")):
@@ -65,77 +66,81 @@ def described_usage(message: str, command: str, arguments: Sequence[str], *, opt
         message = f"{NO_OPTION} {unknown[1]}{meant}"
         if command in QUESTION_FIRST and not meant:
             message += "; before a question that begins with a dash put --"
-    page = [command] if command in COMMANDS and "'--gpus'" not in message else []  # it is no option of a command
+    page = [command] if command in COMMANDS and "'--gpus'" not in message else []  # --gpus belongs to sparsekv
     return f"{message}; {shown(*page, '--help')} says what there is"
 
 
 def _number(arguments: Sequence[str]) -> str:
-    """The value of `--gpus`, or 2."""
+    """Return the value of `--gpus`, or 2 if it has none."""
     given = " ".join(arguments).replace("--gpus=", "--gpus ").split(" ")
     return next((one for before, one in pairwise(given) if before == "--gpus" and one.isdigit()), "2")
 
 
 def _command_after(option: str, arguments: Sequence[str]) -> str | None:
-    """The command that an option stands before, which it should stand after; None if it does not."""
+    """Return the command that stands after an option, although the option belongs after the command. None if the
+    option already follows a command, or if no command follows it."""
     first = next((number for number, one in enumerate(arguments) if one.partition("=")[0] == option), len(arguments))
     if any(one in COMMANDS for one in arguments[:first]):
         return None
     after = [number for number, one in enumerate(arguments) if number > first and one in COMMANDS]
     if not after:
         return None
-    # What follows an option may be its value.
+    # A word right after an option may be the option's value, not the command.
     likely = next((number for number in after if not arguments[number - 1].startswith("-")), after[0])
     return arguments[likely]
 
 
 def known_options(error: BaseException) -> list[str]:
-    """The long names of the options of the command that an error of typer's is about; none where it is not known."""
+    """Return the long names of the visible options of the command that a typer error is about. Empty if the command
+    is unknown."""
     parameters = getattr(getattr(getattr(error, "ctx", None), "command", None), "params", [])
     shown_in_help = (one for one in parameters if not getattr(one, "hidden", False))
     return [name for one in shown_in_help for name in (*one.opts, *one.secondary_opts) if name.startswith("--")]
 
 
 def _text_with_dash(message: str, arguments: Sequence[str]) -> str | None:
-    """The argument that was taken for an unknown option and has no option's name, such as `- And why?`."""
+    """Return the argument that typer took for an unknown option but that is plain text, such as `- And why?`. None
+    if there is no such argument."""
     named = message.removeprefix(f"{NO_OPTION} ")
     before = takewhile(lambda one: one != "--", arguments)
     dashed = [one for one in before if one.startswith("-") and not OPTION_NAME.fullmatch(one.partition("=")[0])]
-    # Of one with a single dash typer names the first letter alone.
+    # For an argument with a single dash, typer's message contains only the first letter.
     found = (one for one in dashed if named.startswith(one if one.startswith("--") else one[:2]))
     return None if named == message else next(found, None)
 
 
 def _meant(given: str, options: Sequence[str]) -> str:
-    """` (did you mean --NAME?)`, with all options that are near; empty where none is."""
+    """Return ` (did you mean --NAME?)` with all similar options; empty if no option is similar."""
     near = _near(given, options)
     named = ", ".join(near[:-1]) + " or " * (len(near) > 1) + "".join(near[-1:])
     return f" (did you mean {named}?)" if near else ""
 
 
 def _near(given: str, options: Sequence[str]) -> list[str]:
-    """The options that begin so, or else the one that is most alike; typer names far ones too."""
+    """Return the options that begin with `given`, or else the most similar option. Typer also suggests options that
+    are not similar."""
     begin = [name for name in options if given.strip("-") and name.startswith(given)]
     if begin or not given.startswith("--"):
         return begin
-    # Without the dashes, by which all options are alike.
+    # Compare names without the dashes, which would make all options look similar.
     near = nearest(given[2:], [name[2:] for name in options])
     return [] if near is None else [f"--{near}"]
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str:
-    """A blank and what an option was last given; nothing where it was not given by its whole name."""
+    """Return a blank and the last value given for an option; empty if the option was not given by its whole name."""
     given = [part for one in arguments for part in (one.split("=", 1) if one.startswith(f"{option}=") else [one])]
     values = [value for name, value in pairwise(given) if name == option]
     return f" {values[-1]}" if values else ""
 
 
 def _eval_of(arguments: Sequence[str]) -> str:
-    """The call of `eval` with the text of the index that it names."""
+    """Return an `eval` command line with the text of the index that `--index` names."""
     given = [part for one in arguments[list(arguments).index("eval") + 1 :] for part in one.split("=", 1)]
     at = next((number for number, one in enumerate(given) if one in ("--index", "-i")), len(given))
     folder, others = Path(*given[at + 1 : at + 2]), [*given[:at], *given[at + 2 :]]
     try:
-        # Here, because it imports a model's library: other errors do not wait for it.
+        # Imported here because it imports a model library; other errors need not wait for that.
         from sparsekv.formats.documents.document_hints import eval_hint
         from sparsekv.formats.index.manifest import read_manifest
 
@@ -156,7 +161,7 @@ LESS_MEMORY = {
     "bench": "give a smaller --context or --batch",
     "bench-model": "give a smaller --context, --batch or --distinct-layers",
 }
-"""How to need less memory, by command."""
+"""Advice on how to use less memory, by command."""
 REMEDIES = {
     errno.ENOSPC: "make room there",
     errno.EDQUOT: "make room there",
@@ -186,7 +191,7 @@ _DEVICE = ("CUDA error", "CUDA out of memory", "cuBLAS", "CUBLAS_STATUS", "cuDNN
 
 
 def describe(error: BaseException, command: str) -> str:
-    """One line that says what failed and what to do.
+    """Describe an error in one line: what failed, and what to do.
 
     Args:
         command: name of the command that failed; empty if none was called.
@@ -219,7 +224,7 @@ def describe(error: BaseException, command: str) -> str:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and its chain of causes, including those suppressed by `from None`."""
+    """Yield the error and its chain of causes, including those suppressed by `from None`."""
     one: BaseException | None = error
     while one is not None:
         yield one
@@ -227,7 +232,8 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _blames_another(error: SparsekvError) -> bool:
-    """Whether the message blames a file that could not be read, although memory or threads ran out."""
+    """Whether the message blames a file that could not be read, although the real cause is a lack of memory or
+    threads."""
     below = list(causes(error))[1:]
     return "memory of" not in str(error) and any(_is_memory(one) or _NO_THREAD in str(one) for one in below)
 
@@ -243,7 +249,7 @@ def _is_memory(error: BaseException) -> bool:
 def _is_device(error: BaseException) -> bool:
     torch = sys.modules.get("torch")
     named = (getattr(torch, name, None) for name in ("OutOfMemoryError", "AcceleratorError"))
-    kinds = tuple(kind for kind in named if isinstance(kind, type))  # older versions have no AcceleratorError
+    kinds = tuple(kind for kind in named if isinstance(kind, type))  # older versions of torch have no AcceleratorError
     told = isinstance(error, RuntimeError) and any(part in str(error) for part in _DEVICE)
     return told or isinstance(error, kinds)
 
@@ -264,13 +270,13 @@ def _system(error: OSError) -> str:
 
 
 def fail(error: BaseException, command: str, *, debug: bool) -> NoReturn:
-    """Print an error as one line on stderr and exit; with `debug` its traceback is printed first."""
+    """Print an error as one line on stderr and exit. With `debug`, print its traceback first."""
     if debug:
         with suppress(OSError):
             print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     for one in causes(error):
-        one.__traceback__ = None  # frees what its frames hold: memory may have run out
-    usage = getattr(error, "format_message", None)  # typer's usage errors, by attribute: typer may not be loaded
+        one.__traceback__ = None  # frees the objects of its frames, because memory may have run out
+    usage = getattr(error, "format_message", None)  # typer's usage errors have this method; typer may not be imported
     message = (
         describe(error, command)
         if usage is None
@@ -282,7 +288,7 @@ def fail(error: BaseException, command: str, *, debug: bool) -> NoReturn:
 
 
 def end(code: int, message: str = "") -> NoReturn:
-    """Print a message to stderr and exit; a message that cannot be written (a full disk) is dropped."""
+    """Print a message to stderr and exit. A message that cannot be written, as to a full disk, is dropped."""
     if message:
         with suppress(OSError):
             print(f"sparsekv: {' '.join(printable(message).split())}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Find and open the index that a command is to use."""
+"""Find and open the index that a command uses."""
 
 import os
 import stat
@@ -10,16 +10,16 @@ from sparsekv.formats.index.reader import Artifact
 
 
 def open_artifact(given: Path | None, *, thorough: bool = False, called: str = "--index") -> Artifact:
-    """Open the index that was named, or the only `*.skv` of the current folder.
+    """Open the index that the user named, or the only `*.skv` of the current folder.
 
     Args:
         thorough: verify every file that is read, see `Artifact`.
-        called: what the user named it by, for messages.
+        called: the option or argument that names the index, for messages.
 
     Raises:
-        UsageError: none was named and the folder has none or several, or what was named is no folder.
-        MissingIndexError: what was named is not there, or is a folder that is no index.
-        ArtifactError: it is unfinished, damaged or newer than this version.
+        UsageError: no index is named and the folder has none or several, or the named path is no folder.
+        MissingIndexError: the named path does not exist, or is a folder without an index.
+        ArtifactError: the index is unfinished, damaged or newer than this version.
     """
     if given is not None:
         _refuse_other_than_folder(given, called)

@@ -1,4 +1,4 @@
-"""Loading models for a command: transformers' own advice stays off the user's screen, progress goes to stderr."""
+"""Load models for a command. Messages of transformers are hidden, and progress goes to stderr."""
 
 import os
 import time
@@ -23,19 +23,19 @@ from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import EarlyReading
 from sparsekv.runtime.selection.registry import methods
 
-if TYPE_CHECKING:  # torch.distributed is for ranks alone
+if TYPE_CHECKING:  # only ranks need torch.distributed
     from sparsekv.formats.distributed.group import Ranks
 
 
 def load(
     name: str | None, device: str, dtype: str, rope_scaling: str | None, *, quiet: bool, ranks: "Ranks | None" = None
 ) -> LoadedModel:
-    """A model and its tokenizer, the embedded one where none is named; raises what `load_model` raises.
+    """Load a model and its tokenizer, or the embedded model if `name` is None. Raises what `load_model` raises.
 
-    A model that is named here may be loaded again later because an index names it.
+    A model that the user names here is trusted later too, when only an index names it.
 
     Args:
-        ranks: the processes that load a share of it each; all of them call this.
+        ranks: the processes that each load a share of the model; all of them call this.
     """
     transformers.logging.set_verbosity_error()
     _refuse_method(name)
@@ -59,7 +59,8 @@ def load(
 
 
 def _fetch_once(name: str, progress: Callable[[str], None], ranks: "Ranks") -> None:
-    """Have the first rank download what is missing of a model before the others look for it; it may take hours."""
+    """Let the first rank download missing files of a model before the other ranks look for them. This may take
+    hours."""
     fetched = Future[None]()
 
     def fetch_it() -> None:
@@ -90,10 +91,10 @@ def load_for(
     ranks: "Ranks | None" = None,
     early: EarlyReading | None = None,
 ) -> OpenIndex:
-    """An index, opened with a model; raises what `load_and_open` raises.
+    """Open an index with a model. Raises what `load_and_open` raises.
 
     Args:
-        hold, loaded_in, ranks, early: as `load_and_open` takes them.
+        hold, loaded_in, ranks, early: as in `load_and_open`.
     """
     transformers.logging.set_verbosity_error()
     _refuse_method(name)
@@ -111,23 +112,26 @@ def load_for(
 
 
 class OpeningTimes:
-    """Seconds that loading a model and opening an index with it take; pass `loaded` to `load_for`."""
+    """Measures the seconds to load a model and to open an index with it. Pass the method `loaded` to `load_for`."""
 
     def __init__(self) -> None:
         self._began, self._loading = time.perf_counter(), 0.0
 
     def loaded(self, seconds: float) -> None:
-        """Record the seconds of the model."""
+        """Record the seconds that loading the model took."""
         self._loading = seconds
 
     def show(self, by: str) -> None:
-        """Note by what questions are answered, unless it is empty, and both times; call it once the index is open."""
+        """Note both times, after the text `by` unless it is empty. Call this once the index is open.
+
+        `by` describes the method that answers questions.
+        """
         opening = time.perf_counter() - self._began - self._loading
         note(by, quiet=not by)
         note(f"model loaded in {self._loading:.2f} s, index opened in {opening:.2f} s", quiet=False)
 
 
 def _refuse_method(model: str | None) -> None:
-    """Raise UsageError where a method is named as a model: -m is --model."""
+    """Raise UsageError if the name of a method is given as a model, because -m stands for --model."""
     if model in methods() and not os.path.isdir(model):
         raise UsageError(f"--model {model}: {model} is a method, not a model; give it as --method {model}")

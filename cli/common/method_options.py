@@ -1,4 +1,5 @@
-"""Command-line options made of dataclasses: a command's own and those of the methods; a warning about tiny budgets."""
+"""Make command-line options from dataclasses: a command's own options and the methods' options. Also a note about
+tiny budgets."""
 
 import functools
 import inspect
@@ -36,11 +37,13 @@ T = TypeVar("T")
 def with_options(
     options: type[T], methods: Mapping[str, type] = MappingProxyType({})
 ) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Decorator of a command that takes a dataclass of its options: typer gets them one by one.
+    """Return a decorator for a command that takes a dataclass of its options. typer gets the options one by one.
 
-    An annotated field is an option or argument, a field that is a dataclass stands for the fields of that one, and any
-    other keeps its default. Each field of the methods' dataclasses is an option too, whose values by name are the field
-    `parameters`. A field that several methods have becomes one option, which sets it for all of them.
+    An annotated field is an option or argument. A field that is a dataclass stands for its own fields. Any other field
+    keeps its default.
+
+    Each field of the methods' dataclasses is an option too. Their values by name become the field `parameters`. A field
+    that several methods have becomes one option, which sets it for all of them.
     """
 
     def extend(command: Callable[[T], None]) -> Callable[..., None]:
@@ -61,7 +64,7 @@ def with_options(
 
 
 def _declared(options: type) -> Iterator[inspect.Parameter]:
-    """The options that a dataclass declares, in the order of its fields."""
+    """Yield the options that a dataclass declares, in the order of its fields."""
     for name, one in inspect.signature(options).parameters.items():
         if isinstance(one.annotation, type) and is_dataclass(one.annotation):
             yield from _declared(one.annotation)
@@ -70,14 +73,14 @@ def _declared(options: type) -> Iterator[inspect.Parameter]:
 
 
 def _made(options: Any, given: Mapping[str, Any]) -> Any:
-    """The dataclass with those of its fields, and of the dataclasses in it, that are given."""
+    """Make the dataclass from the given values of its fields, and of the fields of its inner dataclasses."""
     types = {one.name: one.type for one in fields(options)}
     inner = {name: _made(kind, given) for name, kind in types.items() if is_dataclass(kind)}
     return options(**inner, **{name: value for name, value in given.items() if name in types})
 
 
 def _options(methods: Mapping[str, type], taken: Mapping[str, str]) -> list[inspect.Parameter]:
-    """Options as keyword parameters, one for each field of the methods.
+    """Return the methods' options as keyword parameters, one for each field name.
 
     Args:
         taken: the command's own options by name, with the names of their types; fields of these names get no option.
@@ -106,7 +109,7 @@ def _check_kind(field: Field[Any], name: str, kind: str, other: str) -> None:
 
 
 def _kind(annotation: Any) -> str:
-    """The name of an annotation's type, without `Annotated` and `| None`."""
+    """Return the name of an annotation's type, without `Annotated` and `| None`."""
     if isinstance(annotation, str):
         return annotation
     while args := get_args(annotation):

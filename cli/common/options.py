@@ -34,7 +34,8 @@ WorkersOption = Annotated[
 
 
 def check_ray(ray: str | None, workers: int | None) -> None:
-    """Raise UsageError for what is no address of a cluster, or a number of workers where no cluster has them."""
+    """Raise UsageError if `ray` is not the address of a cluster, or if a number of workers is given without a
+    cluster."""
     if workers is not None and ray is None:
         raise UsageError(f"--workers {workers} is for --ray; leave it out")
     if ray is not None and ray not in (LOCAL, AUTO) and not re.fullmatch(r"(ray://)?[^\s/]+:\d{1,5}", ray):
@@ -42,18 +43,19 @@ def check_ray(ray: str | None, workers: int | None) -> None:
 
 
 def share(text: str | float) -> float:
-    """A share as `0.05` or `5%`; a project's file gives a number."""
+    """Parse a share such as `0.05` or `5%`; a project's file may give a number. Raises `typer.BadParameter` for
+    other text."""
     text = str(text).strip()
     try:
-        # By decimal numbers, so that 2.9% is what 0.029 is.
+        # Decimal arithmetic makes 2.9% exactly equal to 0.029.
         return float(Decimal(text[:-1]) / 100) if text.endswith("%") else float(text)
     except (ValueError, InvalidOperation):
         raise typer.BadParameter(f"{text or repr(text)} is no share, such as 0.9 or 90%") from None
 
 
 ATTENDED, PLACED = "What is attended to", "Where the document lies"
-"""Panels of options that mean nothing to dense attention."""
-METHODS_OF = "methods: "  # prefix of a method option's panel; the names of the methods that have it follow
+"""Panels of options that have no effect on dense attention."""
+METHODS_OF = "methods: "  # prefix of the panel of methods' options; the methods' names follow
 NAMES = "sparsekv.methods"
 
 
@@ -112,7 +114,7 @@ def _values_of(option: str, args: Iterable[str]) -> Iterable[str]:
 
 
 def refuse_unwritable_plot(plot: Path | None) -> None:
-    """Raise UsageError for a plot whose folder is missing, or whose file name or ending is not possible."""
+    """Raise UsageError if a plot cannot be written: its folder is missing, or its file name or ending is not valid."""
     if plot is None:
         return
     if not os.path.isdir(plot.absolute().parent):
@@ -135,7 +137,8 @@ def _refuse_unknown_ending(plot: Path) -> None:
 
 
 def check_model(name: str | None) -> str | None:
-    """The name unchanged; UsageError where it is empty, or begins with the `~user` of an unknown user."""
+    """Return the name unchanged. Raises UsageError if it is empty, or begins with `~user` for a user that does not
+    exist."""
     if name is not None and not name.strip():
         raise UsageError("--model is empty; leave it out for the default, or name one of `sparsekv models list`")
     try:
@@ -146,12 +149,13 @@ def check_model(name: str | None) -> str | None:
 
 
 def names_of(registry: Callable[[], Iterable[str]], *more: str) -> Callable[[], list[str]]:
-    """For `typer.Option(autocompletion=...)`: the names of a registry, read when completion learns them, and others."""
+    """Return a function for `typer.Option(autocompletion=...)` that lists a registry's names and `more`. The
+    registry is read only when completion calls the function."""
     return lambda: [*registry(), *more]
 
 
 def _embedded() -> list[str]:
-    from sparsekv.formats.models.embedded import EMBEDDED  # here: it imports torch
+    from sparsekv.formats.models.embedded import EMBEDDED  # imported late, because it imports torch
 
     return [EMBEDDED]
 
@@ -228,6 +232,6 @@ CsvOption = Annotated[bool, typer.Option("--csv", help="Print CSV.")]
 
 
 def refuse_two_formats(*, as_json: bool, as_csv: bool) -> None:
-    """Raise UsageError where both --json and --csv were given."""
+    """Raise UsageError if both --json and --csv are given."""
     if as_json and as_csv:
         raise UsageError("--json and --csv exclude each other: choose one")

@@ -1,4 +1,4 @@
-"""Plots of all commands: labels, styles of methods, files, clusterings and posting lists."""
+"""Plotting for all commands: labels, styles of methods, and files. Also the plots of clusterings and posting lists."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,15 +22,15 @@ from sparsekv.runtime.selection.cluster_statistics import ListShape
 from sparsekv.runtime.selection.registry import DENSE, methods
 
 COLUMN = 1.05
-"""Where labels begin, in widths of the axes."""
+"""Horizontal position where labels begin, in widths of the axes."""
 HIGHEST = 0.04
-"""The distance of labels where there is room, in heights of the axes."""
+"""Vertical distance between labels if there is room, in heights of the axes."""
 DARKER = 0.7
 
 
 @dataclass(frozen=True)
 class LineEnd:
-    """The last point of a line, in data, with the line's name and colour."""
+    """The last point of a line in data coordinates, with the line's name and colour."""
 
     name: str
     x: float
@@ -39,9 +39,10 @@ class LineEnd:
 
 
 def label_ends(axis: Axes, ends: Sequence[LineEnd]) -> None:
-    """Write each line's name to the right of the axes, near the height of its end, with a thin line to it.
+    """Write each line's name to the right of the axes, near the height of the line's last point. A thin line connects
+    the two.
 
-    Scales and limits of the axes must be final.
+    The scales and limits of the axes must be final.
     """
     to_axes = axis.transData + axis.transAxes.inverted()
     heights = [float(to_axes.transform((end.x, end.y))[1]) for end in ends]
@@ -68,7 +69,7 @@ def label_ends(axis: Axes, ends: Sequence[LineEnd]) -> None:
 
 
 def spread(heights: Sequence[float]) -> list[float]:
-    """Heights near the given ones and in their order, from 0 to 1, no two nearer than there is room for."""
+    """Return heights from 0 to 1 near the given heights and in the same order. They are far enough apart for labels."""
     gap = min(HIGHEST, 1 / max(1, len(heights) - 1))
     order = sorted(range(len(heights)), key=lambda number: heights[number])
     placed = [0.0] * len(heights)
@@ -88,13 +89,14 @@ COMPARED_WITH = {
     "oracle": {"color": "dimgrey", "marker": "+"},
     "window": {"color": "darkgrey", "marker": "x"},
 }
-"""Dense attention and the two bounds: in greys, which no other method has."""
+"""Styles of dense attention and the two bounds, in black and greys. No other method has these colours."""
 
 
 def style_of(method: str, form: int) -> dict[str, Any]:
-    """Keywords of a line: its colour and marker are the method's in every plot, its dashes the form's number's.
+    """Return matplotlib keywords for a line. The method decides colour and marker, the same in every plot. `form`, the
+    index of the method's form, decides the dashes.
 
-    Eighteen methods beside dense attention and the bounds look different from each other, and six forms of one.
+    Besides dense attention and the bounds, up to eighteen methods look different, and up to six forms of a method.
     """
     ordered = [name for name in methods() if name not in COMPARED_WITH]
     place = ordered.index(method) if method in ordered else 0
@@ -104,13 +106,14 @@ def style_of(method: str, form: int) -> dict[str, Any]:
 
 
 def _colours() -> list[Any]:
-    """tab20's without its greys, all dark ones before the light ones that look like them."""
+    """Return tab20's colours without its greys. All dark colours come before the light colours, which look like
+    them."""
     pairs = [(number, colour) for number, colour in enumerate(colormaps["tab20"].colors) if number // 2 != 7]  # type: ignore[attr-defined]
     return [colour for number, colour in sorted(pairs, key=lambda pair: pair[0] % 2)]
 
 
 def form_numbers(lines: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
-    """Each line, a method and a form's name, with the form's number among those of its method."""
+    """Return the index of each line's form among the forms of its method. A line is a method and the name of a form."""
     numbers: dict[tuple[str, str], int] = {}
     for method, form in lines:
         numbers.setdefault((method, form), sum(known == method for known, _ in numbers))
@@ -118,7 +121,7 @@ def form_numbers(lines: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]
 
 
 def in_percent(axis: Axis, *, logarithmic: bool = False) -> None:
-    """Label an axis of shares in percent; a logarithmic one at 1, 2 and 5 of each power of ten."""
+    """Label an axis of shares in percent. A logarithmic axis gets labels at 1, 2 and 5 of each power of ten."""
     if not logarithmic:
         axis.set_major_formatter(PercentFormatter(1, decimals=None))
         return
@@ -129,11 +132,11 @@ def in_percent(axis: Axis, *, logarithmic: bool = False) -> None:
 
 matplotlib.use("Agg")
 
-matplotlib.rcParams["text.parse_math"] = False  # a `$` in a name is a dollar
+matplotlib.rcParams["text.parse_math"] = False  # a `$` in a name is a dollar sign, not math text
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure and close it; SparsekvError if the file cannot be written."""
+    """Write a figure to a file and close the figure. Raises SparsekvError if the file cannot be written."""
     for text in figure.findobj(Text):
         text.set_text(printable(text.get_text()))
     try:
@@ -148,14 +151,14 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def _log_scale(axis: Axes) -> None:
-    """Make y logarithmic with plain numbers as labels: powers of ten would need math text."""
+    """Make y logarithmic with plain numbers as labels, because powers of ten would need math text."""
     axis.set_yscale("log")
     for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
         which(LogFormatter(minor_thresholds=(2, 0.5)))
 
 
 def by_layer(figure: Figure, axis: Axes, values: np.ndarray, layers: list[int], what: str) -> None:
-    """Draw values [layers, columns] as an image with a row per layer, and a bar that says what they are."""
+    """Draw values [layers, columns] as an image with a row per layer. Its colour bar has the label `what`."""
     image = axis.imshow(values, aspect="auto", cmap="viridis")
     step = max(1, len(layers) // 15)
     axis.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
@@ -194,7 +197,7 @@ def plot_lists(lists: dict[int, ListShape], title: str, path: Path) -> None:
     """Plot how much each subspace decides the keys' ranking, by rank (CSAttention's figure 1c) and by layer.
 
     Args:
-        lists: the shares of each layer, by its number.
+        lists: the shares of each layer, by layer index.
 
     Raises:
         SparsekvError: the picture cannot be written.

@@ -15,17 +15,18 @@ from typing import Any
 
 from sparsekv.formats.errors import SparsekvError
 
-_RESTING = 1_000_000  # new objects before it looks for garbage
+_RESTING = 1_000_000  # new objects between two collections while the collector rests
 _USUAL = gc.get_threshold()
 
 
 def rest_collector() -> None:
-    """Let it look for garbage seldom, until `resume_collector`."""
+    """Run the garbage collector seldom, until `resume_collector`."""
     gc.set_threshold(_RESTING, *_USUAL[1:])
 
 
 def resume_collector() -> None:
-    """Let it work as usual from here on, if it rests; what there is already it no longer looks at."""
+    """Run the garbage collector as usual again, if it rests. From then on, it ignores the objects that exist
+    already."""
     if gc.get_threshold()[0] == _RESTING:
         gc.freeze()
         gc.set_threshold(*_USUAL)
@@ -34,19 +35,20 @@ def resume_collector() -> None:
 LEAST = 768 * 2**20
 """Bytes of address space that torch and transformers need to load."""
 LEAST_LEFT = (560 + 72 * (os.cpu_count() or 1)) * 2**20
-"""Bytes of address space that a small model takes after everything is loaded, and a thread a core, of some 70 MiB:
-libraries may abort when a thread cannot start. Measured on 2 cores: an append aborted at 650 MiB, never at 660."""
+"""Bytes of address space that must be left after everything is loaded. A small model needs them, and so does one
+thread per core, some 70 MiB each. Libraries may abort when a thread cannot start. Measured on 2 cores: an append
+aborted at 650 MiB, never at 660."""
 
 
 def refuse_small_limit() -> None:
-    """Raise SparsekvError if a limit (`ulimit -v`) is too small to load the libraries."""
+    """Raise SparsekvError if a memory limit (`ulimit -v`) is too small to load the libraries."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit < LEAST:
         _refuse(limit, LEAST)
 
 
 def refuse_little_room() -> None:
-    """Raise SparsekvError if, with the libraries loaded, a limit leaves less than LEAST_LEFT."""
+    """Raise SparsekvError if a memory limit leaves less than LEAST_LEFT bytes after the libraries are loaded."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     pages = Path("/proc/self/statm")
     if limit == resource.RLIM_INFINITY or not pages.exists():
@@ -72,17 +74,17 @@ KEPT = {
     "chat": "the index is as it was",
     "tune": "the index is as it was",
 }
-"""Files that an interrupted command keeps; commands that are not listed keep nothing and change nothing."""
+"""What an interrupted command keeps, by command. Other commands keep nothing and change nothing."""
 
 
 class Interruption:
-    """Remembers whether Ctrl-C was pressed: libraries turn KeyboardInterrupt into other errors, or lose it."""
+    """Remembers whether Ctrl-C was pressed, because libraries turn KeyboardInterrupt into other errors, or lose it."""
 
     def __init__(self) -> None:
         self.came = False
 
     def told(self, command: str) -> str:
-        """The line to print: what the interrupted command keeps."""
+        """Return the line to print after Ctrl-C: what the interrupted command keeps."""
         resumes = any(one == "--resume" or one.startswith("--resume=") for one in sys.argv)
         return f"interrupted; {KEPT.get('eval' if resumes else command, 'nothing was changed')}"
 
@@ -96,7 +98,7 @@ class Interruption:
 
 @contextmanager
 def interruptions() -> Iterator[Interruption]:
-    """Records Ctrl-C inside the context; afterwards Ctrl-C kills the process. Under nohup SIGINT stays ignored."""
+    """Record Ctrl-C within the context. Afterwards Ctrl-C kills the process. Under nohup, SIGINT stays ignored."""
     interruption = Interruption()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         yield interruption
@@ -104,7 +106,7 @@ def interruptions() -> Iterator[Interruption]:
     hook = sys.unraisablehook
 
     def again(unraisable: Any) -> None:
-        """Raise an interrupt again that came during a finaliser: Python would only print it."""
+        """Raise again an interrupt that came during a finaliser, because Python would only print it."""
         if isinstance(unraisable.exc_value, KeyboardInterrupt):
             interruption.came = False
             signal.raise_signal(signal.SIGINT)
@@ -122,7 +124,7 @@ def interruptions() -> Iterator[Interruption]:
 
 @contextmanager
 def quiet_libraries(*, debug: bool) -> Iterator[None]:
-    """Context manager that hides libraries' warnings and log records; with `debug` it hides nothing."""
+    """Hide warnings and log records of libraries within the context. With `debug`, hide nothing."""
     if debug:
         yield
         return

@@ -1,4 +1,4 @@
-"""Questions read from an argument, a file or standard input, and answers written to stdout word by word."""
+"""Read questions from an argument, a file or standard input, and write answers to stdout word by word."""
 
 import os
 import shutil
@@ -16,14 +16,16 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 
 
 def answer_may_meet_notes() -> bool:
-    """Whether a note may show in the middle of an answer: stdout is a terminal, or a pipe that may lead to one."""
-    with suppress(OSError, ValueError):  # no file of the system's
+    """Whether a note may appear in the middle of an answer, because stdout is a terminal, or a pipe that may lead to
+    one."""
+    with suppress(OSError, ValueError):  # stdout has no file descriptor
         return not stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
     return stderr.is_terminal
 
 
 def _columns() -> int:
-    """The terminal's width, which $COLUMNS of a shell that started others may not be."""
+    """Return the terminal's width in columns. `$COLUMNS` is used only if the terminal does not report a width,
+    because it may come from a parent shell."""
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns or shutil.get_terminal_size().columns
     except (OSError, ValueError):
@@ -31,10 +33,10 @@ def _columns() -> int:
 
 
 class AnswerStream:
-    """Prints the pieces of one answer after another.
+    """Prints an answer piece by piece.
 
-    A terminal breaks lines anywhere, in the middle of words too. So there a word waits for its end, and begins a
-    new line where the old one has no room for it. Elsewhere the text stays as it is.
+    A terminal breaks lines anywhere, even inside words. So on a terminal, a word is held back until it is complete, and
+    begins a new line if it does not fit. Elsewhere the text is printed unchanged.
     """
 
     def __init__(self) -> None:
@@ -42,18 +44,19 @@ class AnswerStream:
         self._column, self._blanks, self._word = 0, "", ""
 
     def add(self, piece: str) -> None:
-        """Print a piece."""
+        """Print a piece of the answer."""
         self.begun = True
         say(self._wrapped(printable(piece)) if sys.stdout.isatty() else piece, end="")
 
     def end(self) -> None:
-        """End the answer's line; the next piece is another answer's."""
+        """End the answer's line. The next piece belongs to another answer."""
         say(self._end_of_word() + self._blanks if sys.stdout.isatty() else "")
         self.begun, self._column, self._blanks = False, 0, ""
 
     @contextmanager
     def ending_lines(self) -> Iterator[None]:
-        """On a terminal, let what follows an answer that broke off begin a line of its own."""
+        """End the line of an answer that broke off within the context, so that later output on a terminal begins a
+        new line."""
         try:
             yield
         finally:
@@ -61,7 +64,8 @@ class AnswerStream:
                 self.end()
 
     def _wrapped(self, text: str) -> str:
-        """The part of a text that can be written: all but a last word, which may go on, and the blanks before it."""
+        """Return the part of the text that can be printed now. The last word may go on, so it is held back with the
+        blanks before it."""
         width, out = _columns(), []
         for character in text:
             if character == "\n":
@@ -71,7 +75,7 @@ class AnswerStream:
                 out.append(self._end_of_word())
                 self._blanks += character
             else:
-                # Lines of wide characters, such as Chinese, are broken between any two of them.
+                # A line may break between any two wide characters, such as Chinese.
                 wide = cell_len(character) > 1
                 if wide or cell_len(self._word) >= width:
                     out.append(self._end_of_word())
@@ -81,7 +85,7 @@ class AnswerStream:
         return "".join(out)
 
     def _end_of_word(self) -> str:
-        """The word that has come, after its blanks or in a new line."""
+        """Return the word that was held back, after its blanks or on a new line."""
         if not self._word:
             return ""
         width, cells = _columns(), cell_len(self._word)
@@ -89,19 +93,19 @@ class AnswerStream:
         if self._column and column + cells > width:
             before, column = "\n", 0
         written, self._word, self._blanks = before + self._word, "", ""
-        self._column = (column + cells - 1) % width + 1  # of a word longer than a line the terminal makes several
+        self._column = (column + cells - 1) % width + 1  # the terminal breaks a word that is longer than a line
         return written
 
 
 MOST = 2**28
-"""Bytes of questions in one file: more would be a device that never ends."""
+"""Largest size of a file of questions in bytes. Longer input is taken for a device that never ends."""
 
 
 def read_question(argument: str | None, file: str | None) -> str:
-    """One question, without the newline at its end.
+    """Return the question without the newline at its end.
 
     Raises:
-        UsageError: no question or two were given, or the file cannot be read.
+        UsageError: no question or two questions are given, or the file cannot be read.
     """
     if argument is not None and file is not None:
         raise UsageError("give the question once: as an argument or with --prompt-file")
@@ -113,7 +117,7 @@ def read_question(argument: str | None, file: str | None) -> str:
 
 
 def read_lines(file: str, option: str) -> list[str]:
-    """Every line of a file or of standard input (`-`), blank ones too; only a newline ends a line.
+    """Return every line of a file or of standard input (`-`), including blank lines. Only a newline ends a line.
 
     Raises:
         UsageError: the file cannot be read, or all its lines are blank.
@@ -125,7 +129,7 @@ def read_lines(file: str, option: str) -> list[str]:
 
 
 def read_questions(file: str, option: str) -> list[str]:
-    """Every line of a file or of standard input that is not blank; raises what `read_lines` raises."""
+    """Return every line of a file or of standard input that is not blank. Raises what `read_lines` raises."""
     return [line for line in read_lines(file, option) if line.strip()]
 
 

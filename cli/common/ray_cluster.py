@@ -1,4 +1,5 @@
-"""A Ray cluster's workers, each of which runs one job at a time; a worker that dies costs one job."""
+"""Run jobs on the workers of a Ray cluster. Each worker runs one job at a time, so the death of a worker affects one
+job."""
 
 import os
 import socket
@@ -20,15 +21,15 @@ Job = TypeVar("Job")
 
 
 class RayWorker(ABC, Generic[Recipe, Job]):
-    """An error comes back as one line, because not every exception can be pickled.
+    """A worker of a Ray cluster. It returns an error as one line of text, because not every exception can be pickled.
 
     Args:
         recipe: how jobs are done.
-        threads: of torch; None for its own number.
+        threads: number of torch threads; None for torch's default.
     """
 
     command: ClassVar[str]
-    """The command whose work it is."""
+    """The command whose jobs the worker does."""
 
     def __init__(self, recipe: Recipe, threads: int | None):
         self.recipe = recipe
@@ -39,14 +40,14 @@ class RayWorker(ABC, Generic[Recipe, Job]):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Load what every job needs."""
+        """Load what every job needs, such as the model."""
 
     @abstractmethod
     def work(self, job: Job) -> None:
-        """Do a job, or resume it."""
+        """Do a job, or resume an interrupted one."""
 
     def load(self) -> str:
-        """Prepare; returns what went wrong, empty for nothing."""
+        """Prepare the worker. Returns the error as one line, empty if there is none."""
         try:
             with quiet_libraries(debug=False):
                 self.prepare()
@@ -55,7 +56,7 @@ class RayWorker(ABC, Generic[Recipe, Job]):
         return ""
 
     def do(self, job: Job) -> str:
-        """Do a job; returns what went wrong, empty for nothing."""
+        """Do a job. Returns the error as one line, empty if there is none."""
         try:
             with quiet_libraries(debug=False):
                 self.work(job)
@@ -65,7 +66,8 @@ class RayWorker(ABC, Generic[Recipe, Job]):
 
 
 def whole_model(name: str | None) -> str | None:
-    """A model's name as it means the same in a process of another folder."""
+    """Return a model's name that is valid for processes with another current folder. The path of a local folder
+    becomes absolute."""
     if name is None or not os.path.isdir(folder := os.path.expanduser(name)):
         return name
     return os.path.abspath(folder)
@@ -73,18 +75,18 @@ def whole_model(name: str | None) -> str | None:
 
 HashableJob = TypeVar("HashableJob", bound=Hashable)
 
-_PATIENCE = 10.0  # seconds
+_PATIENCE = 10.0  # seconds to wait for a connection to the cluster
 MOST_DEATHS = 3
-"""Workers that may die with one job before it is set aside, or one after another while they load before none is started
-in their place."""
+"""How many workers may die with one job before the job is set aside. After as many deaths in a row while workers
+load, no further worker is started."""
 
 
 @dataclass
 class RayCluster(Generic[HashableJob]):
-    """Jobs that wait for workers, and workers, each with at most one job.
+    """A queue of jobs, and the workers of a Ray cluster, each with at most one job.
 
-    worker: the class of workers, each made of the recipe. count: of workers; None for one a GPU, or where there is none
-    one for four CPUs.
+    worker: class of the workers; each is made from the recipe.
+    count: number of workers. None for one per GPU, or one per four CPUs if there is no GPU.
     """
 
     worker: type[RayWorker[Any, HashableJob]]
@@ -96,18 +98,20 @@ class RayCluster(Generic[HashableJob]):
     busy: dict[Any, tuple[Any, HashableJob | None]] = field(default_factory=dict)
 
     def run(self, jobs: Sequence[HashableJob]) -> Iterator[tuple[HashableJob, str]]:
-        """Each job with what went wrong, in one line, empty for nothing; as they are done, the last first.
+        """Run the jobs, the last one first. Yields each finished job with its error as one line, empty if there is
+        none.
 
         Raises:
             UsageError: Ray is not installed, or there is no cluster at the address.
-            SparsekvError: workers cannot load the model, or die while they do.
+            SparsekvError: workers cannot load the model, or die while they load it.
         """
         with _joined(self.address) as ray:
             waiting = list(jobs)
             workers = min(self._workers(ray), len(waiting))
             for _ in range(workers):
                 self._start(ray, workers)
-            # Not for those that load with nothing left to do: where too many are wanted, they wait for others to end.
+            # Do not wait for workers that are still loading when no job is left.
+            # If the cluster is too small for all workers, they start only after others end.
             while self.busy and (waiting or any(job is not None for _, job in self.busy.values())):
                 done = ray.wait(list(self.busy))[0][0]
                 worker, job = self.busy.pop(done)
@@ -147,9 +151,10 @@ class RayCluster(Generic[HashableJob]):
     def _bury(
         self, job: HashableJob | None, waiting: list[HashableJob], error: Exception
     ) -> Iterator[tuple[HashableJob, str]]:
-        """Count a worker's death; its job, unless it has seen too many, waits to be the last.
+        """Count the death of a worker. Its job goes to the end of the queue, or is set aside after too many deaths.
 
-        So deaths that are nobody's fault meet different jobs, and one that kills its workers delays no other.
+        At the end of the queue, a job that kills its workers delays no other job. Deaths with another cause then affect
+        different jobs.
         """
         self.deaths[job] += 1
         if job is None:
@@ -162,7 +167,8 @@ class RayCluster(Generic[HashableJob]):
 
 @contextmanager
 def _joined(address: str) -> Iterator[Any]:
-    """Ray, connected to the cluster at an address, or to one on this machine that ends with the context."""
+    """Connect to the Ray cluster at an address, or start a cluster on this machine that ends with the context.
+    Yields the `ray` module."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -170,12 +176,12 @@ def _joined(address: str) -> Iterator[Any]:
     except ImportError:
         raise UsageError("--ray needs Ray: pip install 'sparsekv[ray]'") from None
     _check_answers(address)
-    # Ray prints what it notices of workers to stdout, from threads of its own.
+    # Ray prints messages about workers to stdout, from its own threads.
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         try:
             with _silent_stderr():
                 ray.init(
-                    address=address,  # Ray takes `local` for one of its own, whatever runs on this machine
+                    address=address,  # `local` starts a new cluster, whatever runs on this machine
                     log_to_driver=False,
                     configure_logging=False,
                     include_dashboard=False if address == LOCAL else None,
@@ -194,7 +200,7 @@ def _joined(address: str) -> Iterator[Any]:
 
 @contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """Within the context, nothing is printed to stderr: what Ray's own libraries say there is told in one line."""
+    """Send stderr to /dev/null within the context. The caller reports in one line what Ray's libraries would print."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -207,7 +213,7 @@ def _silent_stderr() -> Iterator[None]:
 
 
 def _check_answers(address: str) -> None:
-    """Raise UsageError where nobody listens at HOST:PORT: Ray would end the process for it."""
+    """Raise UsageError if nothing listens at HOST:PORT. Ray itself would end the process in this case."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon:
         return

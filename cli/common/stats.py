@@ -1,4 +1,4 @@
-"""Statistics of answers (`generate --stats`), and of what int8 storage of keys and values costs."""
+"""Print statistics of answers (`generate --stats`), and describe the cost of storing keys and values in int8."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -8,15 +8,16 @@ from sparsekv.cli.common.console import note, tell
 from sparsekv.formats.index.schema import KVStorage, Manifest
 from sparsekv.kernels.attention.cluster_step import compiling_took
 
-if TYPE_CHECKING:  # they import transformers, which a report does not need
+if TYPE_CHECKING:  # they import transformers, which recall-report does not need
     from sparsekv.runtime.cache.index_cache import LayerStats
     from sparsekv.runtime.decoding.generate import Answer
 
 
 def stored_line(manifest: Manifest) -> str | None:
-    """Output error of dense attention by an index's int8 rows, and the tokens it was measured on.
+    """Describe the error that int8 keys and values cause in dense attention's output, and the tokens it was measured
+    on.
 
-    None where rows are in the index's dtype.
+    None if keys and values are stored in the index's dtype.
     """
     storage = manifest.kv_storage
     if storage is None:
@@ -31,7 +32,8 @@ def stored_line(manifest: Manifest) -> str | None:
 
 
 def storage_record(storage: KVStorage | None) -> dict[str, Any] | None:
-    """How keys and values are stored, and what it costs by layer; None where they are in the index's dtype."""
+    """Return how keys and values are stored, and the error by layer that this causes. None if they are in the
+    index's dtype."""
     if storage is None:
         return None
     return {
@@ -46,8 +48,8 @@ MORE_THAN_EVERYTHING = "it reads its index beside every key and value; a smaller
 
 
 def print_stats(answer: "Answer", question: int | None = None) -> None:
-    """Print times and rows read to stderr, and a table of layers if the method can estimate its missed mass; of one of
-    several questions its number too."""
+    """Print times and the share of keys and values read to stderr. If the method can estimate the attention it
+    misses, also print a table of layers. `question` is the line number of a batch's question."""
     named = "" if question is None else f"question {question}: "
     note(f"{named}{_summary(answer)}", quiet=False)
     if seconds := compiling_took():
@@ -60,7 +62,7 @@ def print_stats(answer: "Answer", question: int | None = None) -> None:
 
 
 def note_cut(answer: "Answer", most: int, *, quiet: bool) -> None:
-    """Note that an answer ended because it may not be longer than `most` tokens, or than the model's positions."""
+    """Note that an answer was cut, because it reached `most` tokens or the model has no more positions."""
     if answer.finish_reason == "length":
         cut = answer.generated_tokens
         why = "--max-new-tokens" if cut >= most else "the model has no more positions"

@@ -1,4 +1,5 @@
-"""Standard streams that work when closed, full, or not UTF-8, and untrusted text escaped for terminals."""
+"""Standard streams that work even if they are closed, full or not UTF-8. Also the escaping of untrusted text for
+terminals."""
 
 import io
 import json
@@ -20,7 +21,8 @@ _BYTES = range(0xDC80, 0xDD00)
 
 
 def printable(text: str) -> str:
-    """The text with control characters, bidi overrides and undecodable bytes escaped, as in `\\x1b` or `\\u202e`.
+    """Return the text with control characters, bidi overrides and undecodable bytes escaped, as in `\\x1b` or
+    `\\u202e`.
 
     Line ends and tabs stay.
     """
@@ -28,13 +30,13 @@ def printable(text: str) -> str:
 
 
 def json_text(value: Any) -> str:
-    """JSON on one line: non-ASCII letters are kept, control characters and line ends are escaped."""
+    """Return JSON on one line. Non-ASCII letters are kept; control characters and line ends are escaped."""
     text = json.dumps(value, ensure_ascii=False)
     return _RAW_IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def finite_numbers(value: Any) -> Any:
-    """The same with None for numbers that are not finite, for which JSON has no word."""
+    """Return the value with None in place of numbers that are not finite, which JSON cannot represent."""
     if isinstance(value, dict):
         return {name: finite_numbers(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -48,7 +50,7 @@ def _escaped(code: int) -> str:
 
 
 class _Stdout(io.FileIO):
-    """Standard output whose errors name it, and that may ignore a closed pipe."""
+    """Standard output. Its errors name it, and it can ignore a closed pipe."""
 
     outlives_reader = False
 
@@ -63,7 +65,8 @@ class _Stdout(io.FileIO):
 
 
 def prepare_streams() -> None:
-    """Make stdin, stdout and stderr usable: text is UTF-8, and file names that are not are written byte for byte.
+    """Make stdin, stdout and stderr usable. Text is in UTF-8, and file names that are not UTF-8 are written byte for
+    byte.
 
     Raises:
         SparsekvError: standard output is closed, so that no result could be shown.
@@ -86,7 +89,8 @@ def prepare_streams() -> None:
 
 
 def outlive_reader() -> None:
-    """Keep running when the reader of stdout closes the pipe (`| head -1`), for commands that still have to write."""
+    """Keep running when the reader of stdout closes the pipe (`| head -1`). Commands use this that must still write
+    files."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if isinstance(raw, _Stdout):

@@ -1,5 +1,5 @@
-"""Refuse option values that no command can use: text that is not UTF-8, NaN, infinities, numbers beyond int64; and an
-option that takes one value and is given several."""
+"""Refuse option values that no command can use: text that is not UTF-8, NaN, infinities, numbers beyond int64. Also
+refuse several values for an option that takes one."""
 
 import math
 from collections import Counter
@@ -11,7 +11,8 @@ LARGEST = 2**63 - 1
 
 
 def refuse_repeated(command: Any, ctx: Any, args: list[str]) -> None:
-    """Raise UsageError for an option that is given twice and takes one value: the last would win without a word."""
+    """Raise UsageError for an option that takes one value and is given several times. Otherwise the last value would
+    win silently."""
     _, _, in_order = command.make_parser(ctx).parse_args([*args])
     options = Counter(one for one in in_order if one.param_type_name == "option")
     for option, times in options.items():
@@ -28,7 +29,7 @@ def _named(parameter: Any) -> str:
 
 
 def check_values(command: Any, ctx: Any) -> None:
-    """Raise UsageError for a value of a command that no command can use."""
+    """Raise UsageError if a parameter of a command has a value that no command can use."""
     names = {one.name: _named(one) for one in command.params}
     for name, value in ctx.params.items():
         for one in value if isinstance(value, list | tuple) else [value]:
@@ -36,7 +37,8 @@ def check_values(command: Any, ctx: Any) -> None:
 
 
 def check_value(name: str, value: Any) -> None:
-    """Raise UsageError for a bad value. Paths are not checked: a file name may be any bytes."""
+    """Raise UsageError for a value that no command can use. Paths are not checked, because a file name may contain
+    any bytes."""
     if isinstance(value, str) and not _is_utf8(value):
         raise UsageError(f"{name} {value} is not text in UTF-8; write it in UTF-8, or give a file that is")
     if isinstance(value, float) and not math.isfinite(value):

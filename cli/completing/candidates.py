@@ -1,4 +1,4 @@
-"""Shell completion: scripts for bash, zsh and fish, the command line as they pass it, and the candidates for its last
+"""Shell completion: scripts for bash, zsh and fish, the parsing of the command line, and the candidates for its last
 word."""
 
 import os
@@ -19,10 +19,11 @@ _PLAIN = re.compile(r"[\w./@%+,:=~-]")
 
 @dataclass(frozen=True)
 class BashLine:
-    """Words without their quotes, of which the last is incomplete.
+    """The words of a bash command line without their quotes. The last word is incomplete.
 
-    quote: the quotation mark that is still open in it.
-    replaced: how many of its letters stay: bash replaces what follows the last `=` or `:`, or an open quote.
+    quote: the quotation mark that is still open in the last word.
+    replaced: how many characters of the last word stay. bash replaces what follows the last `=` or `:`, or an open
+    quote.
     """
 
     words: list[str]
@@ -30,7 +31,8 @@ class BashLine:
     replaced: int
 
     def insertion(self, word: str) -> str | None:
-        """The text with which bash replaces the end of the incomplete word; None where a quote cannot hold the word."""
+        """Return the text by which bash replaces the end of the incomplete word. None if the open quote cannot
+        contain the word."""
         rest = word[self.replaced :]
         if self.quote:
             return None if self.quote in rest or (self.quote == '"' and re.search(r"[$`\\!]", rest)) else rest
@@ -38,10 +40,10 @@ class BashLine:
 
 
 def read_bash_line(line: str, breaks: str) -> BashLine:
-    """The words of a line up to the cursor.
+    """Split a bash command line, up to the cursor, into words.
 
     Args:
-        breaks: `$COMP_WORDBREAKS`.
+        breaks: the value of `$COMP_WORDBREAKS`.
     """
     words, quote, replaced, inside = [""], "", 0, False
     letters = iter(line)
@@ -64,10 +66,11 @@ def read_bash_line(line: str, breaks: str) -> BashLine:
 
 
 ASK = "__complete"
-"""The first argument by which a script asks: then a shell's name, and the line (bash) or the words up to the cursor.
+"""The first argument by which a shell's script asks for candidates. The shell's name follows. bash then passes the line
+and `$COMP_WORDBREAKS`, the others pass the words up to the cursor.
 
-The answer's first line is `words`, `open` (no blank is to follow), `file` or `folder`. Each of the others is a word,
-with a tab and what it is but for bash.
+The first line of the output is `words`, `open` (the shell adds no blank after the word), `file` or `folder`. Each
+further line is a candidate. Except for bash, a tab and a description follow the candidate.
 """
 
 BASH = """\
@@ -130,9 +133,9 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 @dataclass
 class Candidates:
-    """Words that may stand in the place of the incomplete one, each with a line about it.
+    """Candidates for the incomplete word, each with a description.
 
-    files: `file` or `folder` where a name of one may stand there too, which the shell completes best.
+    files: `file` or `folder` if a path may stand there too; the shell itself completes paths best.
     """
 
     words: dict[str, str] = field(default_factory=dict)
@@ -140,7 +143,8 @@ class Candidates:
 
 
 def candidates(program: KnownCommand, words: list[str], incomplete: str) -> Candidates:
-    """Candidates that may follow the complete words (without the program's name) and begins with the incomplete one."""
+    """Return the candidates that may follow the complete words and that begin with the incomplete word. `words` does
+    not contain the program's name."""
     line = _Line(program)
     for word in words:
         line.take(word)
@@ -148,7 +152,7 @@ def candidates(program: KnownCommand, words: list[str], incomplete: str) -> Cand
 
 
 class _Line:
-    """Where on a command line one is: in which command, after which option."""
+    """Position on a command line: the current command, and the option whose value must follow."""
 
     def __init__(self, program: KnownCommand):
         self.command, self.known = program, True
@@ -158,7 +162,7 @@ class _Line:
         self.methods: set[str] = set()
 
     def take(self, word: str) -> None:
-        """Go on past a complete word."""
+        """Advance past a complete word."""
         if self.awaiting is not None:
             self._value(self.awaiting, word)
             self.awaiting = None
@@ -188,7 +192,7 @@ class _Line:
             self.methods.add(value)
 
     def complete(self, incomplete: str) -> Candidates:
-        """Candidates that may replace the incomplete word."""
+        """Return the candidates for the incomplete word."""
         if not self.known:
             return Candidates()
         if self.awaiting is not None:
@@ -209,7 +213,10 @@ class _Line:
         return found
 
     def _options(self, incomplete: str) -> dict[str, str]:
-        """Long options, or a short one that is whole; without those that were given, or are of other methods."""
+        """Return the long options that begin with `incomplete`, or a short option that is already complete.
+
+        Options of other methods are left out. So are options that were given already and take one value.
+        """
         shown = [one for one in self.command.options if self._possible(one)]
         found = {name: one.help for one in shown for name in one.names if name.startswith(incomplete)}
         return {name: text for name, text in found.items() if name.startswith("--") or name == incomplete}
@@ -220,7 +227,7 @@ class _Line:
 
 
 def _values(option: KnownOption, incomplete: str, before: str = "") -> Candidates:
-    """Values of an option that begin so; `before` is put before each word."""
+    """Return the values of an option that begin with `incomplete`. `before` is put in front of each value."""
     words: Iterable[str] = option.choices
     files = ""
     if option.value == "index":
@@ -234,7 +241,10 @@ def _values(option: KnownOption, incomplete: str, before: str = "") -> Candidate
 
 
 def _indices(incomplete: str) -> list[str]:
-    """Index folders, and with a slash the folders that they may lie in; names that no shell shows well are left out."""
+    """Return the matching index folders, and other folders, which may contain indices, with a slash at the end.
+
+    Names with unprintable characters are left out, and hidden folders as long as the last part of the path is empty.
+    """
     head, slash, tail = incomplete.rpartition("/")
     folders = (entry.name for entry in os.scandir(os.path.expanduser(head) or slash or ".") if entry.is_dir())
     shown = (name for name in folders if name.isprintable() and (tail or not name.startswith(".")))
@@ -243,13 +253,13 @@ def _indices(incomplete: str) -> list[str]:
 
 
 def answer(arguments: list[str], learn: Callable[[], KnownCommand]) -> None:
-    """Print what may come next, as `scripts.ASK` describes; nothing else is printed, and nothing is raised.
+    """Print the candidates in the format that `ASK` describes. The function prints nothing else and raises nothing.
 
     Args:
         arguments: the shell's name, and the line (bash) or its words.
-        learn: asks the commands themselves, which takes seconds.
+        learn: reads the options from the commands themselves, which takes seconds.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C at a prompt is no failure to tell of
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C at a shell prompt is no error
     with suppress(Exception), open(os.devnull, "w") as nothing, redirect_stderr(nothing):
         prepare_streams()
         with redirect_stdout(nothing):
@@ -259,7 +269,8 @@ def answer(arguments: list[str], learn: Callable[[], KnownCommand]) -> None:
 
 
 def program(learn: Callable[[], KnownCommand]) -> KnownCommand:
-    """The commands and options of the program, from the cache or else learned."""
+    """Return the commands and options of the program from the cache. Without a valid cache, learn them and fill the
+    cache."""
     known = remembered()
     if known is None:
         known = learn()
@@ -275,7 +286,7 @@ def _lines(arguments: list[str], known: KnownCommand) -> list[str]:
         inserted = (line.insertion(word) for word in found.words)
         return [_kind(found), *(word for word in inserted if word is not None)]
     before, found = "", candidates(known, words[:-1], words[-1])
-    if shell == "zsh" and words[-1].startswith("--"):  # zsh keeps an option and its equals sign
+    if shell == "zsh" and words[-1].startswith("--"):  # zsh completes only what follows the equals sign
         before = words[-1][: words[-1].find("=") + 1]
     return [_kind(found), *(f"{word.removeprefix(before)}\t{about}" for word, about in found.words.items())]
 

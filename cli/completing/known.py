@@ -1,4 +1,5 @@
-"""The commands and options that completion offers: read from a cache, because the commands themselves import torch."""
+"""Cache of the commands and options that completion offers. Without it, completion would import the commands, and so
+torch."""
 
 import json
 import os
@@ -13,15 +14,15 @@ from sparsekv.formats.user.cache import cache_root, read_small, replace_small
 _FILE = "completion.json"
 _PACKAGE = Path(__file__).parents[2]
 _DECIDE = ("cli", "indexing", "runtime")
-"""Folders of the package that hold the commands, and the methods whose fields are options."""
+"""Folders of the package that determine the completions: the commands, and the methods, whose fields are options."""
 
 
 @dataclass(frozen=True)
 class KnownOption:
-    """An option by its names; `--no-x` is one of its own.
+    """An option as completion knows it. `--no-x` is a separate option.
 
-    value: what its value is: none (a flag), names (one of `names`), index, model, file, folder or any.
-    owners: the methods that it belongs to; none for an option of the command itself.
+    value: the kind of its value: none (a flag), names (one of `choices`), index, model, file, folder or any.
+    owners: the methods that the option belongs to; empty for an option of the command itself.
     """
 
     names: list[str]
@@ -34,7 +35,8 @@ class KnownOption:
 
 @dataclass(frozen=True)
 class KnownCommand:
-    """A command: its options, what its arguments are (as a KnownOption's value and choices), and commands below it."""
+    """A command as completion knows it: its options, arguments and subcommands. An argument is a KnownOption without
+    names."""
 
     help: str
     options: list[KnownOption] = field(default_factory=list)
@@ -43,14 +45,14 @@ class KnownCommand:
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> "KnownCommand":
-        """A command from what `asdict` made of it."""
+        """Make a command from a dictionary that `asdict` returned."""
         options, arguments = ([KnownOption(**one) for one in record[name]] for name in ("options", "arguments"))
         commands = {name: cls.of(one) for name, one in record["commands"].items()}
         return cls(record["help"], options, arguments, commands)
 
 
 def remembered() -> KnownCommand | None:
-    """The cached commands of the installed version; None if there is no cache, or one of another version."""
+    """Return the cached commands of the installed version; None if there is no valid cache for this version."""
     try:
         record = json.loads(read_small(cache_root() / _FILE) or "{}")
         return KnownCommand.of(record["program"]) if record["of"] == _installed() else None
@@ -59,12 +61,13 @@ def remembered() -> KnownCommand | None:
 
 
 def remember(program: KnownCommand) -> None:
-    """Keep it for the next completion; a cache that cannot be written keeps nothing."""
+    """Write the commands to the cache for the next completion. If the cache cannot be written, nothing happens."""
     replace_small(cache_root() / _FILE, json.dumps({"of": _installed(), "program": asdict(program)}))
 
 
 def _installed() -> list[Any]:
-    """Changes when the program does, or when a package is installed, which may bring methods."""
+    """Return the modification times that identify the installed version. They change when the program changes, or
+    when a package is installed, because a package may add methods."""
     files = sorted(path for folder in _DECIDE for path in _files(_PACKAGE / folder))
     packages = [path for path in sys.path if path.endswith("-packages") and os.path.isdir(path)]
     return [[path, os.stat(path).st_mtime_ns] for path in (*files, *packages)]

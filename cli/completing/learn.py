@@ -1,4 +1,4 @@
-"""Learn from the commands themselves what completion has to know; their modules are imported for it."""
+"""Learn from the commands themselves what completion must know. This imports the modules of the commands."""
 
 import re
 from pathlib import Path
@@ -12,11 +12,11 @@ _LITERAL = re.compile(r"[a-z0-9][\w.:-]*")
 
 
 def learn(command: Any, ctx: Any, help_text: str = "") -> KnownCommand:
-    """A command as completion knows it, with all below it.
+    """Return a command as completion knows it, with all its subcommands.
 
     Args:
-        ctx: a context of the command's parent, or of itself at the top.
-        help_text: one line about it, where the command's own help is longer.
+        ctx: the context of the command's parent; for the top command, its own context.
+        help_text: one line about the command, to replace a longer help of its own.
     """
     kinds = {} if hasattr(command, "list_commands") else kinds_of(command)
     found = [(one, kinds.get(one.name)) for one in command.get_params(ctx)]
@@ -38,7 +38,7 @@ def _known(names: list[str], parameter: Any, kind: Any, ctx: Any) -> KnownOption
 
 
 def _value(parameter: Any, kind: Any, ctx: Any) -> tuple[str, list[str]]:
-    """The kind of an option's value, and the names that the option's metavar or its completion lists."""
+    """Return the kind of an option's value, and the values that the option's metavar or its own completion lists."""
     metavar = parameter.metavar or ""
     choices = [part for part in metavar.split("|") if _LITERAL.fullmatch(part)]
     choices += [str(item.value) for item in parameter.shell_complete(ctx, "") if item.type == "plain"]

@@ -1,4 +1,4 @@
-"""The defaults of a project in `sparsekv.toml`: its file, its keys, and its values checked against the options."""
+"""Read a project's defaults from `sparsekv.toml`: find the file, and check its keys and values against the options."""
 
 import inspect
 import os
@@ -18,14 +18,14 @@ from sparsekv.formats.errors import UsageError, suggestion
 
 NAME = "sparsekv.toml"
 MOST = 2**16
-"""Bytes of such a file: it comes from a folder that somebody else may have made."""
+"""Largest size of the file in bytes. The limit exists because someone else may have made the folder and its file."""
 _HEADER = re.compile(r"\s*\[([^\[\]]+)\]\s*(#.*)?")
 _KEY = re.compile(r"\s*([\w.'\" -]+?)\s*=")
 
 
 @dataclass(frozen=True)
 class ProjectFile:
-    """A project's defaults: the file, its tables as TOML has them, and the line of each key by its path."""
+    """A project's defaults: the file's path, its TOML tables, and the line number of each key by the key's path."""
 
     path: Path
     tables: dict[str, Any]
@@ -33,19 +33,21 @@ class ProjectFile:
 
     @property
     def shown(self) -> str:
-        """The file's path from the current folder, for messages."""
+        """The file's path relative to the current folder, for messages."""
         return os.path.relpath(self.path)
 
     def where(self, *keys: str) -> str:
-        """The file and the line of a key, such as `sparsekv.toml, line 3`; the file alone if the line is not known."""
+        """Return the file and line of a key, such as `sparsekv.toml, line 3`; the file alone if the line is not
+        known."""
         return f"{self.shown}, line {self.lines[keys]}" if keys in self.lines else self.shown
 
 
 def project_file() -> ProjectFile | None:
-    """The nearest `sparsekv.toml` in the current folder and those above it, up to the home or root; None without one.
+    """Return the nearest `sparsekv.toml`, or None. The search goes from the current folder upwards to the home folder
+    or the root.
 
     Raises:
-        UsageError: it cannot be read, or is no TOML.
+        UsageError: the file cannot be read, or is not valid TOML.
     """
     path = _find()
     return None if path is None else _parse(path, _read(path))
@@ -68,7 +70,7 @@ def _find() -> Path | None:
 def _read(path: Path) -> str:
     shown = os.path.relpath(path)
     try:
-        # Without blocking: nobody may write to what a stranger made a pipe.
+        # O_NONBLOCK: a stranger may have made the file a pipe without a writer, and open() would wait forever.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise UsageError(f"{shown} is no file; move it away, or write the project's defaults there")
@@ -91,7 +93,7 @@ def _parse(path: Path, text: str) -> ProjectFile:
 
 
 def _lines(text: str) -> dict[tuple[str, ...], int]:
-    """The line of each table and key that has one of its own, which the library does not say."""
+    """Return the line number of each table and key that has a line of its own. tomllib does not report line numbers."""
     table: tuple[str, ...] = ()
     found: dict[tuple[str, ...], int] = {}
     for number, line in enumerate(text.split("\n"), 1):
@@ -108,7 +110,8 @@ def _names(dotted: str) -> tuple[str, ...]:
 
 
 CALLS_OWN = ("special-tokens", "force", "rebuild", "again", "keep-indices", "reset", "ray")
-"""Options that decide what is written, replaced or trusted, a cluster too: the person who calls decides these."""
+"""Options that a file may not set. They decide what is written, replaced or trusted, a Ray cluster too, so the user
+gives them in each call."""
 _NAMES_A_FILE = re.compile(r"FILE|FOLDER|\.skv")
 _TAKES = {
     bool: "true or false",
@@ -121,12 +124,13 @@ _IS = {bool: "a boolean", int: "an integer", float: "a number", str: "a string",
 
 
 def long_name(option: Any) -> str:
-    """An option's long name without dashes, such as `max-new-tokens`."""
+    """Return an option's long name without dashes, such as `max-new-tokens`."""
     return str(max(option.opts, key=len)).lstrip("-")
 
 
 def kinds_of(command: Any) -> dict[str, Any]:
-    """By parameter: the type of its value, or of each of its values, from the command's signature."""
+    """Return the type of each parameter from the command's signature, by parameter name. For a list it is the
+    element type."""
     signature = inspect.signature(command.callback)
     return {name: _kind(parameter.annotation) for name, parameter in signature.parameters.items()}
 
@@ -140,7 +144,8 @@ def _kind(annotation: Any) -> Any:
 
 
 def refuse_calls_own(option: Any, kind: Any, where: str) -> None:
-    """Raise UsageError for an option that no file may set: it names a file, or decides what is written or trusted."""
+    """Raise UsageError for an option that a file may not set: it names a file, or decides what is written or
+    trusted."""
     name = long_name(option)
     if name == "index":
         return
@@ -152,10 +157,10 @@ def refuse_calls_own(option: Any, kind: Any, where: str) -> None:
 
 
 def typed(option: Any, kind: Any, value: Any, where: str) -> Any:
-    """A value as the option takes it; a single one is a list where the option is repeatable.
+    """Return a value from the file as the option takes it. For a repeatable option, a single value becomes a list.
 
     Raises:
-        UsageError: it is of another type.
+        UsageError: the value has another type, or no command can use it.
     """
     if option.multiple:
         return [_typed(option, kind, one, where) for one in (value if isinstance(value, list) else [value])]
@@ -174,20 +179,20 @@ def _typed(option: Any, kind: Any, value: Any, where: str) -> Any:
 
 
 def refuse_type(what: str, value: Any, takes: str) -> NoReturn:
-    """Raise UsageError for a value of the wrong type, which says what it is and what to write."""
+    """Raise UsageError for a value of the wrong type. The message names the type of the value and the type to write."""
     found = next((text for one, text in _IS.items() if isinstance(value, one)), "a date or time")
     raise UsageError(f"{what} is {found}; write {takes}")
 
 
 def index_path(value: str, file: ProjectFile, where: str) -> str:
-    """An index's path from the current folder, which the file has from its own.
+    """Return an index's path relative to the current folder. `value` is relative to the folder of the file.
 
     Raises:
-        UsageError: it lies elsewhere than below the file's folder, through a link too: whoever wrote the file must not
-            choose which of the user's indices is changed.
+        UsageError: the index is not below the file's folder, also if a link leads out of it. Whoever wrote the file
+            must not choose which of the user's indices is changed.
     """
     folder = file.path.parent
-    # What is returned is looked at: in `link/../index` the two dots are of where the link goes.
+    # The checked path is the returned one, normalized. The system would read `link/../index` from the link's target.
     path = Path(os.path.normpath(folder / value))
     try:
         inside = path.resolve().is_relative_to(folder.resolve())
@@ -201,7 +206,8 @@ def index_path(value: str, file: ProjectFile, where: str) -> str:
 
 
 def model_name(value: str, file: ProjectFile) -> str:
-    """A model's name: the whole path of a folder, which may be written from the file's own; else as it is."""
+    """Return the absolute path if the name is a folder, also one relative to the file's folder. Return any other
+    name unchanged."""
     try:
         folder = file.path.parent / Path(value).expanduser()
         return str(folder.resolve()) if value.strip() and folder.is_dir() else value
@@ -210,24 +216,26 @@ def model_name(value: str, file: ProjectFile) -> str:
 
 
 SHARED = ("index", "model", "device", "dtype")
-"""Keys for all commands, each with an environment variable."""
+"""Keys that set a default for all commands. Each key also has an environment variable."""
 
 
 def variable(key: str) -> str:
-    """The environment variable of a key for all commands, such as `SPARSEKV_INDEX`."""
+    """Return the environment variable of a key of `SHARED`, such as `SPARSEKV_INDEX`."""
     return f"SPARSEKV_{key.upper()}"
 
 
 @dataclass(frozen=True)
 class OptionDefaults:
-    """Values from a file for a command's parameters, by their names in Python, and where each stands."""
+    """The file's values for a command's parameters, and the file and line of each value. Both are by parameter name
+    in Python."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
 
 
 def check_tables(file: ProjectFile, commands: Iterable[str]) -> None:
-    """Raise UsageError for a table that is no command's, or a key outside of tables that all commands cannot have."""
+    """Raise UsageError for a table that names no command, or for a top-level key that is not a valid default of all
+    commands."""
     commands = [*commands]
     for key, value in file.tables.items():
         if isinstance(value, dict) and key not in commands:
@@ -246,13 +254,13 @@ def check_tables(file: ProjectFile, commands: Iterable[str]) -> None:
 def command_defaults(
     file: ProjectFile, name: tuple[str, ...], command: Any, table: Mapping[str, Any]
 ) -> OptionDefaults:
-    """The file's defaults for a command: the keys for all commands, then its own table.
+    """Return the file's defaults for a command. The command's own table overrides the keys for all commands.
 
     Args:
-        name: the command's, such as `("models", "list")`; keys of its table have it in front.
+        name: the command's names, such as `("models", "list")`; in the file they are the path of its table.
 
     Raises:
-        UsageError: an option that the command does not have or that no file may set, or a value of the wrong type.
+        UsageError: the command has no such option, a file may not set the option, or a value has the wrong type.
     """
     options = {long_name(one): one for one in command.params if one.param_type_name == "option"}
     for key in table:

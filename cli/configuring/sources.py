@@ -1,4 +1,4 @@
-"""Sources of option values: command line, environment and `sparsekv.toml`, their precedence, and how they reach a
+"""Option values from the command line, the environment and `sparsekv.toml`: their precedence, and how they reach a
 command."""
 
 import os
@@ -28,21 +28,22 @@ EITHER = (
     ("json", "csv"),
     ("target-recall", "target-error", "target-perplexity"),
 )
-"""Options that exclude each other: one on the command line outranks a default of another."""
+"""Groups of options that exclude each other. An option on the command line outranks the file's default for another
+option of its group."""
 ALONE: dict[str, tuple[Any, tuple[str, ...]]] = {
     "method": ("dense", (ATTENDED, PLACED, "gauge")),
     "temperature": (0, ("top-p", "top-k")),
     "reset": (True, ("target-recall", "target-error", "target-perplexity", "dry-run")),
 }
-"""Options that with this value leave others, or panels of others, nothing to say: given so on the command line, they
-outrank these."""
+"""Options that, with the given value, leave other options without meaning. The other options are listed by name or
+by panel. On the command line, such an option with this value outranks the file's defaults for the others."""
 NAMING_METHODS = ("method", "prefill", "question-prefill")
 _TELLING = 3
-"""Letters from which on a value tells a reader of an error which option is meant."""
+"""Least length of a value, in characters, that identifies an option when an error message contains the value."""
 
 
 def source_of(ctx: Any, name: str) -> str:
-    """Where a parameter's value comes from: COMMANDLINE, ENVIRONMENT, DEFAULT_MAP (the file) or DEFAULT."""
+    """Return where a parameter's value comes from: COMMANDLINE, ENVIRONMENT, DEFAULT_MAP (the file) or DEFAULT."""
     source = ctx.get_parameter_source(name)
     return "DEFAULT" if source is None else str(source.name)
 
@@ -53,19 +54,20 @@ def on_command_line(ctx: Any, name: str) -> bool:
 
 
 ORIGINS = "sparsekv.origins"
-"""In a context's meta: where the file's defaults stand, by command and by parameter."""
+"""Key in a context's `meta`. Its entry has the file and line of each default, by command and by parameter."""
 
 
 class Command(GroupedCommand):
-    """A command whose wrong values are refused, and whose errors name the source of a value that is not of the call.
+    """A command that refuses unusable values. Its errors name the source of a value that is not from the command line.
 
-    It leaves out defaults of the file that other options outrank, and a model that the user has never named.
+    It ignores defaults of the file that other options outrank. It refuses the file's model if the user has never named
+    that model.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = [*args]
         with self._naming_sources(ctx):
-            rest = super().parse_args(ctx, args)  # first: it may print help
+            rest = super().parse_args(ctx, args)  # parse first, because --help prints and exits here
             refuse_repeated(self, ctx, given)
         return rest
 
@@ -85,7 +87,8 @@ class Command(GroupedCommand):
 
     @contextmanager
     def _naming_sources(self, ctx: Any) -> Iterator[None]:
-        """Adds to an error that mentions an option, or its value, a note that says where the value comes from."""
+        """Within the context, add a note to each error that mentions an option or its value. The note names the
+        environment variable or the file that set the value."""
         try:
             yield
         except Exception as error:
@@ -114,12 +117,13 @@ def _leave_out_excluded(ctx: Any, options: dict[str, Any]) -> None:
 
 
 def _counts_later(ctx: Any, option: str) -> bool:
-    """Whether a talk may come to use the option, after another method was chosen in it."""
+    """Whether a chat may use the option later, after the user switches the method."""
     return ctx.command.name == "chat" and option == "placement"
 
 
 def _leave_out_others_methods(ctx: Any, options: dict[str, Any]) -> None:
-    """Leave out the file's options of methods that are not those that were chosen, wherever that was."""
+    """Reset the file's values for options that belong only to methods that are not chosen. The choice of methods may
+    come from any source."""
     chosen: set[str] = set()
     for name in NAMING_METHODS:
         value = ctx.params.get(name.replace("-", "_")) or []
@@ -130,7 +134,7 @@ def _leave_out_others_methods(ctx: Any, options: dict[str, Any]) -> None:
 
 
 def owners(option: Any) -> set[str]:
-    """The methods that an option belongs to; empty for an option of the command."""
+    """Return the methods that an option belongs to; empty for the command's own option."""
     panel = _panel(option)
     names = panel.removeprefix(METHODS_OF).split(", ") if panel.startswith(METHODS_OF) else []
     return {name.split(" ")[-1] for name in names}
@@ -147,7 +151,7 @@ def _leave_out(ctx: Any, options: list[Any]) -> None:
 
 
 def _refuse_unnamed_model(name: str, origin: str) -> None:
-    from sparsekv.formats.models.embedded import may_be_loaded  # here: it imports torch
+    from sparsekv.formats.models.embedded import may_be_loaded  # imported late, because it imports torch
 
     if not may_be_loaded(name):
         raise UsageError(
@@ -157,7 +161,7 @@ def _refuse_unnamed_model(name: str, origin: str) -> None:
 
 
 def _texts(ctx: Any, option: Any, source: str) -> list[str]:
-    """The values as they were written; none of a flag."""
+    """Return the option's values as they were written; empty for a flag."""
     value = option.resolve_envvar_value(ctx) if source == "ENVIRONMENT" else ctx.lookup_default(option.name)
     values = value if isinstance(value, list) else [value]
     return [str(one) for one in values if one is not None and not isinstance(one, bool)]
@@ -169,14 +173,15 @@ def _mentions(message: str, name: str, values: list[str]) -> bool:
 
 
 def apply_defaults(ctx: Any, name: str, command: Any, commands: Iterable[str]) -> None:
-    """Give a command the defaults of the file, and its errors where they stand; one without options reads no file.
+    """Set the file's defaults in a command's context, and record the line of each for error messages. For a command
+    without options, no file is read.
 
     Args:
-        ctx: the context of the group.
-        commands: the names that tables of the file may have.
+        ctx: the context of the command group.
+        commands: names of all commands, which are the allowed names of the file's tables.
 
     Raises:
-        UsageError: the file cannot be read, or something in it is not possible.
+        UsageError: the file cannot be read, or its content is not valid.
     """
     leaves = dict(leaf_commands((name,), command))
     file = project_file() if any(_has_options(one) for one in leaves.values()) else None
@@ -194,7 +199,7 @@ def apply_defaults(ctx: Any, name: str, command: Any, commands: Iterable[str]) -
 
 
 def leaf_commands(path: tuple[str, ...], command: Any) -> Iterable[tuple[tuple[str, ...], Any]]:
-    """The command itself, or those of a group, with their names."""
+    """Yield the command itself, or each command of a group, with its path of names."""
     inner = getattr(command, "commands", {})
     if not inner:
         yield path, command
@@ -203,7 +208,8 @@ def leaf_commands(path: tuple[str, ...], command: Any) -> Iterable[tuple[tuple[s
 
 
 def table_of(file: ProjectFile, path: tuple[str, ...], known: Iterable[tuple[str, ...]]) -> Mapping[str, Any]:
-    """The file's table of a command, empty without one; UsageError where a table on the way has something else."""
+    """Return the file's table for a command; empty if there is none. Raises UsageError if a table on the path has a
+    key that is no command, or if a value stands in place of a table."""
     table: dict[str, Any] = file.tables
     for depth, part in enumerate(path):
         inside = {other[depth] for other in known if other[:depth] == path[:depth]}
@@ -225,9 +231,12 @@ def _has_options(command: Any) -> bool:
 
 @dataclass(frozen=True)
 class SetDefault:
-    """One default as it is written: an option's of a command, of all if `command` is None, or the cache's folder.
+    """A default that a file or an environment variable sets: an option's value, or the cache folder.
 
-    It stands in a line of the file, or in a variable. used: no variable outranks it.
+    command: the command of the option; None for all commands.
+    file, line: where the file sets the value.
+    variable: the environment variable that sets the value.
+    used: no environment variable outranks the value.
     """
 
     command: str | None
@@ -240,15 +249,16 @@ class SetDefault:
 
     @property
     def origin(self) -> str:
-        """Where it stands, for a person."""
+        """Where the default is set, as text for the user."""
         return self.variable or f"{self.file}" + ("" if self.line is None else f", line {self.line}")
 
 
 def set_defaults(commands: Iterable[str], get_command: Callable[[str], Any]) -> tuple[str | None, list[SetDefault]]:
-    """The file's path from the current folder, None without one, and the defaults: first the environment's.
+    """Return the file's path relative to the current folder, and all defaults. The path is None if there is no file;
+    the environment's defaults come first.
 
     Raises:
-        UsageError: the file cannot be read, or something in it is not possible.
+        UsageError: the file cannot be read, or its content is not valid.
     """
     file = project_file()
     found = [*_from_environment()]

@@ -1,5 +1,5 @@
-"""A process of a distributed command: it meets the others, refuses what they cannot do together, and one of them
-prints."""
+"""One process (rank) of a distributed command: it joins the other ranks, and refuses what ranks cannot do together.
+Only the first rank prints results."""
 
 import ctypes
 import os
@@ -13,24 +13,24 @@ from sparsekv.cli.distributed.launch import refuse_other_commands
 from sparsekv.formats.distributed.process import LAUNCHER, Place, own_place
 from sparsekv.formats.errors import SparsekvError, UsageError
 
-if TYPE_CHECKING:  # torch.distributed is for ranks alone
+if TYPE_CHECKING:  # only ranks need torch.distributed
     from sparsekv.formats.distributed.group import Ranks
 
 
-_PARENT_DIED = 1  # PR_SET_PDEATHSIG of prctl
+_PARENT_DIED = 1  # PR_SET_PDEATHSIG: prctl's option for a signal when the parent process dies
 _stderr = -1
 
 
 def enter(place: Place) -> None:
-    """Begin as a rank: end with the process that started it, and print nothing unless it is the first.
+    """Begin as a rank: end if the launcher dies, and print nothing unless this is the first rank.
 
     Raises:
-        UsageError: the command is for one process.
+        UsageError: the command runs in one process only.
     """
     global _stderr
     if place.folder is not None:
         ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGTERM)
-        if str(os.getppid()) != os.environ.get(LAUNCHER, str(os.getppid())):  # it died before that call
+        if str(os.getppid()) != os.environ.get(LAUNCHER, str(os.getppid())):  # the launcher died before prctl
             os.kill(os.getpid(), signal.SIGTERM)
     if place.number:
         _stderr = os.dup(2)
@@ -42,11 +42,11 @@ def enter(place: Place) -> None:
 
 
 def fail_as_rank(place: Place, error: BaseException, command: str, *, debug: bool) -> NoReturn:
-    """End with an error, and tell it if no other rank has told one."""
+    """End with an error, and print the error if no other rank has printed one."""
     from sparsekv.formats.distributed.group import is_first_to_tell, is_lost_rank
 
     lost = is_lost_rank(list(causes(error)))
-    # Who started the ranks by --gpus knows which of them has ended, and tells that.
+    # The launcher (`--gpus`) knows which rank exited, and reports it.
     if (lost and place.folder is not None) or not is_first_to_tell(place):
         end(int(getattr(error, "exit_code", 1)))
     if place.number:
@@ -57,13 +57,13 @@ def fail_as_rank(place: Place, error: BaseException, command: str, *, debug: boo
 
 
 def join_ranks(device: str) -> "Ranks | None":
-    """This process among the others; None for one process.
+    """Join the other ranks, and return the group of ranks; None if there is only this process.
 
     Args:
-        device: as `--device` names it.
+        device: the value of `--device`.
 
     Raises:
-        UsageError: it names other devices than ranks take.
+        UsageError: `device` names another device than the ranks use.
     """
     place = own_place()
     if place is None:
@@ -78,7 +78,7 @@ def join_ranks(device: str) -> "Ranks | None":
 
 
 def refuse_with_ranks(given: Mapping[str, object]) -> None:
-    """Raise UsageError for the first of some options that is given: it is for one process."""
+    """Raise UsageError for the first of these options that is given. They work in one process only."""
     for option, value in given.items():
         if value:
             raise UsageError(f"with several ranks there is no {option}; leave it out, or --gpus")

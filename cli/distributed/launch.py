@@ -1,4 +1,5 @@
-"""`sparsekv --gpus N COMMAND`: N processes of one machine that run one command together, started and ended together."""
+"""`sparsekv --gpus N COMMAND`: start N processes on one machine that run one command together, and end them
+together."""
 
 import os
 import signal
@@ -19,47 +20,49 @@ from sparsekv.cli.common.commands import BY_RANKS
 from sparsekv.formats.distributed.process import FOLDER, LAUNCHER, TOLD, own_place
 from sparsekv.formats.errors import SparsekvError, UsageError
 
-GRACE = 5.0  # seconds in which the other ranks may end by themselves once one has failed, or after Ctrl-C
-PASSED_ON = 3.0  # seconds after which a rank that still runs is sent the Ctrl-C that only this process may have got
-PAUSE = 0.05  # seconds between two looks at the ranks
+GRACE = 5.0  # seconds for the other ranks to end by themselves after one has failed, or after Ctrl-C
+PASSED_ON = 3.0  # seconds until Ctrl-C is sent to the first rank, in case only this process got it
+PAUSE = 0.05  # seconds between two polls of the ranks
 
 Rank = subprocess.Popen[bytes]
 
 
 def run_ranks(size: int, arguments: Sequence[str]) -> int:
-    """Run `sparsekv ARGUMENTS` as so many ranks.
+    """Run `sparsekv ARGUMENTS` as `size` ranks.
 
-    The first rank has this process's standard files; the others print nothing but an error that none has told.
+    The first rank has this process's standard files. The other ranks print only an error that no rank has reported yet.
 
     Returns:
-        0; 128 and the signal's number where a user ended it; or else the code of the rank that told of an error.
+        0 on success. 128 plus the signal's number if the user or a closed pipe ended the run. Otherwise the exit code
+            of the rank that reported an error.
 
     Raises:
-        SparsekvError: a rank was killed, or ended without a word.
+        SparsekvError: a rank was killed, or ended without an error message.
     """
     with tempfile.TemporaryDirectory(prefix="sparsekv-ranks-") as folder, _ends() as end:
         ranks: list[Rank] = []
         try:
-            # Where one cannot be started, those before it are in the list, to be stopped.
+            # If a rank cannot be started, the list has the earlier ranks, which are then stopped.
             ranks.extend(_start_rank(number, size, arguments, folder) for number in range(size))
             failed = _wait(ranks, end)
         finally:
             _stop(ranks)
         if failed is None:
             return end.code
-        # Whoever told why decides the exit code: another one may have ended before it, for want of it.
+        # The rank that reported the error decides the exit code.
+        # Another rank may have ended earlier, only because it lost that rank.
         told = _told(Path(folder) / TOLD)
         code = ranks[failed if told is None else told].returncode
         if told is not None or end.code:
             return end.code or max(code, 1)
-        if code == -signal.SIGPIPE:  # whoever read the output has seen enough
+        if code == -signal.SIGPIPE:  # the reader closed the pipe
             return 128 + signal.SIGPIPE
     how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
     raise SparsekvError(f"rank {failed} of {size} {how}, and the others with it; run the same command again")
 
 
 def _told(file: Path) -> int | None:
-    """The number of the rank that told the user of an error; None where none has."""
+    """Return the index of the rank that reported an error to the user; None if no rank has."""
     try:
         return int(file.read_text() or 0)
     except OSError:
@@ -68,12 +71,12 @@ def _told(file: Path) -> int | None:
 
 def _start_rank(number: int, size: int, arguments: Sequence[str], folder: str) -> Rank:
     defaults = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size)), "GLOO_SOCKET_IFNAME": "lo"}
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name, which torch reads too
-        # Keys and values grow by the chunk; in segments of fixed sizes what is freed stays with the process, unused.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the variable's older name, which torch also reads
+        # Keys and values grow chunk by chunk. In segments of fixed sizes, freed memory would stay reserved but unused.
         defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     environment = {
         **defaults,
-        **os.environ,  # a user's own values count
+        **os.environ,  # the user's own values override the defaults
         FOLDER: folder,
         LAUNCHER: str(os.getpid()),
         "RANK": str(number),
@@ -86,19 +89,20 @@ def _start_rank(number: int, size: int, arguments: Sequence[str], folder: str) -
 
 @dataclass
 class _End:
-    """Whether the user has asked for the end, by which exit code and when."""
+    """The user's request to end the run: whether there is one, its exit code, and its time."""
 
     code: int = 0
     asked: float = float("inf")
 
     def take(self, number: int, frame: FrameType | None) -> None:
-        # SIGTERM came to this process alone: it is passed on at once.
+        # Only this process got SIGTERM, so it is passed on to the ranks at once.
         self.code, self.asked = 128 + number, time.monotonic() if number == signal.SIGINT else -float("inf")
 
 
 @contextmanager
 def _ends() -> Iterator[_End]:
-    """Notes Ctrl-C, which a terminal sends to the ranks as well, the first of which tells what is kept, and SIGTERM."""
+    """Record Ctrl-C and SIGTERM within the context. A terminal sends Ctrl-C to the ranks too, and the first rank
+    reports what is kept."""
     end = _End()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number, handler in before.items():
@@ -112,7 +116,8 @@ def _ends() -> Iterator[_End]:
 
 
 def _wait(ranks: Sequence[Rank], end: _End) -> int | None:
-    """Wait for the ranks; returns the number of the first one that failed, which the others get some time to notice."""
+    """Wait for the ranks. Returns the index of the first rank that failed, or None. After a failure, the other ranks
+    get `GRACE` seconds to notice it."""
     failed, deadline, passed_on = None, float("inf"), False
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < min(deadline, end.asked + GRACE):
         time.sleep(PAUSE)
@@ -125,14 +130,15 @@ def _wait(ranks: Sequence[Rank], end: _End) -> int | None:
 
 
 def _failed(ranks: Sequence[Rank]) -> int | None:
-    """The number of a rank that failed: one that was killed before one that may have failed for want of it."""
-    # Each is asked: one may have ended while an earlier one waits for it.
+    """Return the index of a rank that failed, or None. A killed rank comes first, because others may fail only as a
+    consequence."""
+    # Poll every rank: a rank may have ended while an earlier one waits for it.
     codes = {number: code for number, rank in enumerate(ranks) if (code := rank.poll())}
     return min(codes, key=lambda number: codes[number], default=None)
 
 
 def _stop(ranks: Sequence[Rank]) -> None:
-    """End the ranks that still run: they may, at any point, without harm to an index."""
+    """End the ranks that still run. This is safe at any point, because no index is damaged by it."""
     for rank in ranks:
         if rank.poll() is None:
             rank.terminate()
@@ -144,18 +150,18 @@ def _stop(ranks: Sequence[Rank]) -> None:
             rank.wait()
 
 
-MOST_ON_FEW_CORES = 8  # processes: a machine with more GPUs has more cores
+MOST_ON_FEW_CORES = 8  # processes; a machine with more GPUs than this has more cores
 
 
 def refuse_other_commands(arguments: Sequence[str]) -> None:
-    """Raise UsageError if these arguments call a command that is for one process."""
+    """Raise UsageError if these arguments call a command that runs in one process only."""
     command = next((one for one in arguments if not one.startswith("-")), "")
     if command and command not in BY_RANKS:
         raise UsageError(f"{command} runs as one process; several GPUs are for {' and '.join(BY_RANKS)}")
 
 
 def _start_processes(size: int | None) -> int | None:
-    """Run the command as ranks and exit with their code, unless it is to be one process, or to print its help."""
+    """Run the command as ranks and exit with their code. For one process, or if help is printed, only return `size`."""
     if size is None or size == 1:
         return size
     place = own_place()
@@ -173,7 +179,7 @@ def _start_processes(size: int | None) -> int | None:
 
 
 def _without_option(arguments: Sequence[str]) -> list[str]:
-    """The arguments without each `--gpus N` or `--gpus=N` before the command; the last of them counts."""
+    """Return the arguments without each `--gpus N` or `--gpus=N` before the command."""
     command = next((number for number, one in enumerate(arguments) if one in BY_RANKS), len(arguments))
     before, left = iter(arguments[:command]), list[str]()
     for one in before:

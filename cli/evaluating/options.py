@@ -1,4 +1,4 @@
-"""The options of `eval`, and the methods and indexers that they name."""
+"""The options of `eval`, and the methods and indexers that they select."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,14 +40,15 @@ DEFAULT_BUDGETS = ["0.05", "0.1"]
 BUILDING = {f"the index of {name}": indexer for name, indexer in indexers().items()} | {
     f"--prefill {name}": prefill for name, prefill in prefills().items()
 }
-"""Indexers and prefills by their names in --help: their parameters become options beside those of the methods."""
+"""Indexers and prefills by their names in --help. Their parameters become options, as those of the methods do."""
 
 
 QUESTION_OPTIONS = ("--question-prefill", "--question-budget")
 
 
 def chosen_methods(names: list[str]) -> dict[str, type[Method]]:
-    """The methods named, or all whose index can be built; none where `dense`, which always runs, is named alone."""
+    """Return the named methods, or without names all methods whose index can be built. The result is empty if only
+    `dense` is named, which always runs."""
     others = [name for name in names if name != DENSE]
     if names and not others:
         return {}
@@ -56,7 +57,8 @@ def chosen_methods(names: list[str]) -> dict[str, type[Method]]:
 
 
 def asking_method(name: str) -> dict[str, type[Method]]:
-    """The method that `--question-prefill` names, by its name; none for `dense` and `own`."""
+    """Return the method that `--question-prefill` names, by its name; empty for `dense` and `own`. Raises UsageError
+    for `all`, and for a method that does not exist or has no index to build."""
     if name == "all":
         raise UsageError(f"{QUESTION_OPTIONS[0]} all: name one method, or dense or own")
     if name in (Own.name, DENSE):
@@ -69,7 +71,8 @@ def asking_method(name: str) -> dict[str, type[Method]]:
 
 
 def needed_indexers(names: list[str], *, residual: bool) -> dict[str, type[Indexer]]:
-    """Indexers of the named methods that have one; for a residual also the default ones, whose centroids it uses."""
+    """Return the indexers of the named methods that have one. With `residual`, also return the default indexers,
+    because it uses their centroids."""
     known = indexers()
     wanted = [name for name in names if name in known] + (choose_indexers([]) if residual else [])
     return {name: known[name] for name in dict.fromkeys(wanted)}
@@ -77,7 +80,7 @@ def needed_indexers(names: list[str], *, residual: bool) -> dict[str, type[Index
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """The options of `eval`."""
+    """Command-line options of `eval`."""
 
     document: Annotated[
         str | None, typer.Argument(metavar="DOC", help="A text to make tasks from; - for standard input.")
@@ -200,7 +203,7 @@ class EvalOptions:
         refuse_unwritable_html(self.html)
 
     def inputs(self) -> Inputs:
-        """What is asked about, and which questions; raises what `Inputs.read` raises."""
+        """Read the texts to ask about, and the questions. Raises what `Inputs.read` raises."""
         return Inputs.read(
             self.document,
             self.task or [],

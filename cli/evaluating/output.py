@@ -1,4 +1,4 @@
-"""An evaluation as a table, JSON, CSV and an HTML page."""
+"""Show an evaluation as a table, as JSON, as CSV and as an HTML page."""
 
 import json
 from collections.abc import Sequence
@@ -15,24 +15,24 @@ from sparsekv.runtime.selection.interface import Budget
 
 
 def evaluation_page(record: dict[str, Any]) -> Page:
-    """The page of what `eval --json` prints."""
+    """Render the HTML page of the output of `eval --json`."""
     texts = {name: budget_texts(record[name]) for name in ("rows", "depths")}
     return report_page(f"Evaluation on {record['document']}", record | {"budgets": texts}, "eval_page.js")
 
 
 FEW_CONTEXTS = 10
-"""Contexts below which a bootstrap over them gives intervals that are too narrow."""
+"""With fewer contexts, a bootstrap over them gives confidence intervals that are too narrow."""
 
 
 def evaluation_record(rows: Sequence[Score], cells: Sequence[Cell], about: dict[str, Any]) -> dict[str, Any]:
-    """The record that --json prints."""
+    """Return the record that --json prints."""
     return {**about, "rows": [asdict(row) for row in rows], "depths": [asdict(cell) for cell in cells]}
 
 
 def print_rows(
     rows: Sequence[Score], cells: Sequence[Cell], about: dict[str, Any], *, as_json: bool, as_csv: bool
 ) -> None:
-    """Everything on stdout."""
+    """Print the rows to stdout as JSON, as CSV or as tables."""
     if as_json:
         say(json.dumps(evaluation_record(rows, cells, about), indent=1))
     elif as_csv:
@@ -46,7 +46,8 @@ def print_rows(
 
 
 def note_few_contexts(rows: Sequence[Score], *, quiet: bool) -> None:
-    """A note where intervals are drawn from so few contexts that chance would move them by more than their width."""
+    """Print a note if the contexts are so few that the confidence intervals are too narrow. Other contexts would
+    then differ by more than the intervals' width."""
     fewest = min(rows, key=lambda row: row.contexts)
     if fewest.contexts < FEW_CONTEXTS:
         counted = _counted(fewest)

@@ -1,4 +1,4 @@
-"""Pictures of an evaluation: scores against rows read, and needles by length and depth."""
+"""Plot an evaluation: scores against the share of keys and values read, and needles by length and depth."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +16,10 @@ Line = tuple[str, str, str]
 
 
 def plot_scores(rows: Sequence[Score], cells: Sequence[Cell], title: str, path: Path) -> None:
-    """One panel a task and length: a line a method, with its intervals, and dense attention as a dashed line in a band
-    of its interval. Below, for the cells that are given, one map of length by depth for each task and way.
+    """Plot scores, one panel per task and length. A method is a line with confidence intervals. Dense attention is a
+    dashed line in a band of its interval.
+
+    Below, `cells` are drawn as maps of length by depth, one for each task, method, budget and prefill.
 
     Raises:
         SparsekvError: the picture cannot be written.
@@ -82,7 +84,7 @@ def _lines(axis: Axes, rows: list[Score]) -> None:
 
 
 def _maps(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
-    """Cells by task and way."""
+    """Group cells by task, method, budget and prefill."""
     maps: dict[str, list[Cell]] = {}
     for cell in cells:
         budget = "" if cell.budget is None else f" at {Budget(cell.budget)}"

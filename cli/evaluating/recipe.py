@@ -1,4 +1,4 @@
-"""How `eval` answers its questions, and the workers of a Ray cluster that answer them."""
+"""The settings by which `eval` answers questions, and the workers of a Ray cluster that answer them."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from sparsekv.runtime.selection.registry import configure, refuse_unused
 
 @dataclass(frozen=True)
 class EvalRecipe:
-    """How `eval` answers its questions, and the folder `work` that the answers go to."""
+    """The settings by which `eval` answers questions, and the folder `work` for the answers."""
 
     options: EvalOptions
     work: Path
@@ -44,10 +44,10 @@ class EvalRecipe:
 
     @classmethod
     def of(cls, options: EvalOptions) -> Self:
-        """The recipe that the options describe.
+        """Make the recipe that the options describe.
 
         Raises:
-            UsageError: no such method, prefill, budget or parameter, or no folder for the answers.
+            UsageError: a method, prefill, budget or parameter does not exist, or there is no folder for the answers.
         """
         given, prefill, residual = options.parameters, options.question_prefill, options.residual
         budgets, chosen = Budget.parse_each(options.budget or DEFAULT_BUDGETS), chosen_methods(options.method or [])
@@ -76,7 +76,7 @@ class EvalRecipe:
         )
 
     def load(self) -> Comparison:
-        """The comparison with its model; raises what `load_model` raises."""
+        """Load the model and return the comparison. Raises what `load_model` raises."""
         options = self.options
         loaded = load(options.model, options.device, options.dtype, None, quiet=options.quiet)
         return Comparison(
@@ -95,7 +95,8 @@ class EvalRecipe:
 
 
 class AnswerWorker(RayWorker[EvalRecipe, Context]):
-    """Holds a model, and answers the questions of a context into a part of its own of the work folder."""
+    """A Ray worker that holds a model and answers the questions of a context. The answers go to a separate part of
+    the work folder."""
 
     command = "eval"
     comparison: Comparison
@@ -116,7 +117,7 @@ def answer_by_ray(
     workers: int | None,
     show: Progress,
 ) -> None:
-    """Have a cluster answer what is not answered yet; all of it is in the work folder then.
+    """Let a Ray cluster answer the questions that have no answer yet. Afterwards all answers are in the work folder.
 
     Raises:
         SparsekvError: some contexts could not be answered; or what `RayCluster.run` raises.

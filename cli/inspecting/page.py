@@ -1,4 +1,4 @@
-"""The HTML page of `sparsekv inspect`: facts, layers, and clusters shown by their characteristic words."""
+"""Render the HTML page of `sparsekv inspect`: facts, layers, and clusters with their characteristic words."""
 
 import math
 from collections import Counter
@@ -13,7 +13,7 @@ from sparsekv.runtime.reporting.report import LayerDescription
 
 
 def words_of(tokenizer: PreTrainedTokenizerBase, input_ids: Sequence[int]) -> list[str]:
-    """For each token the word that it is part of; a token of only white space or punctuation is its own word."""
+    """Return the word that each token is part of. A token of only white space or punctuation is a word by itself."""
     known = {token: str(tokenizer.decode([token])) for token in set(input_ids)}
     texts = [known[token] for token in input_ids]
     words: list[str] = []
@@ -31,7 +31,7 @@ def _continues(before: str, text: str) -> bool:
 
 
 def telling_words(words: Sequence[str], positions: Iterable[int]) -> dict[str, int]:
-    """Words at some positions with their counts there, the most over-represented first (by G-test)."""
+    """Return the words at some positions with their counts there, the most over-represented words first (by G-test)."""
     overall, here = Counter(words), Counter(words[position] for position in positions)
     total, inside = len(words), here.total()
 
@@ -42,17 +42,17 @@ def telling_words(words: Sequence[str], positions: Iterable[int]) -> dict[str, i
 
 
 BROKEN = "\ufffd"
-LONGEST = 8  # tokens that one character may take
+LONGEST = 8  # most tokens that one character may span
 
 
 def inspection_page(
     inspection: dict[str, Any], described: dict[str, list[LayerDescription]], layer: int, texts: Sequence[str]
 ) -> Page:
-    """The page of what `inspect --json` prints.
+    """Render the HTML page of the output of `inspect --json`.
 
     Args:
-        layer: whose clusters are shown.
-        texts: of each token of the prompt; empty where they are not known.
+        layer: the layer whose clusters are shown.
+        texts: the text of each token of the prompt; empty if the texts are not known.
     """
     positions = {
         name: {
@@ -68,7 +68,8 @@ def inspection_page(
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, input_ids: list[int]) -> list[str]:
-    """The text of each token; a character of several tokens is the first one's, and the others are empty."""
+    """Return the text of each token. A character that spans several tokens belongs to the first one, and the others
+    are empty."""
     texts: list[str] = []
     start = 0
     while start < len(input_ids):

@@ -1,4 +1,4 @@
-"""Tables of `sparsekv inspect`, from the record that `--json` prints."""
+"""Print the tables of `sparsekv inspect`, from the record that `--json` prints."""
 
 from collections.abc import Callable, Iterable
 from statistics import fmean, median
@@ -15,7 +15,7 @@ Rows = list[dict[str, Any]]
 
 
 def cluster_summary(rows: Rows) -> Table:
-    """A row a level: clusters, and the sizes and spreads of all layers together."""
+    """Return a table with a row per level: the number of clusters, and their sizes and spreads over all layers."""
     table = Table(
         title="clusters of all layers; sizes in tokens: the least, the median of medians, the most (--by layer)",
         title_justify="left",
@@ -34,7 +34,8 @@ def cluster_summary(rows: Rows) -> Table:
 
 
 def list_summary(rows: Rows) -> Table:
-    """One row: lists and entries of all layers, what share of the keys they name, and how unlike subspaces are."""
+    """Return a table of one row about the posting lists of all layers. It has their number and entries, the share of
+    keys in lists, and how much subspaces differ."""
     table = Table(
         title="posting lists of all layers: means, and the least and the most of a layer (--by layer)",
         title_justify="left",
@@ -53,7 +54,7 @@ def list_summary(rows: Rows) -> Table:
 
 
 def _spread(rows: Rows, name: str) -> str:
-    """The mean of a level's spreads, with its least and its most; `none` where a layer has none."""
+    """Format the mean of a level's spreads with the least and the largest; `none` if a layer has no spread."""
     values = [row[name] for row in rows]
     return "none" if None in values else _range(values)
 
@@ -68,10 +69,11 @@ BLOCKS_SHOWN = 6
 
 
 def print_inspection(inspection: dict[str, Any], *, by_layer: bool) -> None:
-    """Print facts about the index, then each method's parameters, blocks, biggest clusters, and clusters and lists.
+    """Print facts about the index. Then print each method's parameters, blocks, biggest clusters, and its clusters and
+    lists.
 
     Args:
-        by_layer: clusters and lists layer by layer, in the place of a summary.
+        by_layer: whether clusters and lists are printed layer by layer, instead of a summary.
     """
     show(_facts(inspection))
     for name, method in inspection["methods"].items():
@@ -109,7 +111,7 @@ def _facts(inspection: dict[str, Any]) -> Table:
 
 
 def _storage(storage: dict[str, Any]) -> str:
-    """One line about keys and values in 8 bits."""
+    """Describe the int8 storage of keys and values in one line."""
     errors = storage["layers"]
     return (
         f"in {storage['dtype']}: output error of dense attention {storage['error']:.4f}, "
@@ -118,7 +120,7 @@ def _storage(storage: dict[str, Any]) -> str:
 
 
 def _default(setting: dict[str, Any]) -> str:
-    """One line about the default setting that `tune` wrote."""
+    """Describe the default setting that `tune` wrote in one line."""
     target, by_layer = setting["target"], ", on average over layers" if setting["layer_budgets"] else ""
     of = "" if target["of"] is None else f" of the oracle's best {Budget(target['of'])}"
     return (
@@ -129,7 +131,8 @@ def _default(setting: dict[str, Any]) -> str:
 
 
 def _held_out(calibration: dict[str, Any]) -> list[str]:
-    """A line for each held-out keep rate in a nested calibration record, prefixed with its keys."""
+    """Return a line for each held-out keep rate in a nested calibration record. The line begins with the keys that
+    lead to the rate."""
     lines = []
     for key, value in calibration.items():
         if key == "held_out_keep":
@@ -140,7 +143,8 @@ def _held_out(calibration: dict[str, Any]) -> list[str]:
 
 
 def _blocks(blocks: list[dict[str, Any]]) -> Table:
-    """A row per block; of many blocks the first ones and the last two, as closed blocks are alike."""
+    """Return a table with a row per block. Of many blocks, only the first blocks and the last two are shown, because
+    closed blocks are similar."""
     table = Table(title="blocks, clustered one by one", title_justify="left", title_style="")
     for name in ("block", "from token", "to", "tokens", "clusters a KV head", ""):
         table.add_column(name, justify="right")
@@ -222,6 +226,6 @@ TABLES = {
     "most_spread": _most_spread,
     "lists": list_summary,
 }
-"""The function that makes a table of each part of a method's record."""
+"""Functions that make the table of each part of a method's record."""
 BY_LAYER = {"layers": _sizes, "lists": _lists}
-"""Those that have a row for each layer."""
+"""Functions that replace those of `TABLES`, for tables with a row per layer."""

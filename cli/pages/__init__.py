@@ -1,1 +1,1 @@
-"""None"""
+"""HTML pages and JSON files that commands write."""

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: data, style and script in one file, and the option `--html`."""
+"""Write self-contained HTML pages, with data, style and script in one file. Also the option `--html`."""
 
 import base64
 import hashlib
@@ -23,18 +23,23 @@ from sparsekv.runtime.selection.interface import Budget
 
 DIGITS, DECADES = 4, 7
 ONE, NONE, OTHER = 63_001, 65_534, 65_535
-"""Codes beside that of 0, which is 0, and of 1e-7 to 0.9999 with four significant digits, which are 1 to 63,000."""
+"""Codes of the value 1, of None, and of a value that is stored separately. Code 0 stands for the value 0. Codes 1 to
+63,000 stand for 1e-7 to 0.9999 with four significant digits."""
 
 
 def whole_column(values: Sequence[int]) -> dict[str, str]:
-    """Whole numbers from 0 in as many bytes each as the largest needs: 1, 2 or 4, little-endian."""
+    """Encode whole numbers from 0 on in base64, little-endian. Each takes 1, 2 or 4 bytes, as the largest number
+    needs."""
     array = np.asarray(values, np.int64)
     size = next(size for size in (1, 2, 4) if array.max(initial=0) < 1 << 8 * size)
     return {"type": f"u{size}", "data": _base64(array.astype(f"<u{size}"))}
 
 
 def share_column(values: Sequence[float | None]) -> dict[str, str]:
-    """Shares in two bytes each where they are rounded to four digits; others as float64 aside, in order; None stays."""
+    """Encode shares in base64 without loss. A share from 1e-7 on with at most four significant digits takes two bytes.
+
+    Other values follow in order as float64. None keeps a code of its own.
+    """
     array = np.asarray([np.nan if value is None else value for value in values], np.float64)
     codes = np.where(np.isnan(array), NONE, OTHER).astype("<u2")
     for decade in range(DECADES):
@@ -52,29 +57,29 @@ def _base64(array: NDArray[np.generic]) -> str:
 
 ASSETS = Path(__file__).parent / "assets"
 START = "<!DOCTYPE html>\n<!-- a page of sparsekv -->\n"
-"""The beginning of every page; a file that begins so may be overwritten."""
+"""The beginning of every page. A file that begins like this may be overwritten."""
 STYLES = ("common.css",)
 SCRIPTS = ("dom.js", "numbers.js", "table.js", "theme.js")
-"""Scripts of every page; a page's own scripts follow them."""
+"""Scripts of every page. A page's own scripts come after them."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """A page: its script reads the data with `pageData()` and builds what is seen."""
+    """An HTML page. Its script reads the data with `pageData()` and builds the visible content."""
 
     title: str
     data: Any
-    """Anything that JSON can say."""
+    """Any value that JSON can represent."""
     styles: tuple[str, ...]
-    """Names of files in `assets/`, in order, behind `STYLES`."""
+    """Names of files in `assets/`, in order; they come after `STYLES`."""
     scripts: tuple[str, ...]
-    """Names of files in `assets/`, in order, behind `SCRIPTS`; they share one scope."""
+    """Names of files in `assets/`, in order; they come after `SCRIPTS` and share one scope."""
 
 
 def page_html(page: Page) -> str:
-    """The whole HTML of a page; its policy lets nothing run or load but its own script and style.
+    """Render the whole HTML of a page. Its content security policy lets only its own script and style run or load.
 
-    Text of the data cannot end its element: every `<` in it is escaped.
+    Every `<` in the data is escaped, so that no text in the data can end the script element.
     """
     style, script = (
         _joined(STYLES + page.styles),
@@ -97,13 +102,13 @@ def page_html(page: Page) -> str:
 
 
 def write_page(page: Page, path: Path, option: str) -> int:
-    """Write a page and give its size in bytes; a file is there whole or not at all.
+    """Write a page and return its size in bytes. The file is written whole or not at all.
 
-    `option` is named by errors, as in `--html`.
+    `option` is the option that errors name, such as `--html`.
 
     Raises:
-        UsageError: the name is not possible, or its folder missing.
-        SparsekvError: the file is there and no page of ours, or cannot be written.
+        UsageError: the file name is not valid, or its folder is missing.
+        SparsekvError: a file exists that is no page of sparsekv, or the page cannot be written.
     """
     refuse_unwritable_page(path, option)
     text = page_html(page).encode()
@@ -116,14 +121,14 @@ def write_page(page: Page, path: Path, option: str) -> int:
 
 
 def refuse_unwritable_page(path: Path | None, option: str) -> None:
-    """Check, before anything is measured, that a page can be written there; what it raises is as for `write_page`."""
+    """Check, before anything is measured, that a page can be written. Raises the same errors as `write_page`."""
     if path is not None:
         refuse_impossible_name(path, option)
         refuse_other_file(path, option)
 
 
 def refuse_impossible_name(path: Path, option: str) -> None:
-    """Raise UsageError for a folder, a name that is too long, or one in a folder that is missing."""
+    """Raise UsageError if the path is a folder, its folder is missing, or its name is too long."""
     if not os.path.isdir(path.absolute().parent):
         raise UsageError(f"{option} {path}: its folder does not exist; make it first")
     if os.path.isdir(path):
@@ -133,7 +138,7 @@ def refuse_impossible_name(path: Path, option: str) -> None:
 
 
 def refuse_other_file(path: Path, option: str, what: str = "page", begins: str = START) -> None:
-    """Raise SparsekvError where something lies that does not begin as what is written there does."""
+    """Raise SparsekvError if a file exists at the path that does not begin with `begins`. An empty file is accepted."""
     if os.path.lexists(path) and not _is_ours(path, begins):
         raise SparsekvError(f"{path} is there and no {what} of sparsekv; give {option} another name")
 
@@ -149,10 +154,11 @@ def _is_ours(path: Path, begins: str) -> bool:
 
 
 def replace_file(path: Path, text: bytes) -> None:
-    """A hidden file beside it, with the permissions of a new file, takes its place; where a link goes, not the link's.
+    """Replace a file atomically: write a hidden temporary file in its folder, and rename it. If the path is a link, the
+    link's target is replaced.
 
     Raises:
-        OSError: it cannot be written; what was there still is.
+        OSError: the file cannot be written; the old file stays.
     """
     path = path.resolve()
     temporary = path.parent / f".sparsekv-{token_hex(8)}{path.suffix}"
@@ -173,7 +179,7 @@ def _joined(names: tuple[str, ...]) -> str:
 
 
 def _hash(text: str) -> str:
-    """A source expression of a content-security-policy: the element with exactly this text."""
+    """Return the source expression of a content security policy that allows an element with exactly this text."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
@@ -182,7 +188,7 @@ def _title(text: str) -> str:
 
 
 def _embedded(data: Any) -> str:
-    """JSON without `<`, so that neither an end tag nor a comment begins in it."""
+    """Return the data as JSON without `<`, so that the text contains no end tag and no comment."""
     return json_text(data).replace("<", "\\u003c")
 
 
@@ -201,8 +207,8 @@ def refuse_unwritable_html(path: Path | None) -> None:
     """Check, before anything is measured, that the page can be written.
 
     Raises:
-        UsageError: the name has another ending or is not possible, or its folder is missing.
-        SparsekvError: the file is there and no page of ours.
+        UsageError: the file name has another ending or is not valid, or its folder is missing.
+        SparsekvError: a file exists that is no page of sparsekv.
     """
     if path is not None and path.suffix.lower() not in ENDINGS:
         raise UsageError(f"--html {path}: no page ends like this; call it {path.with_suffix('.html')}")
@@ -210,7 +216,7 @@ def refuse_unwritable_html(path: Path | None) -> None:
 
 
 def write_html(page: Page, path: Path, *, quiet: bool) -> None:
-    """Write the page and note its name; raises what `refuse_unwritable_html` raises."""
+    """Write the page and note its name. Raises what `write_page` raises."""
     write_page(page, path, "--html")
     note(f"page: {path}", quiet=quiet)
 
@@ -220,17 +226,18 @@ REPORT_SCRIPTS = ("scales.js", "pointing.js", "plot.js", "heat_map.js", "report.
 
 
 def budget_texts(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The budget of each row as text, empty for none: in JavaScript 1 token and a share of 1.0 are the same number."""
+    """Return the budget of each row as text, empty for no budget. JavaScript cannot distinguish a budget of 1 token
+    from a share of 1.0."""
     return [budget_text(row["budget"]) for row in rows]
 
 
 def budget_text(budget: float | int | None) -> str:
-    """A share in percent, or a number of tokens."""
+    """Return a share in percent, or a number of tokens, as text; empty for None."""
     if budget is None:
         return ""
     return str(Budget(budget)) if isinstance(budget, float) else f"{budget:,}"
 
 
 def report_page(title: str, data: Any, *scripts: str) -> Page:
-    """The page of a report, built from its data by scripts of its own."""
+    """Return the page of a report. Scripts of its own build the page from the data."""
     return Page(f"{title} \u2013 sparsekv", data, REPORT_STYLES, (*REPORT_SCRIPTS, *scripts))

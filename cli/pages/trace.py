@@ -1,4 +1,4 @@
-"""Traces written as a self-contained HTML page, packed without loss, or as JSON."""
+"""Write traces as a self-contained HTML page, which packs them without loss, or as JSON."""
 
 import math
 from collections.abc import Callable
@@ -27,7 +27,8 @@ MEASURES = {"by_token": (), "by_head": (), "records": ("recall", "attention_mass
 
 
 def packed_trace(document: dict[str, Any]) -> dict[str, Any]:
-    """The document of `assets/trace_data.js`: `facts` (values but long lists), `prompt`, and the groups of shares."""
+    """Pack a trace into the format that `assets/trace_data.js` reads: `facts`, the prompt, and groups of shares.
+    `facts` are all values except the long lists."""
     facts = {name: value for name, value in document.items() if name not in LISTS}
     groups = {name: _group(document[name], KEYS[name], MEASURES[name], TOKEN_LISTS[name]) for name in KEYS}
     budget = budget_text(document["budget"])
@@ -35,7 +36,8 @@ def packed_trace(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prompt(passages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The text in one piece, and where tokens and passages begin in it; lengths are UTF-16 units, as in JavaScript."""
+    """Pack the prompt: its text in one piece, and where tokens and passages begin. Lengths are in UTF-16 units, as
+    in JavaScript."""
     tokens = [token for passage in passages for token in passage["tokens"]]
     return {
         "text": "".join(tokens),
@@ -48,7 +50,7 @@ def _prompt(passages: list[dict[str, Any]]) -> dict[str, Any]:
 def _group(
     rows: list[dict[str, Any]], keys: tuple[str, ...], measures: tuple[str, ...], token_lists: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Column by column; lists of all rows one after the other, beside how long each row's is."""
+    """Pack rows column by column. The lists of all rows are concatenated, with the length of each row's list."""
     return {
         **{key: whole_column([row[key] for row in rows]) for key in keys},
         **{name: share_column([row[name] for row in rows]) for name in SHARES + measures},
@@ -87,22 +89,23 @@ SCRIPTS = (
 
 
 def write_trace_page(document: dict[str, Any], path: Path) -> int:
-    """Write the page of a trace, as `sparsekv trace --json` prints it, and give its size in bytes.
+    """Write a trace, in the form that `sparsekv trace --json` prints, as an HTML page. Returns its size in bytes.
 
     Raises:
-        UsageError: the name is not possible, or its folder missing.
-        SparsekvError: the file is there and no page of ours, or cannot be written.
+        UsageError: the file name is not valid, or its folder is missing.
+        SparsekvError: a file exists that is no page of sparsekv, or the page cannot be written.
     """
     title = f"{document['question']} \u2013 sparsekv trace"
     return write_page(Page(title, packed_trace(document), STYLES, SCRIPTS), path, "--output")
 
 
 START = '{"version": '
-"""The beginning of a trace's JSON; a file that begins so may be overwritten."""
+"""The beginning of a trace's JSON. A file that begins like this may be overwritten."""
 
 
 def write_json(document: dict[str, Any], path: Path) -> int:
-    """Write a trace as JSON, whole or not at all, and return its size in bytes; SparsekvError if it cannot be."""
+    """Write a trace as JSON, whole or not at all, and return its size in bytes. Raises SparsekvError if it cannot be
+    written."""
     text = (json_text(document) + "\n").encode()
     try:
         replace_file(path, text)
@@ -112,14 +115,18 @@ def write_json(document: dict[str, Any], path: Path) -> int:
     return len(text)
 
 
-LARGEST_DIFFERENCE = 700.0  # the largest difference of log-probabilities whose exponential is a number
+LARGEST_DIFFERENCE = 700.0  # cap on a difference of log-probabilities, so that its exponential is finite
 WRITERS: dict[str, Callable[[dict[str, Any], Path], int]] = {".html": write_trace_page, ".json": write_json}
-"""Functions that write a trace and return its size in bytes, by the file name's ending."""
+"""Functions that write a trace and return its size in bytes, by the ending of the file name."""
 
 
 def refuse_unwritable(output: Path | None, option: str = "--output") -> None:
-    """Raise UsageError for a file whose folder is missing, or whose ending no trace has; SparsekvError for what is none
-    of ours and would be replaced."""
+    """Raise an error if a trace cannot be written to `output`.
+
+    Raises:
+        UsageError: the file name has another ending or is not valid, or its folder is missing.
+        SparsekvError: a file exists that is no trace of sparsekv.
+    """
     if output is None:
         return
     ending = output.suffix.lower()
@@ -133,7 +140,8 @@ def refuse_unwritable(output: Path | None, option: str = "--output") -> None:
 
 
 def write(document: dict[str, Any], output: Path) -> int:
-    """Write a trace in the form of the file's ending, and return its size in bytes; raises what its writer raises."""
+    """Write a trace in the format of the file's ending, and return its size in bytes. Raises what the format's
+    writer raises."""
     return WRITERS[output.suffix.lower()](document, output)
 
 
@@ -145,14 +153,15 @@ def say_json(document: dict[str, Any]) -> int:
 
 
 def describe_size(document: dict[str, Any], size: int | None) -> str:
-    """One line: how much was recorded, and how many bytes it takes where it was written or printed."""
+    """Describe in one line how much was recorded. If the trace was written or printed, the line also has its size in
+    bytes."""
     counts = len(document["answer_tokens"]), len(document["layers"]), document["kv_heads"]
     recorded = "{:,} records of {:,} tokens, {} layers and {} KV heads".format(len(document["records"]), *counts)
     return f"{recorded}, {size:,} bytes" if size is not None else f"{recorded}; -o FILE or --json keeps them"
 
 
 def describe_without(found: dict[str, Any]) -> str:
-    """One line: the answer without some passages, and what the first answer is worth then."""
+    """Describe in one line the answer without the hidden passages, and how likely the first answer is then."""
     shown, hidden = found["log_probability"]
     change = math.exp(min(abs(hidden - shown), LARGEST_DIFFERENCE))
     likely = f"{change:,.3g} times {'less' if hidden < shown else 'more'} likely"

@@ -1,4 +1,4 @@
-"""A recall report as a table with its legend, CSV, JSON and an HTML page."""
+"""Show a recall report as a table with its legend, as CSV, as JSON and as an HTML page."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -32,18 +32,18 @@ OPTIONAL = {
     "list_coverage": "list coverage: share of the oracle's tokens that are in the lists that were read.",
     "raised": "raised, dense: share of the queries for which the guard raised the budget, or read everything.",
 }
-"""Meanings of optional columns, by one of their fields."""
+"""Explanations of optional columns, by the name of a field of the column."""
 ROUNDING = 1e-6
 
 
 def legend(rows: Sequence[RecallRow]) -> list[str]:
-    """The lines below a table of some rows."""
+    """Return the lines to print below a table of these rows."""
     columns = [line for name, line in OPTIONAL.items() if any(getattr(row, name) is not None for row in rows)]
     return [LEGEND, *columns, *_odd(rows)]
 
 
 def _odd(rows: Sequence[RecallRow]) -> list[str]:
-    """A line for each figure that a reader would ask about, if a row has it."""
+    """Return an explanation of each surprising value that a row has."""
     bounds = [row for row in rows if methods()[row.method].is_bound]
     usable = [row for row in rows if row not in bounds]
     all_keys = [row for row in usable if methods()[row.method].reads_all_keys]
@@ -76,17 +76,17 @@ COLUMNS = {
     "kv_fraction": ".3f",
     "missed_mass": ".3f",
 }
-"""Fields of a row that every table shows, with the format of their numbers."""
+"""Fields of a row that every table shows, with their number formats."""
 OPTIONAL_COLUMNS = ("missed_estimate", "recall_seen", "list_coverage", "raised", "dense")
-"""Fields that are shown if at least one method has a value for them."""
+"""Fields that are shown if at least one row has a value for them."""
 ANSWERING = 2
-"""How many methods a report suggests to evaluate."""
+"""Largest number of methods that a report suggests for `eval`."""
 RIVALS = 3
-"""Times the least error that another method may have to be suggested too."""
+"""A method may be suggested if its error is at most this many times the least error."""
 
 
 def report_record(report: RecallReport, rows: Sequence[RecallRow], within: float) -> dict[str, Any]:
-    """The whole report as --json prints it, with these rows."""
+    """Return the whole report, with these rows, as --json prints it."""
     best, records = report.best_within(within), row_records(rows)
     lowest = next((record for row, record in zip(rows, records, strict=True) if row == best), None)
     about = {field.name: getattr(report, field.name) for field in fields(report) if field.name != "rows"}
@@ -95,12 +95,13 @@ def report_record(report: RecallReport, rows: Sequence[RecallRow], within: float
 
 
 def print_csv(rows: Sequence[RecallRow]) -> None:
-    """A line for each row, as the table orders them, and a header."""
+    """Print the rows as CSV, in the order of the table, after a header."""
     say_csv([*(field.name for field in fields(RecallRow)), "front"], row_records(in_order(rows)))
 
 
 def print_report(report: RecallReport, groups: Sequence[str], within: float, stored: str | None, answers: str) -> None:
-    """The table, its legend, the row of lowest error that reads at most `within`, and how answers are measured.
+    """Print the table, its legend, the row of least error that reads at most `within`, and how to measure right
+    answers.
 
     Args:
         groups: the columns that rows are grouped by, of `layer` and `kv_head`.
@@ -120,7 +121,8 @@ def print_report(report: RecallReport, groups: Sequence[str], within: float, sto
 
 
 def answers_line(artifact: Artifact, report: RecallReport, within: float) -> str:
-    """How right answers are measured, which an error is not: of methods of least error that read at most `within`."""
+    """Return a sentence that names the `eval` command for the best methods that read at most `within`. Only `eval`
+    counts right answers, an error does not."""
     ranked = [row for row in report.ranked_within(within) if row.kv_fraction]
     rivals = [row for row in ranked if row.output_error <= RIVALS * ranked[0].output_error]
     names = list(dict.fromkeys(row.method for row in rivals))[:ANSWERING]
@@ -130,26 +132,28 @@ def answers_line(artifact: Artifact, report: RecallReport, within: float) -> str
 
 
 def lacking_line(artifact: Artifact) -> str:
-    """The methods that have no row, as the index was built without them, and how one is added; empty where none is."""
+    """Return a line with the methods that have no index, and with the command that adds one. Empty if the index has
+    all."""
     known = {name: indexer for name, indexer in indexers().items() if name not in artifact.manifest.methods}
-    # First what costs least to have: small files, that an append can go on with.
+    # The cheapest methods come first: small files, and an index that can append tokens.
     lacking = sorted(known, key=lambda name: (known[name]().bytes_per_token(128), not known[name].takes_tokens))
     how = add_methods_hint(artifact.folder, lacking[:1])
     return f"this index lacks {', '.join(lacking)}; {how} adds the first of them" if lacking else ""
 
 
 def _built_by(artifact: Artifact, names: Sequence[str]) -> list[str]:
-    """The options of `build-index` that made the index of some methods what it is."""
+    """Return the options of `build-index` by which the named methods' part of the index was built."""
     records, known = artifact.manifest.methods, indexers()
     here = [name for name in names if name in records and name in known]
     try:
         return changed_options(*(indexer_of(known[name], records[name].parameters) for name in here))
-    except (UsageError, TypeError, ValueError):  # a manifest may say anything
+    except (UsageError, TypeError, ValueError):  # a manifest may contain any values
         return []
 
 
 def best_line(best: RecallRow | None, within: float, *, shared: bool) -> str:
-    """The row of lowest error that reads at most `within`, as a sentence. `shared`: rows are of several queries."""
+    """Return a sentence about the row of least error that reads at most `within`. `shared`: rows have several
+    queries each."""
     if best is None:
         return f"Nothing here reads as little as {within:g} (--within) of the document's keys and values."
     return (
@@ -172,7 +176,7 @@ def _table(report: RecallReport, rows: Sequence[RecallRow], groups: Sequence[str
     shared = ["together"] if any(row.together > 1 for row in rows) else []
     optional = [name for name in OPTIONAL_COLUMNS if any(getattr(row, name) is not None for row in rows)]
     table.add_column("")
-    # A narrow terminal breaks a form's words, and never a method's name.
+    # A narrow terminal may break a form's name between words, but never inside a word.
     longest = max((len(word) for row in rows for word in f"{row.method} {row.variant}".split()), default=0)
     table.add_column("method", vertical="bottom", min_width=longest)
     for name in [*shared, *groups]:
@@ -198,14 +202,14 @@ def _number(value: float | None, form: str) -> str:
 
 
 MAPPED = ("recall", "output_error")
-"""Measures that are drawn by layer and head."""
+"""Measures that the HTML page draws by layer and head."""
 
 
 def recall_page(report: RecallReport, within: float, answers: str) -> Page:
-    """The page; its rows are those of --json over all layers and heads, in the table's order.
+    """Render the HTML page. Its rows are those of --json over all layers and heads, in the table's order.
 
     Args:
-        answers: how right answers are measured, a sentence.
+        answers: a sentence about how right answers are measured.
     """
     rows = in_order(report.by())
     question = command("trace", "--index", report.index, "What is this about?").strip("`")
@@ -216,7 +220,8 @@ def recall_page(report: RecallReport, within: float, answers: str) -> Page:
 
 
 def _maps(report: RecallReport, rows: Sequence[RecallRow]) -> dict[str, Any]:
-    """Layers, KV heads, and for each row of the table its measures as lists [layers][heads]."""
+    """Return the layers, the KV heads, and the values of each row. The values are lists [layers][heads], one per
+    measure."""
     detail = report.by("layer", "kv_head")
     layers, heads = (sorted({getattr(row, name) for row in detail}) for name in ("layer", "kv_head"))
     known = {(_line(row), row.layer, row.kv_head): row for row in detail}

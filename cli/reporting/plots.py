@@ -1,4 +1,4 @@
-"""The picture of a recall report: error and recall against what is read, and recall by layer and head."""
+"""Plot a recall report: error and recall against the share read, and recall by layer and head."""
 
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,15 @@ from sparsekv.cli.common.plots import LineEnd, by_layer, form_numbers, in_percen
 from sparsekv.runtime.reporting.report import RecallReport, RecallRow, pareto_front
 from sparsekv.runtime.selection.registry import methods
 
-SHOWN_SHARE = 0.05  # the heat map shows recall at the measured budget nearest to this
+SHOWN_SHARE = 0.05  # the heat map shows recall at the measured budget nearest to this share
 SLIDE = (16, 9)  # inches
 SHARES = (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
-"""Where the axis of what is read has ticks; below the second of them it is linear."""
+"""Ticks of the axis of shares read. The axis is linear below the second tick."""
 
 
 def plot_recall(report: RecallReport, path: Path) -> None:
-    """Plot output error and recall against what is read, a line a method and form, and recall by layer and head.
+    """Plot output error and recall against the kv fraction, with a line per method and form. Also plot recall by layer
+    and head.
 
     Raises:
         SparsekvError: the picture cannot be written.
@@ -67,7 +68,7 @@ def _front(axis: Axes, rows: list[RecallRow]) -> None:
 
 
 def _scale_reads(axis: Axes) -> None:
-    """Make x logarithmic from the first tick above 0 on, where most methods lie close together."""
+    """Make x logarithmic from the first tick above 0 on, because most methods lie close together there."""
     axis.set_xscale("symlog", linthresh=SHARES[1], linscale=0.15)
     axis.set_xlim(left=0)
     axis.xaxis.set_major_locator(FixedLocator(SHARES))
@@ -80,13 +81,15 @@ def _named(rows: list[RecallRow], sharing: bool) -> list[tuple[str, str]]:
 
 
 def _name(row: RecallRow, sharing: bool) -> str:
-    """Of the line that a row is a point of: a form at all budgets, or at one for all numbers of queries together."""
+    """Return the name of the line that a row belongs to. The line is a form at all budgets; if numbers of queries
+    are compared, it is a form at one budget."""
     parts = (row.method, row.variant, f"at {row.budget_tokens:,} tokens") if sharing else (row.name,)
     return " ".join(part for part in parts if part)
 
 
 def _heat_map(figure: Figure, axis: Axes, report: RecallReport) -> None:
-    """Draw recall by layer and KV head of the first method that has an index, or of the first one if none has."""
+    """Draw recall by layer and KV head. The method is the first that has an index, or the first of all if none has
+    one."""
     shown = _shown(report)
     rows = [row for row in report.by("layer", "kv_head") if _line(row) == _line(shown)]
     layers = sorted({row.layer for row in rows if row.layer is not None})

@@ -1,4 +1,4 @@
-"""The result of `tune` as JSON and as a table, and the cost of its search."""
+"""Show the result of `tune` as JSON and as a table, and the cost of its search."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from sparsekv.runtime.tuning.goals import Goal, Progress, Tuned
 
 
 def cost_ahead(artifact: Artifact, goal: Goal, names: list[str]) -> str:
-    """How much a search for a goal measures; raises what `candidates` raises."""
+    """Describe in one line how much a search will measure. Raises what `candidates` raises."""
     forms = candidates(artifact, names, residual=goal.residual)
     of = _counted(len({form.name for form in forms}), "method")
     layers = _counted(len(artifact.manifest.indexed_layers), "layer")
@@ -26,11 +26,11 @@ def cost_ahead(artifact: Artifact, goal: Goal, names: list[str]) -> str:
 
 
 class Rounds:
-    """Counts a search's rounds while it shows them, and the time they take.
+    """Shows the progress of a search, and counts its rounds and their time.
 
     Args:
         show: shows a round's progress.
-        begin: called before the first is shown; not earlier, for a goal may find that its model cannot be loaded.
+        begin: called before the first round is shown, and not earlier, because the goal's model may fail to load.
     """
 
     def __init__(self, show: Progress, begin: Callable[[], None]):
@@ -45,7 +45,7 @@ class Rounds:
         self._show(stage, done, of)
 
     def taken(self) -> str:
-        """How many rounds there were, and their time."""
+        """Return a line with the number of rounds and their time."""
         return f"searched in {_counted(len(self._stages), 'round')}, {time.monotonic() - self._began:.0f} s"
 
 
@@ -88,7 +88,8 @@ def told_budget(one: Tuned) -> str:
 def print_table(
     artifact: Artifact, goal: Goal, tuned: list[Tuned], before: Tuned | None, dense_ms: float | None
 ) -> None:
-    """The settings, with the time of a step where they were compared by it, beside that of dense attention."""
+    """Print the settings as a table. If times were compared (`dense_ms` is not None), a column has the time of a
+    layer's step."""
     table = Table(
         title=f"{artifact.folder}: the cheapest with {goal}, held out within {goal.tolerance:g}",
         title_justify="left",
