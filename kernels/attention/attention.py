@@ -1,5 +1,4 @@
-"""Exact attention over several segments of keys and values as one softmax, for one sequence, a batch or a prefill
-chunk."""
+"""Exact attention to several segments of keys and values in one softmax, for a sequence, a batch or a prefill chunk."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -125,8 +125,8 @@ def add_values(peak, total, first_output, second_output, logits, values, of_valu
     """
     peak, weights, shrink = common.tile_weights(peak, logits)
     total = total * shrink + tl.sum(weights, 1)
-    # Each value is shifted back before the sum, because after the sum the shift would be a thousand times as large as
-    # a mean of many values.
+    # Each value is shifted back before the sum. After the sum, the shift would be a thousand times as large as a mean
+    # of many values.
     first_values = shifted_back(first_of(values, EXACT), EXACT)
     second_values = shifted_back(second_of(values, EXACT), EXACT)
     weights = (weights * of_values[None, :]).to(first_values.dtype)

@@ -218,7 +218,7 @@ def _logsumexp(peaks, totals, head, g, parts, G: tl.constexpr, PARTS: tl.constex
     part_peaks = tl.load(peaks + place, mask=known, other=-float("inf"))
     part_totals = tl.load(totals + place, mask=known, other=0.0)
     peak = tl.max(part_peaks, 1)
-    # If every cluster is empty the peak is infinite, and all scores are 0.
+    # If every cluster is empty, the peak is minus infinity, and all scores are 0.
     peak = tl.where(peak == -float("inf"), 0.0, peak)
     total = tl.sum(part_totals * tl.exp(part_peaks - peak[:, None]), 1)
     return tl.where(g < G, peak + tl.log(tl.maximum(total, 1e-30)), 0.0)
@@ -301,7 +301,7 @@ def _count_kernel(
     ranked, known, coarse, fine, stride, budget,
     PART: tl.constexpr, OTHERS: tl.constexpr, KNOWN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Count the tokens of a part's clusters with the last cluster's exponent by the rest of the rank."""
+    """Count the tokens of a part's clusters that have the last taken cluster's exponent, by the rest of their rank."""
     part, others, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     c, inside, _ = _share(part, others, known, head, stride, PART, KNOWN)
     place = fine + (head * others + part) * (FINE + LIMITS)

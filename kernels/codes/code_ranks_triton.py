@@ -335,8 +335,8 @@ def rank_codes_triton(query, codes, clusters, exact, wanted, softmax_scale, soft
     rows, tiles = tile_rows(D, query.dtype, TILE_BYTES), padded // TILE_TOKENS
     shares, stride = triton.cdiv(C, rows * TILES_OF_A_PROGRAM), aligned(C)
     sums = shares + EXACT_PROGRAMS
-    # Byte g of word w is the distance of query head 4 w + g's product below the part's largest, which is in `tops` in
-    # units of log 2.
+    # Byte g of word w is the distance of query head 4 w + g's product below the part's largest product. `tops` holds
+    # the largest products, in units of log 2.
     tables = torch.empty(H, m, -(-G // HEADS_OF_WORD), CENTROIDS, dtype=torch.int32, device=device)
     tops, logits = torch.empty(H, G, m, device=device), torch.empty(H, G, stride, device=device)
     # Largest logit, in units of log 2, and sum of exponentials: first of the clusters' shares, then of the exact keys.

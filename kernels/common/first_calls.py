@@ -1,4 +1,4 @@
-"""One-time costs of a process's first kernels on a GPU, paid while it waits for something else."""
+"""Warm-up of a process's first GPU kernels, so that their one-time costs overlap with other waiting."""
 
 import torch
 from torch.nn import functional

@@ -20,7 +20,7 @@ FOLLOWED = frozenset({"softcap", "s_aux", "is_causal"})
 """Keyword arguments of an attention call that change the result and are supported, besides scale, mask and dropout."""
 HARMLESS = frozenset(
     {
-        "sliding_window",  # transformers' own attention takes it from the mask too
+        "sliding_window",  # transformers' own attention also reads the window from the mask
         "position_ids",
         "cache_position",
         "past_key_values",

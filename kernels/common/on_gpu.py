@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class WithKernel(Generic[First, Rest, Result]):
-    """A function in plain torch, `reference`, and the kernel of the same signature that runs instead on a GPU."""
+    """A plain-torch function, `reference`, and a kernel with the same signature that replaces it on a GPU."""
 
     def __init__(
         self,
@@ -35,11 +35,14 @@ class WithKernel(Generic[First, Rest, Result]):
         return cast(Callable[Concatenate[First, Rest], Result], getattr(import_module(module), name))
 
     def __call__(self, first: First, /, *rest: Rest.args, **named: Rest.kwargs) -> Result:
-        """Run the kernel where the first argument is stored on a GPU and the arguments fit, else the reference."""
+        """Run the kernel if the first argument is on a GPU and the kernel supports the arguments; else the reference.
+
+        The first argument's device is that of the tensor that `tensor` returns from it, if `on_gpu` got a `tensor`.
+        """
         tensor: Any = first if self._tensor is None else self._tensor(first)
         if not tensor.is_cuda or not (self._fits is None or self._fits(first, *rest, **named)):
             return self.reference(first, *rest, **named)
-        with torch.cuda.device_of(tensor):  # Triton launches on the current device, which may be another
+        with torch.cuda.device_of(tensor):  # Triton launches on the current device, which may differ
             return self.kernel(first, *rest, **named)
 
 

@@ -1,4 +1,4 @@
-"""`expand_runs` and `store_in_slots` in Triton; slots past the last row are left unwritten."""
+"""`expand_runs` and `store_in_slots` in Triton; `list_rows` leaves slots past the last row unwritten."""
 
 import torch
 import triton

@@ -43,7 +43,7 @@ def rotate(rows: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tenso
     Returns:
         [..., T, D] float32. Allocates two more tensors of this size.
     """
-    # Angles in float32, as in models, so that undoing a model's rotation uses the same rounded angle.
+    # Angles are float32, as in models, so that undoing a model's rotation uses the same rounded angles.
     angles = positions[..., None].float() * frequencies
     cos, sin = angles.cos(), angles.sin()
     first, second, rest = split_pairs(rows.float(), len(frequencies), interleaved)

@@ -155,7 +155,7 @@ class NearestCentres:
         """
         (Hk, count, dims), clusters = self.points.shape, self.padded_clusters
         labels = torch.empty(Hk, count, dtype=torch.int64, device=self.points.device)
-        with torch.cuda.device_of(self.points):  # Triton launches on the current device, which may be another
+        with torch.cuda.device_of(self.points):  # Triton launches on the current device, which may differ
             rounded, half_norms = self._rounded(centres, clusters, norms=True)
             _find_nearest[(triton.cdiv(count, self.tiles.points), Hk)](
                 self.points, rounded, half_norms, labels, count, clusters,
@@ -208,7 +208,7 @@ def _padded(dims: int) -> int:
 
 
 def _fitting_tiles(dims: int, device: torch.device) -> Tiles:
-    if device.type != "cuda":  # the interpreter
+    if device.type != "cuda":  # kernels run in the interpreter
         return TILES[-1]
     limit = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
     return next((tiles for tiles in TILES if tiles.shared_bytes(dims) <= limit), TILES[-1])

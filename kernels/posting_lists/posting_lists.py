@@ -219,8 +219,8 @@ def estimate_part(tables: Tables, lookup: Lookup, part: int, place: int, scoring
         place: index of the centroid among each part's nearest centroids.
         scoring: with `paper`, listed scores are summed, and keys that are not listed count as 0. With `floor` and
             `mean`, a score is multiplied by the projection of the query's part on the centroid, or by 0 if it is
-            negative. Keys that are not listed then get the lowest score of the list (`floor`) or the mean score of the
-            keys that are not listed (`mean`).
+            negative. Keys that are not listed then get the lowest score of the list (`floor`) or their own mean score
+            (`mean`).
     """
     chosen, share = lookup.nearest[:, part, :, place], lookup.share[:, part, :, place]
     heads = torch.arange(len(chosen), device=chosen.device)[:, None]
