@@ -1,8 +1,8 @@
 """`shared_decode` in Triton.
 
-One kernel computes partial softmaxes over shares of the shared rows, a second one over each token's own rows, and a
-third merges them. A program holds the queries of as many tokens as fit on an SM, so that tensor cores multiply all of
-them with each row. Logits are in units of log 2.
+The first kernel computes partial softmaxes over shares of the shared rows. The second computes them over each token's
+own rows. The third merges them. A program holds the queries of as many tokens as fit on an SM, so that tensor cores
+multiply all of them with each row. Logits are in units of log 2.
 """
 
 import torch

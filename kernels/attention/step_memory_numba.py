@@ -96,7 +96,7 @@ def longs(address, shape):
 
 @njit(inline="always")
 def clear(parts, sums):
-    """Reset a thread's partial outputs [H, G, D] to zero, and its sums [H, G, 2] to those of no logits."""
+    """Reset a thread's partial outputs [H, G, D] to 0, and its sums [H, G, 2] to a maximum of -inf and a sum of 0."""
     for h in range(parts.shape[0]):
         for g in range(parts.shape[1]):
             sums[h, g, 0], sums[h, g, 1] = NOTHING, 0

@@ -57,7 +57,7 @@ def by_place(place, size, number, SIZE: tl.constexpr, OPEN: tl.constexpr):
 
 @triton.jit
 def counted(counts, head, part, others, SIZE: tl.constexpr, PARTS: tl.constexpr, OPEN: tl.constexpr):
-    """Sum the sizes at each place over all parts of a head and over the parts before `part`; likewise the numbers.
+    """Sum sizes and numbers at each place over all parts of a head, and over the parts before `part`.
 
     Each of the four results is [SIZE]. Without OPEN, the numbers are the sizes.
     """

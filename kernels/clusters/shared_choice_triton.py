@@ -27,7 +27,7 @@ from sparsekv.kernels.common.tiles_triton import LOG2_E
 
 MOST_ROWS = 128  # most rows of a tile of queries
 TILE_BYTES, STAGES, WARPS, PROGRAMS_PER_SM = 16_384, 2, 4, 2
-MOST_LOGITS = 4096  # most logits of a program's tile, so that the registers of an SM hold those of two programs
+MOST_LOGITS = 4096  # most logits of a program's tile, so that an SM's registers hold the tiles of two programs
 
 
 @triton.jit
@@ -257,7 +257,7 @@ def _list_kernel(
 ):  # fmt: skip
     """List the rows taken from a program's clusters, and write the log of each cluster's remaining token count.
 
-    The rows follow those of the clusters before. Each program counts these rows itself.
+    The rows follow those of the clusters before the program's own. Each program counts these earlier rows itself.
     """
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     c, t, b = part * CLUSTERS + tl.arange(0, CLUSTERS), tl.arange(0, RUN), tl.arange(0, BEFORE)

@@ -12,8 +12,8 @@ import triton.language as tl
 from sparsekv.kernels.common.tiles_triton import WIDEN, dot
 
 LARGEST_HALF = tl.constexpr(65504.0)
-# An int8 value of -128 to 127 becomes a byte of 0 to 255 when its highest bit is flipped. The bytes 0x64 and this one
-# are a float16 number of 1024 to 1279, which is the int8 value plus SHIFT. The GPU's own conversion takes one
+# An int8 value of -128 to 127 becomes a byte of 0 to 255 when its highest bit is flipped. With 0x64 as the upper byte,
+# it is a float16 number of 1024 to 1279, which is the int8 value plus SHIFT. The GPU's own conversion takes one
 # instruction for each value, at a quarter of the speed.
 SHIFT = tl.constexpr(1152.0)
 _FIRST = tl.constexpr("lop3.b32 $0, $1, 0x00FF00FF, 0x64806480, 0x6A;")

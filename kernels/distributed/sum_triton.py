@@ -2,8 +2,8 @@
 
 Each program sends its piece of the rank's part to every other rank, waits for the others' pieces and sums all pieces.
 
-A rank may overwrite the part that it sent two all-reduces ago. It has finished the all-reduce in between. For this one,
-the other ranks sent their parts only after they had read the earlier part.
+A rank may overwrite the part that it sent two all-reduces ago. It has finished the all-reduce in between. In that
+all-reduce, the other ranks sent their parts only after they had read the earlier part.
 """
 
 import torch

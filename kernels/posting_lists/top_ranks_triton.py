@@ -113,7 +113,7 @@ def rank_rows_triton(query, keys, rows, logsumexp, wanted, softmax_scale, softca
     return TokenRanks(ranks, coarse, logsumexps, S)
 
 
-FEWEST_ROWS, MOST_ROWS = 32, 128  # rows of counts that a program loads at once: one wait for memory
+FEWEST_ROWS, MOST_ROWS = 32, 128  # fewest and most rows of counts per load; the rows of a load wait together
 # With many programs, the kernels are bound by instructions. Then one warp is best, because each of four warps would
 # repeat the work that is common to a program. With most programs, two warps count fastest: as measured, one warp takes
 # 50% longer, and four take 20% longer.
