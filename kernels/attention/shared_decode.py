@@ -26,7 +26,7 @@ def exact_logsumexp(
     Args:
         query: [Hk, G, B, D] of B tokens.
         keys: [Hk, E, D]; a head's rows are contiguous.
-        own: rows that only the token itself attends to, for each of the B tokens.
+        own: rows of each token's own sequence, for the B tokens.
         sink_logits: [Hk, G] learned logits without values (GPT-OSS).
 
     Returns:
@@ -59,7 +59,7 @@ def shared_decode(
         exact: keys and values [Hk, E, D] that all tokens attend to. The rows of a head are contiguous; heads may have
             any stride.
         centroids: at most one set of centroids that all tokens attend to.
-        own: rows that only the token itself attends to, for each of the B tokens.
+        own: rows of each token's own sequence, for the B tokens.
         sink_logits: [Hk, G] learned logits without values (GPT-OSS).
 
     Returns:
