@@ -1,1 +1,1 @@
-"""Kernels for clustering, centroid lookup and attention over chosen rows, each beside its plain-torch reference."""
+"""Kernels for clustering, centroid lookup and attention over chosen rows, each with its plain-torch reference."""

@@ -1,5 +1,4 @@
-"""Exact attention over several segments of keys and values as one softmax, for one sequence, a batch or a prefill
-chunk."""
+"""Exact attention to several segments of keys and values in one softmax, for a sequence, a batch or a prefill chunk."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,25 +11,28 @@ from sparsekv.kernels.scores.logits import attention_logits, softmax_with_logsum
 
 
 def takes_chunk(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether `chunk_causal` computes these: torch's kernel does not look whether it can."""
+    """Whether `chunk_causal` supports these tensors; torch's kernel does not check that itself.
+
+    It needs CPU tensors with a contiguous last axis, no float64 queries, and queries and values of equal width.
+    """
     rows = query, keys, values
     alike = query.shape[-1] == values.shape[-1] and query.dtype != torch.float64
     return alike and all(one.device.type == "cpu" and one.stride(-1) == 1 for one in rows)
 
 
 def chunk_causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """Causal attention of queries at the last positions of the keys, in three quarters of the time that torch's takes
-    with a mask.
+    """Compute causal attention of queries at the last positions of the keys.
 
-    Torch's kernel without a mask reads none for each head, and the queries of all heads that share keys are rows of one
-    product. The softmax is that of the two parts, joined by their log-sum-exps, which torch gives below its public
-    function alone.
+    This takes three quarters of the time of torch's attention with a mask. Here torch's kernel runs without a mask,
+    and so it reads no mask for each head. The queries of all heads that share keys are rows of one matrix product. The
+    chunk's own keys and the earlier keys are attended separately. Their log-sum-exps merge the two softmaxes into one.
+    Torch returns these log-sum-exps only from an operator below its public function.
 
     Args:
         query: [Hq, Q, D]; keys, values: [Hk, T, D] of its dtype, T at least Q, as `takes_chunk` allows.
 
     Returns:
-        [Hq, Q, D]. Allocates the outputs twice, and the chunk's own keys and values once for each query head.
+        [Hq, Q, D]. Allocates the output twice, and a copy of the chunk's own keys and values for each query head.
     """
     (Hq, Q, D), (Hk, T, _) = query.shape, keys.shape
     before, attend = T - Q, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -47,12 +49,12 @@ def chunk_causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, 
 
 @dataclass(frozen=True)
 class Segment:
-    """Keys and values [Hk, T, D] of some of the rows that a query attends to.
+    """Keys and values [Hk, T, D] of a part of the rows that a query attends to.
 
-    `mask` broadcasts to [Hk, G, Q, T] and is True where a row is attended; None attends to all rows. Masked keys may
-    hold anything; masked values must be finite, because they are multiplied by a weight of 0. `bias` broadcasts like
-    the mask and is added to the logits; it is the logarithm of how many tokens a row represents. Keys and values may
-    have another dtype than the query: centroids have the index's dtype, not the model's.
+    `mask` broadcasts to [Hk, G, Q, T] and is True where a row is attended. None attends to all rows. Masked keys may
+    hold anything. Masked values must be finite, because they are multiplied by a weight of 0. `bias` broadcasts like
+    the mask and is added to the logits. It is the logarithm of the number of tokens that a row represents. Keys and
+    values may differ from the query in dtype: centroids have the index's dtype, not the model's.
     """
 
     keys: torch.Tensor
@@ -62,7 +64,10 @@ class Segment:
 
 
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Causal mask [queries, keys] bool of queries at the last positions of the keys; a window includes the query."""
+    """Build the causal mask [queries, keys] bool of queries at the last positions of the keys.
+
+    A sliding window of `window` keys includes the query's own position. None means no window.
+    """
     distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)
@@ -75,11 +80,11 @@ def attend(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of grouped queries over all segments together, softmax in float32.
+    """Attend with grouped queries to all segments in one softmax, computed in float32.
 
     Args:
         query: [Hk, G, Q, D].
-        sink_logits: [Hk, G] learned logits that take part in the softmax and carry no value (GPT-OSS).
+        sink_logits: [Hk, G] learned logits that take part in the softmax and have no value row (GPT-OSS).
 
     Returns:
         [Hk, G, Q, D] in the query's dtype. Allocates the logits [Hk, G, Q, sum of T] float32 twice.
@@ -94,7 +99,7 @@ def attend_with_logsumexp(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output of `attend` with the log-sum-exp [Hk, G, Q] float32 of all its logits, sinks included."""
+    """Return the output of `attend` and the log-sum-exp [Hk, G, Q] float32 of all logits, including sinks."""
     logits = _logits(query, segments, softmax_scale, softcap, sink_logits)
     weights, total = softmax_with_logsumexp(torch.cat(logits, -1))
     return _output(weights, segments, query), total
@@ -102,8 +107,11 @@ def attend_with_logsumexp(
 
 @dataclass(frozen=True)
 class Weighed:
-    """Attention output [Hk, G, Q, D], and the weights [Hk, G, Q, sum of T] float32 that gave it: of each segment's rows
-    in turn, then of the learned sink logits, if there are any; of one query without Q."""
+    """Attention output [Hk, G, Q, D] and its softmax weights [Hk, G, Q, sum of T] float32.
+
+    The weights are ordered as the segments and their rows. If there are learned sink logits, their weights come last.
+    The functions that attend with one query leave out the axis Q.
+    """
 
     output: torch.Tensor
     weights: torch.Tensor
@@ -116,7 +124,7 @@ def attend_with_weights(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> Weighed:
-    """The output of `attend` with the weights of all that is attended."""
+    """Return the output of `attend` and the softmax weights of all rows and sinks."""
     logits = _logits(query, segments, softmax_scale, softcap, sink_logits)
     weights = torch.cat(logits, -1).softmax(-1)
     return Weighed(_output(weights, segments, query), weights)
@@ -125,7 +133,10 @@ def attend_with_weights(
 def segment_logits(
     query: torch.Tensor, segments: Sequence[Segment], softmax_scale: float, softcap: float | None
 ) -> list[torch.Tensor]:
-    """Logits [Hk, G, Q, T] float32 of queries [Hk, G, Q, D] on each segment, with its bias and its mask."""
+    """Compute the logits [Hk, G, Q, T] float32 of queries [Hk, G, Q, D] for each segment.
+
+    The segment's bias is added. Masked logits are minus infinity.
+    """
     logits = []
     for segment in segments:
         part = attention_logits(query, segment.keys, softmax_scale, softcap)
@@ -148,15 +159,17 @@ def _logits(
 
 
 def _output(weights: torch.Tensor, segments: Sequence[Segment], query: torch.Tensor) -> torch.Tensor:
-    """Attention's output [Hk, G, Q, D] of weights [Hk, G, Q, sum of T]."""
+    """Compute the attention output [Hk, G, Q, D] from softmax weights [Hk, G, Q, sum of T]."""
     Hk, G, Q, _ = query.shape
     rows = weights.to(query.dtype).view(Hk, G * Q, weights.shape[3])
     return weigh(rows, [segment.values for segment in segments]).view(Hk, G, Q, -1)
 
 
 def weigh(weights: torch.Tensor, values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[Hk, R, D]: values [Hk, T, D] of all segments, summed by weights [Hk, R, sum of T]; weights of sink logits come
-    last, without values."""
+    """Sum the values [Hk, T, D] of all segments with weights [Hk, R, sum of T]; return [Hk, R, D].
+
+    Weights of sink logits come last and are ignored, because sinks have no values.
+    """
     output, start = None, 0
     for each in values:
         part = weights.narrow(2, start, each.shape[1])
@@ -175,12 +188,14 @@ def attend_once(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`attend` for one query on a CPU, in few torch operations: with cold caches their number decides the time.
+    """Attend like `attend`, for one query on a CPU, in few torch operations.
+
+    With cold caches, the number of torch operations determines the time.
 
     Args:
         query: [Hk, G, D].
-        rows: keys and values [Hk, T, D] of segments without mask or bias.
-        centroids: centroids with their logits, attended in the same softmax.
+        rows: keys and values [Hk, T, D] of segments without a mask or a bias.
+        centroids: centroids with their logits; they take part in the same softmax.
         sink_logits: [Hk, G].
 
     Returns:
@@ -197,9 +212,9 @@ def attend_once_with_weights(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> Weighed:
-    """The output of `attend_once` with the weights of all that is attended."""
+    """Return the output of `attend_once` and the softmax weights of all rows, centroids and sinks."""
     wide = query.float()
-    # beta=0 ignores this argument whatever it holds; baddbmm is used because it scales the product as well.
+    # With beta=0, baddbmm ignores this tensor. baddbmm is used because it also scales the product.
     ignored = wide.narrow(2, 0, 1)
     logits = [
         torch.baddbmm(ignored, wide, keys.float().transpose(1, 2), beta=0, alpha=softmax_scale) for keys, _ in rows
@@ -223,7 +238,7 @@ def causal_attention(
     window: int | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Dense causal attention of queries at the last positions of the keys, by the fastest kernel that computes it.
+    """Compute dense causal attention of queries at the last positions of the keys, with the fastest suitable kernel.
 
     Args:
         query: [Hq, Q, D].
@@ -235,15 +250,15 @@ def causal_attention(
     """
     Hk, (Hq, Q, D) = keys.shape[0], query.shape
     if window is not None:
-        # The first query sees furthest back: nothing before its window is read.
+        # The first query attends furthest back, and so keys before its window are never read.
         keys, values = keys[:, -(window + Q - 1) :], values[:, -(window + Q - 1) :]
     if softcap is None and sink_logits is None:
         if window is None and takes_chunk(query, keys, values):
             return chunk_causal(query, keys, values, softmax_scale)
-        # Here, because it brings torch's compiler, 0.7 s, and `--help` imports this file.
+        # Imported here, because it imports torch's compiler, which takes 0.7 s, and `--help` imports this file.
         from torch.nn.attention.bias import causal_lower_right
 
-        # A tensor as mask rules out torch's flash kernels on a GPU; `causal_lower_right` does not.
+        # With a tensor as the mask, torch cannot use its flash kernels on a GPU. With `causal_lower_right` it can.
         mask = causal_mask(Q, keys.shape[1], window, query.device) if window else causal_lower_right(Q, keys.shape[1])
         return scaled_dot_product_attention(
             query[None], keys[None], values[None], attn_mask=mask, scale=softmax_scale, enable_gqa=Hq != Hk
@@ -256,8 +271,11 @@ def causal_attention(
 
 @dataclass(frozen=True)
 class OwnRows:
-    """Keys and values [S, Hk, T, D] of S sequences, a head's rows contiguous; and T' tokens that attend to them: the
-    sequence `slots` [T'] int64 of each, and the rows that it sees, from first [T'] up to used [T'] int64."""
+    """Keys and values [S, Hk, T, D] of S sequences, and T' tokens, each of which attends to rows of its own sequence.
+
+    The rows of a head are contiguous. `slots` [T'] int64 is the index of each token's sequence. A token attends to the
+    rows from `first` [T'] int64 up to, but not including, `used` [T'] int64.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -267,22 +285,25 @@ class OwnRows:
 
     @property
     def seen(self) -> torch.Tensor:
-        """[T', T] bool."""
+        """Mask [T', T] bool of the rows that each token attends to."""
         rows = torch.arange(self.keys.shape[2], device=self.used.device)
         return (rows >= self.first[:, None]) & (rows < self.used[:, None])
 
 
 def of_last(keys: torch.Tensor, values: torch.Tensor, tokens: int) -> OwnRows:
-    """One sequence's keys and values [Hk, T, D], and its last tokens, each of which sees itself and all before it."""
+    """Wrap one sequence's keys and values [Hk, T, D] and its last `tokens` tokens as `OwnRows`.
+
+    Each token attends to itself and to all tokens before it.
+    """
     used = torch.arange(keys.shape[1] - tokens, keys.shape[1], device=keys.device) + 1
     nothing = torch.zeros_like(used)
     return OwnRows(keys[None], values[None], nothing, nothing, used)
 
 
 def own_logits(query: torch.Tensor, own: OwnRows, softmax_scale: float, softcap: float | None) -> torch.Tensor:
-    """Logits [Hk, G, B, T] float32 of each token's query [Hk, G, B, D] on its own rows; -inf for the others.
+    """Compute the logits [Hk, G, B, T] float32 of each token's query [Hk, G, B, D] for its own rows.
 
-    Copies the rows.
+    Logits of rows that a token does not attend to are minus infinity. Copies the rows.
     """
     Hk, G, B, _ = query.shape
     each = query.permute(2, 0, 1, 3).flatten(0, 1)[:, :, None]
@@ -299,11 +320,11 @@ def shared_attention(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One softmax for each query, over the shared segments and the rows of its own sequence, in float32.
+    """Attend with each query to the shared segments and to the rows of its own sequence, in one float32 softmax.
 
     Args:
         query: [Hk, G, B, D].
-        shared: their masks and biases broadcast to [Hk, G, B, T].
+        shared: segments whose masks and biases broadcast to [Hk, G, B, T].
         sink_logits: [Hk, G] learned logits without values (GPT-OSS).
 
     Returns:

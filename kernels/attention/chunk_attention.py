@@ -1,4 +1,4 @@
-"""Attention of a prefill chunk to itself and to a few selected keys before it."""
+"""Attention of a prefill chunk to itself and to a few selected earlier keys."""
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -12,13 +12,13 @@ from sparsekv.kernels.scores.logits import attention_logits
 def chunk_rows(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor, *, padded: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Chosen rows of keys and values, followed by the chunk's own rows, which are the last B.
+    """Copy the chosen rows of keys and values, followed by the chunk's own rows, which are the last B.
 
-    One kernel on a GPU.
+    On a GPU this is one kernel.
 
     Args:
         query: [Hq, B, D]; keys, values: [Hk, T, D]; chosen: [Hk, K] int64, rows of each head before the chunk.
-        padded: put K uninitialised queries in front, one for each chosen row.
+        padded: prepend K uninitialised queries, one for each chosen row.
 
     Returns:
         queries [Hq, K + B, D] if padded, else `query` itself; copies of keys and values [Hk, K + B, D].
@@ -30,7 +30,7 @@ def chunk_rows(
 
 
 def spaced_places(total: int, count: int) -> torch.Tensor:
-    """[count] int64: evenly spaced indices below `total`, including the last; all indices if `total` is smaller."""
+    """Return `count` evenly spaced int64 indices below `total`, including the last; all indices if `total` is less."""
     count = min(count, total)
     return torch.arange(1, count + 1) * total // count - 1
 
@@ -38,7 +38,9 @@ def spaced_places(total: int, count: int) -> torch.Tensor:
 def sampled_attention(
     query: torch.Tensor, keys: torch.Tensor, softmax_scale: float, softcap: float | None = None
 ) -> torch.Tensor:
-    """Mean attention probability of each key over queries and group; the softmax is over these keys alone.
+    """Compute each key's attention probability, averaged over the queries and the group.
+
+    The softmax is over these keys alone.
 
     Args:
         query: [Hk, G, Q, D].
@@ -59,16 +61,17 @@ def chunk_attention(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of a chunk's queries to chosen keys before the chunk and, causally, to the chunk, the last B keys.
+    """Attend with a chunk's queries to chosen earlier keys and, causally, to the chunk itself.
 
-    On a GPU, for half precision without soft cap or sink logits and for K of at most B, uses `padded_attention`.
+    The chunk's keys are the last B. On a GPU, `padded_attention` computes this for half precision without soft cap or
+    sink logits, if K is at most B.
 
     Args:
         query: [Hq, B, D]; keys, values: [Hk, T, D]; chosen: [Hk, K] int64, rows of each head before the chunk.
         sink_logits: [Hq].
 
     Returns:
-        [Hq, B, D]. Copies the rows that are attended.
+        [Hq, B, D]. Copies the attended rows.
     """
     plain = softcap is None and sink_logits is None
     if query.is_cuda and query.dtype != torch.float32 and plain and chosen.shape[1] <= query.shape[1]:
@@ -80,10 +83,10 @@ def chunk_attention(
 def padded_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor, softmax_scale: float
 ) -> torch.Tensor:
-    """`chunk_attention` with one dummy query for each chosen key in front, so that the mask is square and causal.
+    """Compute `chunk_attention` with dummy queries in front, so that the mask is square and causal.
 
-    cuDNN's kernel, the fastest of torch's on Hopper, supports that mask alone, and gains more than the dummy queries
-    cost. Copies the queries too.
+    There is one dummy query for each chosen key. cuDNN's kernel is torch's fastest on Hopper, but supports only square
+    causal masks. It saves more time than the dummy queries cost. The queries are copied as well.
     """
     query, keys, values = chunk_rows(query, keys, values, chosen, padded=True)
     output = scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""`chunk_rows` in Triton: keys, values and queries copied in one launch."""
+"""`chunk_rows` in Triton: one launch copies keys, values and queries."""
 
 import torch
 import triton
@@ -16,10 +16,10 @@ def _chunk_rows_kernel(
     query_head, query_row, key_head, key_row, value_head, value_row, joined_head, joined_values,
     D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Copies one tile of slots; the first `known` slots are chosen rows, the others the chunk's own.
+    """Copy one tile of slots; the first `known` slots are the chosen rows, the others are the chunk's own rows.
 
-    Program axis 1 counts `heads` KV heads, whose keys and values are copied, then query heads; the first `known` slots
-    of a query head are left unwritten.
+    Program axis 1 runs over `heads` KV heads, whose keys and values are copied, and then over the query heads. The
+    first `known` slots of a query head are left unwritten.
     """
     wait_for_previous_kernel(EARLY)
     head, d = tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_D)
@@ -42,7 +42,7 @@ def _chunk_rows_kernel(
 
 
 def chunk_rows_triton(query, keys, values, chosen, *, padded=False):
-    """`chunk_rows` on a GPU; reads views in place if their last axis is contiguous, and copies them otherwise."""
+    """Run `chunk_rows` on a GPU; views with a contiguous last axis are read in place, others are copied first."""
     (H, T, D), (Hq, B, _), K = keys.shape, query.shape, chosen.shape[1]
     query, keys, values = (unit_stride(rows) for rows in (query, keys, values))
     slots, tile = K + B, tile_rows(D, keys.dtype, TILE_BYTES)

@@ -1,5 +1,4 @@
-"""Decode steps on a CPU over clusters or product codes: definitions in plain torch, and the kernels that numba compiles
-of them."""
+"""Decode steps on a CPU over clusters or product codes: plain-torch references, and the wrappers of numba kernels."""
 
 import ctypes
 import importlib
@@ -23,13 +22,16 @@ from sparsekv.kernels.posting_lists.types import ExactKeys
 from sparsekv.kernels.scores.logits import attention_logits, softcapped
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-MOST = 60.0  # of a logit above its log-sum-exp: its exponential, summed, is a float32
+MOST = 60.0  # upper bound of a logit minus its log-sum-exp: sums of such exponentials do not overflow float32
 _took: list[float] = []
 
 
 @lru_cache
 def _parallel() -> Any:
-    """GNU OpenMP's call that has all of torch's threads run a function; None where the process has no such threads."""
+    """Return GNU OpenMP's function that runs a function on all of torch's threads.
+
+    Return None where the process does not use GNU OpenMP.
+    """
     call = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
     if call is not None:
         call.argtypes, call.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
@@ -38,8 +40,11 @@ def _parallel() -> Any:
 
 @lru_cache
 def compiled_kernels(name: str) -> ModuleType | None:
-    """A module of this folder that numba compiles, which takes seconds the first time and is read from disk later; None
-    without numba or those threads."""
+    """Import a module of this folder that numba compiles.
+
+    The first import compiles for seconds; later imports read the machine code from disk. Return None without numba or
+    without GNU OpenMP's threads.
+    """
     if _parallel() is None:
         return None
     started = time.perf_counter()
@@ -53,19 +58,21 @@ def compiled_kernels(name: str) -> ModuleType | None:
 
 
 def compiling_took() -> float:
-    """Seconds since the last call in which kernels were compiled; 0 where they were read from disk."""
+    """Return the seconds spent on compiling kernels since the last call; 0 if they were read from disk."""
     seconds = sum(_took)
     _took.clear()
     return seconds
 
 
 class CompiledStep:
-    """The compiled step over one layer's tensors, which it keeps, because the job has only their addresses.
+    """A compiled decode step over the tensors of one layer.
+
+    It keeps references to the tensors, because the job holds only their addresses.
 
     Args:
-        kernel: the module that is compiled.
-        tensors: float32 and contiguous, or of the integers that the job's type names; None: missing.
-        sizes: the job's other fields that are the layer's.
+        kernel: the compiled module.
+        tensors: contiguous tensors of the dtypes that the kernel expects; None for a missing tensor.
+        sizes: the other fields of the job that are the same in every step of the layer.
     """
 
     def __init__(self, kernel: Any, tensors: tuple[torch.Tensor | None, ...], **sizes: float):
@@ -76,8 +83,11 @@ class CompiledStep:
     def of(
         cls, name: str, tensors: tuple[torch.Tensor | None, ...], dtypes: tuple[torch.dtype, ...], **sizes: float
     ) -> Self | None:
-        """The step of a module that numba compiles; None where there is no numba, or where a tensor has another dtype,
-        is not contiguous or not on the CPU."""
+        """Build the step of a module that numba compiles.
+
+        Return None without the compiled module, or if a tensor has another dtype than `dtypes` gives, is not contiguous
+        or is not on the CPU.
+        """
         there = [(tensor, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True) if tensor is not None]
         if not all(tensor.dtype == dtype and tensor.is_contiguous() and tensor.is_cpu for tensor, dtype in there):
             return None
@@ -94,7 +104,7 @@ class CompiledStep:
         replace: bool,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Choose and attend; float32, a head's rows contiguous."""
+        """Choose rows and attend to them; all tensors are float32, and the rows of a head are contiguous."""
         query, (keys, values), (exact_keys, exact_values) = query.contiguous(), rows, exact
         sinks, output = None if sink_logits is None else sink_logits.float().contiguous(), torch.empty_like(query)
         job = self.prepare(query, budget)
@@ -109,13 +119,16 @@ class CompiledStep:
         return output
 
     def prepare(self, query: torch.Tensor, budget: int) -> Any:
-        """A job for a contiguous query [H, G, D]: a copy, as to make one of thirty numbers takes ten times as long."""
+        """Make the job for a contiguous query [H, G, D].
+
+        It is copied from the layer's job, because filling a new structure of thirty fields takes ten times as long.
+        """
         job, G = type(self.job).from_buffer_copy(self.job), query.shape[1]
         job.query, job.G, job.fours, job.budget = query.data_ptr(), G, -(-G // 4), budget
         return job
 
     def run(self, job: Any, query: torch.Tensor) -> torch.Tensor:
-        """Do a query's job; returns its scratch memory."""
+        """Run a query's job on all threads; return its scratch memory."""
         threads = torch.get_num_threads()
         scratch = query.new_empty(self.kernel.scratch_size(job, threads))
         job.scratch = scratch.data_ptr()
@@ -125,8 +138,11 @@ class CompiledStep:
 
 @dataclass(frozen=True)
 class StepClusters:
-    """C clusters of each of H heads: starts [H, C] int64 are their first rows, values [H, C, D] the centroids that can
-    represent tokens which are not chosen (None: there are none); and the scale and soft cap of logits."""
+    """C clusters of each of H heads, with the scale and soft cap of the logits.
+
+    `starts` [H, C] int64 are the clusters' first rows. `values` [H, C, D] are the mean values that can represent the
+    tokens that are not chosen, or None if the step never needs them.
+    """
 
     counted: CountedClusters
     starts: torch.Tensor
@@ -136,7 +152,10 @@ class StepClusters:
 
     @cached_property
     def compiled(self) -> CompiledStep | None:
-        """The compiled kernel for these tensors; None if there is none, or it does not take their dtype or layout."""
+        """The compiled kernel for these tensors.
+
+        None without numba, or if the kernel does not support their dtype or layout.
+        """
         counted, (H, C, D) = self.counted, self.counted.centroids.shape
         tensors = counted.centroids, counted.counts, counted.log_counts, self.starts, self.values
         dtypes = torch.float32, torch.int32, torch.float32, torch.int64, torch.float32
@@ -146,12 +165,13 @@ class StepClusters:
 
 @dataclass(frozen=True)
 class StepCodes:
-    """Codes [H, M, m] uint8 of the keys of each of H heads, what they name, and C clusters, every key in one.
+    """Product codes [H, M, m] uint8 of the M keys of each of H heads, with their codebooks, and C clusters of the keys.
 
-    turn [H, D, D], by which queries are multiplied; books [H, m, 256 or fewer, D / m], centroids of m parts of the
-    turned channels; labels [H, M] int32, each key's cluster. Of the clusters: centroids [H, C, D], counts [H, C] int32
-    of keys, masses [H, C] that are added to a logit where it stands for all keys of a cluster, and values [H, C, D].
-    And the scale and soft cap of logits.
+    `turn` [H, D, D] is the rotation by which queries are multiplied. `books` [H, m, 256 or fewer, D / m] are the
+    codebooks: centroids for each of m parts of the rotated channels. Every key belongs to one cluster, and `labels`
+    [H, M] int32 holds its index. The clusters have `centroids` [H, C, D], `counts` [H, C] int32 of keys and `values`
+    [H, C, D]. `masses` [H, C] is added to a centroid's logit where the centroid represents all keys of its cluster.
+    `softmax_scale` and `softcap` apply to the logits.
     """
 
     turn: torch.Tensor
@@ -167,9 +187,13 @@ class StepCodes:
 
     @cached_property
     def compiled(self) -> CompiledStep | None:
-        """The compiled kernel for these tensors; None if there is none, or it does not take their dtype or layout."""
+        """The compiled kernel for these tensors.
+
+        None without numba, or if the kernel does not support their dtype or layout.
+        """
         (H, M, parts), C, D = self.codes.shape, self.counts.shape[1], self.turn.shape[1]
-        # A byte that names no centroid is an index that someone made: its row is there to be read.
+        # Codebooks are padded to 256 rows: a code past the last centroid, which a malformed index may hold, must not
+        # make the kernel read past the end of a codebook.
         books = pad(self.books, (0, 0, 0, CENTROIDS - self.books.shape[2]))
         tensors = self.turn, books, self.codes, self.labels, self.centroids, self.counts, self.masses, self.values
         wide, whole = torch.float32, torch.int32
@@ -180,7 +204,10 @@ class StepCodes:
 
 
 def in_reach(query: torch.Tensor, *rows: torch.Tensor) -> bool:
-    """Whether a query and rows [H, T, D] are float32, of which a head's are contiguous, and no gradient is wanted."""
+    """Whether the compiled kernels support a query and rows [H, T, D].
+
+    They must be float32, each head's rows must be contiguous, and the query must need no gradient.
+    """
     if query.dtype != torch.float32 or query.requires_grad:
         return False
     D = query.shape[2]
@@ -191,10 +218,10 @@ Layer = TypeVar("Layer", StepClusters, StepCodes)
 
 
 class FusedStep(Generic[Layer]):
-    """A decode step in plain torch, `reference`, and its compiled kernel, which runs instead on tensors that it takes.
+    """A decode step with a plain-torch implementation, `reference`, and a compiled kernel.
 
-    That is in float32, with numba installed. The kernel reads rows in place, and returns the same result in every run
-    with the same number of torch threads.
+    The kernel runs in place of the reference on float32 tensors that it supports, if numba is installed. It reads rows
+    in place. With the same number of torch threads, it returns the same result in every run.
     """
 
     def __init__(self, reference: Callable[..., torch.Tensor]):
@@ -229,17 +256,18 @@ def attend_to_best(
     replace: bool,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One softmax over the rows of `best_clusters`, exact rows and, with `replace`, centroids for all other rows.
+    """Attend to the rows of `best_clusters`, to exact rows and, with `replace`, to centroids, in one softmax.
 
-    In plain torch it gathers the rows.
+    The centroids represent all rows that are not chosen. The plain-torch implementation copies the chosen rows.
 
     Args:
         query: [H, G, D].
-        rows: keys and values [H, M, D], where each cluster is one run; a head's rows are contiguous, heads need not be.
+        rows: keys and values [H, M, D], in which each cluster is one contiguous run of rows. The rows of a head are
+            contiguous; heads may have any stride.
         exact: keys and values [H, E, D] that are always attended, with the same layout.
-        budget: tokens to choose in each head, at most as many as it has.
+        budget: number of tokens to choose in each head, at most the head's number of tokens.
         replace: let centroids represent the tokens that are not chosen.
-        sink_logits: [H, G] learned logits that take part in the softmax and carry no value.
+        sink_logits: [H, G] learned logits that take part in the softmax and have no value row.
 
     Returns:
         [H, G, D] in the query's dtype.
@@ -251,7 +279,7 @@ def attend_to_best(
     if replace:
         assert clusters.values is not None
         share = best.log_share_left(counted.shares).squeeze(1)
-        # These logits already include the log counts, so only the log of the share left is added.
+        # These logits already include the log counts, so only the log of the share of rows not chosen is added.
         centroids = [ScoredCentroids(best.logits, share, clusters.values)]
     return attend_once(query, (_picked(rows, chosen), exact), centroids, *how, sink_logits)
 
@@ -267,18 +295,20 @@ def attend_by_codes(
     replace: bool,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One softmax over the rows of `choose_by_codes`, exact rows and, with `replace`, centroids for all other rows.
+    """Attend to the rows of `choose_by_codes`, to exact rows and, with `replace`, to centroids, in one softmax.
 
-    A centroid's weight is that of its cluster, times the share of it that is not chosen. In plain torch it gathers the
-    rows, and what all codes name.
+    The centroids represent all rows that are not chosen. A centroid's weight is the weight of its whole cluster, times
+    the share of the cluster's keys that are not chosen. The plain-torch implementation copies the chosen rows, and
+    gathers the products for the codes of all keys.
 
     Args:
         query: [H, G, D].
-        rows: keys and values [H, M or more, D]; a head's rows are contiguous, heads need not be.
+        rows: keys and values [H, M or more, D]. The rows of a head are contiguous; heads may have any stride.
         exact: keys and values [H, E, D] that are always attended, with the same layout.
-        budget: rows to choose in each head, at least 1 and at most M.
+        budget: number of rows to choose in each head, from 1 to M.
         replace: let centroids represent the tokens that are not chosen.
-        sink_logits: [H, G] learned logits that take part in both softmaxes and carry no value.
+        sink_logits: [H, G] learned logits that take part in the scores' softmax and in the attention's softmax. They
+            have no value row.
 
     Returns:
         [H, G, D] in the query's dtype.
@@ -294,20 +324,21 @@ def attend_by_codes(
 
 
 def choose_by_codes(query: torch.Tensor, codes: StepCodes, beside: torch.Tensor, budget: int) -> torch.Tensor:
-    """The rows of highest score in each head.
+    """Choose the rows with the highest scores in each head.
 
-    A row's score is its probability by its code, the mean over the group: exp(logit - total), where the logit is the
-    sum over the parts of the turned query's products with the centroids that the code names, and the total is the
-    log-sum-exp of `beside` and of the clusters' logits and masses. Rows whose scores differ by rounding, one part in
-    10,000, may take each other's place.
+    A row's score is an attention probability estimated from its code, exp(logit - total), averaged over the group. The
+    logit is the sum, over the parts, of the rotated query's products with the centroids that the code selects; it is
+    scaled and soft-capped. The total is the log-sum-exp of `beside` and of the clusters' logits plus masses. Scores
+    are subject to rounding: rows whose scores differ by less than one part in 10,000 may be exchanged.
 
     Args:
         query: [H, G, D].
-        beside: [H, G] log-sum-exp of the logits of what is attended beside the H heads' rows and clusters.
-        budget: rows to choose in each head, at least 1 and at most M.
+        beside: [H, G] log-sum-exp of the logits of all that is attended in addition to the rows and clusters, such as
+            exact rows and sinks.
+        budget: number of rows to choose in each head, from 1 to M.
 
     Returns:
-        [H, budget] int64, in order of their places.
+        [H, budget] int64 row indices in ascending order.
     """
     compiled = codes.compiled if in_reach(query) else None
     if compiled is None:
@@ -316,12 +347,12 @@ def choose_by_codes(query: torch.Tensor, codes: StepCodes, beside: torch.Tensor,
     job = compiled.prepare(query, budget)
     job.exact_keys, job.sinks = query.data_ptr(), beside.data_ptr()
     scratch = compiled.run(job, query)
-    # As `lay_out` has it: the keys that are found come after the scores.
+    # `lay_out` of the kernel places the chosen keys directly after the scores.
     return scratch.view(torch.int32)[H * M : 2 * H * M].view(H, M)[:, :budget].long()
 
 
 def _best_by_codes(query: torch.Tensor, codes: StepCodes, beside: torch.Tensor, budget: int) -> torch.Tensor:
-    """`choose_by_codes` in plain torch."""
+    """Choose rows like `choose_by_codes`, in plain torch."""
     how = codes.softmax_scale, codes.softcap
     turned = (query.float() @ codes.turn.float()).unflatten(-1, (codes.books.shape[1], -1))
     products = torch.einsum("hgpd,hpcd->hgpc", turned, codes.books.float())
@@ -334,7 +365,7 @@ def _best_by_codes(query: torch.Tensor, codes: StepCodes, beside: torch.Tensor, 
 
 
 def _picked(rows: Pair, chosen: torch.Tensor) -> Pair:
-    """Rows [H, R, D] of keys and values: those of [H, M, D] with indices [H, R]."""
+    """Copy the rows with indices [H, R] from keys and values [H, M, D]; return keys and values [H, R, D]."""
     H, M, D = rows[0].shape
     flat = (chosen + torch.arange(0, H * M, M, device=chosen.device)[:, None]).flatten()
     keys, values = (held.reshape(H * M, D).index_select(0, flat).view(H, -1, D) for held in rows)

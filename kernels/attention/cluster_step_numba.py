@@ -1,6 +1,6 @@
-"""A compiled decode step over clusters on a CPU: choosing clusters and attending to them, in one function.
+"""Compiled decode step over clusters on a CPU: one function chooses clusters and attends to them.
 
-With cold caches each torch operation has to load its code again; here a step is one piece of code.
+With cold caches, every torch operation has to load its code into the cache again. Here a step is a single function.
 """
 
 import math
@@ -32,38 +32,41 @@ JOB = np.dtype(Job)
 
 @njit(inline="always")
 def scores_of(job):
-    """Scores [H, C], at the start of the scratch memory; lengths, weights, parts and sums follow them."""
+    """View the scores [H, C] at the start of the scratch memory; lengths, weights, parts and sums follow them."""
     return floats(job.scratch, (job.H, job.C))
 
 
 @njit(inline="always")
 def ranks_of(job):
-    """Bits of the scores as int32, which have the same order because no score is negative."""
+    """View the scores' bits as int32; they sort in the same order, because no score is negative."""
     return ints(job.scratch, (job.H, job.C))
 
 
 @njit(inline="always")
 def lengths_of(job):
-    """[H, C] number of tokens to take of each cluster."""
+    """View the number of tokens to take from each cluster, [H, C] int32."""
     return ints(job.scratch + 4 * job.H * job.C, (job.H, job.C))
 
 
 @njit(inline="always")
 def weights_of(job):
-    """[H, G, C + budget + E] logits, later their exponentials, of clusters, chosen rows and exact rows."""
+    """View the logits [H, G, C + budget + E] of clusters, chosen rows and exact rows.
+
+    Their exponentials replace them later.
+    """
     return floats(job.scratch + 8 * job.H * job.C, (job.H, job.G, job.C + job.budget + job.E))
 
 
 @njit(inline="always")
 def parts_of(job, threads):
-    """Each thread's partial outputs [threads, H, G, D], and their largest logits and sums [threads, H, G, 2]."""
+    """View the threads' partial outputs [threads, H, G, D], and their largest logits and sums [threads, H, G, 2]."""
     H, G, D = job.H, job.G, job.D
     address = job.scratch + 8 * H * job.C + 4 * H * G * (job.C + job.budget + job.E)
     return floats(address, (threads, H, G, D)), floats(address + 4 * threads * H * G * D, (threads, H, G, 2))
 
 
 def scratch_size(job: Any, threads: int) -> int:
-    """Size of the scratch memory in 32-bit numbers."""
+    """Return the size of the scratch memory in 32-bit words."""
     H, G, C = job.H, job.G, job.C
     size: int = H * (2 * C + G * (C + job.budget + job.E + threads * (job.D + 2)))
     return size
@@ -71,7 +74,10 @@ def scratch_size(job: Any, threads: int) -> int:
 
 @njit(inline="always")
 def _score(logits, log_counts, counts, scores):
-    """Write S_i of one head [C], summed over the group; adds the log counts to its logits [G, ...]."""
+    """Write the clusters' scores [C] of one head, and add the log counts to its logits [G, ...].
+
+    A score is the cluster's attention probability, summed over the group and divided by the cluster's token count.
+    """
     C = len(counts)
     for c in range(C):
         scores[c] = 0
@@ -90,7 +96,7 @@ def _score(logits, log_counts, counts, scores):
 
 @njit(inline="always")
 def _last_score(ranks, counts, budget):
-    """The highest rank for which clusters of that rank or above have `budget` tokens or more, found bit by bit."""
+    """Find, bit by bit, the highest rank at which clusters of this rank or above hold at least `budget` tokens."""
     last = np.int32(0)
     for bit in range(30, -1, -1):
         tried, held = np.int32(last | (1 << bit)), np.int32(0)
@@ -102,7 +108,11 @@ def _last_score(ranks, counts, budget):
 
 @njit(inline="always")
 def _fill(ranks, counts, budget, lengths):
-    """Write the tokens to take: whole clusters above the last score, then clusters with that score in order."""
+    """Write the number of tokens to take from each cluster, `budget` in total.
+
+    Clusters above the last score are taken whole. Clusters with the last score follow in order of their index, until
+    the budget is used up.
+    """
     last, left = _last_score(ranks, counts, budget), np.int32(budget)
     for c in range(len(counts)):
         lengths[c] = counts[c] if ranks[c] > last else np.int32(0)
@@ -127,7 +137,7 @@ def _choose(job, thread, threads):
         _score(weights[h], log_counts[h], counts[h], scores[h])
         _fill(ranks[h], counts[h], job.budget, lengths[h])
         for c in range(C):
-            # A centroid represents the tokens that are not taken: none of a cluster that is taken whole.
+            # A centroid represents the tokens of its cluster that are not taken. For a whole cluster the log is -inf.
             if lengths[h, c] > 0:
                 share = math.log(np.float32(counts[h, c] - lengths[h, c]) / np.float32(counts[h, c]))
                 for g in range(G):
@@ -136,7 +146,10 @@ def _choose(job, thread, threads):
 
 @njit(inline="always")
 def _attend(job, thread, threads):
-    """Attend to a thread's share of all heads' rows and centroids: partial outputs, with largest logits and sums."""
+    """Attend to a thread's share of all heads' rows and centroids.
+
+    Write the thread's partial outputs, and their largest logits and sums.
+    """
     H, G, D, C, each = job.H, job.G, job.D, job.C, job.budget + job.E
     query, starts = floats(job.query, (H, G, D)), longs(job.starts, (H, C))
     weights, lengths, (parts, sums) = weights_of(job), lengths_of(job), parts_of(job, threads)
@@ -151,7 +164,10 @@ def _attend(job, thread, threads):
 
 @njit(inline="always")
 def _attend_head(job, h, query, lengths, starts, weights, part, sums, pieces):
-    """A thread's rows and centroids of one head: logits, which follow those of the clusters, then weighted values."""
+    """Attend to a thread's rows and centroids of one head.
+
+    Write the rows' logits after the logits of the clusters, and then add up the weighted values.
+    """
     (start, stop, first, last), D, C, E = pieces, job.D, job.C, job.E
     keys, values = floats(job.keys + h * job.key_step, (1, D)), floats(job.values + h * job.value_step, (1, D))
     exact_keys = floats(job.exact_keys + h * job.exact_key_step, (E, D))
@@ -177,7 +193,7 @@ def _attend_head(job, h, query, lengths, starts, weights, part, sums, pieces):
 
 
 def _step(version):
-    """See `VERSION`."""
+    """Make the step function; it closes over `version`, so that numba's cache depends on it. See `VERSION`."""
 
     def step(job):
         _ = version
@@ -193,5 +209,5 @@ def _step(version):
     return step
 
 
-# A global, because the machine code is freed with it.
+# The object must stay alive as a global, because its machine code is freed with it.
 STEP = compiled(_step(VERSION))

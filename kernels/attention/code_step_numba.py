@@ -1,5 +1,8 @@
-"""A compiled decode step over product codes on a CPU: tables of products, a scan of all codes, the choice, and
-attention."""
+"""Compiled decode step over product codes on a CPU.
+
+It computes tables of query-centroid products, scores all keys by their codes, chooses the best keys and attends to
+them.
+"""
 
 import math
 from collections import namedtuple
@@ -42,29 +45,37 @@ from sparsekv.kernels.attention.step_memory_numba import (
     wait_for_all,
 )
 
-CODES = 256  # rows of a table: the values of a byte
-BLOCK = 256  # keys whose logits are summed before their exponentials are
-SCANNED = BLOCK + BLOCK // LANES  # fours of numbers: a block's logits, and a number for each key
-BINS = 2048  # of scores, by their exponent and the first three bits of their fraction
-BIN_BITS = 20  # the other bits of a score
+CODES = 256  # rows of a table, one for each value of a byte
+BLOCK = 256  # keys of a block: the logits of all its keys are computed before their exponentials
+SCANNED = BLOCK + BLOCK // LANES  # vectors of four float32 for a block: four logits and one sum for each key
+BINS = 2048  # bins of the score histogram, by the exponent and the first three fraction bits
+BIN_BITS = 20  # low bits of a score, which its bin leaves out
 NUMBER = 4  # bytes of a float32 or an int32
 
 
 Job = job_type("turn books codes labels centroids counts masses rest_values", "M parts size")
-"""`parts` are those of a key's code, each of `size` channels."""
+"""M is the number of keys of a head. A key's code has `parts` parts of `size` channels each."""
 JOB = np.dtype(Job)
 Memory = namedtuple("Memory", "scores found taken weights tables logits bins lanes outputs sums done end")
 
 
 def lay_out(job, threads):
-    """Addresses of the scratch memory's arrays, and where it ends.
+    """Compute the addresses of the arrays in scratch memory, and its end.
 
-    scores [H, M], or their bits; found [H, M] int32, the keys that are listed, in the end those that are chosen; taken
-    [H, C] int32, how many are of each cluster; weights [H, G, C + budget + E], logits and later their exponentials, of
-    clusters, chosen rows and exact rows. Of each thread: tables [threads, fours, parts, CODES, LANES], products of a
-    head's queries with its codebooks; logits [threads, G, C + E] of its clusters and exact rows; bins [threads, H,
-    BINS] int32, counts of scores; lanes [threads, fours * (D + size) + SCANNED, LANES]; outputs [threads, H, G, D], and
-    their largest logits and sums [threads, H, G, 2]. Last, an int32 of how many threads are done.
+    All threads share these arrays:
+        scores: [H, M] float32, also read as int32 bits.
+        found: [H, M] int32, the keys listed so far; at the end, the chosen keys.
+        taken: [H, C] int32, the number of chosen keys in each cluster.
+        weights: [H, G, C + budget + E], the logits of clusters, chosen rows and exact rows, later their exponentials.
+        done: int32, the number of threads that are done.
+
+    Each thread has its own part of these arrays:
+        tables: [threads, fours, parts, CODES, LANES], the products of a head's queries with its codebooks.
+        logits: [threads, G, C + E], the logits of a head's clusters and exact rows.
+        bins: [threads, H, BINS] int32, the histogram of the scores.
+        lanes: [threads, fours * (D + size) + SCANNED, LANES], see `lanes_of`.
+        outputs: [threads, H, G, D], partial outputs.
+        sums: [threads, H, G, 2], the largest logit and the sum of exponentials of each partial output.
     """
     H, G, D, C = job.H, job.G, job.D, job.C
     found = job.scratch + NUMBER * H * job.M
@@ -90,15 +101,18 @@ def weights_of(job, memory):
 
 @njit(inline="always")
 def lanes_of(job, memory, thread):
-    """Addresses of a thread's lanes: of the query [fours, D], of the same turned [fours, size], and of the
-    logits [BLOCK] of keys, with room for as many numbers behind them."""
+    """Compute the addresses of a thread's vectors of four float32.
+
+    These are the query [fours, D], one part of the rotated query [fours, size], and the logits [BLOCK] of a block's
+    keys. Behind the logits is room for one float32 for each key.
+    """
     query = memory.lanes + NUMBER * LANES * thread * (job.fours * (job.D + job.size) + SCANNED)
     turned = query + NUMBER * LANES * job.fours * job.D
     return query, turned, turned + NUMBER * LANES * job.fours * job.size
 
 
 def scratch_size(job: Any, threads: int) -> int:
-    """Size of the scratch memory in 32-bit numbers."""
+    """Return the size of the scratch memory in 32-bit words."""
     memory = lay_out(job, threads)
     size: int = (memory.end - memory.scores) // NUMBER
     return size
@@ -106,7 +120,7 @@ def scratch_size(job: Any, threads: int) -> int:
 
 @njit
 def lowest_rank(bins, budget):
-    """The lowest rank of the bin that the last of `budget` keys is in, by each thread's counts [threads, BINS]."""
+    """Return the lowest rank in the bin of the last of the `budget` best keys, from counts [threads, BINS]."""
     held, bin = 0, BINS
     while held < budget and bin > 0:
         bin -= 1
@@ -117,8 +131,10 @@ def lowest_rank(bins, budget):
 
 @njit
 def list_ranks(ranks, lowest, found):
-    """List the keys with that rank or a higher one, in order, and replace the first ranks by theirs; returns how
-    many they are."""
+    """List the keys with a rank of at least `lowest`, in ascending order; return their number.
+
+    Their ranks are moved to the front of `ranks`.
+    """
     number = 0
     for key in range(len(ranks)):
         found[number] = key
@@ -130,7 +146,10 @@ def list_ranks(ranks, lowest, found):
 
 @njit
 def last_rank(ranks, number, lowest, budget):
-    """The highest rank that at least `budget` of the first ranks reach, found bit by bit; all are at least `lowest`."""
+    """Find, bit by bit, the highest rank that at least `budget` of the first `number` ranks reach.
+
+    All these ranks are at least `lowest`.
+    """
     last = lowest
     for bit in range(BIN_BITS - 1, -1, -1):
         tried, held = np.int32(last | (1 << bit)), np.int32(0)
@@ -142,7 +161,10 @@ def last_rank(ranks, number, lowest, budget):
 
 @njit
 def keep_best(ranks, number, last, budget, found):
-    """Keep, in order, the listed keys above the last rank, and the first ones of that rank."""
+    """Keep `budget` of the listed keys in ascending order.
+
+    These are all keys above the last rank, and the first keys of that rank.
+    """
     kept, equal = np.int64(0), np.int64(budget)
     for i in range(number):
         equal -= ranks[i] > last
@@ -154,12 +176,12 @@ def keep_best(ranks, number, last, budget, found):
 
 
 ROW = NUMBER * LANES  # bytes of a row of a table
-MOST = np.float32(60)  # of a logit above its log-sum-exp: its exponential, summed, is a float32
+MOST = np.float32(60)  # upper bound of a logit minus its log-sum-exp: sums of such exponentials do not overflow float32
 
 
 @njit(**SUMS)
 def spread_query(job, query, lanes):
-    """Write a query [G, D], scaled, as lanes [fours, D]; zeros for heads past the last."""
+    """Write a query [G, D], scaled, as vectors of four heads [fours, D], with zeros for heads past the last."""
     width = job.fours * LANES
     spread = floats(lanes, (job.fours, job.D, LANES))
     for g in range(width):
@@ -169,8 +191,11 @@ def spread_query(job, query, lanes):
 
 @njit(**SUMS)
 def write_table(job, turn, book, part, table, lanes, turned):
-    """Write the products [fours, parts, CODES, LANES] of one part of the turned query with its centroids [CODES, size];
-    turn [D, D], lanes [fours, D] of the query."""
+    """Write one part's table: the products [fours, CODES, LANES] of the rotated query with the part's centroids.
+
+    `book` holds the centroids [CODES, size], and `turn` is the rotation [D, D]. `lanes` is the address of the query
+    [fours, D], and `turned` the address of room for the rotated part.
+    """
     D, size = job.D, job.size
     for four in range(job.fours):
         for e in range(size):
@@ -188,7 +213,10 @@ def write_table(job, turn, book, part, table, lanes, turned):
 
 @njit(**SUMS)
 def add_products(parts, codes, number, table, logits):
-    """Write the logits [number, LANES] of so many keys, whose codes [number, parts] begin at an address."""
+    """Write the logits [number, LANES] of `number` keys as sums of table rows.
+
+    `codes` is the address of the keys' codes [number, parts].
+    """
     for key in range(number):
         total, rows = no_lanes(), table
         for _ in range(parts // 4):
@@ -207,8 +235,10 @@ def add_products(parts, codes, number, table, logits):
 
 @njit(**SUMS)
 def cap(numbers, count, softcap):
-    """Replace so many numbers by softcap * tanh(number / softcap), by a polynomial: a function call would not be
-    vectorised."""
+    """Replace `count` numbers by softcap * tanh(number / softcap).
+
+    `exp_of` computes the exponential by a polynomial, because a library call would not be vectorised.
+    """
     for i in range(count):
         shrunk = exp_of(np.float32(-2) * abs(numbers[i] / softcap))
         capped = softcap * (np.float32(1) - shrunk) / (np.float32(1) + shrunk)
@@ -224,8 +254,10 @@ def _largest_of_sums(numbers, others, most):
 
 @njit(**SUMS)
 def log_total(logits, masses, sink):
-    """Log-sum-exp of a learned sink, or NOTHING, and logits [C + E], of which the first are clusters', with masses [C]
-    that are added to these."""
+    """Compute the log-sum-exp of logits [C + E] and of a learned sink; `sink` is NOTHING without a sink.
+
+    The first C logits are those of the clusters; their masses [C] are added to them.
+    """
     largest = largest_of(logits, len(masses), len(logits), _largest_of_sums(logits, masses, sink))
     largest = np.float32(0) if largest == NOTHING else largest
     total = exp_of(sink - largest)
@@ -238,9 +270,11 @@ def log_total(logits, masses, sink):
 
 @njit(**SUMS)
 def add_probabilities(logits, totals, sums, scores, first, number):
-    """Add to scores, from the first on, the probabilities of logits [number * LANES] by their log-sum-exps [LANES];
-    what is no number becomes 0. `sums` is room for so many numbers, because sums of what is read in fours are
-    vectorised only where they are new."""
+    """Add the probabilities of `number` keys to `scores`, from index `first` on; NaN scores become 0.
+
+    The probabilities follow from the logits [number * LANES] and the log-sum-exps [LANES]. `sums` is a buffer for
+    `number` values. The compiler vectorises sums of values read with stride 4 only if they are written to a new buffer.
+    """
     one, two, three, four = totals[0], totals[1], totals[2], totals[3]
     for key in range(number):
         sums[key] = (
@@ -256,14 +290,17 @@ def add_probabilities(logits, totals, sums, scores, first, number):
 
 @njit
 def count_ranks(ranks, start, stop, bins):
-    """Count ranks, none of which is negative, by bin."""
+    """Add the ranks from `start` to `stop` to the histogram `bins`; no rank is negative."""
     for key in range(start, stop):
         bins[np.uint32(ranks[key]) >> np.uint32(BIN_BITS)] += 1
 
 
 @njit(inline="always")
 def scan(job, memory, thread, codes, table, totals, scores, ranks, start, stop, bins):
-    """Score keys `start` to `stop` of a head, whose codes [M, parts] begin at an address."""
+    """Score the keys from `start` to `stop` of a head, and count the scores by bin.
+
+    `codes` is the address of the head's codes [M, parts].
+    """
     address = lanes_of(job, memory, thread)[2]
     logits, sums = floats(address, (BLOCK * LANES,)), floats(address + ROW * BLOCK, (BLOCK,))
     for first in range(start, stop, BLOCK):
@@ -279,15 +316,16 @@ def scan(job, memory, thread, codes, table, totals, scores, ranks, start, stop, 
         count_ranks(ranks, first, first + number, bins)
 
 
-LINE = 64  # bytes that are loaded together
-AHEAD = 8  # rows that are loaded before they are used
+LINE = 64  # bytes of a cache line
+AHEAD = 8  # distance of the prefetch, in rows
 
 
 @njit(**SUMS)
 def write_listed_logits(job, query, keys, values, listed, start, stop, logits, ahead):
-    """Write the logits of queries [G, D] on the keys with listed numbers `start` to `stop` of [N] int32; number i's go
-    to logits [:, ahead + i]. Rows are far apart, so the next keys are loaded while these are read, and their values
-    too.
+    """Write the logits of queries [G, D] for the listed keys at positions `start` to `stop` of `listed` [N] int32.
+
+    The logits of position i go to logits [:, ahead + i]. Chosen rows are far apart in memory. Therefore keys are
+    prefetched AHEAD rows early, and the current key's value is prefetched too.
     """
     D = query.shape[1]
     for i in range(start, stop):
@@ -306,14 +344,17 @@ def write_listed_logits(job, query, keys, values, listed, start, stop, logits, a
 
 @njit(inline="always")
 def _score(job, memory, thread, threads):
-    """Score a thread's share of all heads' keys. Threads that share a head make its tables each for themselves, so that
-    none waits for another; the one that has the first key writes the logits of clusters and exact rows for all."""
+    """Score a thread's share of all heads' keys.
+
+    Threads that share a head each compute its tables, so that no thread waits for another. The thread with the head's
+    first key writes the logits of clusters and exact rows for all threads.
+    """
     H, M, parts = job.H, job.M, job.parts
     scores, ranks = floats(memory.scores, (H, M)), ints(memory.scores, (H, M))
     bins = ints(memory.bins, (threads, H, BINS))[thread]
     table = memory.tables + ROW * CODES * parts * job.fours * thread
     logits = floats(memory.logits, (threads, job.G, job.C + job.E))[thread]
-    # Once the table is made, its lanes are free for the group's log-sum-exps.
+    # After the tables are written, the query's vectors are reused for the group's log-sum-exps.
     totals = floats(lanes_of(job, memory, thread)[0], (job.fours, LANES))
     for h in range(H):
         for bin in range(BINS):
@@ -332,7 +373,7 @@ def _score(job, memory, thread, threads):
 
 @njit(inline="always")
 def _write_logits(job, h, logits):
-    """Logits [G, C + E] of a head's clusters and exact rows."""
+    """Write the logits [G, C + E] of a head's clusters and exact rows."""
     H, D, C, E = job.H, job.D, job.C, job.E
     query, exact = floats(job.query, (H, job.G, D))[h], floats(job.exact_keys + h * job.exact_key_step, (E, D))
     write_logits(job, query, floats(job.centroids, (H, C, D))[h], np.int64(0), C, logits, np.int64(0))
@@ -361,7 +402,10 @@ def _write_tables(job, memory, h, thread, table):
 
 @njit(inline="always")
 def _write_totals(job, h, logits, totals):
-    """Log-sum-exps by which the group's logits become probabilities [fours, LANES]; infinite past the last head."""
+    """Write the log-sum-exps [fours, LANES] that turn the group's logits into probabilities.
+
+    They are infinite past the last head.
+    """
     masses = floats(job.masses, (job.H, job.C))[h]
     for g in range(job.fours * LANES):
         sink = floats(job.sinks, (job.H, job.G))[h, g] if job.sinks and g < job.G else NOTHING
@@ -371,7 +415,7 @@ def _write_totals(job, h, logits, totals):
 
 @njit(inline="always")
 def _choose(job, memory, thread, threads):
-    """List the best keys of a thread's heads, and leave to each cluster the weight of its other keys."""
+    """Choose the best keys of a thread's heads, and reduce each cluster's weight to that of its other keys."""
     H, M, budget = job.H, job.M, job.budget
     ranks, found = ints(memory.scores, (H, M)), ints(memory.found, (H, M))
     bins, labels = ints(memory.bins, (threads, H, BINS)), ints(job.labels, (H, M))
@@ -388,7 +432,7 @@ def _choose(job, memory, thread, threads):
 
 @njit(inline="always")
 def _leave(job, memory, h, found, labels):
-    """Add to the logits of a head's clusters what their keys weigh that are not chosen."""
+    """Add to the logits of a head's clusters the log weight of their keys that are not chosen."""
     C, taken = job.C, ints(memory.taken, (job.H, job.C))[h]
     counts, masses = ints(job.counts, (job.H, C))[h], floats(job.masses, (job.H, C))[h]
     weights = weights_of(job, memory)[h]
@@ -406,7 +450,10 @@ def _leave(job, memory, h, found, labels):
 
 @njit(inline="always")
 def _attend(job, memory, thread, threads):
-    """Attend to a thread's share of all heads' rows and centroids: partial outputs, with largest logits and sums."""
+    """Attend to a thread's share of all heads' rows and centroids.
+
+    Write the thread's partial outputs, and their largest logits and sums.
+    """
     H, G, D, C, each = job.H, job.G, job.D, job.C, job.budget + job.E
     outputs, sums = floats(memory.outputs, (threads, H, G, D))[thread], floats(memory.sums, (threads, H, G, 2))[thread]
     clear(outputs, sums)
@@ -419,7 +466,10 @@ def _attend(job, memory, thread, threads):
 
 @njit(inline="always")
 def _attend_head(job, memory, h, output, sums, start, stop, first, last):
-    """A thread's rows and centroids of one head: logits of the chosen rows, then weighted values of all."""
+    """Attend to a thread's rows and centroids of one head.
+
+    Write the logits of the chosen rows, and then add up the weighted values of all rows and centroids.
+    """
     H, D, M, C, E, budget = job.H, job.D, job.M, job.C, job.E, job.budget
     query, found = floats(job.query, (H, job.G, D))[h], ints(memory.found, (H, M))[h]
     keys, values = job.keys + h * job.key_step, job.values + h * job.value_step
@@ -433,7 +483,7 @@ def _attend_head(job, memory, h, output, sums, start, stop, first, last):
 
 
 def _step(version):
-    """See `VERSION`."""
+    """Make the step function; it closes over `version`, so that numba's cache depends on it. See `VERSION`."""
 
     def step(address):
         _ = version
@@ -455,5 +505,5 @@ def _step(version):
     return step
 
 
-# A global, because the machine code is freed with it.
+# The object must stay alive as a global, because its machine code is freed with it.
 STEP = compiled(_step(VERSION))

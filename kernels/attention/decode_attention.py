@@ -21,19 +21,20 @@ def decode_attention(
     sink_logits: torch.Tensor | None = None,
     exact_count: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One softmax over chosen runs, exact rows and centroids that represent rows.
+    """Attend to chosen runs of rows, exact rows and centroids that represent rows, in one softmax.
 
-    On a GPU this is flash-decoding: the rows of a head are split evenly over programs, however uneven the runs are, and
-    each program attends for the whole group. Two or three launches, no data-dependent shapes, no synchronisation.
-
-    In plain torch it gathers the rows.
+    On a GPU this is flash-decoding. The rows of a head are split evenly over programs, even if the runs have uneven
+    lengths. Each program attends for the whole group. There are two or three launches, no data-dependent shapes and no
+    synchronisation. The plain-torch implementation copies the rows.
 
     Args:
         query: [H, G, D].
-        exact: keys and values [H, E, D] that are always attended; a head's rows are contiguous, heads need not be.
-        centroids: centroids; on a GPU at most one of these may have `rows`. Heads of values need not be contiguous.
-        sink_logits: [H, G] learned logits that take part in the softmax and carry no value.
-        exact_count: [1] int32 on the query's device, how many of the E exact rows are valid; None: all.
+        exact: keys and values [H, E, D] that are always attended. The rows of a head are contiguous; heads may have
+            any stride.
+        centroids: sets of centroids. On a GPU at most one set may have `rows`. The heads of their values may have any
+            stride.
+        sink_logits: [H, G] learned logits that take part in the softmax and have no value row.
+        exact_count: [1] int32 on the query's device, the number of valid rows among the E exact rows; None: all.
 
     Returns:
         [H, G, D] in the query's dtype.
@@ -58,11 +59,11 @@ def decode_attention(
 
 
 def _single_rows(runs: RunRows) -> torch.Tensor:
-    """Lengths [H, R] of runs of one row each; 0 for unused ones."""
+    """Return the lengths [H, R] of runs of one row each; 0 for unused runs."""
     used = runs.starts.new_full(runs.starts.shape[:1], runs.capacity) if runs.used is None else runs.used
     return (torch.arange(runs.starts.shape[1], device=runs.starts.device) < used[:, None]).int()
 
 
 def lengths_of(ends: torch.Tensor) -> torch.Tensor:
-    """Lengths [H, R] of runs from their running sums."""
+    """Compute the lengths [H, R] of runs from their running sums."""
     return ends.diff(dim=-1, prepend=torch.zeros_like(ends[:, :1]))

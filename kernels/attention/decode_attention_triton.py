@@ -1,8 +1,8 @@
 """`decode_attention` in Triton: flash-decoding over chosen rows, exact rows and centroids.
 
-One kernel computes partial softmaxes, each program over an equal share of a head's centroids, exact rows and chosen
-rows; another merges them. Logits are in units of log 2. Rows are read from a list of indices, with tiles prefetched;
-for runs another launch writes that list first.
+In the first kernel, each program computes a partial softmax over an equal share of a head's centroids, exact rows and
+chosen rows. A second kernel merges the partial softmaxes. Logits are in units of log 2. Chosen rows are read by a list
+of row indices, and their tiles are prefetched. For runs, an earlier launch writes this list.
 """
 
 from dataclasses import dataclass
@@ -31,9 +31,10 @@ from sparsekv.kernels.common.tiles_triton import LOG2_E
 
 @triton.jit
 def share_of_stands(first, last, units, rows, FIFTHS: tl.constexpr):
-    """Range of the centroids in a program's share of a head's work units, of which the centroids' are the first.
+    """Return the range of the centroids in a program's share of a head's work units.
 
-    Both ends are multiples of 16, so that logits are read four at a time.
+    The centroids take the first `units` work units of the head, FIFTHS / 5 units each. Both ends of the range are
+    multiples of 16, so that logits are read four at a time.
     """
     stop = tl.minimum(tl.cdiv(tl.minimum(last, units) * 5 // FIFTHS, 16), tl.cdiv(rows, 16)) * 16
     begin = tl.cdiv(tl.maximum(first, 0) * 5 // FIFTHS, 16) * 16
@@ -42,7 +43,7 @@ def share_of_stands(first, last, units, rows, FIFTHS: tl.constexpr):
 
 @triton.jit
 def stand_logits_of(logits, log_counts, counts, taken, c, inside, there, of_group, LEFT: tl.constexpr):
-    """Logits of some of a head's centroids with what these weigh, in units of log 2."""
+    """Load logits of centroids `c` of a head and add their log weights, in units of log 2."""
     if LEFT:
         number = tl.load(counts + c, mask=there, other=0) - tl.load(taken + c, mask=there, other=0)
         log_left = common.log2_of_normal(tl.maximum(number, 1).to(tl.float32))
@@ -55,10 +56,15 @@ def stand_logits_of(logits, log_counts, counts, taken, c, inside, there, of_grou
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How a head's rows are shared out: programs on an SM, warps of each, and the tile that it takes at a time, in as
-    many pipeline stages; and the cost of a centroid, plain, weighed in the kernel (in short tiles, and in others), or
-    listed, in fifths of a chosen row's. A program with less than two tiles to do takes short ones: it would wait for a
-    second one that is nearly empty."""
+    """How a head's rows are split over programs.
+
+    `programs` is the number of programs on an SM, each of `warps` warps. A program reads tiles of `tile_bytes` in
+    `stages` pipeline stages. A program with less than two tiles of work reads tiles of `short_tile_bytes`. Otherwise it
+    would wait for a second tile that is nearly empty.
+
+    The `fifths` are costs of a centroid, in fifths of the cost of a chosen row: of a plain centroid, of a centroid that
+    the kernel weighs (in short tiles, and in full tiles), and of a listed centroid.
+    """
 
     tile_bytes: int
     short_tile_bytes: int
@@ -71,28 +77,29 @@ class TileConfig:
 
     @property
     def most_registers(self) -> int:
-        """Of a thread, so that the programs fit on an SM."""
+        """Most registers that a thread may use, so that all programs fit on an SM."""
         return min(255, 65_536 // (self.programs * self.warps * 32))
 
 
-# Costs are measured: of a centroid no key is read, and plain ones lie one after another.
+# These costs are measured. A centroid costs less than a row because its key is not read, and plain centroids are
+# contiguous.
 IN_HALF_PRECISION = TileConfig(
     16_384, 8192, stages=2, programs=4, warps=4, plain_fifths=2, weighed_fifths=(3, 4), listed_fifths=5
 )
-# A row of half as many bytes. Its tile, whose index has to be there first, is asked for two turns ahead only with five
-# stages; a program of one warp never waits for another.
+# An int8 row has half as many bytes. Its tile can be loaded only after the row indices. With five stages, and no fewer,
+# the tile is prefetched two iterations ahead. A program of one warp never waits for another warp.
 IN_8_BITS = TileConfig(
     4096, 4096, stages=5, programs=8, warps=1, plain_fifths=4, weighed_fifths=(4, 4), listed_fifths=8
 )
-# Pipeline stages: a third one helps for plain centroids, but not for rows, whose index has to be read first.
+# Pipeline stages. A third stage helps for plain centroids, but not for rows, whose index must be read first.
 STAND_STAGES, EXACT_STAGES = 3, 2
 MERGED_COLUMNS = 32
-# This share of the chosen rows goes, a tile at a time, to programs that finish early, if each has at least LEAST_TILES:
-# equal shares do not finish at the same time.
+# Equal shares do not finish at the same time. Therefore QUEUED_PERCENT of the chosen rows go, a tile at a time, to
+# programs that finish early, if every program has at least LEAST_TILES tiles.
 QUEUED_PERCENT, LEAST_TILES = 20, 4
 
 
-# These grow as a model decodes, and must not make Triton recompile.
+# These sizes grow as a model decodes, and must not make Triton recompile.
 @triton.jit(do_not_specialize=["exact_rows", "chosen_rows"])
 def _partial_kernel(
     query, keys, values, row_scales, channel_scales, channel_offsets, units, rows, rows_used,
@@ -115,7 +122,8 @@ def _partial_kernel(
     peak = tl.full([GROUP], -float("inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     output, scale = tl.zeros([GROUP, BLOCK_D], tl.float32), softmax_scale * LOG2_E
-    # The head's work as one sequence, in units of a row's cost: centroids, listed centroids, exact rows, chosen rows.
+    # A head's work is one sequence of work units: centroids, listed centroids, exact rows, chosen rows. A unit is the
+    # cost of one row.
     if ROWS_USED:
         chosen_rows = tl.minimum(tl.load(rows_used + head * rows_used_stride), chosen_rows)
     if USED:
@@ -148,7 +156,7 @@ def _partial_kernel(
             inside = c < stop
             row = tl.load(listed_rows + head * listed_stride + c, mask=inside & (c < listed), other=0)
             count = tl.load(listed_counts + head * listed_counts_stride + c, mask=inside, other=-float("inf"))
-            # A cluster whose rows are all attended has nothing left to represent.
+            # A cluster whose rows are all attended individually has no rows left to represent.
             mask = (count > -float("inf"))[:, None] & in_row
             v = tl.load(values_of + row[:, None] * D + d, mask=mask, other=0.0)
             logits = (tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count) * LOG2_E
@@ -176,7 +184,7 @@ def _partial_kernel(
             q, channels, offsets, d, in_row, softmax_scale if CAPPED else scale, False, GROUP, BLOCK_D
         )
         row_scales += head * scales_stride
-        # Values are added up in a head's unit.
+        # Outputs are accumulated in multiples of the head's unit.
         unit = tl.load(units + head)
         first_output, second_output = in_pairs(output / unit, GROUP, BLOCK_D)
         d = tl.arange(0, BLOCK_D // 2)
@@ -199,7 +207,7 @@ def _partial_kernel(
             row = tl.load(rows + at + t, mask=inside, other=0)
             place = row[:, None] * row_stride + d
             if SCALED:
-                # Places past the end are those of the first row: its numbers are finite, and their weights zero.
+                # Slots past the end read row 0: its numbers are finite, and their weights are zero.
                 k, v = load_pairs(keys, place, in_row, D == BLOCK_D), load_pairs(values, place, in_row, D == BLOCK_D)
                 words = tl.load(row_scales + row)
                 peak, total, first_output, second_output = softmax.add_pairs(
@@ -223,10 +231,10 @@ def _partial_kernel(
 
 
 def _tensors(part: ScoredCentroids | None, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Logits, log counts, values and, of listed centroids, rows. Copies what is not padded to a multiple of 16, and
-    values whose heads are not contiguous.
+    """Return a set of centroids as the kernel reads it: logits, log counts, values and, for listed centroids, rows.
 
-    `other` is returned for tensors that are missing, and is never read.
+    Tensors that are not padded to a multiple of 16 are copied, and so are values whose heads are not contiguous.
+    `other` is a placeholder for missing tensors, and is never read.
     """
     if part is None:
         return other, other, other, other
@@ -246,8 +254,11 @@ def _tensors(part: ScoredCentroids | None, other: torch.Tensor) -> tuple[torch.T
 def decode_attention_triton(
     query, runs, exact, centroids, softmax_scale, softcap=None, sink_logits=None, exact_count=None
 ):
-    """`decode_attention` on a GPU. Allocates float32 outputs [H, programs, G, D], about four programs an SM, and the
-    row indices of runs [H, capacity] int32."""
+    """Run `decode_attention` on a GPU.
+
+    Allocates float32 partial outputs [H, programs, G, D], with about four programs per SM, or eight for int8 rows. For
+    runs it also allocates their row indices [H, capacity] int32.
+    """
     (H, G, D), E = query.shape, exact[0].shape[1]
     query, early = query.contiguous(), dependent_launch(query.device)
     plain = one_level([part for part in centroids if part.rows is None])
@@ -258,7 +269,7 @@ def decode_attention_triton(
     C, S = 0 if plain is None else values.shape[1], 0 if listed is None else listed_logits.shape[2]
     form = IN_HALF_PRECISION if runs.scales is None else IN_8_BITS
     stand_scales = None if plain is None else plain.scales
-    assert stand_scales is None or runs.scales is not None  # values are added up in the unit of rows in 8 bits
+    assert stand_scales is None or runs.scales is not None  # int8 values are accumulated in the unit of int8 rows
     clusters = None if plain is None else plain.clusters
     of_counts, of_taken = (query, query) if clusters is None else (clusters.counts, clusters.taken)
     short_fifths, stand_fifths = form.weighed_fifths if clusters else (form.plain_fifths, form.plain_fifths)

@@ -1,4 +1,4 @@
-"""Arithmetic of the compiled decode steps: four float32 side by side, logits, exponentials and weighted sums."""
+"""Arithmetic of the compiled decode steps: vectors of four float32, logits, exponentials and weighted sums."""
 
 import math
 
@@ -7,16 +7,19 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, models, register_model
 
-# Sums may be reordered, so that they are vectorised; infinities and NaN are still respected.
+# The compiler may reorder sums in order to vectorise them. Infinities and NaN keep their meaning.
 SUMS = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
-# A maximum may ignore NaN: the exponentials that follow bring it back.
+# A maximum may ignore NaN, because the exponentials that follow propagate NaN again.
 LARGEST = SUMS | {"fastmath": {"reassoc", "nsz", "nnan"}}
 NOTHING = np.float32(-np.inf)
 
 
 @njit(**SUMS)
 def exp_of(x):
-    """exp(x) for x of at most 0, within 2e-7, by a polynomial: a function call would not be vectorised."""
+    """Compute exp(x) for x <= 0 within 2e-7.
+
+    A polynomial is used, because a library call would not be vectorised.
+    """
     x *= np.float32(1.442695041)
     x = np.float32(-127) if x < np.float32(-127) else x
     whole = np.floor(x + np.float32(0.5))
@@ -40,7 +43,7 @@ def largest_of(numbers, start, stop, most):
 
 @njit(**SUMS)
 def exponents(numbers, start, stop, largest):
-    """Replace numbers by the exponentials of their distance to the largest; returns their sum."""
+    """Replace each number by exp(number - largest); return the sum."""
     total = np.float32(0)
     for i in range(start, stop):
         numbers[i] = exp_of(numbers[i] - largest)
@@ -50,7 +53,10 @@ def exponents(numbers, start, stop, largest):
 
 @njit(**SUMS)
 def write_logits(job, query, rows, start, stop, logits, ahead):
-    """Write the logits of queries [G, D] on rows `start` to `stop` of [T, D]; row t's go to logits [:, ahead + t]."""
+    """Write the logits of queries [G, D] for rows `start` to `stop` of `rows` [T, D].
+
+    The logits of row t go to logits [:, ahead + t].
+    """
     for t in range(start, stop):
         for g in range(query.shape[0]):
             product = np.float32(0)
@@ -62,7 +68,7 @@ def write_logits(job, query, rows, start, stop, logits, ahead):
 
 @njit(**SUMS)
 def cap_logits(job, logits, start, stop):
-    """Cap logits [G, start : stop], where the job has a soft cap."""
+    """Apply the job's soft cap, if any, to logits [G, start : stop]."""
     if job.softcap > 0:
         for g in range(logits.shape[0]):
             for place in range(start, stop):
@@ -76,8 +82,12 @@ def _row(listed, i):
 
 @njit(**SUMS)
 def add_rows(output, weights, ahead, rows, start, stop, listed):
-    """Add rows `start` to `stop` of [T, D], or those with listed numbers [N] int32 at these places, to outputs [G, D],
-    number i weighted by weights [:, ahead + i]; four together, so that outputs are read and written less often."""
+    """Add weighted rows of `rows` [T, D] to the outputs [G, D].
+
+    Without `listed`, these are rows `start` to `stop`. With `listed` [N] int32, they are the rows whose indices are at
+    positions `start` to `stop` of the list. The row at position i has weights [:, ahead + i]. Four rows are added
+    together, so that the outputs are read and written less often.
+    """
     fours = stop - max(stop - start, 0) % 4
     for i in range(start, fours, 4):
         one, two, three, four = _row(listed, i), _row(listed, i + 1), _row(listed, i + 2), _row(listed, i + 3)
@@ -103,7 +113,7 @@ FUSED = ("contract",)
 
 
 class LanesType(types.Type):  # type: ignore[misc]
-    """Four float32."""
+    """Numba type of a vector of four float32."""
 
     def __init__(self):
         super().__init__(name="Lanes")
@@ -114,7 +124,7 @@ LANES_OF = LanesType()
 
 @register_model(LanesType)
 class LanesModel(models.PrimitiveModel):  # type: ignore[misc]
-    """A vector register."""
+    """Data model of `LanesType`: a vector register."""
 
     def __init__(self, manager, kind):
         super().__init__(manager, kind, LANES_IR)
@@ -126,7 +136,7 @@ def _pointer(builder, address, kind):
 
 @intrinsic
 def load_lanes(context, address):
-    """The four float32 at an address."""
+    """Load the four float32 at an address."""
 
     def generate(context, builder, signature, arguments):
         return builder.load(_pointer(builder, arguments[0], LANES_IR), align=4)
@@ -136,7 +146,7 @@ def load_lanes(context, address):
 
 @intrinsic
 def store_lanes(context, address, lanes):
-    """Write the four to an address."""
+    """Store a vector of four float32 at an address."""
 
     def generate(context, builder, signature, arguments):
         builder.store(arguments[1], _pointer(builder, arguments[0], LANES_IR), align=4)
@@ -147,7 +157,7 @@ def store_lanes(context, address, lanes):
 
 @intrinsic
 def no_lanes(context):
-    """Four zeros."""
+    """Return a vector of four zeros."""
 
     def generate(context, builder, signature, arguments):
         return ir.Constant(LANES_IR, [0.0] * LANES)
@@ -157,7 +167,7 @@ def no_lanes(context):
 
 @intrinsic
 def plus(context, first, second):
-    """Their sums."""
+    """Add two vectors of four float32."""
 
     def generate(context, builder, signature, arguments):
         return builder.fadd(*arguments)
@@ -167,7 +177,7 @@ def plus(context, first, second):
 
 @intrinsic
 def plus_times(context, lanes, factor, others):
-    """lanes + factor * others, with one number as the factor of all four."""
+    """Compute lanes + factor * others, where the scalar factor multiplies all four."""
 
     def generate(context, builder, signature, arguments):
         lanes, factor, others = arguments
@@ -181,7 +191,7 @@ def plus_times(context, lanes, factor, others):
 
 @intrinsic
 def byte_at(context, address):
-    """The byte at an address, as int64."""
+    """Load the byte at an address, as int64."""
 
     def generate(context, builder, signature, arguments):
         return builder.zext(builder.load(_pointer(builder, arguments[0], ir.IntType(8))), ir.IntType(64))
@@ -191,7 +201,7 @@ def byte_at(context, address):
 
 @intrinsic
 def fetch(context, address):
-    """Start to load what is at an address, which nothing waits for."""
+    """Prefetch the cache line at an address."""
 
     def generate(context, builder, signature, arguments):
         kind = ir.IntType(8).as_pointer()
@@ -208,7 +218,10 @@ def fetch(context, address):
 
 @intrinsic
 def add_one(context, address):
-    """Atomic int32 fetch-and-add; returns the old value. Earlier writes are visible to threads that add later."""
+    """Atomically add 1 to the int32 at an address; return the old value.
+
+    Writes before this call are visible to every thread that adds later.
+    """
 
     def generate(context, builder, signature, arguments):
         number = ir.IntType(32)

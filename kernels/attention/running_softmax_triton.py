@@ -1,4 +1,7 @@
-"""The running softmax over tiles of rows for Triton kernels, full-precision or int8; logits are in units of log 2."""
+"""Running softmax over tiles of rows for Triton kernels, for float or int8 rows.
+
+Logits are in units of log 2, so that the kernels use exp2.
+"""
 
 import torch
 import triton
@@ -14,7 +17,7 @@ from sparsekv.kernels.common.tiles_triton import LOG2_E
 
 @triton.jit
 def add_tile(peak, total, output, logits, values):
-    """Add one tile to a running softmax."""
+    """Add one tile with logits [R, TILE] and values [TILE, D] to a running softmax."""
     peak, weights, shrink = common.tile_weights(peak, logits)
     total = total * shrink + tl.sum(weights, 1)
     return peak, total, output * shrink[:, None] + common.dot(weights.to(values.dtype), values)
@@ -22,7 +25,7 @@ def add_tile(peak, total, output, logits, values):
 
 @triton.jit
 def store_partial(peaks, totals, outputs, part, parts, head, r, R, d, peak, total, output, D: tl.constexpr):
-    """Write the partial softmax of some rows."""
+    """Write the partial softmax of query rows `r`, computed by part number `part` of `parts`."""
     place = (head * parts + part) * R + r
     tl.store(peaks + place, peak, mask=r < R)
     tl.store(totals + place, total, mask=r < R)
@@ -31,7 +34,10 @@ def store_partial(peaks, totals, outputs, part, parts, head, r, R, d, peak, tota
 
 @triton.jit
 def tile_logits(products, bias, scale, softmax_scale, softcap, CAPPED: tl.constexpr):
-    """Of products with keys, in units of log 2, with a bias a row; `scale` is the softmax's in these units."""
+    """Convert query-key products to logits in units of log 2, and add one bias for each key row.
+
+    `scale` is the softmax scale in units of log 2.
+    """
     if CAPPED:
         return common.capped(products * softmax_scale, softcap, CAPPED) * LOG2_E + bias
     return products * scale + bias
@@ -70,15 +76,15 @@ def merge(
     merged: torch.Tensor,
     columns: int,
 ) -> None:
-    """Write the softmax of parts into `merged` [H, G, B, D], each program so many of its columns.
+    """Merge partial softmaxes into the output `merged` [H, G, B, D]; each program writes `columns` columns.
 
     Args:
-        peaks, totals: [H, parts, B G] float32, as `store_partial` writes them, contiguous.
-        outputs: [H, parts, B G, D] float32, likewise.
-        sink_logits: [H, G] of tokens without a value.
+        peaks, totals: [H, parts, B G] float32, contiguous, as `store_partial` writes them.
+        outputs: [H, parts, B G, D] float32, contiguous, as `store_partial` writes them.
+        sink_logits: [H, G] learned logits that have no value row.
     """
     H, parts, R, D = outputs.shape
-    # Only the first axis of a grid may be longer than 65,535.
+    # Only the first axis of a grid may exceed 65,535 programs.
     _merge_kernel[(R, triton.cdiv(D, columns), H)](
         peaks, totals, outputs, peaks if sink_logits is None else sink_logits.contiguous(), merged, R, parts,
         *merged.stride()[:3], HAS_SINKS=sink_logits is not None, G=merged.shape[1], D=D, PARTS=power_of_two(parts),
@@ -91,9 +97,12 @@ def add_pairs(
     peak, total, first_output, second_output, first, second, shift, of_queries, offset, keys, values, words, inside,
     unit, softcap, CAPPED: tl.constexpr, EACH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of rows in 8 bits to a running softmax: keys, values [TILE, D / 2] int16, the words [TILE] of their
-    scales, and which are inside. Of the queries it takes what `scaled_queries` gives; outputs [R, D / 2] are those of
-    the pairs' channels, over the unit."""
+    """Add one tile of int8 rows to a running softmax.
+
+    Keys and values [TILE, D / 2] int16 hold pairs of channels. `words` [TILE] hold the rows' packed scales. `inside`
+    masks the valid rows. `first`, `second`, `shift`, `of_queries` and `offset` come from `scaled_queries`. The outputs
+    [R, D / 2] are those of the first and second channels of the pairs, divided by `unit`.
+    """
     if EACH:
         of_keys, of_values = scales_of(words, 1.0, unit)
         products = pair_products(first, second, shift, keys, EXACT) * of_keys[None, :]
@@ -109,11 +118,15 @@ def add_pairs(
 
 @triton.jit
 def add_values(peak, total, first_output, second_output, logits, values, of_values, EXACT: tl.constexpr):
-    """Add one tile with logits [R, TILE], in units of log 2, to a running softmax: values [TILE, D / 2] int16, and
-    their scales [TILE] over the outputs' unit."""
+    """Add one tile of int8 values with logits [R, TILE], in units of log 2, to a running softmax.
+
+    Values [TILE, D / 2] int16 hold pairs of channels. `of_values` [TILE] holds their scales, divided by the outputs'
+    unit.
+    """
     peak, weights, shrink = common.tile_weights(peak, logits)
     total = total * shrink + tl.sum(weights, 1)
-    # Not shifted back after the sum: the shift would be a thousand times as large as a mean of many values.
+    # Each value is shifted back before the sum. After the sum, the shift would be a thousand times as large as a mean
+    # of many values.
     first_values = shifted_back(first_of(values, EXACT), EXACT)
     second_values = shifted_back(second_of(values, EXACT), EXACT)
     weights = (weights * of_values[None, :]).to(first_values.dtype)
@@ -122,14 +135,17 @@ def add_values(peak, total, first_output, second_output, logits, values, of_valu
 
 
 def block_of(runs: RunRows) -> int:
-    """Channels of a block that holds a row's."""
+    """Return the block width in channels, rounded up so that it holds a whole row."""
     channels = runs.keys.shape[2]
     return power_of_two(channels) if runs.scales is None else pair_block(channels)
 
 
 def in_words(runs: RunRows) -> tuple[torch.Tensor, torch.Tensor, RowScales]:
-    """Keys and values as kernels take them, `Int8Kernel.in_words`; what is not in 8 bits as it is, with scales that
-    are never read."""
+    """Return keys, values and scales in the layout that the kernels read.
+
+    Int8 rows are converted by `Int8Kernel.in_words`. Float rows are returned unchanged, with dummy scales that are
+    never read.
+    """
     if runs.scales is None:
         return runs.keys, runs.values, RowScales(*[runs.keys] * 4)
     words = Int8Kernel(runs.keys, runs.values, runs.scales).in_words()

@@ -1,4 +1,4 @@
-"""Attention of several sequences over one document by kernels that read shared rows once and in place."""
+"""Attention of several sequences to one shared document, by kernels that read shared rows once and in place."""
 
 from collections.abc import Sequence
 
@@ -19,20 +19,18 @@ def exact_logsumexp(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The log-sum-exp of each query's logits on shared keys, on its own rows, and of learned sinks.
+    """Compute the log-sum-exp of each query's logits for shared keys, for its own rows and for learned sinks.
 
-    On a GPU one launch, and no rows are copied.
-
-    In plain torch it copies each sequence's rows.
+    On a GPU this is one launch that copies no rows. The plain-torch implementation copies each sequence's rows.
 
     Args:
         query: [Hk, G, B, D] of B tokens.
         keys: [Hk, E, D]; a head's rows are contiguous.
-        own: rows that each of the B tokens attends to alone.
+        own: rows of each token's own sequence, for the B tokens.
         sink_logits: [Hk, G] learned logits without values (GPT-OSS).
 
     Returns:
-        [Hk, G, B] float32; minus infinity for nothing.
+        [Hk, G, B] float32; minus infinity if a query has no logits.
     """
     shared = attention_logits(query, keys, softmax_scale, softcap)
     total = torch.cat([shared, own_logits(query, own, softmax_scale, softcap)], -1).logsumexp(-1)
@@ -50,18 +48,18 @@ def shared_decode(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One softmax for each query, over shared runs, exact rows and centroids, and over the rows of its own sequence.
+    """Attend with each query to shared chosen rows, exact rows and centroids, and to its own sequence, in one softmax.
 
-    On a GPU three launches, no synchronisation, and no shapes that depend on data.
-
-    In plain torch it gathers the rows.
+    On a GPU there are three launches, no synchronisation and no data-dependent shapes. The plain-torch implementation
+    copies the rows.
 
     Args:
         query: [Hk, G, B, D] of B tokens.
-        runs: single rows.
-        exact: keys and values [Hk, E, D] that all attend to; a head's rows are contiguous, heads need not be.
-        centroids: at most one set of centroids that all attend to.
-        own: rows that each of the B tokens attends to alone.
+        runs: chosen rows that all tokens attend to, given as single rows.
+        exact: keys and values [Hk, E, D] that all tokens attend to. The rows of a head are contiguous; heads may have
+            any stride.
+        centroids: at most one set of centroids that all tokens attend to.
+        own: rows of each token's own sequence, for the B tokens.
         sink_logits: [Hk, G] learned logits without values (GPT-OSS).
 
     Returns:

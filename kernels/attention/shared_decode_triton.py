@@ -1,7 +1,8 @@
-"""`shared_decode` in Triton: partial softmaxes over shares of what is shared, one over own rows, and their merging.
+"""`shared_decode` in Triton.
 
-A program holds the queries of as many tokens as fit on an SM, so that tensor cores multiply all of them with each row.
-Logits are in units of log 2.
+The first kernel computes partial softmaxes over shares of the shared rows. The second computes them over each token's
+own rows. The third merges them. A program holds the queries of as many tokens as fit on an SM, so that tensor cores
+multiply all of them with each row. Logits are in units of log 2.
 """
 
 import torch
@@ -32,7 +33,7 @@ def _add_keys(
     peak, total, q, keys, first, stop, t, d, scale, softmax_scale, softcap,
     CAPPED: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The running peak and sum of exponentials [GROUP] with those of the keys from first up to stop."""
+    """Add the keys from `first` up to `stop` to the running maximum and sum of exponentials [GROUP]."""
     for at in range(first, stop, TILE):
         inside = at + t < stop
         k = tl.load(keys + (at + t)[:, None] * D + d, mask=inside[:, None] & (d < D), other=0.0)
@@ -71,7 +72,7 @@ def _logsumexp_kernel(
 
 
 def exact_logsumexp_triton(query, keys, own, softmax_scale, softcap=None, sink_logits=None):
-    """`exact_logsumexp` on a GPU. Allocates the result alone."""
+    """Run `exact_logsumexp` on a GPU; allocates only the result."""
     (H, G, B, D), device = query.shape, query.device
     query, totals = unit_stride(query), torch.empty(H, G, B, device=device)
     _logsumexp_kernel[(B, H)](
@@ -85,14 +86,15 @@ def exact_logsumexp_triton(query, keys, own, softmax_scale, softcap=None, sink_l
     return totals
 
 
-MOST_ROWS, QUERY_NUMBERS = 64, 8192  # of a program: of its queries, whose outputs are in registers
+MOST_ROWS, QUERY_NUMBERS = 64, 8192  # most query rows of a program, and their most elements: outputs are in registers
 TILE_BYTES, WARPS, PROGRAMS_PER_SM = 16_384, 4, 2
-# Of pipelines. A tile of chosen rows, whose index has to be there first, is asked for two turns ahead with five.
+# Pipeline stages. A tile of chosen rows can be loaded only after the row indices. With five stages it is prefetched two
+# iterations ahead.
 STAGES, ROW_STAGES = 3, 5
 OWN_TILE, MERGED_COLUMNS = 32, 128
 
 
-# These grow as a model decodes, and must not make Triton recompile.
+# These sizes grow as a model decodes, and must not make Triton recompile.
 @triton.jit(do_not_specialize=["R", "exact_rows", "capacity", "centroids"])
 def _shared_kernel(
     query, keys, values, row_scales, channel_scales, channel_offsets, units, rows, rows_used,
@@ -103,7 +105,7 @@ def _shared_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, ROW_STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The softmax of some queries over one of equal shares of a head's centroids, exact rows and chosen rows."""
+    """Compute a partial softmax of some queries over an equal share of a head's centroids, exact and chosen rows."""
     common.wait_for_previous_kernel(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     r, d, t = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
@@ -116,7 +118,7 @@ def _shared_kernel(
     chosen = capacity
     if ROWS_USED:
         chosen = tl.minimum(tl.load(rows_used + head), capacity)
-    # The head's work as one sequence, so that most programs have one kind of it.
+    # A head's work is one sequence of centroids, exact rows and chosen rows, so that most programs have only one kind.
     first, last = common.share(part, parts, centroids + exact_rows + chosen)
 
     stand_keys, stand_values = stand_keys + head * stand_keys_stride, stand_values + head * stand_values_stride
@@ -156,7 +158,7 @@ def _shared_kernel(
             q, channels, offsets, d, in_row, softmax_scale if CAPPED else scale, True, ROWS, BLOCK_D
         )
         row_scales += head * scales_stride
-        # Values are added up in a head's unit.
+        # Outputs are accumulated in multiples of the head's unit.
         unit = tl.load(units + head)
         first_output, second_output = in_pairs(output / unit, ROWS, BLOCK_D)
         d = tl.arange(0, BLOCK_D // 2)
@@ -166,7 +168,7 @@ def _shared_kernel(
         row = tl.load(rows + at + t, mask=inside, other=0)
         stored = row[:, None] * row_stride + d
         if SCALED:
-            # Places past the end are those of the first row: its numbers are finite, and their weights zero.
+            # Slots past the end read row 0: its numbers are finite, and their weights are zero.
             k, v = load_pairs(keys, stored, in_row, D == BLOCK_D), load_pairs(values, stored, in_row, D == BLOCK_D)
             words = tl.load(row_scales + row)
             peak, total, first_output, second_output = softmax.add_pairs(
@@ -192,7 +194,7 @@ def _own_kernel(
     CAPPED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The softmax of one token's queries over its sequence's rows, as the last of the parts."""
+    """Compute the partial softmax of one token's queries over its own sequence's rows; write it as the last part."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -217,22 +219,25 @@ def _own_kernel(
         )
         peak, total, output = softmax.add_tile(peak, total, output, logits, v)
     r = tl.where(g < G, token * G + g, R)
-    # The kernel before this one is `_shared_kernel`: what is read above was written before it, but merging has to
-    # wait for both.
+    # The previous kernel is `_shared_kernel`. All inputs above were written before it. The wait is needed because the
+    # merging kernel must run after both.
     if EARLY:
         tl.extra.cuda.gdc_wait()
     softmax.store_partial(peaks, totals, outputs, parts - 1, parts, head, r, R, d, peak, total, output, D)
 
 
 def _alike(keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether values lie as far apart as keys, along all axes that have more than one of them."""
+    """Whether keys and values have equal strides along all axes longer than 1."""
     strides = zip(keys.stride(), values.stride(), keys.shape, strict=True)
     return all(of_keys == of_values or size == 1 for of_keys, of_values, size in strides)
 
 
 def shared_decode_triton(query, runs, exact, centroids, own, softmax_scale, softcap=None, sink_logits=None):
-    """`shared_decode` on a GPU. Allocates float32 outputs [Hk, parts, B G, D]: two tiles of queries an SM where there
-    are fewer queries, otherwise up to nine times as many as there are."""
+    """Run `shared_decode` on a GPU.
+
+    Allocates float32 partial outputs [Hk, parts, B G, D]. With few queries, their size is two tiles of queries per SM.
+    With more queries, they have up to nine times as many elements as the queries.
+    """
     assert len(centroids) <= 1
     assert all(_alike(*pair) for pair in ((runs.keys, runs.values), exact, (own.keys, own.values)))
     (H, G, B, D), device, early = query.shape, query.device, dependent_launch(query.device)

@@ -1,4 +1,4 @@
-"""Jobs, scratch memory, threads and the output of the compiled decode steps."""
+"""Job structures, scratch memory, work sharing between threads and output merging of the compiled decode steps."""
 
 import ctypes
 import zlib
@@ -20,13 +20,16 @@ wait_for_all = types.ExternalFunction("GOMP_barrier", types.void())
 
 @njit(inline="always")
 def share_of(before, some, everything, thread, threads):
-    """Start and stop of a thread's part of `some` items after `before` others, if `everything` is split evenly."""
+    """Split `everything` items evenly over threads.
+
+    Return this thread's range within the segment of `some` items that begins at `before`.
+    """
     start, stop = thread * everything // threads - before, (thread + 1) * everything // threads - before
     return min(max(start, 0), some), min(max(stop, 0), some)
 
 
 def sources(folder: Path) -> int:
-    """Checksum of the compiled files of a folder."""
+    """Compute a checksum of the numba source files in a folder."""
     checksum = 0
     for path in sorted(folder.glob("*_numba.py")):
         checksum = zlib.crc32(path.read_bytes(), checksum)
@@ -34,16 +37,19 @@ def sources(folder: Path) -> int:
 
 
 VERSION = sources(Path(__file__).parent)
-"""Each step closes over it: numba caches what it compiled by the date of the step's file and by what it closes over,
-and the functions that it calls, of other files too, are compiled into it."""
+"""Checksum of all numba source files of this folder; each step function closes over this number.
+
+Numba's cache key of a function is the date of its file and the values that the function closes over. The machine code
+of a step also contains functions from other files. The checksum makes a change of those files invalidate the cache.
+"""
 
 
 def compiled(step):
-    """The compiled function that each thread runs with a job's address; cached on disk where that is possible."""
+    """Compile the function that each thread runs with a job's address; cache it on disk where possible."""
     signature = types.void(types.voidptr)
     try:
         return cfunc(signature, cache=True, **SUMS)(step)
-    except RuntimeError:  # numba has no cache folder that it can write to
+    except RuntimeError:  # numba has no writable cache folder
         return cfunc(signature, **SUMS)(step)
 
 
@@ -52,8 +58,12 @@ SIZES = "H G D C E fours budget replace key_step value_step exact_key_step exact
 
 
 def job_type(addresses: str, sizes: str = "") -> type[ctypes.Structure]:
-    """The structure of a step's job: addresses of a layer's tensors, then of a step's, sizes, strides in bytes between
-    heads (`_step`), and scale and soft cap of the logits. `fours` are the group's query heads in fours."""
+    """Build the structure type of a step's job.
+
+    Its fields are the addresses of a layer's tensors, the addresses of a step's tensors, sizes, and the scale and soft
+    cap of the logits. Fields named `..._step` are strides between heads, in bytes. `fours` is the number of vectors of
+    four query heads that hold a group.
+    """
     numbers = [(name, ctypes.c_int64) for name in f"{addresses} {STEP} {SIZES} {sizes}".split()]
     fields = [*numbers, ("scale", ctypes.c_float), ("softcap", ctypes.c_float)]
     return type("Job", (ctypes.Structure,), {"_fields_": fields})
@@ -86,7 +96,7 @@ def longs(address, shape):
 
 @njit(inline="always")
 def clear(parts, sums):
-    """Empty partial outputs [H, G, D] of a thread, with no logit in their sums [H, G, 2]."""
+    """Reset a thread's partial outputs [H, G, D] to 0, and its sums [H, G, 2] to a maximum of -inf and a sum of 0."""
     for h in range(parts.shape[0]):
         for g in range(parts.shape[1]):
             sums[h, g, 0], sums[h, g, 1] = NOTHING, 0
@@ -96,8 +106,10 @@ def clear(parts, sums):
 
 @njit(inline="always")
 def to_weights(logits, sums, start, stop, first, last):
-    """Replace the logits [G, ...] of two ranges by their exponentials, relative to the largest of them; writes that
-    and the exponentials' sum to sums [G, 2]."""
+    """Replace the logits [G, ...] in two ranges by exp(logit - largest), with the largest logit of both ranges.
+
+    Write the largest logit and the sum of the exponentials to sums [G, 2].
+    """
     for g in range(logits.shape[0]):
         largest = largest_of(logits[g], start, stop, largest_of(logits[g], first, last, NOTHING))
         sums[g, 0], largest = largest, np.float32(0) if largest == NOTHING else largest
@@ -107,7 +119,10 @@ def to_weights(logits, sums, start, stop, first, last):
 
 @njit(inline="always")
 def join(job, parts, sums):
-    """Write each head's output [G, D] of all threads' parts [threads, H, G, D] and sums, and of its sink logit."""
+    """Merge the threads' partial outputs `parts` [threads, H, G, D] and sums into the job's output.
+
+    The softmax includes the sink logits, if any.
+    """
     H, G, D = job.H, job.G, job.D
     output = floats(job.output, (H, G, D))
     for h in range(H):

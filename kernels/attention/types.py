@@ -1,4 +1,4 @@
-"""Inputs of one decode step's attention: runs of rows, and centroids with logits."""
+"""Input types of the attention of one decode step: chosen rows, and centroids with their logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,12 +10,14 @@ from sparsekv.kernels.common.eight_bits import Int8Kernel, RowScales
 
 @dataclass(frozen=True)
 class RunRows:
-    """Chosen rows of keys and values [H, M, D], as runs of neighbouring rows or as single rows.
+    """Chosen rows of keys and values [H, M, D], given as runs of neighbouring rows or as single rows.
 
-    Runs: starts [H, R] int are their first rows, ends [H, R] int32 the running sums of their lengths, at most
-    `capacity`. Single rows: starts are the rows, ends is None, and the first `used` [H] int32 are valid; None: all.
-    queue [H] int32 zeros lets programs that finish early take more rows; one call uses it up. scales: keys and values
-    are int8, and mean what these say.
+    For runs, `starts` [H, R] int holds their first rows. `ends` [H, R] int32 holds the running sums of their lengths,
+    which are at most `capacity`. For single rows, `starts` holds the row indices and `ends` is None. The first `used`
+    [H] int32 of them are valid, or all of them if `used` is None.
+
+    `queue` [H] int32 is a work queue, initially zero: programs that finish early take more rows from it. Each call
+    needs a new queue. With `scales`, keys and values are int8, and the scales convert them to real values.
     """
 
     keys: torch.Tensor
@@ -28,7 +30,7 @@ class RunRows:
     scales: RowScales | None = None
 
     def gathered(self, rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [H, R, D] of rows [H, R] int64; of numbers in 8 bits what they mean, in `dtype`."""
+        """Gather the keys and values [H, R, D] of rows [H, R] int64; int8 rows are dequantised to `dtype`."""
         places = rows[..., None].expand(-1, -1, self.keys.shape[2])
         keys, values = self.keys.gather(1, places), self.values.gather(1, places)
         if self.scales is None:
@@ -39,8 +41,11 @@ class RunRows:
 
 @dataclass(frozen=True)
 class Centroids:
-    """Centroids that are attended in place of the rows they represent: keys, values [H, C, D], of any float dtype, and
-    log_counts [H, C or more] float32, the log of how many rows each represents."""
+    """Centroids that are attended in place of the rows that they represent.
+
+    Keys and values [H, C, D] have any float dtype. `log_counts` [H, C or more] float32 is the log of the number of
+    rows that each centroid represents.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -49,28 +54,34 @@ class Centroids:
 
 @dataclass(frozen=True)
 class TakenRows:
-    """Clusters some of whose rows are attended themselves: counts [H, C] int32 of all of their rows, and taken [H, C]
-    int32 of those; taken is contiguous, and so are a head's counts."""
+    """Row counts of clusters, some of whose rows are attended individually.
+
+    `counts` [H, C] int32 counts all rows of each cluster; the counts of one head are contiguous. `taken` [H, C] int32
+    counts the rows that are attended individually, and is contiguous.
+    """
 
     counts: torch.Tensor
     taken: torch.Tensor
 
     def log_left(self) -> torch.Tensor:
-        """The log [H, C] of how many rows are left; minus infinity for none."""
+        """Compute the log [H, C] of the number of remaining rows; minus infinity if none remain."""
         return (self.counts - self.taken).log()
 
 
 @dataclass(frozen=True)
 class ScoredCentroids:
-    """Centroids that are attended in place of the rows they represent.
+    """Centroids that are attended in place of the rows that they represent, with the query's logits.
 
-    logits [H, G, C] float32 of the query on their keys, scaled and soft-capped; log_counts [H, C] float32; values
-    [H, C, D]. The softmax takes logits + log_counts. Mostly log_counts is the log of how many rows each represents;
-    where the logits include the log of whole clusters, as on a CPU, it is the log of the share of them that is left.
-    Logits and log counts past the last value are minus infinity. With rows [H, C] int32 the values [H, V, D] are those
-    of all clusters, and `rows` are indices into them; the first `used` [H] int32 are valid, None: all. scales: values
-    are int8, without `rows`, and mean what these say. clusters, without `rows`: what is left of them is not counted
-    yet; the attention does, and the softmax takes the log of that, plus log_counts [H, C], plus the logits.
+    `logits` [H, G, C] float32 are the query's products with the centroids' keys, scaled and soft-capped. `log_counts`
+    is [H, C] float32 and `values` is [H, C, D]. The softmax is taken of logits + log_counts. Usually `log_counts` is
+    the log of the number of rows that each centroid represents. On a CPU the logits may already include the log of the
+    cluster size. Then `log_counts` is the log of the cluster's share of rows that are not attended individually. Logits
+    and log counts past the last value are minus infinity.
+
+    With `rows` [H, C] int32, `values` [H, V, D] holds the values of all clusters, and `rows` are indices into it. The
+    first `used` [H] int32 rows are valid, or all of them if `used` is None. `scales` and `clusters` are used without
+    `rows`. With `scales`, the values are int8, and the scales convert them to real values. With `clusters`, the
+    attention itself counts each cluster's remaining rows. Their log is then added to logits + log_counts.
     """
 
     logits: torch.Tensor
@@ -82,11 +93,11 @@ class ScoredCentroids:
     clusters: TakenRows | None = None
 
     def log_weights(self) -> torch.Tensor:
-        """Weights in the log domain that are added to the logits, [H, C]."""
+        """Return the log weights [H, C] that are added to the logits."""
         return self.log_counts if self.clusters is None else self.clusters.log_left() + self.log_counts
 
     def gathered(self) -> torch.Tensor:
-        """Value of each centroid [H, C, D]; copies them if there are `rows` or scales."""
+        """Return the value of each centroid [H, C, D]; copies the values if there are `rows` or `scales`."""
         if self.scales is not None:
             return self.values.float() * self.scales.rows[..., 1:].float()
         if self.rows is None:
@@ -95,7 +106,10 @@ class ScoredCentroids:
 
 
 def one_level(parts: Sequence[ScoredCentroids]) -> ScoredCentroids | None:
-    """Centroids of several levels as one, none in 8 bits; copies them if there is more than one level."""
+    """Concatenate centroids of several levels; return None for no levels.
+
+    With more than one level, the tensors are copied, and no level may have int8 values or uncounted clusters.
+    """
     if len(parts) < 2:
         return parts[0] if parts else None
     assert all(part.scales is None and part.clusters is None for part in parts)

@@ -1,10 +1,15 @@
-"""Chooses the best clusters to a budget from their logits, in Triton.
+"""Choice of the best clusters within a budget by their logits, in Triton.
 
-No sort is needed, only the rank of the last cluster that is taken; a rank is the leading bits of a score. A head's
-clusters are split into parts. The first kernel counts each part's tokens by the exponent of the score; the second
-counts those with the last cluster's exponent by the rest of the rank; in the third each part finds the last rank and
-how much the parts before it take, and writes what it takes itself. Clusters to open are ranked by the exponent alone,
-without the second kernel. All sums are of integers, so the order of execution does not change the result.
+No sort is needed, only the rank of the last cluster that is taken. A rank is the leading bits of a score. A head's
+clusters are split into parts.
+
+1. The first kernel counts each part's tokens by the exponent of the score.
+2. The second kernel counts the tokens with the last cluster's exponent by the rest of the rank.
+3. In the third kernel, each part finds the last rank and the number of members that earlier parts take. Then it writes
+   its own members.
+
+Clusters to open are ranked by the exponent alone, without the second kernel. All sums are of integers, and so the order
+of execution does not change the result.
 """
 
 from dataclasses import dataclass
@@ -24,8 +29,8 @@ from sparsekv.kernels.clusters.types import (
 from sparsekv.kernels.common import tiles_triton as common
 from sparsekv.kernels.common.launch import ALIGNED, aligned, count_sms, dependent_launch, power_of_two
 
-# Numbers after a part's counts. Three, so that row lengths are no multiple of 4: loads four wide would have to be laid
-# out anew before they are summed.
+# Extra integers after a part's counts. With three, row lengths are not multiples of 4. Otherwise Triton would load four
+# counts at once, and convert their layout before it sums them.
 LIMITS = tl.constexpr(3)
 
 
@@ -36,7 +41,7 @@ def sums_and_largest(a, b, c, d, e, f):
 
 @triton.jit
 def later(place, a, b, c, d, e, other, f, g, h, i, j):
-    """The later of two places, with the values that belong to it."""
+    """Return the later of two places and its values; this is the combine function of a reduction."""
     here = place > other
     a, b, c = tl.where(here, a, f), tl.where(here, b, g), tl.where(here, c, h)
     return tl.maximum(place, other), a, b, c, tl.where(here, d, i), tl.where(here, e, j)
@@ -44,7 +49,7 @@ def later(place, a, b, c, d, e, other, f, g, h, i, j):
 
 @triton.jit
 def by_place(place, size, number, SIZE: tl.constexpr, OPEN: tl.constexpr):
-    """Sum of sizes at each place [SIZE], followed with OPEN by the sum of numbers at each place [SIZE]."""
+    """Sum sizes by place, [SIZE]; with OPEN, the sums of member numbers by place, [SIZE], follow."""
     column = tl.arange(0, 2 * SIZE if OPEN else SIZE)[None, :]
     amount = tl.where(column < SIZE, size[:, None], number[:, None]) if OPEN else size[:, None]
     return tl.sum(tl.where(place[:, None] == column % SIZE, amount, 0), 0)
@@ -52,8 +57,10 @@ def by_place(place, size, number, SIZE: tl.constexpr, OPEN: tl.constexpr):
 
 @triton.jit
 def counted(counts, head, part, others, SIZE: tl.constexpr, PARTS: tl.constexpr, OPEN: tl.constexpr):
-    """Sizes at each place summed over all parts of a head, and over the parts before one; the same for numbers; [SIZE]
-    each."""
+    """Sum sizes and numbers at each place over all parts of a head, and over the parts before `part`.
+
+    Each of the four results is [SIZE]. Without OPEN, the numbers are the sizes.
+    """
     other = tl.arange(0, PARTS)[:, None]
     row: tl.constexpr = (2 * SIZE if OPEN else SIZE) + LIMITS
     place = counts + (head * others + other) * row + tl.arange(0, SIZE)[None, :]
@@ -75,8 +82,11 @@ def counted(counts, head, part, others, SIZE: tl.constexpr, PARTS: tl.constexpr,
 def last_place(
     sizes, before, numbers, numbers_before, held, had, budget, wanted, SIZE: tl.constexpr, OPEN: tl.constexpr
 ):
-    """The last place that is taken, 0 if the budget is not reached; tokens and members above it, plus `held` and `had`;
-    and of the parts before one, the members above it, the members at it, and the tokens at it."""
+    """Find the last place that is taken; 0 if the budget is not reached.
+
+    Also return the tokens above it plus `held`, and the members above it plus `had`. The last three results count in
+    the parts before this one: the members above the last place, the members at it, and the tokens at it.
+    """
     place = tl.arange(0, SIZE)
     if OPEN:
         from_here, numbers_from_here, before_from_here = tl.associative_scan(
@@ -94,7 +104,7 @@ def last_place(
     return last, held + above, had + numbers_above, before_above, equal, equal_size
 
 
-# A number of tokens or members takes the lowest TOKEN_BITS bits of what is packed in one integer.
+# In a packed integer, the lowest TOKEN_BITS bits hold a number of tokens or members.
 TOKENS, SIZE_MASK = tl.constexpr(TOKEN_BITS), tl.constexpr(2**TOKEN_BITS - 1)
 
 
@@ -103,10 +113,10 @@ def _write_members(
     scratch, number, longest, rows, slots, order, known, starts, begins, lengths,
     ENTRIES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows of the first `lengths` members of the `known` clusters, from slot `begins` of each on.
+    """Write the rows of the first `lengths` members of each cluster in `known` to slots from `begins` on.
 
-    Usually few clusters are taken: these are first compacted in scratch memory, from which each thread then reads the
-    clusters whose members it writes.
+    Usually few clusters are taken. They are first compacted in scratch memory. Each thread then reads the clusters
+    whose members it writes.
     """
     tl.store(scratch + 4 * order, starts, mask=known)
     tl.store(scratch + 4 * order + 1, begins, mask=known)
@@ -130,16 +140,17 @@ def take_members(
     lengths, log_left, rows, slots, scratch, used, seen, head, inside,
     ENTRIES: tl.constexpr, WIDTH: tl.constexpr, OPEN: tl.constexpr, SEEN: tl.constexpr,
 ):  # fmt: skip
-    """Write what is taken of a part's clusters: all above the last rank, then of that rank until the budget is reached.
+    """Write the members taken from a part's clusters.
 
-    `held` and `had` are tokens and members of all clusters above the last rank. Of the parts before this one, `above`
-    are the members above that rank, `equal` the members at it, and `equal_size` the tokens at it.
+    All clusters above the last rank are taken, then clusters of the last rank until the budget is reached. `held` and
+    `had` are the numbers of tokens and members in all clusters above the last rank. The other counts are of the parts
+    before this one: `above` members above the last rank, `equal` members at it, and `equal_size` tokens at it.
     """
     above_number, equal_number = tl.where(rank > last, number, 0), tl.where(rank == last, number, 0)
-    # Clusters of the last rank can be taken if the parts before leave some budget; the scan finds how many.
+    # Clusters of the last rank can be taken if earlier parts leave some of the budget. The scan finds their number.
     room = (held + equal_size < budget) | (had + equal < wanted) if OPEN else held + equal < budget
     known = above_number + tl.where(room, equal_number, 0) > 0
-    # Three running sums packed in one integer: with fewer registers each, more programs run at the same time.
+    # Three running sums are packed in one integer, because with fewer registers each, more programs run at once.
     ends = (known.to(tl.int64) << (2 * TOKENS)) | (equal_number.to(tl.int64) << TOKENS) | above_number
     if OPEN:
         sizes = tl.where(rank == last, size, 0)
@@ -168,11 +179,12 @@ def take_members(
             tl.atomic_add(seen + head, count.to(tl.int64), sem="relaxed")
 
 
-# Clusters in a part, measured: the minimum, that for opening clusters, that for listed ones (of whose slots about half
-# are filled), and the maximum, which is exceeded where there would be more than MOST_PARTS parts.
+# Measured limits of the number of clusters in a part. There are three minima: in general, for opening clusters, and for
+# listed clusters, of whose slots about half are filled. The maximum MOST is exceeded where there would otherwise be
+# more than MOST_PARTS parts.
 FEWEST, FEWEST_OPENED, FEWEST_LISTED, MOST, MOST_PARTS = 512, 256, 256, 1024, 64
 CLUSTERS_A_WARP = 256
-ENTRIES, WIDTH = 128, 8  # clusters whose members are written together, and members of each in one step
+ENTRIES, WIDTH = 128, 8  # clusters whose members are written at once, and members of each that are written in one step
 SCORE = tl.constexpr(SCORE_BITS)
 BINS, FINE = (tl.constexpr(2**bits) for bits in (EXPONENT_BITS, SCORE_BITS))
 ROW = tl.constexpr(ALIGNED)
@@ -180,11 +192,12 @@ ROW = tl.constexpr(ALIGNED)
 
 @dataclass(frozen=True)
 class Scored:
-    """Clusters with their logits, from which to choose.
+    """Clusters to choose from, with their logits.
 
-    logits [H, G, stride], minus infinity for empty clusters; numbers [H, stride] int32 of their tokens; peaks and
-    totals [H, G, parts] of the softmax over parts of them; used and queue [H] int32 zeros, counters; known [H] int32:
-    how many clusters are valid, None: all.
+    `logits` is [H, G, stride], minus infinity for empty clusters. `numbers` [H, stride] int32 counts the clusters'
+    tokens. `peaks` and `totals` [H, G, parts] are the maxima and the sums of exponentials of the softmax over parts of
+    the clusters. `used` and `queue` [H] int32 are counters, initially zero. The first `known` [H] int32 clusters are
+    valid, or all of them if it is None.
     """
 
     logits: torch.Tensor
@@ -198,14 +211,14 @@ class Scored:
 
 @triton.jit
 def _logsumexp(peaks, totals, head, g, parts, G: tl.constexpr, PARTS: tl.constexpr):
-    """Log-sum-exp [GROUP] over all parts; 0 past the last query head."""
+    """Compute the log-sum-exp [GROUP] over all parts; 0 past the last query head."""
     part = tl.arange(0, PARTS)
     place = (head * G + g[:, None]) * parts + part
     known = (g[:, None] < G) & (part < parts)
     part_peaks = tl.load(peaks + place, mask=known, other=-float("inf"))
     part_totals = tl.load(totals + place, mask=known, other=0.0)
     peak = tl.max(part_peaks, 1)
-    # If every cluster is empty the peak is infinite, and all scores are 0.
+    # If every cluster is empty, the peak is minus infinity, and all scores are 0.
     peak = tl.where(peak == -float("inf"), 0.0, peak)
     total = tl.sum(part_totals * tl.exp(part_peaks - peak[:, None]), 1)
     return tl.where(g < G, peak + tl.log(tl.maximum(total, 1e-30)), 0.0)
@@ -214,13 +227,14 @@ def _logsumexp(peaks, totals, head, g, parts, G: tl.constexpr, PARTS: tl.constex
 @triton.jit
 def _packed(logits, numbers, peaks, totals, head, c, inside, stride, parts, least, threshold, G: tl.constexpr,
             GROUP: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
-    """Rank of the score and, in the bits below, number of tokens of some clusters of a head, packed in one integer.
+    """Compute the ranks of clusters `c` of a head, and pack each with the cluster's token count in one integer.
 
-    With KEEP the rank is 1 for scores that reach the threshold, else 0.
+    The rank is in the upper bits, the token count in the lower ones. With KEEP the rank is 1 for scores that reach the
+    threshold, else 0.
     """
     g = tl.arange(0, GROUP)
     size = tl.load(numbers + c, mask=inside, other=0)
-    # Loaded before the log-sum-exp is waited for.
+    # Loaded here, so that this load overlaps with those of the log-sum-exp.
     known = inside[:, None] & (g < G)
     logit = tl.load(logits + g * stride + c[:, None], mask=known, other=-float("inf"))
     score = tl.sum(tl.exp(logit - _logsumexp(peaks, totals, head, g, parts, G, PARTS)), 1)
@@ -234,10 +248,10 @@ def _packed(logits, numbers, peaks, totals, head, c, inside, stride, parts, leas
 
 @triton.jit
 def _share(part, parts, used, head, stride, PART: tl.constexpr, USED: tl.constexpr):
-    """Clusters [PART] from a part's first on; a mask of those in the part; and where the last part stops."""
+    """Return the clusters [PART] from a part's first on, a mask of those in the part, and the end of the last part."""
     size, stop = PART, stride
     if USED:
-        # Only the valid clusters are split, evenly.
+        # Only the valid clusters are split evenly over the parts.
         stop = tl.cdiv(tl.minimum(tl.load(used + head), stride), ROW) * ROW
         size = tl.cdiv(stop // ROW, parts) * ROW
     c = tl.multiple_of(part * size, ROW) + tl.arange(0, PART)
@@ -260,11 +274,11 @@ def _rank_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr,
     OPEN: tl.constexpr, KNOWN: tl.constexpr, BITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Ranks of a part's clusters, and counts of their tokens (and children, to open them) by exponent."""
+    """Write the ranks of a part's clusters, and count their tokens by exponent; with OPEN also their children."""
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     c, inside, _ = _share(part, tl.num_programs(0), known, head, stride, PART, KNOWN)
     if OPEN:
-        # No launch writes these, so they are read before the wait.
+        # No earlier launch writes the numbers of children, and so they are read before the wait.
         of_cluster = tl.load(children + head * clusters + c, mask=inside & (c < clusters), other=0)
     common.wait_for_previous_kernel(EARLY)
     packed = _packed(
@@ -280,17 +294,18 @@ def _rank_kernel(
     tl.store(place + tl.arange(0, counted_bins), counts)
 
 
-# If specialised on a multiple of 16, `stride` would make loads four wide, to be laid out anew before they are summed.
+# `stride` is not specialised: if Triton knew that it is a multiple of 16, it would load four ranks at once, and convert
+# their layout before it sums them.
 @triton.jit(do_not_specialize=["budget", "stride"])
 def _count_kernel(
     ranked, known, coarse, fine, stride, budget,
     PART: tl.constexpr, OTHERS: tl.constexpr, KNOWN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Count the tokens of a part's clusters with the last cluster's exponent by the rest of the rank."""
+    """Count the tokens of a part's clusters that have the last taken cluster's exponent, by the rest of their rank."""
     part, others, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     c, inside, _ = _share(part, others, known, head, stride, PART, KNOWN)
     place = fine + (head * others + part) * (FINE + LIMITS)
-    # No launch that may still run uses this memory.
+    # No earlier launch that may still run uses this memory, and so it is written before the wait.
     tl.store(place + tl.arange(0, FINE), tl.zeros([FINE], tl.int32))
     common.wait_for_previous_kernel(EARLY)
     packed = tl.load(ranked + head * stride + c, mask=inside, other=0).to(tl.uint32, bitcast=True)
@@ -311,12 +326,12 @@ def _take_kernel(
     PART: tl.constexpr, OTHERS: tl.constexpr, KEEP: tl.constexpr, OPEN: tl.constexpr, KNOWN: tl.constexpr,
     SEEN: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write what a part takes, after the parts before it."""
+    """Write the members that a part takes, after those of the parts before it."""
     part, others, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     c, inside, stop = _share(part, others, known, head, stride, PART, KNOWN)
     lengths, log_left = lengths + head * stride, log_left + head * stride
     if KNOWN:
-        # Slots after the valid clusters, to the end of the row, are written as empty clusters: no other launch does.
+        # Slots after the valid clusters, to the end of the row, are written as empty clusters. No other launch does so.
         empty, g = part * PART + tl.arange(0, PART), tl.arange(0, GROUP)
         after = (empty >= stop) & (empty < stride)
         tl.store(starts + head * starts_stride + empty, tl.zeros([PART], tl.int32), mask=after)
@@ -329,7 +344,7 @@ def _take_kernel(
         number = tl.load(children + head * clusters + c, mask=inside & (c < clusters), other=0)
     if KEEP or OPEN:
         common.wait_for_previous_kernel(EARLY)
-    # With a `_count_kernel` in between, which waited for `_rank_kernel`, ranks are complete before the wait below.
+    # Here `_count_kernel` ran in between and waited for `_rank_kernel`: ranks are complete before the wait below.
     packed = tl.load(ranked + head * stride + c, mask=inside, other=0, cache_modifier=".cg").to(tl.uint32, bitcast=True)
     size, rank = _size(packed), _rank(packed)
     if KEEP:
@@ -362,13 +377,15 @@ def _take_kernel(
 
 @dataclass(frozen=True)
 class Wanted:
-    """Goal of a choice: clusters for a budget of tokens; or, with a threshold, all that reach it; or, with `children`,
-    clusters to open until they have `budget` tokens and `wanted` children.
+    """Goal of a choice of clusters.
 
-    starts [H, C] int: the first member of each cluster, a token's row or a child, written before ranks are computed;
-    for listed clusters, zeros are written past the last one. slots: capacity in members a head. children [H, C] int32:
-    number of each cluster's, contiguous and written before the logits are computed. seen [H] int64 or None: the number
-    of members taken is added to it.
+    By default, clusters are chosen that hold `budget` tokens. With `threshold`, all clusters whose score reaches it are
+    chosen. With `children`, clusters are opened until they have `budget` tokens and `wanted` children.
+
+    `starts` [H, C] int is the first member of each cluster, a token's row or a child, written before the ranks are
+    computed. For listed clusters, the kernels write zeros past the last cluster. `slots` is the capacity of a head in
+    members. `children` [H, C] int32 is the number of each cluster's children, contiguous and written before the logits
+    are computed. The number of members taken is added to `seen` [H] int64, unless it is None.
     """
 
     starts: torch.Tensor
@@ -381,7 +398,7 @@ class Wanted:
 
 
 def choose(scored: Scored, clusters: int, take: Wanted) -> ClusterChoice:
-    """Choose among `clusters` clusters of each head by their logits."""
+    """Choose among the first `clusters` clusters of each head by their logits."""
     (H, G, stride), parts, device = scored.logits.shape, scored.peaks.shape[2], scored.logits.device
     keep, opened, early = take.threshold is not None, take.children is not None, dependent_launch(device)
     fewest = FEWEST_OPENED if opened else FEWEST if scored.known is None else FEWEST_LISTED

@@ -1,5 +1,4 @@
-"""Choosing whole clusters by their centroids to a budget of tokens, for one decode step or for several questions
-together."""
+"""Choice of clusters by their centroids within a budget of tokens, for one decode step or for several questions."""
 
 from dataclasses import dataclass
 
@@ -20,18 +19,24 @@ from sparsekv.kernels.common.on_gpu import on_gpu
 from sparsekv.kernels.common.runs import expand_runs, fill_budget
 from sparsekv.kernels.scores.logits import attention_logits, scores_from_logits
 
-SPARE = 32  # clusters to sort beyond twice the number that a budget has on average
+SPARE = 32  # clusters sorted in addition to twice the number that fills a budget on average
 
 
 def logs_and_shares(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """log(counts), minus infinity for 0, and 1 / counts, 0 for 0, of counts [H, C] int; both [H, C] float32."""
+    """Compute log(counts) and 1 / counts of counts [H, C] int; both results are [H, C] float32.
+
+    For a count of 0 they are minus infinity and 0.
+    """
     return counts.float().log(), counts.float().reciprocal().masked_fill(counts == 0, 0)
 
 
 @dataclass(frozen=True)
 class CountedClusters:
-    """C clusters of each of H heads: centroids [H, C, D], counts [H, C] int of their tokens, log_counts [H, 1, C] and
-    shares [H, C] from `logs_and_shares`, and the number of tokens of each head."""
+    """C clusters of each of H heads.
+
+    `centroids` is [H, C, D], and `counts` [H, C] int counts their tokens. `log_counts` [H, 1, C] and `shares` [H, C]
+    come from `logs_and_shares`. `tokens` is the number of tokens of each head.
+    """
 
     centroids: torch.Tensor
     counts: torch.Tensor
@@ -40,17 +45,21 @@ class CountedClusters:
     tokens: int
 
     def expected(self, budget: int) -> int:
-        """Number of best clusters that nearly always have a budget of tokens: twice as many as at mean size."""
+        """Return a number of best clusters that nearly always holds `budget` tokens.
+
+        It is twice the number of clusters of mean size that hold the budget, plus SPARE, and at most C.
+        """
         C = self.counts.shape[1]
         return min(C, SPARE + 2 * C * budget // max(1, self.tokens))
 
 
 @dataclass(frozen=True)
 class BestClusters:
-    """R of C clusters of each of H heads that fill a budget, best first; equal ones are in any order.
+    """R of C clusters of each of H heads that fill a budget, best first; clusters of equal score are in any order.
 
-    logits [H, G, C] float32 of the query on all centroids, plus the log counts; clusters [H, R] int64, the indices of
-    the best; lengths [H, R] int64, the tokens to take of each; left [H, R] int64, the tokens that are not taken.
+    `logits` [H, G, C] float32 are the query's logits for all centroids plus the log counts. `clusters` [H, R] int64 are
+    the indices of the best clusters. `lengths` [H, R] int64 is the number of tokens to take from each, and `left`
+    [H, R] int64 the number of its other tokens.
     """
 
     logits: torch.Tensor
@@ -59,8 +68,11 @@ class BestClusters:
     left: torch.Tensor
 
     def log_share_left(self, shares: torch.Tensor) -> torch.Tensor:
-        """Log of the share of each cluster's tokens that is not taken, [H, 1, C] float32, given the clusters' `shares`;
-        for an empty cluster 0, or minus infinity if it is one of the R."""
+        """Compute the log [H, 1, C] float32 of the share of each cluster's tokens that is not taken.
+
+        `shares` are those of `CountedClusters`. For an empty cluster the result is 0, or minus infinity if the cluster
+        is one of the R best.
+        """
         left = shares.gather(1, self.clusters).mul_(self.left).log_()
         return torch.zeros_like(shares).scatter_(1, self.clusters, left).unsqueeze(1)
 
@@ -68,11 +80,13 @@ class BestClusters:
 def best_clusters(
     query: torch.Tensor, clusters: CountedClusters, budget: int, softmax_scale: float, softcap: float | None = None
 ) -> BestClusters:
-    """The best clusters by S_i averaged over the group: whole ones, then the start of the one that passes the budget.
+    """Choose the clusters with the highest S_i, averaged over the group, until they hold the budget.
+
+    Clusters are taken whole, except for the last, of which only the first tokens are taken.
 
     Args:
         query: [H, G, D].
-        budget: tokens to take in each head, at most as many as it has.
+        budget: number of tokens to take in each head, at most the head's number of tokens.
 
     Returns:
         See `BestClusters`. Allocates the logits twice.
@@ -83,7 +97,7 @@ def best_clusters(
     else:
         logits = attention_logits(query.unsqueeze(2), clusters.centroids, softmax_scale, softcap).squeeze(2)
         logits = logits + clusters.log_counts
-    # The softmax gives N_i S_i, so it is divided by N_i; a sum over the group orders clusters like the mean.
+    # The softmax is N_i S_i, and so it is divided by N_i. The sum over the group orders clusters like the mean.
     scores = logits.softmax(-1).sum(1).mul_(clusters.shares)
     several = clusters.expected(budget)
     while True:
@@ -109,16 +123,17 @@ def choose_clusters(
     threshold: float | None = None,
     seen: torch.Tensor | None = None,
 ) -> ClusterChoice:
-    """The best clusters by S_i averaged over the group: whole ones, then the start of the one that passes the budget;
-    or all clusters whose S_i reaches a threshold.
+    """Choose the clusters with the highest S_i, averaged over the group, until they hold the budget.
 
-    Of scores that agree to one part in 128 the lower index is first. On a GPU four kernels, with a threshold three, no
-    synchronisation, and no data-dependent shapes.
+    Clusters are taken whole, except for the last, of which only the first tokens are taken. With a threshold, all
+    clusters whose S_i reaches it are taken instead. If scores agree to one part in 128, the cluster with the lower
+    index comes first. On a GPU there are four kernels, or three with a threshold, no synchronisation and no
+    data-dependent shapes.
 
     Args:
-        query: [H, G, D]; centroids: [H, C, D]; counts, starts: [H, C] int, tokens and first row of each cluster.
-        budget: tokens to take in each head, with a threshold the capacity in tokens; a head has at most `MOST_TOKENS`
-            (2,097,151) tokens.
+        query: [H, G, D]; centroids: [H, C, D]; counts, starts: [H, C] int, token count and first row of each cluster.
+        budget: number of tokens to take in each head; with a threshold, the capacity in tokens. A head has at most
+            `MOST_TOKENS` (2,097,151) tokens.
         seen: [H] int64, to which the number of tokens taken is added.
 
     Returns:
@@ -132,7 +147,7 @@ def choose_clusters(
 def _scored(
     query: torch.Tensor, centroids: Keys, counts: torch.Tensor, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [H, G, C] and scores [H, C] of clusters."""
+    """Compute the logits [H, G, C] and scores [H, C] of clusters."""
     if isinstance(centroids, Int8Kernel):
         centroids, _ = centroids.restored(torch.promote_types(query.dtype, torch.float32))
     logits = attention_logits(query[:, :, None], centroids, scale, softcap)[:, :, 0]
@@ -141,14 +156,17 @@ def _scored(
 
 
 def _filled(scores: torch.Tensor, counts: torch.Tensor, budget: int) -> torch.Tensor:
-    """Tokens to take of each cluster [..., C] int32, given scores and counts [..., C]."""
+    """Compute the number of tokens to take from each cluster, [..., C] int32, from scores and counts [..., C]."""
     order = ranked(scores, budget)
     taken = fill_budget(counts.gather(-1, order).int(), budget).int()
     return torch.zeros_like(taken).scatter_(-1, order, taken)
 
 
 def ranked(scores: torch.Tensor, budget: int, bits: int = SCORE_BITS) -> torch.Tensor:
-    """Indices [H, C] of clusters by rank, highest first."""
+    """Sort clusters by rank, highest first; return their indices [H, C].
+
+    A rank is the exponent and the first `bits` fraction bits of a score; clusters of equal rank keep their order.
+    """
     ranks = (scores.view(torch.int32) >> (23 - bits)) - least_rank(budget, bits)
     return ranks.clamp(0, 2 ** (EXPONENT_BITS + bits) - 1).argsort(dim=-1, descending=True, stable=True)
 
@@ -156,7 +174,7 @@ def ranked(scores: torch.Tensor, budget: int, bits: int = SCORE_BITS) -> torch.T
 def choice_of(
     logits: torch.Tensor, lengths: torch.Tensor, left: torch.Tensor, starts: torch.Tensor, slots: int
 ) -> ClusterChoice:
-    """The choice with its rows, in the order of the clusters; at most `slots` of them."""
+    """Build a `ClusterChoice` with its rows, at most `slots` of them, in the order of the clusters."""
     rows, _ = expand_runs(starts, lengths, slots)
     used = lengths.sum(-1, dtype=torch.int32)
     return ClusterChoice(logits, lengths, left.float().log(), rows.int(), used)
@@ -173,17 +191,17 @@ def open_clusters(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> ClusterChoice:
-    """The best clusters, whole, until they have `wanted` children and `budget` tokens in each head.
+    """Choose whole clusters, best first, until they have `wanted` children and `budget` tokens in each head.
 
-    Of scores between the same powers of two the lower index is first: which of these are opened last matters little,
-    and this saves a launch on a GPU.
+    Among scores between the same powers of two, the cluster with the lower index comes first. Which of these are opened
+    last matters little, and this order saves a launch on a GPU.
 
     Args:
-        query: [H, G, D]; centroids: [H, C, D]; counts: [H, C] int32, of tokens.
-        wanted: children in each head; budget: tokens in each head.
+        query: [H, G, D]; centroids: [H, C, D]; counts: [H, C] int32 of tokens.
+        wanted: least number of children in each head; budget: least number of tokens in each head.
 
     Returns:
-        a `ClusterChoice` whose members are children.
+        A `ClusterChoice` whose members are children.
     """
     logits, scores = _scored(query, centroids, counts, softmax_scale, softcap)
     order = ranked(scores, budget, OPENED_BITS)
@@ -200,7 +218,10 @@ def _count_seen(choice: ClusterChoice, seen: torch.Tensor | None) -> ClusterChoi
 
 
 def until_enough(counts: torch.Tensor, children: torch.Tensor, wanted: int, budget: int) -> torch.Tensor:
-    """Which clusters to open, [..., C] bool, given counts and children [..., C] in order: until both are reached."""
+    """Return a mask [..., C] bool of the clusters to open, from counts and numbers of children [..., C], best first.
+
+    Clusters are opened until they hold `budget` tokens and `wanted` children.
+    """
     held, had = counts.cumsum(-1) - counts, children.cumsum(-1) - children
     return (held < budget) | (had < wanted)
 
@@ -216,14 +237,14 @@ def choose_listed(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> ListedChoice:
-    """`choose_clusters` among listed clusters, with scores normalised over these alone (equation 3).
+    """Choose among listed clusters like `choose_clusters`, with scores normalised over these alone.
 
-    In plain torch it gathers the centroids.
+    This is equation 3 of Squeezed Attention. The plain-torch implementation copies the centroids.
 
     Args:
         query: [H, G, D]; centroids: [H, C, D]; counts, first_row: [H, C] int32.
-        listed: indices [H, S] int32 of the clusters to choose among, and how many are valid in each head [H] int32.
-        budget: tokens to take in each head.
+        listed: indices [H, S] int32 of the clusters to choose among, and the number [H] int32 of valid indices.
+        budget: number of tokens to take in each head.
 
     Returns:
         See `ListedChoice`. Allocates the logits, the rows and nine tensors [H, S].
@@ -238,7 +259,7 @@ def choose_listed(
 
 
 MOST_CLUSTERS = 32_768
-"""Clusters of a head that a program ranks at once."""
+"""Most clusters of a head, because one program ranks all of them at once."""
 
 
 @on_gpu("sparsekv.kernels.clusters.shared_choice_triton:choose_together_triton")
@@ -255,18 +276,18 @@ def choose_together(
     thresholds: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
 ) -> SharedChoice:
-    """The shared choice of B questions: each takes its best clusters, up to a budget or down to a threshold.
+    """Choose clusters for B questions, each up to its budget or down to its threshold; return the union of the choices.
 
-    On a GPU four kernels, no synchronisation, and no shapes that depend on data.
+    On a GPU there are four kernels, no synchronisation and no data-dependent shapes.
 
     Args:
         query: [H, G, T, D], tokens of all questions, one question after another.
-        ends: [B] int32, after which token each question ends; each has at least one.
-        centroids: [H, C, D], C at most `MOST_CLUSTERS`; counts, starts: [H, C] int, tokens and first row of each,
-            at most `MOST_TOKENS` tokens a head.
-        budget: tokens for each question in each head.
-        capacity: of the rows of a head; must be enough.
-        thresholds: [B] float32, of each question; None: its budget decides.
+        ends: [B] int32, the end of each question in the T tokens, exclusive. Each question has at least one token.
+        centroids: [H, C, D], C at most `MOST_CLUSTERS`; counts, starts: [H, C] int, token count and first row of each
+            cluster, with at most `MOST_TOKENS` tokens a head.
+        budget: number of tokens for each question in each head.
+        capacity: number of row slots of a head; must be large enough.
+        thresholds: [B] float32, the threshold of each question; None: the budget decides.
         seen: [H] int64, to which the number of tokens taken is added.
 
     Returns:

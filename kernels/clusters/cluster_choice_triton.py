@@ -1,4 +1,4 @@
-"""The functions of `cluster_choice` in Triton: logits and their sums over all SMs, then the choice."""
+"""The functions of `cluster_choice` for one query in Triton: logits and their sums over all SMs, then the choice."""
 
 import torch
 import triton
@@ -20,7 +20,8 @@ from sparsekv.kernels.common.launch import (
 )
 from sparsekv.kernels.common.pairs_triton import pair_products, scaled_queries, scales_of
 
-# Bytes of a tile, stages of the loop, programs an SM, warps: measured, for up to MANY clusters, more, and in 8 bits.
+# Tile bytes, pipeline stages, programs per SM and warps, all measured: for up to MANY clusters, for more clusters, and
+# for int8 centroids.
 MANY, FEW_CLUSTERS, MANY_CLUSTERS, IN_8_BITS = 16_384, (32_768, 2, 4, 4), (16_384, 3, 5, 4), (16_384, 3, 4, 2)
 
 
@@ -32,9 +33,10 @@ def _logits_kernel(
     BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, LISTED: tl.constexpr, SCALED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a program's share of a head's centroids, their largest, and the sum of counts times exponentials.
+    """Compute the logits of a program's share of a head's centroids, their maximum, and sum(count * exp(logit)).
 
-    For listed clusters, slots up to a multiple of 16 are written; `_take_kernel` writes those after it.
+    For listed clusters, this kernel writes the valid slots, up to a multiple of 16. `_take_kernel` writes the slots
+    after them.
     """
     common.wait_for_previous_kernel(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
@@ -51,7 +53,7 @@ def _logits_kernel(
         d, row_numbers = tl.arange(0, BLOCK_D // 2), D // 2
     else:
         row_numbers = D
-    # Where tokens can be appended, heads are further apart than their clusters need.
+    # With room for appended tokens, the stride between heads is larger than the size of their clusters.
     centroids, counts = centroids + head * centroids_stride, counts + head * counts_stride
     first_row += head * first_stride
     logits, numbers, starts = logits + head * G * stride, numbers + head * stride, starts + head * stride
@@ -61,7 +63,7 @@ def _logits_kernel(
     if part == 0:
         tl.store(used + head, 0)
         tl.store(queue + head, 0)
-    # The last cluster is followed by empty ones, up to a multiple of 16.
+    # Empty clusters follow the last cluster, up to a multiple of 16.
     first, stop = common.share(part, parts, tl.cdiv(known_clusters, 16))
     first, stop = tl.multiple_of(first * 16, 16), tl.multiple_of(stop * 16, 16)
     for at in tl.range(first, stop, TILE, num_stages=STAGES):
@@ -96,8 +98,10 @@ def _logits_kernel(
 
 
 def _keys(query: torch.Tensor, centroids: Keys) -> tuple[torch.Tensor, RowScales, int]:
-    """Centroids as kernels take them, with scales that are never read where they are not in 8 bits; and the channels of
-    a block that holds a row's."""
+    """Return the centroids in the kernels' layout, their scales, and the block width in channels that holds a row.
+
+    Centroids that are not int8 get dummy scales, which are never read.
+    """
     if isinstance(centroids, Int8Kernel):
         words = centroids.in_words()
         return words.keys, words.scales, pair_block(query.shape[2])
@@ -110,7 +114,7 @@ def _launch(
     softcap: float | None, first_row: torch.Tensor | None = None,
     listed: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[Scored, torch.Tensor]:  # fmt: skip
-    """Logits and sums of all clusters, or of the listed ones with the first row of each."""
+    """Compute the logits and sums of all clusters, or of the listed clusters and their first rows."""
     (H, G, D), C, device = query.shape, counts.shape[1], query.device
     scaled, counts = isinstance(centroids, Int8Kernel), side_by_side(counts)
     keys, scales, block = _keys(query, centroids)
@@ -121,7 +125,7 @@ def _launch(
     tile, stages, programs, warps = IN_8_BITS if scaled else form
     rows = tile_rows(D, torch.int8 if scaled else query.dtype, tile)
     likely = slots if listed is None else slots // 2
-    # At most one program for each tile: the sums of fewer programs are merged sooner.
+    # There is at most one program for each tile, because merging the sums of fewer programs takes less time.
     programs = min(programs, triton.cdiv(H * triton.cdiv(likely, rows), count_sms(device)))
     parts = num_splits(H, slots, max(programs, 1) * count_sms(device))
     stride = aligned(slots)
@@ -143,14 +147,14 @@ def _launch(
 def choose_clusters_triton(
     query, centroids, counts, starts, budget, softmax_scale, softcap=None, threshold=None, seen=None
 ):
-    """`choose_clusters` on a GPU; reads the centroids once, their logits once more."""
+    """Run `choose_clusters` on a GPU; reads the centroids once and their logits once."""
     scored, _ = _launch(query, centroids, counts, softmax_scale, softcap)
     take = Wanted(starts, budget, budget if threshold is None else 0, threshold, seen=seen)
     return choose(scored, counts.shape[1], take)
 
 
 def open_clusters_triton(query, centroids, counts, children, wanted, budget, softmax_scale, softcap=None):
-    """`open_clusters` on a GPU; reads the centroids once, their logits once more."""
+    """Run `open_clusters` on a GPU; reads the centroids once and their logits once."""
     numbers = children.numbers.contiguous()
     scored, _ = _launch(query, centroids, counts, softmax_scale, softcap)
     take = Wanted(children.first, children.slots, budget, children=numbers, wanted=wanted, seen=children.seen)
@@ -158,7 +162,7 @@ def open_clusters_triton(query, centroids, counts, children, wanted, budget, sof
 
 
 def choose_listed_triton(query, centroids, counts, first_row, listed, budget, softmax_scale, softcap=None):
-    """`choose_listed` on a GPU; reads the listed centroids once, their logits once more."""
+    """Run `choose_listed` on a GPU; reads the listed centroids once and their logits once."""
     scored, starts = _launch(query, centroids, counts, softmax_scale, softcap, first_row, listed)
     slots = listed[0].shape[1]
     return ListedChoice(choose(scored, slots, Wanted(starts, budget, budget)), starts[:, :slots])

@@ -1,4 +1,4 @@
-"""Choosing clusters for several questions over one document, in Triton: scores of each token, then the choice."""
+"""Choice of clusters for several questions over one document, in Triton: scores of each token, then the choice."""
 
 import torch
 import triton
@@ -25,17 +25,18 @@ from sparsekv.kernels.common.launch import (
 )
 from sparsekv.kernels.common.tiles_triton import LOG2_E
 
-MOST_ROWS = 128  # of a tile of queries
+MOST_ROWS = 128  # most rows of a tile of queries
 TILE_BYTES, STAGES, WARPS, PROGRAMS_PER_SM = 16_384, 2, 4, 2
-MOST_LOGITS = 4096  # of a tile of queries and one of clusters, so that two programs' are in an SM's registers
+MOST_LOGITS = 4096  # most logits of a program's tile, so that an SM's registers hold the tiles of two programs
 
 
 @triton.jit
 def _tokens_and_heads(ROWS: tl.constexpr, GROUP: tl.constexpr):
-    """The token and the query head of each row of a tile, GROUP rows a token.
+    """Return the token and the query head of each row of a tile, with GROUP rows for each token.
 
-    A thread has a row of a product and the eighth after it, so that two heads of a token lie eight rows apart: what is
-    summed over heads is first summed without another thread. The others lie side by side."""
+    A thread holds row r and row r + 8 of a product. Therefore two heads of a token are placed eight rows apart: a
+    sum over heads first adds these two within a thread. The other heads are in adjacent rows.
+    """
     r = tl.arange(0, ROWS)
     if GROUP == 1 or GROUP > 16:
         token, g = r // GROUP, r % GROUP
@@ -46,7 +47,7 @@ def _tokens_and_heads(ROWS: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _over_heads(each, ROWS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """[ROWS // GROUP, TILE]: what a tile's rows [ROWS, TILE] have together for each token."""
+    """Sum a tile's rows [ROWS, TILE] over the heads of each token; return [ROWS // GROUP, TILE]."""
     if GROUP == 1 or GROUP > 16:
         together = tl.sum(tl.reshape(each, [ROWS // GROUP, GROUP, TILE]), 1)
     else:
@@ -58,7 +59,10 @@ def _over_heads(each, ROWS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexp
 @triton.jit
 def _query_rows(query, q_head, q_group, q_token, head, first, tokens, D: tl.constexpr, BLOCK_D: tl.constexpr,
                 G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Query rows [ROWS, BLOCK_D] of tokens from `first` on, GROUP rows a token; zeros for missing ones."""
+    """Load query rows [ROWS, BLOCK_D] of tokens from `first` on, GROUP rows for each token.
+
+    Rows past the last token or head are zero.
+    """
     token, g = _tokens_and_heads(ROWS, GROUP)
     token, d = first + token, tl.arange(0, BLOCK_D)
     place = query + head * q_head + g[:, None] * q_group + token[:, None] * q_token
@@ -68,7 +72,7 @@ def _query_rows(query, q_head, q_group, q_token, head, first, tokens, D: tl.cons
 @triton.jit
 def _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED: tl.constexpr, D: tl.constexpr,
                  BLOCK_D: tl.constexpr):  # fmt: skip
-    """Logits [ROWS, TILE] in units of log 2, and how many tokens each cluster has."""
+    """Compute the logits [ROWS, TILE] of clusters `c`, in units of log 2; also return the clusters' token counts."""
     d, known = tl.arange(0, BLOCK_D), c < stop
     k = tl.load(centroids + c[:, None] * D + d, mask=known[:, None] & (d < D), other=0.0)
     number = tl.load(counts + c, mask=known, other=0)
@@ -82,8 +86,10 @@ def _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED: 
 
 @triton.jit
 def _whole_sixteens(part, parts, C):
-    """A part's clusters from the first to the last; the first is a multiple of 16, so that scores are stored four at a
-    time."""
+    """Return the range of a part's clusters.
+
+    Its start is a multiple of 16, so that scores are stored four at a time.
+    """
     first, stop = common.share(part, parts, tl.cdiv(C, 16))
     return tl.multiple_of(first * 16, 16), tl.minimum(stop * 16, C)
 
@@ -95,12 +101,12 @@ def _sums_kernel(
     CAPPED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exps of some rows over a program's share of a head's clusters, as peaks and sums."""
+    """Compute the peaks and sums of exponentials of some query rows over a program's share of a head's clusters."""
     common.wait_for_previous_kernel(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     q = _query_rows(query, q_head, q_group, q_token, head, tl.program_id(2) * (ROWS // GROUP), tokens, D, BLOCK_D, G,
                     GROUP, ROWS)  # fmt: skip
-    # Where tokens can be appended, heads are further apart than their clusters need.
+    # With room for appended tokens, the stride between heads is larger than the size of their clusters.
     centroids, counts = centroids + head * centroids_stride, counts + head * counts_stride
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -121,7 +127,10 @@ def _sums_kernel(
 
 @triton.jit
 def _logsumexp(peaks, sums, block, parts, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """[ROWS] in units of log 2, over all parts; of a row with nothing but empty clusters, which score 0, any number."""
+    """Compute the log-sum-exps [ROWS] over all parts, in units of log 2.
+
+    If all clusters are empty, the value is arbitrary, because empty clusters score 0.
+    """
     part, r = tl.arange(0, PARTS)[:, None], tl.arange(0, ROWS)[None, :]
     place = (block * parts + part) * ROWS + r
     part_peaks = tl.load(peaks + place, mask=part < parts, other=-float("inf"))
@@ -135,8 +144,10 @@ def _logsumexp(peaks, sums, block, parts, ROWS: tl.constexpr, PARTS: tl.constexp
 @triton.jit
 def _store_scores(place, c, stop, present, logits, number, total, ROWS: tl.constexpr, GROUP: tl.constexpr,
                   TILE: tl.constexpr):  # fmt: skip
-    """Store the scores that a tile's logits give each token, four at once, with zeros after the last cluster up to a
-    multiple of 16."""
+    """Store each token's scores for a tile of clusters, four at a time.
+
+    Zeros follow the last cluster, up to a multiple of 16.
+    """
     each = common.exp2_flushed(logits - total[:, None])
     of_token = tl.where(number > 0, _over_heads(each, ROWS, GROUP, TILE), 0.0)
     tl.store(place + c, of_token, mask=present & (c < tl.multiple_of(tl.cdiv(stop, 16) * 16, 16)))
@@ -149,9 +160,9 @@ def _scores_kernel(
     CAPPED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """S_i of some tokens for a program's share of a head's clusters, summed over the tokens' query heads.
+    """Compute S_i of some tokens for a program's share of a head's clusters, summed over the tokens' query heads.
 
-    The logits are computed once more: for 64 questions that takes less time than to store and load them.
+    The logits are computed a second time. For 64 questions that takes less time than storing and loading them.
     """
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     held: tl.constexpr = ROWS // GROUP
@@ -161,12 +172,12 @@ def _scores_kernel(
     token = first_token + tl.arange(0, held)
     place = scores + (head * tokens + token[:, None]) * stride
     first, stop = _whole_sixteens(part, parts, C)
-    # The first tile's logits need nothing of the kernel before this one, and are computed while it runs.
+    # The first tile's logits do not depend on the previous kernel, and are computed while it runs.
     c = first + tl.arange(0, TILE)
     logits, number = _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED, D, BLOCK_D)
     common.wait_for_previous_kernel(EARLY)
     total = _logsumexp(peaks, sums, head * tl.num_programs(2) + tl.program_id(2), sum_parts, ROWS, PARTS)
-    # Rows that pad a token's group count for nothing.
+    # Rows that pad a token's group add 0 to its scores.
     _, g = _tokens_and_heads(ROWS, GROUP)
     total, present = tl.where(g < G, total, float("inf")), (token < tokens)[:, None]
     _store_scores(place, c, stop, present, logits, number, total, ROWS, GROUP, TILE)
@@ -176,21 +187,25 @@ def _scores_kernel(
         _store_scores(place, c, stop, present, logits, number, total, ROWS, GROUP, TILE)
 
 
-# Clusters of a program that lists rows, how many rows of each it writes at once, how many clusters it counts at once.
+# For a program that lists rows: its clusters, the rows of each that it writes at once, and the clusters before its own
+# whose rows it counts at once.
 LISTED, RUN, BEFORE = 64, 16, 1024
-CLUSTERS_A_WARP, MOST_WARPS = 1024, 32  # of a program that ranks
-FEW_WARPS, REGISTERS = 8, 128  # two programs of so few warps fit on an SM if a thread has no more registers
-BITS = tl.constexpr(EXPONENT_BITS + SCORE_BITS)  # of a rank
+CLUSTERS_A_WARP, MOST_WARPS = 1024, 32  # for a program that ranks clusters
+FEW_WARPS, REGISTERS = 8, 128  # two programs of FEW_WARPS warps fit on an SM with REGISTERS registers per thread
+BITS = tl.constexpr(EXPONENT_BITS + SCORE_BITS)  # bits of a rank
 HIGHEST = tl.constexpr(2 ** (EXPONENT_BITS + SCORE_BITS) - 1)
-DROPPED_BITS = tl.constexpr(23 - SCORE_BITS)  # of a score's fraction
-SIZE_BITS, SIZES = tl.constexpr(TOKEN_BITS), tl.constexpr(MOST_TOKENS)  # below a rank
+DROPPED_BITS = tl.constexpr(23 - SCORE_BITS)  # fraction bits of a score that its rank leaves out
+SIZE_BITS, SIZES = tl.constexpr(TOKEN_BITS), tl.constexpr(MOST_TOKENS)  # bits of the size, below the rank, and mask
 
 
 @triton.jit
 def _last_rank(clusters, budget):
-    """The highest rank such that clusters of this rank or above hold the budget; 0 if there is none. A cluster's rank
-    is above its size in one number, because two numbers would take the registers of a second program on an SM. All of
-    a head's tokens fit below the ranks, so that whatever ranks add up to leaves the sum of the sizes as it is."""
+    """Find the highest rank such that clusters of this rank or above hold the budget; 0 if no rank does.
+
+    A cluster's rank and size are packed in one integer, the rank in the upper bits. Two integers would need the
+    registers of a second program on an SM. The lower bits hold the token count of a whole head. Therefore sums of
+    packed integers have the exact sum of the sizes in their lower bits.
+    """
     reached = tl.full([], 0, tl.uint32)
     for step in tl.static_range(BITS):
         rank = reached + 2 ** (BITS - 1 - step)
@@ -204,7 +219,10 @@ def _take_kernel(
     scores, ends, counts, thresholds, lengths, tokens, C, stride, counts_stride, budget, least,
     KEEP: tl.constexpr, G: tl.constexpr, CLUSTERS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Adds one question's clusters of a head to those that other questions take."""
+    """Choose one question's clusters in a head, and merge them with the choices of the other questions.
+
+    An atomic maximum keeps, for each cluster, the largest number of tokens that any question takes.
+    """
     question, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     c = tl.arange(0, CLUSTERS)
     size = tl.load(counts + head * counts_stride + c, mask=c < C, other=0).to(tl.int32)
@@ -213,7 +231,7 @@ def _take_kernel(
         first = tl.load(ends + question - 1)
     common.wait_for_previous_kernel(EARLY)
     score = tl.zeros([CLUSTERS], tl.float32)
-    # Rows of scores are padded to a multiple of 16, so that four are loaded at once; what pads them has no size.
+    # Rows of scores are padded to a multiple of 16, so that four are loaded at once. The padding has size 0.
     for token in range(first, last):
         score += tl.load(scores + (head * tokens + token) * stride + c, mask=c < stride, other=0.0)
     score = score * (1.0 / ((last - first) * G))
@@ -237,8 +255,10 @@ def _list_kernel(
     lengths, counts, starts, log_left, rows, used, seen, C, stride, counts_stride, starts_stride, rows_stride, capacity,
     SEEN: tl.constexpr, CLUSTERS: tl.constexpr, RUN: tl.constexpr, BEFORE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Rows that are taken of a program's clusters, after those of the clusters before, which each program counts by
-    itself; and the log of how many tokens of each cluster are left."""
+    """List the rows taken from a program's clusters, and write the log of each cluster's remaining token count.
+
+    The rows follow those of the clusters before the program's own. Each program counts these earlier rows itself.
+    """
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     c, t, b = part * CLUSTERS + tl.arange(0, CLUSTERS), tl.arange(0, RUN), tl.arange(0, BEFORE)
     size = tl.load(counts + head * counts_stride + c, mask=c < C, other=0).to(tl.int32)
@@ -270,7 +290,7 @@ def _list_kernel(
 def choose_together_triton(
     query, ends, centroids, counts, starts, budget, capacity, softmax_scale, softcap=None, thresholds=None, seen=None
 ):
-    """`choose_together` on a GPU; reads the centroids twice for every `MOST_ROWS` query rows."""
+    """Run `choose_together` on a GPU; reads the centroids twice for every `MOST_ROWS` query rows."""
     (H, G, T, D), B, C, device = query.shape, len(ends), counts.shape[1], query.device
     query, centroids, early = (
         unit_stride(query),
@@ -285,7 +305,7 @@ def choose_together_triton(
     parts = min(num_splits(H * blocks, C, PROGRAMS_PER_SM * count_sms(device)), triton.cdiv(C, tile))
     peaks, sums = torch.empty(2, H, blocks, parts, tile_of_queries, device=device)
     lengths = torch.empty(H, C, dtype=torch.int32, device=device)
-    # Of each token's query heads together: `cluster_scores` times G; 0 past the last cluster.
+    # Scores summed over each token's query heads, which is `cluster_scores` times G; 0 past the last cluster.
     scores = torch.empty(H, T, stride, device=device)
     strides = *query.stride()[:3], centroids.stride(0), counts.stride(0), softmax_scale, softcap or 0.0
     tiles = {
@@ -310,7 +330,8 @@ def choose_together_triton(
     )
     clusters = power_of_two(stride)
     warps = min(MOST_WARPS, max(4, clusters // CLUSTERS_A_WARP))
-    # Programs that have an SM each are faster with all the registers that they want; larger ones have none to spare.
+    # With an SM for each program, an unlimited number of registers is faster. Programs of more warps cannot be limited
+    # further.
     limited = {"maxnreg": REGISTERS} if warps <= FEW_WARPS and count_sms(device) < B * H else {}
     _take_kernel[(B, H)](
         scores, ends, counts, scores if thresholds is None else thresholds, lengths, T, C, stride, counts.stride(0),

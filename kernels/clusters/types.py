@@ -1,4 +1,4 @@
-"""Results of choosing clusters, the precision of their scores, and lookup in a hierarchy of centroids."""
+"""Result types of choosing clusters, the precision of their scores, and lookup in a hierarchy of centroids."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,11 @@ from sparsekv.kernels.scores.logits import attention_logits, scores_from_logits
 
 @dataclass(frozen=True)
 class Tree:
-    """Levels of clusters, finest first: centroids [Hk, C_I, D] and counts of tokens [Hk, C_I]. A cluster of level
-    I >= 1 has `children[I - 1]` [Hk, C_I] children in the level below, from `first_child[I - 1]` [Hk, C_I] on."""
+    """Levels of clusters, finest first, with centroids [Hk, C_I, D] and token counts [Hk, C_I] of each level I.
+
+    The children of a cluster of level I >= 1 are contiguous in the level below. `children[I - 1]` [Hk, C_I] is their
+    number, and `first_child[I - 1]` [Hk, C_I] the index of the first.
+    """
 
     centroids: tuple[torch.Tensor, ...]
     counts: tuple[torch.Tensor, ...]
@@ -20,7 +23,7 @@ class Tree:
 
 
 def tree_from_tensors(tensors: dict[str, torch.Tensor]) -> Tree:
-    """A tree from the artifact's levelI.centroids, levelI.counts and levelI.parent."""
+    """Build a tree from the artifact's tensors levelI.centroids, levelI.counts and levelI.parent."""
     levels = sum(name.endswith(".centroids") for name in tensors)
     centroids = tuple(tensors[f"level{level}.centroids"] for level in range(levels))
     first_child, children = [], []
@@ -44,12 +47,13 @@ def child_scores(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores of given clusters of a level, normalised over these alone (Squeezed Attention, equation 3).
+    """Compute the scores of some clusters of a level, normalised over these alone (Squeezed Attention, equation 3).
 
     Args:
         query: [Hk, G, Q, D].
-        level: the level of the clusters, which are given as runs, `starts` and `lengths` [Hk, Q or 1, R].
-        capacity: slots for the clusters; allocates [Hk, Q or 1, capacity, D] centroids.
+        level: the level of the clusters.
+        starts, lengths: [Hk, Q or 1, R], the clusters as runs of indices.
+        capacity: number of slots for the clusters; allocates [Hk, Q or 1, capacity, D] centroids.
 
     Returns:
         scores [Hk, Q, capacity] (0 in unused slots), cluster indices and token counts [Hk, Q or 1, capacity].
@@ -59,7 +63,7 @@ def child_scores(
     head = torch.arange(Hk, device=clusters.device)[:, None, None].expand(Hk, rows, 1)
     centroids = tree.centroids[level][head, clusters]
     counts = torch.where(valid, tree.counts[level][head, clusters], 0)
-    # Queries that share their clusters are scored together, others against their own clusters.
+    # Queries that share their clusters are scored in one product. Otherwise each query is scored by its own clusters.
     by_row = query.unflatten(2, (rows, -1)).transpose(1, 2).flatten(0, 1)
     logits = attention_logits(by_row, centroids.flatten(0, 1), softmax_scale, softcap)
     logits = logits.unflatten(0, (Hk, rows)).transpose(1, 2).flatten(2, 3)
@@ -67,27 +71,31 @@ def child_scores(
 
 
 def fewest_tokens(counts: torch.Tensor) -> torch.Tensor:
-    """[C] on the CPU: entry n is the fewest tokens that any n + 1 non-empty clusters of a head hold; at most M."""
+    """Compute the fewest tokens that any n + 1 non-empty clusters of a head hold, for each n below C.
+
+    The result is [C] on the CPU, and its entries are at most the head's token count M.
+    """
     total = counts.sum(-1, keepdim=True)
     smallest_first = torch.where(counts > 0, counts, total).sort(-1).values.long()
     return smallest_first.cumsum(-1).clamp(max=int(total[0])).amin(0).cpu()
 
 
-# Scores are compared by their exponent and 7 bits of their fraction, the precision of the bfloat16 keys they come from.
+# Scores are compared by their exponent and 7 fraction bits, which is the precision of bfloat16 keys.
 SCORE_BITS = 7
 # Clusters to open are compared by the exponent alone, because their children are scored again.
 OPENED_BITS = 0
-# Scores are probabilities, so at most `budget` tokens are above 1 / budget, and tokens below 2 ** -16 of that are
-# negligible together: only the 16 octaves between are distinguished.
+# Scores are probabilities, and so at most `budget` tokens score above 1 / budget. All tokens below 2 ** -16 of that are
+# negligible together. Therefore ranks distinguish only the 16 octaves in between.
 EXPONENT_BITS = 4
 TOKEN_BITS = 32 - EXPONENT_BITS - SCORE_BITS
 MOST_TOKENS = 2**TOKEN_BITS - 1
 
 
 def least_rank(budget: int, bits: int = SCORE_BITS) -> int:
-    """Offset to subtract from a float32 score's leading bits, `bits` of them fraction bits, to get its rank.
+    """Return the offset to subtract from the leading bits of a float32 score to get its rank.
 
-    Scores that reach 1 / budget, rounded up to a power of two, share the highest rank: all of these are taken.
+    `bits` of the leading bits are fraction bits. Scores that reach 1 / budget, rounded up to a power of two, share the
+    highest rank, because all of them are taken.
     """
     exponent = 1 - max(budget, 1).bit_length()
     return ((127 + exponent - int(2**EXPONENT_BITS)) << bits) + 1
@@ -95,13 +103,13 @@ def least_rank(budget: int, bits: int = SCORE_BITS) -> int:
 
 @dataclass(frozen=True)
 class ClusterChoice:
-    """Members taken of C clusters of each of H heads; a member is a token, or a child of a cluster to open.
+    """Members taken from C clusters of each of H heads; a member is a token, or a child of a cluster to open.
 
-    logits [H, G, C or more] float32 of the query on the centroids, minus infinity for empty clusters and past the last;
-    lengths [H, C] int32, how many members are taken of each cluster, from its first on; log_left [H, C or more]
-    float32, the log of how many tokens of each are not taken, minus infinity for none; rows [H, R] int32, all members
-    taken, of which the first used [H] int32 are valid. Kernels also return queue [H] int32 zeros, a counter for the
-    attention that follows.
+    `logits` [H, G, C or more] float32 are the query's logits for the centroids, minus infinity for empty clusters and
+    past the last. `lengths` [H, C] int32 is the number of members taken from each cluster, from its first member on.
+    `log_left` [H, C or more] float32 is the log of the number of tokens that are not taken; minus infinity for none.
+    `rows` [H, R] int32 lists all members taken; the first `used` [H] int32 are valid. Kernels also return `queue` [H]
+    int32 zeros, the work queue of the attention that follows.
     """
 
     logits: torch.Tensor
@@ -114,8 +122,10 @@ class ClusterChoice:
 
 @dataclass(frozen=True)
 class SharedChoice:
-    """Tokens that several questions take together of C clusters of each of H heads: lengths, log_left, rows and used of
-    a `ClusterChoice`."""
+    """Tokens that several questions together take from C clusters of each of H heads.
+
+    The fields have the meaning that they have in `ClusterChoice`.
+    """
 
     lengths: torch.Tensor
     log_left: torch.Tensor
@@ -125,8 +135,11 @@ class SharedChoice:
 
 @dataclass(frozen=True)
 class Children:
-    """Children of C clusters in the level below: numbers [H, C] int32, how many each has; first [H, C] int, the first
-    of them; slots: capacity in children of a head. seen [H] int64 or None: the number of children taken is added."""
+    """Children of C clusters of each of H heads in the level below.
+
+    `numbers` [H, C] int32 is the number of children, and `first` [H, C] int the index of the first child. `slots` is
+    the capacity of a head in children. The number of children taken is added to `seen` [H] int64, unless it is None.
+    """
 
     numbers: torch.Tensor
     first: torch.Tensor
@@ -136,8 +149,10 @@ class Children:
 
 @dataclass(frozen=True)
 class ListedChoice:
-    """Choice among the clusters listed in S slots of each of H heads: the `ClusterChoice` of the slots, and starts
-    [H, S] int32, the first row of each cluster."""
+    """Choice among the clusters that are listed in S slots of each of H heads.
+
+    `chosen` is the `ClusterChoice` of the slots. `starts` [H, S] int32 is the first row of each slot's cluster.
+    """
 
     chosen: ClusterChoice
     starts: torch.Tensor

@@ -1,4 +1,4 @@
-"""Ranks of a head's keys by product codes, for one query or several together."""
+"""Ranks of a head's keys by their product codes, for one query or for several queries together."""
 
 import math
 
@@ -31,20 +31,21 @@ def rank_jointly(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> TokenRanks:
-    """Ranks of all keys by estimated attention probability, mean over the queries; see `rank_codes`. Probabilities are
-    told apart up to 2 ** `HEADROOM` / wanted, for totals are estimates, too small where few keys have most of it.
+    """Rank all keys by their estimated attention probability, averaged over the queries; see `rank_codes`.
 
-    On a GPU two kernels and few operations of torch, no synchronisation.
+    Ranks distinguish probabilities up to 2 ** `HEADROOM` / wanted. The headroom is needed because the totals are
+    estimates, which are too small where few keys have most of the probability. On a GPU there are two kernels, a few
+    torch operations and no synchronisation.
 
     Args:
-        codes: as they are stored, of which none are copied; on a GPU with parts and channels of each that are powers
-            of two.
         query: [H, R, D], all query heads of a group and all their tokens.
-        totals: [H, R] float32, the log-sum-exps that probabilities are relative to.
+        totals: [H, R] float32, the log-sum-exps that normalise the probabilities.
+        codes: stored codes, which are not copied. On a GPU, the number of parts and the channels of a part must be
+            powers of two.
         wanted: number of keys that will be chosen.
 
     Returns:
-        ranks with the given log-sum-exps. Allocates a byte a key.
+        Ranks, with `totals` as their log-sum-exps. Allocates one byte per key.
     """
     turned = (query.float() @ codes.turn.float()).unflatten(-1, (codes.books.shape[1], -1))
     products = torch.einsum("hrpd,hpcd->hrpc", turned, codes.books.float())
@@ -55,13 +56,14 @@ def rank_jointly(
 
 @on_gpu("sparsekv.kernels.codes.joint_ranks_triton:join_chosen_triton")
 def join_chosen(chosen: torch.Tensor, capacity: int, groups: KeyGroups) -> JoinedKeys:
-    """Join what B queries of each head chose; counts it in `groups`, whose labels tell how many keys there are.
+    """Compute the union of the keys that B queries of each head chose, and count its keys by group.
 
-    On a GPU three kernels, no synchronisation, and the same result in every run. Allocates a byte a key and the rows.
+    The counts are added to `groups.taken`; the shape of `groups.labels` gives the number of keys. On a GPU there are
+    three kernels, no synchronisation, and the same result in every run. Allocates one byte per key, and the rows.
 
     Args:
-        chosen: [H, B, K] int32, keys that may be the same.
-        capacity: of the rows of a head; must be enough.
+        chosen: [H, B, K] int32 key indices, with duplicates allowed.
+        capacity: number of row slots of a head; must be large enough.
     """
     H, keys = groups.labels.shape
     flags = torch.zeros(H, keys, dtype=torch.int32, device=chosen.device).scatter_(1, chosen.flatten(1).long(), 1)
@@ -83,21 +85,22 @@ def rank_codes(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> CodeRanks:
-    """Ranks of all keys by estimated attention probability, mean over the group; below 1 / (65536 wanted) they are 0,
-    and from about 1 / wanted on they are equal.
+    """Rank all keys by their estimated attention probability, averaged over the group.
 
-    A logit is the sum over the parts of the products with the centroids that the key's code names, each rounded to a
-    byte. Probabilities are relative to the exponentials of the exact keys and what the clusters weigh: an estimate that
-    is known before a code is read, so that codes are read once. On a GPU two kernels, no synchronisation.
+    Ranks are 0 for probabilities below 1 / (65536 wanted), and equal from about 1 / wanted on.
+
+    A logit is the sum, over the parts, of the query's products with the centroids that the key's code selects. Each
+    product is rounded to a byte. The exact keys and the clusters' weights give an estimate of the softmax total. It is
+    known before any code is read, and so the codes are read once. On a GPU there are two kernels, no synchronisation.
 
     Args:
-        query: [H, G, D]; or [H T, G, D], T queries for each head of codes, clusters and exact keys, one after another.
-        exact: learned sinks are those of each query.
-        wanted: number of keys that will be chosen for each.
+        query: [H, G, D]; or [H T, G, D], T consecutive queries for each head of codes, clusters and exact keys.
+        exact: exact keys; their learned sinks have one row for each query.
+        wanted: number of keys that will be chosen for each query.
 
     Returns:
-        See `CodeRanks`, of as many heads as the query. Allocates for each a byte a key, and 1 KB a part for every four
-        heads of a group.
+        See `CodeRanks`, with as many heads as the query. Allocates, for each of these heads, one byte per key, and 1 KB
+        per part for every four heads of a group.
     """
     each = len(query) // len(codes.words)
     codes, clusters, exact = codes.repeated(each), clusters.repeated(each), exact.repeated(each)
@@ -113,7 +116,10 @@ def rank_codes(
 def code_logits(
     query: torch.Tensor, codes: ProductCodes, softmax_scale: float, softcap: float | None = None
 ) -> torch.Tensor:
-    """Logits [H, G, M] float32 of queries [H, G, D] on what the codes of all keys stand for, with rounded products."""
+    """Compute the logits [H, G, M] float32 of queries [H, G, D] for all keys, estimated from their codes.
+
+    The products with centroids are rounded to bytes.
+    """
     turned = (query.float() @ codes.turn.float()).unflatten(-1, (codes.books.shape[1], -1))
     octaves = torch.einsum("hgpd,hpcd->hgpc", turned, codes.books.float()) * (softmax_scale * math.log2(math.e))
     best = octaves.amax(-1, keepdim=True)

@@ -1,7 +1,7 @@
-"""`rank_codes` in Triton: the codes are read once, with tables of products that another launch has made.
+"""`rank_codes` in Triton: the first launch computes tables of products, the second reads the codes once.
 
-The products of four query heads with a part's centroid are the bytes of a word, which a key's code looks up at once.
-They are added as 16-bit integers, two in a word.
+A table entry is an int32 word. Its four bytes are the rounded products of four query heads with a centroid, and so one
+look-up by a key's code reads all four. The bytes are summed as 16-bit integers, two in a word.
 """
 
 import torch
@@ -36,7 +36,10 @@ def _make_table(
     PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CENTROIDS: tl.constexpr, LEVELS: tl.constexpr, PER_OCTAVE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """How far the products of a part of the turned queries with its centroids are below the best of each, in bytes."""
+    """Write a part's table: distances of the query-centroid products below each query's largest, as bytes.
+
+    The largest products are written to `tops`.
+    """
     g, d, j, c = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_SIZE), tl.arange(0, CENTROIDS)
     of_part = (document * D + d[:, None]) * D + part * SIZE + j
     turning = tl.load(turn + of_part, mask=(d < D)[:, None] & (j < SIZE), other=0.0)
@@ -48,7 +51,7 @@ def _make_table(
     products = tl.dot(turned, book.to(tl.float32), input_precision="tf32x3") * (softmax_scale * LOG2_E)
     top = tl.max(products, 1)
     below = tl.floor((top[:, None] - products) * PER_OCTAVE + 0.5).to(tl.int32)
-    # Products that are not numbers must not carry into the next head's byte either.
+    # The clamp also keeps NaN products from carrying into the next head's byte.
     below = tl.where((g < G)[:, None], tl.minimum(tl.maximum(below, 0), LEVELS), 0)
     by_word = tl.reshape(below << (8 * (g % 4))[:, None], [GROUP // 4, 4, CENTROIDS])
     WORDS: tl.constexpr = (G + 3) // 4
@@ -65,7 +68,10 @@ def _weigh_clusters(
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
     MOST_TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a program's share of a head's clusters, with peak / ln 2 and total of what they weigh; and zeros."""
+    """Compute the logits of a program's share of a head's clusters, and set their `taken` counts to zero.
+
+    Also write the peak, in units of log 2, and the sum of exponentials of the logits plus the clusters' log weights.
+    """
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     centroids, counts = centroids + document * centroids_stride, counts + document * counts_stride
     logits, bias = logits + head * G * stride, bias + document * bias_stride
@@ -99,7 +105,7 @@ def _weigh_clusters(
     tl.store(totals + place, total, mask=g < G)
 
 
-# Of several queries over one document each has a head of its own, `each` of them a head of the document.
+# Each of several queries over one document is a head of its own; `each` such heads share a head of the document.
 @triton.jit(do_not_specialize=["exact_rows", "each"])
 def _tables_kernel(
     query, turn, books, centroids, counts, bias, exact_keys, exact_count, sinks, tables, tops, coarse, logits, taken,
@@ -110,7 +116,10 @@ def _tables_kernel(
     PER_OCTAVE: tl.constexpr, EXACT_PROGRAMS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
     MOST_TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A part's table, or a share of the exact keys, or a share of the clusters; and zeros for the counts of ranks."""
+    """Compute a part's table, a share of the exact keys or a share of the clusters, depending on the program.
+
+    Program 0 of a head also sets the counts of ranks to zero.
+    """
     which, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     document = (tl.program_id(1) // each).to(tl.int64) if SHARED else head
     if which < PARTS:
@@ -138,15 +147,14 @@ def _tables_kernel(
 
 
 SCAN_WARPS = 4
-# Keys of a program at a time, and how many times, with few tiles for each SM, many, and most.
+# Keys that a program scans at once, and number of such pieces: for few, many and most tiles per SM.
 FEW, MANY, MOST = (1024, 1), (2048, 2), (1024, 4)
 MANY_TILES, MOST_TILES = 4, 16
 
 
 @triton.jit
 def _places(words, CENTROIDS: tl.constexpr):
-    """Where four neighbouring tables have what the four codes of each word name: [..., 2, 2], each word's by one
-    thread."""
+    """Compute the indices [..., 2, 2] of each word's four codes in four adjacent tables; one thread holds all four."""
     first = tl.join(packed.byte_of(words, 0), packed.byte_of(words, 1) + CENTROIDS)
     return tl.join(first, tl.join(packed.byte_of(words, 2) + 2 * CENTROIDS, packed.byte_of(words, 3) + 3 * CENTROIDS))
 
@@ -154,8 +162,10 @@ def _places(words, CENTROIDS: tl.constexpr):
 @triton.jit
 def _places_of_parts(words, part: tl.constexpr, first, padded, FOURS: tl.constexpr, AT_ONCE: tl.constexpr,
                      CENTROIDS: tl.constexpr):  # fmt: skip
-    """Where the neighbouring tables of AT_ONCE parts have what the codes of some keys name, four by one thread:
-    [4 FOURS * AT_ONCE]."""
+    """Compute the indices [4 FOURS * AT_ONCE] of some keys' codes in the adjacent tables of AT_ONCE parts.
+
+    One thread holds the four codes of a word.
+    """
     place = words + part // 4 * padded + first + 4 * tl.arange(0, FOURS)[:, None] + tl.arange(0, 4)
     places = _places(tl.load(place), CENTROIDS)
     if AT_ONCE == 8:
@@ -166,8 +176,11 @@ def _places_of_parts(words, part: tl.constexpr, first, padded, FOURS: tl.constex
 @triton.jit
 def _sums_of_parts(words, tables, head, word, first, first_places, padded, FOURS: tl.constexpr, PARTS: tl.constexpr,
                    WORDS: tl.constexpr, AT_ONCE: tl.constexpr, CENTROIDS: tl.constexpr):  # fmt: skip
-    """Sums over the parts of what tables say of some keys [FOURS, 4]: of the first and third query head of a word as
-    16-bit integers in one number, and of the second and fourth."""
+    """Sum the table entries of some keys over the parts; return two int32 tensors [FOURS, 4].
+
+    The first tensor packs the 16-bit sums of the first and third query head of a word. The second tensor packs the sums
+    of the second and fourth query head.
+    """
     every, odd = tl.zeros([FOURS, 4], tl.int32), tl.zeros([FOURS, 4], tl.int32)
     entry = tl.arange(0, AT_ONCE * CENTROIDS)
     for part in tl.static_range(0, PARTS, AT_ONCE):
@@ -179,13 +192,13 @@ def _sums_of_parts(words, tables, head, word, first, first_places, padded, FOURS
         found = tl.reshape(tl.gather(table, places, 0), [FOURS, 4, AT_ONCE])
         every += tl.sum(found, 2)
         odd += tl.sum(packed.second_and_fourth(found), 2)
-    # What the odd bytes added to the even ones' sums is known; that it carries does no harm.
+    # The odd bytes' contribution to `every` is known, and is subtracted. Carries are subtracted with it.
     return every - (odd << 8), odd
 
 
 @triton.jit
 def _partial_sums(peaks, totals, head, sums, g, G: tl.constexpr, SUMS: tl.constexpr):
-    """Peaks and totals [FEW, SUMS] of a head's clusters and exact keys."""
+    """Load the peaks and totals [FEW, SUMS] of a head's clusters and exact keys."""
     s = tl.arange(0, SUMS)
     known, place = (g < G)[:, None] & (s < sums), (head * G + g[:, None]) * sums + s
     return tl.load(peaks + place, mask=known, other=-float("inf")), tl.load(totals + place, mask=known, other=0.0)
@@ -193,7 +206,7 @@ def _partial_sums(peaks, totals, head, sums, g, G: tl.constexpr, SUMS: tl.conste
 
 @triton.jit
 def _logsumexps(part_peaks, part_totals, g, G: tl.constexpr):
-    """[FEW] in units of log 2, of each query head, from those of parts [FEW, SUMS]."""
+    """Compute each query head's log-sum-exp [FEW], in units of log 2, from the parts' peaks and totals [FEW, SUMS]."""
     peak = tl.where(g < G, tl.max(part_peaks, 1), 0.0)
     total = tl.where(g < G, tl.sum(common.product(part_totals, tl.exp2(part_peaks - peak[:, None])), 1), 1.0)
     return peak + common.log2_of_normal(total)
@@ -201,8 +214,8 @@ def _logsumexps(part_peaks, part_totals, g, G: tl.constexpr):
 
 @triton.jit
 def _of_word(numbers, g, word: tl.constexpr):
-    """The numbers of a word's four query heads, of [FEW]."""
-    # One reduction, as each makes all threads of a program wait twice.
+    """Extract the values of a word's four query heads from [FEW]."""
+    # A single reduction is used, because each reduction makes all threads of a program wait twice.
     return tl.reduce(
         (
             tl.where(g == 4 * word, numbers, 0.0),
@@ -220,7 +233,7 @@ def _scores(
     even, odd, word: tl.constexpr, base, logsumexp, g, softcap, CAPPED: tl.constexpr, G: tl.constexpr,
     SMALL: tl.constexpr, PER_OCTAVE: tl.constexpr,
 ):  # fmt: skip
-    """Estimated probabilities of some keys, summed over the query heads of a word."""
+    """Compute the estimated probabilities of some keys, summed over the query heads of a word."""
     OCTAVE: tl.constexpr = 2.0**24 / PER_OCTAVE if SMALL else 1 / PER_OCTAVE
     if SMALL:
         first, third = packed.two_small_numbers(even)
@@ -242,7 +255,10 @@ def _scores(
 
 @triton.jit
 def _store_fours(rank, ranks, first, TILE: tl.constexpr):
-    """Write ranks [keys / 4, 4] of a tile's keys from `first` on, in the order of `LaidOutCodes`, as `TokenRanks`."""
+    """Write ranks [keys / 4, 4], in the key order of `LaidOutCodes`, in the layout of `TokenRanks`.
+
+    They are the ranks of a tile's keys from `first` on.
+    """
     w = tl.arange(0, rank.shape[0])
     words = tl.sum(rank << (8 * tl.arange(0, 4)), 1)
     tl.store(ranks + first // 8 + w % 2 * (TILE // 8) + w // 2, words)
@@ -257,7 +273,7 @@ def _scan_kernel(
     FRACTION_BITS: tl.constexpr, RANKS: tl.constexpr, FEW_RANKS: tl.constexpr, FINE_FROM: tl.constexpr,
     FINE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Ranks of some keys of a tile in the layout of `TokenRanks`, which are added to the tile's counts of each."""
+    """Compute the ranks of some keys of a tile, in the layout of `TokenRanks`, and add them to the tile's counts."""
     some, head, tiles = tl.program_id(0), tl.program_id(1).to(tl.int64), padded // TILE
     FOURS: tl.constexpr = SLOTS // 4
     i, g, p = tl.arange(0, FOURS)[:, None], tl.arange(0, FEW), tl.arange(0, BLOCK_PARTS)
@@ -265,16 +281,17 @@ def _scan_kernel(
     for quad in tl.static_range(PARTS // 4):
         first_word = words + quad * padded + some * PIECES * SLOTS
         common.prefetch(first_word, PIECES * SLOTS, PIECES * SLOTS, 4, EARLY)
-    # A look-up is a barrier of all threads, and so of as many parts at a time as there are words for.
+    # Each look-up is a barrier for all threads. Therefore one look-up covers as many parts as possible.
     AT_ONCE: tl.constexpr = 8 if PARTS % 8 == 0 else 4
     first = some * PIECES * SLOTS
-    # With few tiles the registers that hold them while the program waits would be another program's.
+    # With few tiles, the indices are computed after the wait. Otherwise a waiting program would hold registers that
+    # another program needs.
     if PIECES > 1:
         places = _places_of_parts(words, 0, first, padded, FOURS, AT_ONCE, CENTROIDS)
     common.only_wait(EARLY)
     if PIECES > 1:
         common.let_next_launch(EARLY)
-    # Asked for before the look-ups, which wait for memory themselves.
+    # Loaded before the look-ups, so that these loads overlap with those of the look-ups.
     part_peaks, part_totals = _partial_sums(peaks, totals, head, sums, g, G, SUMS)
     best = tl.load(tops + (head * G + g[:, None]) * PARTS + p, mask=(g < G)[:, None] & (p < PARTS), other=0.0)
     WORDS: tl.constexpr = (G + 3) // 4
@@ -292,7 +309,8 @@ def _scan_kernel(
             if piece + word == 0:
                 base, logsumexp = tl.sum(best, 1), _logsumexps(part_peaks, part_totals, g, G)
             score += _scores(even, odd, word, base, logsumexp, g, softcap, CAPPED, G, SMALL, PER_OCTAVE)
-        # All programs run at once: the next kernel's would come early, and unevenly, between them.
+        # Here all programs run at once. The next kernel is launched only now, because its programs would otherwise
+        # start early, and spread unevenly over the SMs.
         if PIECES == 1:
             common.let_next_launch(EARLY)
         key = first + i // 8 * 32 + i % 8 + 8 * tl.arange(0, 4)
@@ -311,16 +329,17 @@ def _scan_kernel(
 
 
 def rank_codes_triton(query, codes, clusters, exact, wanted, softmax_scale, softcap=None):
-    """`rank_codes` on a GPU; reads the codes once, and the clusters' keys once for each query."""
+    """Run `rank_codes` on a GPU; reads the codes once, and the clusters' keys once for each query."""
     (H, G, D), (documents, m, _, size), device = query.shape, codes.books.shape, query.device
     query, padded, C, keys = query.contiguous(), codes.words.shape[2], clusters.counts.shape[1], exact.keys
     rows, tiles = tile_rows(D, query.dtype, TILE_BYTES), padded // TILE_TOKENS
     shares, stride = triton.cdiv(C, rows * TILES_OF_A_PROGRAM), aligned(C)
     sums = shares + EXACT_PROGRAMS
-    # Byte g of word w is how far below the part's best, / ln 2 in tops, the product of query head 4 w + g is.
+    # Byte g of word w is the distance of query head 4 w + g's product below the part's largest product. `tops` holds
+    # the largest products, in units of log 2.
     tables = torch.empty(H, m, -(-G // HEADS_OF_WORD), CENTROIDS, dtype=torch.int32, device=device)
     tops, logits = torch.empty(H, G, m, device=device), torch.empty(H, G, stride, device=device)
-    # Largest logit / ln 2 and sum of exponentials, of the clusters' shares, then of the exact keys.
+    # Largest logit, in units of log 2, and sum of exponentials: first of the clusters' shares, then of the exact keys.
     peaks, totals = torch.empty(H, G, sums, device=device), torch.empty(H, G, sums, device=device)
     taken = torch.empty(H, C, dtype=torch.int32, device=device)
     coarse = torch.empty(H, tiles, FEW_RANKS // 2, dtype=torch.int32, device=device)

@@ -11,12 +11,12 @@ from sparsekv.kernels.posting_lists.packed_triton import byte_of, exp2, one_each
 from sparsekv.kernels.posting_lists.posting_lists import TILE_TOKENS, TILE_WORDS
 from sparsekv.kernels.posting_lists.types import BINS, FRACTION_BITS, RANKS, TokenRanks, lowest_rank
 
-FLAGGED, TILE = 1024, 1024  # keys of a program
+FLAGGED, TILE = 1024, 1024  # chosen keys that a program flags, and keys of a tile that a program counts or lists
 
 
 @triton.jit(do_not_specialize=["number"])
 def _flag_kernel(chosen, flags, number, padded, FLAGGED: tl.constexpr, EARLY: tl.constexpr):
-    """Set the flag of each key that is chosen; those that are chosen twice are set twice."""
+    """Set the flag of each chosen key; the flag of a duplicate is set again."""
     head, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * FLAGGED + tl.arange(0, FLAGGED)
     wait_for_previous_kernel(EARLY)
     key = tl.load(chosen + head * number + at, mask=at < number, other=0)
@@ -25,7 +25,7 @@ def _flag_kernel(chosen, flags, number, padded, FLAGGED: tl.constexpr, EARLY: tl
 
 @triton.jit
 def _count_flags_kernel(flags, counts, TILE: tl.constexpr, EARLY: tl.constexpr):
-    """How many keys of a tile have a flag."""
+    """Count the flagged keys of a tile."""
     tile = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     wait_for_previous_kernel(EARLY)
     flagged = tl.load(flags + tile * TILE + tl.arange(0, TILE)).to(tl.int32)
@@ -37,7 +37,7 @@ def _list_flags_kernel(
     flags, counts, labels, taken, rows, used, keys, capacity, labels_stride, rows_stride, groups, TILE: tl.constexpr,
     TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """List the keys of a tile that have a flag, after those of the tiles before it, and count their groups."""
+    """List the flagged keys of a tile, after those of the tiles before it, and count them by group."""
     tile, tiles, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     key, every = tile * TILE + tl.arange(0, TILE), tl.arange(0, TILES)
     group = tl.load(labels + head * labels_stride + key, mask=key < keys, other=0).to(tl.int32)
@@ -52,7 +52,7 @@ def _list_flags_kernel(
 
 
 def join_chosen_triton(chosen, capacity, groups):
-    """`join_chosen` on a GPU."""
+    """Run `join_chosen` on a GPU."""
     (H, keys), number, device = groups.labels.shape, chosen[0].numel(), chosen.device
     tiles, early = triton.cdiv(keys, TILE), dependent_launch(device)
     flags = torch.zeros(H, tiles * TILE, dtype=torch.int8, device=device)
@@ -70,13 +70,13 @@ def join_chosen_triton(chosen, capacity, groups):
     return JoinedKeys(rows[:, :capacity], used)
 
 
-WIDE = 128  # channels, from which on tiles are halved: shared memory of an older GPU has room for no more
-SLOTS, MOST_ROWS, WARPS, STAGES = 128, 64, 4, 2  # keys of a program, and queries that it multiplies with them at once
+WIDE = 128  # head dim above which tiles are halved, so that they fit in the shared memory of older GPUs
+SLOTS, MOST_ROWS, WARPS, STAGES = 128, 64, 4, 2  # keys of a program, most queries in a product, warps, pipeline stages
 
 
 @triton.jit
 def _store_ranks(rank, ranks, first, TILE: tl.constexpr):
-    """Write the ranks of some keys of a tile, from key `first` of it on, in the layout of `TokenRanks`."""
+    """Write the ranks of a tile's keys, from key `first` of the tile on, in the layout of `TokenRanks`."""
     SLOTS: tl.constexpr = rank.shape[0]
     i, w = tl.arange(0, SLOTS), tl.arange(0, SLOTS // 4)
     by_byte = tl.reshape(rank << (8 * (i // 8 % 4)), [SLOTS // 32, 4, 8])
@@ -87,7 +87,7 @@ def _store_ranks(rank, ranks, first, TILE: tl.constexpr):
 @triton.jit
 def _named_keys(words, books, head, key, keys, head_stride, quad_stride, key_stride, PARTS: tl.constexpr,
                 SIZE: tl.constexpr, CENTROIDS: tl.constexpr):  # fmt: skip
-    """Keys decoded from their codes [keys, PARTS * SIZE] float16, rotated."""
+    """Decode rotated keys [keys, PARTS * SIZE] from their codes; they have the codebooks' dtype, float16."""
     SOME: tl.constexpr = key.shape[0]
     quad, part, j = tl.arange(0, PARTS // 4), tl.arange(0, PARTS), tl.arange(0, SIZE)
     place = words + head * head_stride + quad[None, :] * quad_stride + key[:, None] * key_stride
@@ -107,7 +107,7 @@ def _joint_kernel(
     CENTROIDS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, FRACTION_BITS: tl.constexpr,
     RANKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Ranks of some keys in the layout of `TokenRanks`."""
+    """Compute the ranks of a program's keys, and write them in the layout of `TokenRanks`."""
     D: tl.constexpr = PARTS * SIZE
     first, head = tl.program_id(0) * SLOTS, tl.program_id(1).to(tl.int64)
     i, d = tl.arange(0, SLOTS), tl.arange(0, D)
@@ -121,7 +121,7 @@ def _joint_kernel(
         place, known = head * rows + r, r < rows
         q = tl.load(query + place[:, None] * D + d, mask=known[:, None], other=0.0)
         factor = tl.load(factors + place, mask=known, other=0.0)
-        # Of rows that are none nothing is left.
+        # Rows past the last query have an infinite total, and so they add 0.
         total = tl.load(totals + place, mask=known, other=float("inf")) * LOG2_E
         logits = dot(q, tl.trans(k)) * factor[:, None]
         if CAPPED:
@@ -135,7 +135,7 @@ def _joint_kernel(
 
 @triton.jit
 def _coarse_kernel(ranks, coarse, WORDS: tl.constexpr, BINS: tl.constexpr, EARLY: tl.constexpr):
-    """Counts of a tile's ranks in bins of 16."""
+    """Count a tile's ranks in bins of 16 ranks."""
     tile = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     wait_for_previous_kernel(EARLY)
     place = ranks + tile * (2 * WORDS) + tl.arange(0, WORDS)
@@ -147,12 +147,15 @@ def _coarse_kernel(ranks, coarse, WORDS: tl.constexpr, BINS: tl.constexpr, EARLY
 
 
 def rank_jointly_triton(query, totals, codes, wanted, softmax_scale, softcap=None):
-    """`rank_jointly` on a GPU, for parts and sizes that are powers of two; reads the codes once."""
+    """Run `rank_jointly` on a GPU; reads the codes once.
+
+    The number of parts and the channels of a part must be powers of two.
+    """
     (H, rows, D), (_, parts, _, size), device = query.shape, codes.books.shape, query.device
     tiles, early = triton.cdiv(codes.keys, TILE_TOKENS), dependent_launch(device)
     slots, most_rows = (SLOTS, MOST_ROWS) if D <= WIDE else (SLOTS // 2, MOST_ROWS // 2)
     turned = query.float() @ codes.turn.float()
-    # Codebooks are of float16; so are queries, whose largest number is 1.
+    # Codebooks are float16. Queries are scaled to a largest magnitude of 1, and converted to the same dtype.
     largest = turned.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     turned, totals = (turned / largest).to(codes.books.dtype).contiguous(), totals.contiguous()
     ranks = torch.empty(H, tiles, 2, TILE_WORDS, dtype=torch.int32, device=device)

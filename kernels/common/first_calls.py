@@ -1,18 +1,18 @@
-"""One-time costs of a process's first kernels on a GPU, paid while it waits for something else."""
+"""Warm-up of a process's first GPU kernels, so that their one-time costs overlap with other waiting."""
 
 import torch
 from torch.nn import functional
 
 
 def make_first_calls(device: torch.device, dtype: torch.dtype) -> None:
-    """Call on a GPU, once and on next to nothing, what a model's first token and the checks of an index call.
+    """Call, on tiny tensors on a GPU, the operations of a model's first token and of an index's checks.
 
-    Torch loads each of its kernels at its first call: on an H200 those of a layer take 0.5 s together, cuBLAS's among
-    them. Triton takes half a second for the first kernel of a process, whichever it is: it hashes itself to find what
-    it compiled before.
+    Torch loads each kernel at its first call. On an H200, the kernels of a layer, with those of cuBLAS, take 0.5 s in
+    total. The first Triton kernel of a process takes half a second, whichever it is: Triton hashes its own source in
+    order to find compiled kernels in its cache.
 
     Args:
-        dtype: the model's, for which torch has kernels of its own.
+        dtype: the model's dtype, because torch has separate kernels for each dtype.
     """
     with torch.cuda.device(device), torch.inference_mode():
         _decoder_layer(device, dtype)
@@ -21,7 +21,7 @@ def make_first_calls(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _decoder_layer(device: torch.device, dtype: torch.dtype) -> None:
-    """The operations around a decoder layer's attention, as most families have them."""
+    """Call the operations around a decoder layer's attention that most model families have."""
     weights = torch.ones(64, 64, dtype=dtype, device=device)
     hidden = functional.embedding(torch.zeros(1, 1, dtype=torch.int64, device=device), weights)
     exact = hidden.float()
@@ -35,7 +35,7 @@ def _decoder_layer(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _checks(device: torch.device, dtype: torch.dtype) -> None:
-    """Those of `formats.values.check_values`, on a token order of two tokens."""
+    """Call the operations of `formats.values.check_values`, on a token order of two tokens."""
     numbers = torch.ones(2, 2, dtype=dtype, device=device)
     whole = torch.stack(torch.aminmax(numbers)).isfinite().all()
     order = torch.zeros(2, 2, dtype=torch.int32, device=device)
@@ -46,7 +46,7 @@ def _checks(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _triton(device: torch.device) -> None:
-    from sparsekv.kernels.common.run_rows_triton import list_rows  # here, as a CPU needs no Triton
+    from sparsekv.kernels.common.run_rows_triton import list_rows  # imported here, because a CPU needs no Triton
 
     one = torch.ones(1, 1, dtype=torch.int32, device=device)
     list_rows(one, one, torch.empty_like(one), 1)

@@ -1,5 +1,4 @@
-"""Logits of a few tokens over given keys and values instead of a prefill, and the name of transformers' argument for a
-cache."""
+"""Forward passes of a few tokens over keys and values from a callback, and transformers' name of the cache argument."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +15,15 @@ from sparsekv.kernels.common.hook import AttentionCall, alone, route_attention
 
 
 def cache_argument(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
-    """The keyword argument that passes a cache: `cache` from transformers 5.24 on, before that `past_key_values`."""
+    """Return the keyword argument that passes a cache.
+
+    It is `cache` from transformers 5.24 on, and `past_key_values` before.
+    """
     return {_keyword(type(model).forward): cache}
 
 
 def with_cache(model: PreTrainedModel, cache: Cache) -> dict[str, Any]:
-    """Keyword arguments of a forward pass that attends to a cache and appends to it."""
+    """Return the keyword arguments of a forward pass that attends to a cache and appends to it."""
     return {**cache_argument(model, cache), "use_cache": True}
 
 
@@ -32,27 +34,30 @@ def _keyword(forward: Callable[..., Any]) -> str:
 
 RowPair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 Rows: TypeAlias = Callable[[int, RowPair], RowPair]
-"""Returns a layer's keys and values [Hk, T, D] of all tokens up to the last that runs, on the model's device. It gets
-the layer's number and the keys and values [Hk, Q, D] that the model has just computed of the tokens that run."""
+"""Callback that returns a layer's keys and values [Hk, T, D] of all tokens up to the last of the pass.
+
+They are on the model's device. Its arguments are the layer's index, and the keys and values [Hk, Q, D] of the tokens of
+the pass, which the model has just computed.
+"""
 
 
 class CalledCache(Cache):
-    """A cache that stores nothing itself: the attention function gets the rows of a call, and stores them."""
+    """A cache that stores no rows itself: the attention function receives the rows of a call and stores them."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows themselves, so that torch's compiler meets one operator a layer."""
+        """Return the rows unchanged, so that torch's compiler sees one operator per layer."""
         return key_states, value_states
 
 
 class RowLayer(CacheLayerMixin):
-    """A cache layer of any number of tokens, without a sliding window of its own."""
+    """A cache layer without a limit on tokens and without a sliding window of its own."""
 
     is_sliding = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to allocate."""
+        """Do nothing, because the layer allocates no memory."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -62,14 +67,16 @@ class RowLayer(CacheLayerMixin):
 
 
 class GivenLayer(RowLayer):
-    """A cache layer that returns given rows, the running tokens' included, and stores none.
+    """A cache layer that returns the rows of a callback, including those of the current tokens, and stores no rows.
 
-    Its mask sizes are those of all tokens, also where the model attends in a window: the model masks them itself.
+    Its mask sizes cover all tokens even for a layer with a sliding window, because the model's mask applies the window.
     """
 
     is_compileable = hasattr(sdpa_attention, "pack_gqa")
-    """Whether the model makes a mask also for a single token, which sees all rows. On a CPU transformers from 5.23 on
-    attends with one in two thirds of the time."""
+    """Whether the model makes a mask even for a single token, which attends to all rows.
+
+    On a CPU, transformers from 5.23 on takes two thirds of the time with such a mask.
+    """
 
     def __init__(self, layer: int, before: int, rows: Rows):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -89,11 +96,11 @@ class GivenLayer(RowLayer):
 
 @torch.inference_mode()
 def logits_over_rows(model: PreTrainedModel, input_ids: torch.Tensor, before: int, rows: Rows) -> torch.Tensor:
-    """Logits [Q, vocabulary] of tokens [Q] at positions from `before` on, float32 on the CPU.
+    """Compute the logits [Q, vocabulary] of tokens [Q] at positions from `before` on, float32 on the CPU.
 
-    The model attends by the implementation that it was loaded with and makes its own masks, unless `route_attention`
-    is active. Allocates what that implementation does for Q queries: without a mask nothing of the rows' size, with one
-    perhaps a layer's rows for each query head.
+    The model attends with the implementation that it was loaded with and makes its own masks, unless `route_attention`
+    is active. That implementation decides the memory for Q queries. Without a mask it allocates nothing of the size of
+    the rows. With a mask it may copy a layer's rows for each query head.
     """
     layers = model.config.get_text_config().num_hidden_layers
     cache = Cache(layers=[GivenLayer(layer, before, rows) for layer in range(layers)])
@@ -120,7 +127,10 @@ def keys_of_one_token(model: PreTrainedModel, input_ids: torch.Tensor, position:
 
 @contextmanager
 def soft_caps(model: PreTrainedModel) -> Iterator[None]:
-    """Within the context the model applies its soft cap, which `sdpa` of transformers 5.17 leaves out in silence."""
+    """Make the model apply its soft cap within the context; `sdpa` of transformers 5.17 silently ignores it.
+
+    A soft-capped model that was loaded with `sdpa` uses the `eager` implementation within the context.
+    """
     loaded = model.config._attn_implementation
     if loaded != "sdpa" or getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is None:
         yield

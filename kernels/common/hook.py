@@ -1,4 +1,4 @@
-"""Routes a model's attention to a given function, through transformers' `AttentionInterface`."""
+"""Routing of a model's attention to a caller's function, through transformers' `AttentionInterface`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,10 +17,10 @@ from sparsekv.kernels.common.mask import UnsupportedAttentionError, make_mask, w
 
 IMPLEMENTATION = "sparsekv"
 FOLLOWED = frozenset({"softcap", "s_aux", "is_causal"})
-"""Keyword arguments of an attention call that change the result, beside its scale, mask and dropout."""
+"""Keyword arguments of an attention call that change the result and are supported, besides scale, mask and dropout."""
 HARMLESS = frozenset(
     {
-        "sliding_window",  # transformers' own attention takes it from the mask too
+        "sliding_window",  # transformers' own attention also reads the window from the mask
         "position_ids",
         "cache_position",
         "past_key_values",
@@ -34,7 +34,7 @@ HARMLESS = frozenset(
         "max_length_k",
     }
 )
-"""Arguments that decide nothing: those of a model's own forward pass. None, True and False decide nothing either."""
+"""Keyword arguments that do not change the result. The values None, True and False of other arguments do not either."""
 WAYS = {
     "indices": "chooses keys by an indexer of the model's own",
     "block_indices": "chooses keys by an indexer of the model's own",
@@ -43,7 +43,7 @@ WAYS = {
     "head_mask": "scales its heads by a mask",
     "sinks": "has sinks of the model's own kind",
 }
-"""How a model attends that passes any other, as far as it is known."""
+"""What a model's attention does that passes such an unsupported keyword argument; used in the error message."""
 
 
 LogitScaling = tuple[float, float | None, torch.Tensor | None]
@@ -54,8 +54,8 @@ LogitScaling = tuple[float, float | None, torch.Tensor | None]
 class AttentionCall:
     """Arguments of one layer's attention call.
 
-    query [Hq, Q, D]; keys and values [Hk, T, D] as the cache's `update` returned them; all after RoPE and norms. The
-    sequences of a batch are concatenated along the heads.
+    `query` is [Hq, Q, D]. `keys` and `values` are [Hk, T, D], as the cache's `update` returned them. RoPE and norms are
+    already applied. The sequences of a batch are concatenated along the heads.
     """
 
     layer: int
@@ -84,8 +84,11 @@ AttentionFunction = Callable[[AttentionCall], torch.Tensor]
 
 @dataclass(frozen=True)
 class _Route:
-    """The attention function of a model, None within a caller's callback, and the thread that set it: a context may be
-    copied to other threads."""
+    """The attention function of a model, and the thread that set it.
+
+    The function is None within a caller's callback. The thread is stored because a context may be copied to other
+    threads.
+    """
 
     function: AttentionFunction | None
     thread: int
@@ -99,9 +102,9 @@ _opening = RLock()
 
 @contextmanager
 def alone(model: PreTrainedModel) -> Iterator[None]:
-    """Within the context, other threads that want the model wait; this one may enter it again.
+    """Lock the model for this thread within the context; other threads wait, and this thread may enter again.
 
-    Models on GPUs share one lock: a step that is captured forbids every thread of the process to wait for a GPU.
+    Models on GPUs share one lock. While a CUDA graph is captured, no thread of the process may synchronise with a GPU.
     """
     with _locks.setdefault(model, RLock()) if model.device.type == "cpu" else _on_gpu:
         yield
@@ -109,7 +112,7 @@ def alone(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def all_alone() -> Iterator[None]:
-    """Within the context, other threads that want any model wait: for changes of the whole process."""
+    """Lock all models for this thread within the context, for changes to the whole process."""
     with ExitStack() as stack:
         for lock in (_opening, _on_gpu, *sorted(_locks.values(), key=id)):
             stack.enter_context(lock)
@@ -118,7 +121,7 @@ def all_alone() -> Iterator[None]:
 
 @contextmanager
 def calling_back() -> Iterator[None]:
-    """Within the context, this thread's calls of a routed model are refused: for functions that a caller gave."""
+    """Refuse this thread's calls of a routed model within the context; used around callbacks from the caller."""
     token = _active.set(_Route(None, get_ident()))
     try:
         yield
@@ -134,12 +137,14 @@ def called_back() -> bool:
 
 @contextmanager
 def route_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterator[None]:
-    """Within the context, every attention layer of the model calls `function`, which returns [Hq, Q, D].
+    """Make every attention layer of the model call `function`, which returns [Hq, Q, D], within the context.
 
-    The function itself has to mask what a query may not see: what comes after it, and what lies before the call's
-    window, which is that of the mask that transformers would have made. Threads that have one model wait for each
-    other, since the choice of the function is the model's. A model whose attention cannot be followed ends with
-    UnsupportedAttentionError, before the layer attends.
+    The function itself must mask the keys after a query, and the keys before the call's window. This is the window of
+    the mask that transformers would have made. Threads with the same model wait for each other, because the function is
+    set on the model.
+
+    Raises:
+        UnsupportedAttentionError: `function` cannot reproduce the model's attention; raised before the layer attends.
     """
     with alone(model):
         previous = model.config._attn_implementation
@@ -175,7 +180,7 @@ def _attention(
         attention_mask,
         sinks if sinks is None or batch == 1 else sinks.repeat(batch),
     )
-    # Contiguous, as that of transformers' own attention: some models view it in another shape.
+    # Contiguous, like the output of transformers' own attention, because some models view it in another shape.
     return output.unflatten(0, (batch, -1)).transpose(1, 2).contiguous(), None
 
 
@@ -194,8 +199,8 @@ def _refuse_unfollowed(
         raise UnsupportedAttentionError("has more queries than keys")
 
 
-# To a mode that looks at torch's functions, as one for a model's linear layers does, all of a layer's attention is one
-# function: it need not look at each of a hundred.
+# A torch function mode, such as the one for a model's linear layers, intercepts every torch function. With this wrapper
+# it intercepts a layer's attention as one function, instead of a hundred.
 @wrap_torch_function(lambda query, *_: (query,))
 def _attend(
     query: torch.Tensor,
@@ -222,9 +227,9 @@ def _attend(
 @torch.library.custom_op("sparsekv::attend", mutates_args=())
 @wraps(_attend)
 def _compiled_attend(*arguments: Any) -> torch.Tensor:
-    """The same as one operator to torch's compiler, which compiles what is around it and need not look into it.
+    """Run `_attend` as one opaque operator for torch's compiler, which compiles only the code around it.
 
-    It is told how the output lies in memory: token by token, as the model wants it next.
+    The output is laid out token by token in memory, as the model reads it next. `_output_of` declares this layout.
     """
     output: torch.Tensor = _attend(*arguments)
     return output.transpose(0, 1).contiguous().transpose(0, 1)

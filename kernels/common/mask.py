@@ -1,8 +1,9 @@
-"""The mask that transformers would give a layer, measured: causal, or causal within a sliding window.
+"""Detection of the mask that transformers would give a layer: causal, or causal within a sliding window.
 
-transformers describes a mask as a function of positions, and asks an attention implementation to make the mask of it
-(`AttentionMaskInterface`). Our implementation makes none. It finds out whether the function is causal within a window,
-and hands the layer a marker of one element, which stands for that window in the layer's attention call.
+transformers describes a mask as a function of positions. An attention implementation makes the mask from this function
+(`AttentionMaskInterface`). Our implementation makes no mask. It evaluates the function to find out whether it is causal
+within a window. Then it passes the layer a marker tensor of one element, which represents this window in the layer's
+attention call.
 """
 
 from collections.abc import Callable
@@ -13,21 +14,23 @@ import torch
 from transformers import AttentionMaskInterface
 
 MOST_POSITIONS = 2**21
-"""Positions that a mask is measured over, unless a sequence is longer."""
+"""Most positions at which a mask function is evaluated, unless a sequence is longer."""
 MEASURED_ELEMENTS = 2**22
-"""Elements of a mask that are measured, at least LEAST_ROWS queries' of them."""
+"""Most elements of a mask that are evaluated, unless the rows of LEAST_ROWS queries have more."""
 LEAST_ROWS = 24
 
 MaskFunction = Callable[..., torch.Tensor]
 Window = int | None
-"""How many keys a query sees, its own last; None for all up to its own."""
+"""Number of keys that a query attends to, ending with its own key; None for all keys up to its own."""
 Measured = Window | str
-"""A window, or the way of a mask that is neither causal nor causal within one: a model may make masks that no layer
-uses, so that the layer is refused and not the mask."""
+"""A window, or a description of a mask that is neither causal nor causal within a window.
+
+A model may make masks that no layer uses. Therefore such a mask is refused only when a layer uses it.
+"""
 
 
 class UnsupportedAttentionError(Exception):
-    """The model attends in a way that our attention does not follow; the message is `reason` and the remedy."""
+    """The model attends in a way that our attention does not support; the message has the `reason` and a remedy."""
 
     def __init__(self, way: str):
         self.reason = f"the model's attention {way}, which no index can follow"
@@ -35,10 +38,10 @@ class UnsupportedAttentionError(Exception):
 
 
 _windows: dict[object, Measured] = {}
-"""By the code and the constants of a mask function, and the positions it was measured over."""
+"""Windows by the code and constants of a mask function, and by the number of positions of its evaluation."""
 _markers: dict[tuple[torch.device, torch.dtype, Measured], torch.Tensor] = {}
 _marked: dict[tuple[torch.device, int], Measured] = {}
-"""By a marker's device and address, which views of the marker share."""
+"""Windows by a marker's device and address; views of a marker share its address."""
 
 
 def make_mask(
@@ -56,18 +59,19 @@ def make_mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> torch.Tensor:
-    """The marker [1, 1, 1, 1] of a mask; transformers calls it once a forward pass and kind of layer.
+    """Return the marker [1, 1, 1, 1] of a mask; transformers calls this once per forward pass and kind of layer.
 
-    Sequences are never padded here, so that a padding mask is all ones and left out. A mask of constants is measured
-    once, on the CPU, over all positions that the model has; one that depends on tensors, which may differ from pass to
-    pass, is measured in each, over the pass's own positions, which waits for the device.
+    Sequences are never padded here, and so the padding mask is all ones and is ignored. A mask function that depends
+    only on constants is evaluated once, on the CPU, over all positions of the model. A mask function that depends on
+    tensors may change between passes. It is evaluated in each pass, over the pass's own positions, which synchronises
+    with the device.
 
     Args:
-        mask_function: maps a batch's, head's, query's and key's numbers to whether the query sees the key.
-        local_size: the sliding window or chunk that transformers names beside the function.
+        mask_function: maps the indices of batch, head, query and key to whether the query attends to the key.
+        local_size: the sliding window or chunk size that transformers passes with the function.
     """
     constants = _constants(mask_function)
-    # Sequences that share a pass have more queries together than any of them has keys.
+    # Several sequences in one pass may together have more queries than each of them has keys.
     end = kv_offset + kv_length
     if constants is None:
         stop = min(q_offset + q_length, end)
@@ -87,7 +91,7 @@ def _window(
     *,
     use_vmap: bool,
 ) -> Measured:
-    """The window of a function of constants, over all positions of the model, and at least `end` of them."""
+    """Return the window of a mask function of constants, evaluated at all positions of the model and at least `end`."""
     known = getattr(config, "max_position_embeddings", None) or 0
     positions = max(min(max(known, 2 * (local_size or 0), 64), MOST_POSITIONS), 2 ** (end - 1).bit_length())
     if (constants, positions) not in _windows:
@@ -98,7 +102,10 @@ def _window(
 
 
 def _unless_all(window: Measured, known: int, end: int) -> Measured:
-    """A window; None if it is as long as the positions that the model's config names."""
+    """Return the window, or None if it covers all `known` positions that the model's config gives.
+
+    If the sequence also ends beyond such a window, return a description of the unsupported mask instead.
+    """
     if window is None or isinstance(window, str) or not known or window < known:
         return window
     if end > window:
@@ -107,11 +114,11 @@ def _unless_all(window: Measured, known: int, end: int) -> Measured:
 
 
 def window_of(mask: torch.Tensor) -> Window:
-    """The window that a layer's mask stands for.
+    """Return the window that a layer's marker represents.
 
     Raises:
-        UnsupportedAttentionError: it is neither causal nor causal within a sliding window, or not a marker of
-            `make_mask`, nor a view of one.
+        UnsupportedAttentionError: the mask is neither causal nor causal within a sliding window, or the tensor is
+            neither a marker of `make_mask` nor a view of one.
     """
     try:
         window = _marked[mask.device, mask.untyped_storage().data_ptr()]
@@ -125,7 +132,8 @@ def window_of(mask: torch.Tensor) -> Window:
 def _marker(device: torch.device, dtype: torch.dtype, window: Measured) -> torch.Tensor:
     found = _markers.get((device, dtype, window))
     if found is None:
-        # Not a number: whatever a model computes with it shows. It lives as long as its address stands for the window.
+        # A marker is NaN, so that any result that a model computes from it is visibly wrong. `_markers` keeps it alive,
+        # because its address identifies the window.
         with torch.inference_mode(False):
             found = torch.full((1, 1, 1, 1), torch.nan, dtype=dtype, device=device)
         _marked[found.device, found.untyped_storage().data_ptr()] = window
@@ -134,8 +142,10 @@ def _marker(device: torch.device, dtype: torch.dtype, window: Measured) -> torch
 
 
 def _constants(function: object) -> tuple[object, ...] | None:
-    """A function's code and the constants that it closes over, those of inner functions too; None if there is anything
-    else, such as a tensor."""
+    """Return a function's code and the constants in its closure and defaults, including those of inner functions.
+
+    Return None if there is a value that is not a constant, such as a tensor.
+    """
     if not isinstance(function, FunctionType):
         return None
     found: list[object] = [function.__code__]
@@ -159,8 +169,10 @@ def _constants(function: object) -> tuple[object, ...] | None:
 
 
 def _some(first: int, last: int, *more: int) -> list[int]:
-    """Numbers of queries from `first` up to `last`: the first ones, powers of two and their neighbours, the last, and
-    some between."""
+    """Choose query positions from `first` up to, but not including, `last`; `more` adds further positions.
+
+    These are the first position, powers of two after it with their neighbours, and evenly spaced positions.
+    """
     powers = [first + 2**power + step for power in range(2, (last - first).bit_length()) for step in (-1, 0, 1)]
     between = [first + (last - first) * part // 13 + part for part in range(13)]
     return sorted({number for number in (first, *powers, *between, *more) if first <= number < last})
@@ -175,7 +187,7 @@ def _measure(
     use_vmap: bool,
     device: torch.device | str,
 ) -> Measured:
-    """The window of a mask function, by what some queries see of `keys` keys from `first` on."""
+    """Determine the window of a mask function from the mask rows of some queries, over `keys` keys from `first` on."""
     row = AttentionMaskInterface()["sdpa"]
     numbers = torch.arange(first, first + keys, device=device)
 

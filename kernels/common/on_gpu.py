@@ -1,4 +1,7 @@
-"""One signature a kernel: the definition in plain torch is decorated with the name of the kernel that replaces it."""
+"""Dispatch to GPU kernels: a decorator on a plain-torch function names the kernel that replaces it on a GPU.
+
+The function and its kernel have the same signature.
+"""
 
 from collections.abc import Callable
 from functools import cached_property, update_wrapper
@@ -13,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class WithKernel(Generic[First, Rest, Result]):
-    """A function in plain torch, `reference`, and the kernel of the same signature that runs instead on a GPU."""
+    """A plain-torch function, `reference`, and a kernel with the same signature that replaces it on a GPU."""
 
     def __init__(
         self,
@@ -27,28 +30,31 @@ class WithKernel(Generic[First, Rest, Result]):
 
     @cached_property
     def kernel(self) -> Callable[Concatenate[First, Rest], Result]:
-        """The GPU's function, imported at its first use: Triton takes long to import, and exists on Linux only."""
+        """The kernel's function, imported at its first use, because Triton imports slowly and exists only on Linux."""
         module, name = self._place.split(":")
         return cast(Callable[Concatenate[First, Rest], Result], getattr(import_module(module), name))
 
     def __call__(self, first: First, /, *rest: Rest.args, **named: Rest.kwargs) -> Result:
-        """Run the kernel where the first argument is stored on a GPU and the arguments fit, else the reference."""
+        """Run the kernel if the first argument is on a GPU and the kernel supports the arguments; else the reference.
+
+        If `tensor` was passed to `on_gpu`, the device of the tensor that it returns decides.
+        """
         tensor: Any = first if self._tensor is None else self._tensor(first)
         if not tensor.is_cuda or not (self._fits is None or self._fits(first, *rest, **named)):
             return self.reference(first, *rest, **named)
-        with torch.cuda.device_of(tensor):  # Triton launches on the current device, which may be another
+        with torch.cuda.device_of(tensor):  # Triton launches on the current device, which may differ
             return self.kernel(first, *rest, **named)
 
 
 def on_gpu(
     place: str, tensor: Callable[[Any], torch.Tensor] | None = None, fits: Callable[..., bool] | None = None
 ) -> Callable[[Callable[Concatenate[First, Rest], Result]], WithKernel[First, Rest, Result]]:
-    """Decorate a definition in plain torch with the kernel that replaces it on a GPU.
+    """Decorate a plain-torch function with the kernel that replaces it on a GPU.
 
     Args:
-        place: `module:function`, which takes the same arguments, or a class that is made of them.
-        tensor: gives the tensor that decides, from the first argument. None: the first argument is that tensor.
-        fits: whether the kernel takes these arguments. None: all.
+        place: the kernel as `module:name`, a function or class that is called with the same arguments.
+        tensor: returns, from the first argument, the tensor whose device decides. None: the first argument itself.
+        fits: returns whether the kernel supports the arguments. None: it supports all.
     """
 
     def decorate(reference: Callable[Concatenate[First, Rest], Result]) -> WithKernel[First, Rest, Result]:

@@ -1,8 +1,9 @@
-"""Numbers in 8 bits for Triton kernels: those of two neighbouring channels are read together, as one of 16 bits.
+"""Int8 rows for Triton kernels: the values of two adjacent channels are read together, as one int16.
 
-Tensor cores take float16. From shared memory an operand's numbers come two at a time if they have 16 bits, turned for
-the values, but byte by byte if they have 8. So each stays beside its neighbour until it is where it is multiplied, and
-a row's channels are two operands of half as many: the first of each pair, and the second.
+Tensor cores multiply float16. A 16-bit operand is loaded from shared memory two elements at a time, also transposed as
+the values need it. An 8-bit operand is loaded byte by byte. Therefore the int8 values stay in pairs until they are in
+the registers of the multiplication. A row's channels become two operands of half the width: the first channel of each
+pair, and the second.
 """
 
 import triton
@@ -11,9 +12,9 @@ import triton.language as tl
 from sparsekv.kernels.common.tiles_triton import WIDEN, dot
 
 LARGEST_HALF = tl.constexpr(65504.0)
-# A byte of 0 to 255 after 0x64 is a float16 number of 1024 to 1279; SHIFT more than the number that it was, of -128 to
-# 127, before its highest bit was turned. The conversion that a GPU has takes an instruction for each number, at a
-# quarter of the speed.
+# An int8 value of -128 to 127 becomes a byte of 0 to 255 when its highest bit is flipped. With 0x64 as the upper byte,
+# it is a float16 number of 1024 to 1279, which is the int8 value plus SHIFT. The GPU's own conversion takes one
+# instruction for each value, at a quarter of the speed.
 SHIFT = tl.constexpr(1152.0)
 _FIRST = tl.constexpr("lop3.b32 $0, $1, 0x00FF00FF, 0x64806480, 0x6A;")
 _SECOND = tl.constexpr("{ .reg .b32 bytes; xor.b32 bytes, $1, 0x80808080; prmt.b32 $0, bytes, 0x64646464, 0x4341; }")
@@ -22,17 +23,19 @@ _SHIFTED_BACK = tl.constexpr("{ .reg .b32 middle; mov.b32 middle, 0x64806480; su
 
 @triton.jit
 def first_of(pairs, EXACT: tl.constexpr):
-    """The first number of each pair [..., D / 2] int16 as float16, SHIFT more than it is; with EXACT as float32, as it
-    is."""
+    """Convert the first int8 value of each pair [..., D / 2] int16 to float16, plus SHIFT.
+
+    With EXACT, or in the interpreter, the result is float32 without SHIFT.
+    """
     if EXACT or WIDEN:
         return pairs.to(tl.int8).to(tl.float32)
-    else:  # what follows a return would be compiled too, and returns another type
+    else:  # the `else` is needed: code after a return is compiled too, and this branch returns another type
         return tl.inline_asm_elementwise(_FIRST, "=r,r", [pairs], tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit
 def second_of(pairs, EXACT: tl.constexpr):
-    """The second number of each pair, likewise."""
+    """Convert the second int8 value of each pair, like `first_of`."""
     if EXACT or WIDEN:
         return (pairs >> 8).to(tl.float32)
     else:
@@ -41,7 +44,7 @@ def second_of(pairs, EXACT: tl.constexpr):
 
 @triton.jit
 def shifted_back(numbers, EXACT: tl.constexpr):
-    """Numbers that are SHIFT more than they were, two in an instruction."""
+    """Subtract SHIFT from the results of `first_of` or `second_of`, two values per instruction."""
     if EXACT or WIDEN:
         return numbers
     else:
@@ -50,23 +53,27 @@ def shifted_back(numbers, EXACT: tl.constexpr):
 
 @triton.jit
 def in_pairs(rows, R: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows [R, D] as those [R, D / 2] of each pair's first channel and of its second."""
+    """Split rows [R, D] into the pairs' first channels and second channels, [R, D / 2] each."""
     return tl.split(tl.reshape(rows, [R, BLOCK_D // 2, 2]))
 
 
 @triton.jit
 def from_pairs(first, second, R: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows [R, D] of those of the pairs' first and second channels."""
+    """Interleave the pairs' first and second channels [R, D / 2] to rows [R, D]."""
     return tl.reshape(tl.join(first, second), [R, BLOCK_D])
 
 
 @triton.jit
 def scaled_queries(q, channels, offsets, d, in_row, scale, EACH: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Queries [R, D] times the scales of the keys' channels, over the largest of these numbers, so that float16 holds
-    them, in pairs; what SHIFT adds to their products [R]; the largest number, of EACH query [R] or of all; and the
-    queries' products [R] with the channels' offsets. The last two are times the scale of logits.
+    """Multiply queries [R, D] by the scales of the keys' channels, for products with int8 keys.
 
-    One number for all saves a multiplication of each logit, and is for queries of one token.
+    The scaled queries are divided by their largest magnitude, so that they fit in float16. With EACH, every query has
+    its own largest magnitude. Otherwise all queries share one, which saves a multiplication of each logit, and suits
+    queries of one token.
+
+    Returns:
+        the scaled queries in pairs, [R, D / 2] each; the term [R] that SHIFT adds to their products; the largest
+        magnitude times `scale`, [R] with EACH; and the queries' products [R] with the channels' offsets, times `scale`.
     """
     EXACT: tl.constexpr = q.dtype == tl.float32
     exact = q.to(tl.float32)
@@ -91,14 +98,17 @@ def scaled_queries(q, channels, offsets, d, in_row, scale, EACH: tl.constexpr, R
 
 @triton.jit
 def scales_of(words, of_queries, unit):
-    """Scales [TILE] of keys, times one of the queries, and of values, over their unit, of words that hold both."""
+    """Unpack words [TILE] of two bfloat16 scales.
+
+    Returns the scales of keys times `of_queries`, and the scales of values divided by `unit`.
+    """
     of_keys = (words << 16).to(tl.float32, bitcast=True) * of_queries
     return of_keys, tl.minimum((words & -65536).to(tl.float32, bitcast=True) / unit, LARGEST_HALF)
 
 
 @triton.jit
 def load_pairs(rows, places, in_row, ALL: tl.constexpr):
-    """Numbers [TILE, D / 2] int16 at some places. ALL: every channel is a row's, and no load needs a mask."""
+    """Load pairs [TILE, D / 2] int16 at some offsets; with ALL, the block has no padding and needs no mask."""
     if ALL:
         return tl.load(rows + places)
     else:
@@ -107,6 +117,6 @@ def load_pairs(rows, places, in_row, ALL: tl.constexpr):
 
 @triton.jit
 def pair_products(first, second, shift, keys, EXACT: tl.constexpr):
-    """Products [R, TILE] of queries in pairs with the numbers of keys [TILE, D / 2] int16."""
+    """Compute the products [R, TILE] of scaled queries, in pairs, with int8 keys in pairs, [TILE, D / 2] int16."""
     turned = tl.trans(keys)
     return dot(first, first_of(turned, EXACT)) + dot(second, second_of(turned, EXACT)) - shift[:, None]

@@ -1,4 +1,4 @@
-"""`expand_runs` and `store_in_slots` in Triton; slots past the last row are left unwritten."""
+"""`expand_runs` and `store_in_slots` in Triton; `list_rows` leaves slots past the last row unwritten."""
 
 import torch
 import triton
@@ -14,7 +14,7 @@ def _store_kernel(
     slot_stride, head_stride, key_head, key_token, value_head, value_token,
     D: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One head's row of one token."""
+    """Store one head's key and value of one token."""
     wait_for_previous_kernel(EARLY)
     token, head, d = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_D)
     row = tl.load(rows + token)
@@ -27,7 +27,7 @@ def _store_kernel(
 
 
 def store_in_slots_triton(stored, new, slots, rows):
-    """`store_in_slots` on a GPU; reads views in place if their last axis is contiguous, and copies them otherwise."""
+    """Run `store_in_slots` on a GPU; views with a contiguous last axis are read in place, others are copied first."""
     keys, values = (unit_stride(one) for one in new)
     H, T, D = keys.shape
     assert all(one.is_contiguous() for one in stored)
@@ -37,7 +37,7 @@ def store_in_slots_triton(stored, new, slots, rows):
     )  # fmt: skip
 
 
-SLOTS = 256  # of one program
+SLOTS = 256  # slots that one Triton program writes
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -45,7 +45,10 @@ def _rows_kernel(
     starts, ends, rows, runs, starts_stride, ends_stride, rows_stride, capacity,
     STEPS: tl.constexpr, SLOTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Row indices of a program's slots; the run of each slot is found by a search that reads three ends at a step."""
+    """Write the row indices of a program's slots.
+
+    A search with three probes per step finds the run of each slot.
+    """
     wait_for_previous_kernel(EARLY)
     head = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
@@ -69,9 +72,10 @@ def _rows_kernel(
 
 
 def list_rows(starts: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor, capacity: int) -> None:
-    """Write the row indices of runs, starts and ends [H, R], run after run to `rows` [H, capacity or more] int32.
+    """Write the row indices of runs, run after run, to `rows` [H, capacity or more] int32.
 
-    Slots after the last row are left unwritten.
+    `starts` [H, R] are the runs' first rows, and `ends` [H, R] the running sums of their lengths. Slots after the last
+    row are left unwritten.
     """
     H, R = ends.shape
     _rows_kernel[(triton.cdiv(capacity, SLOTS), H)](

@@ -1,4 +1,4 @@
-"""Row indices: runs of neighbouring rows, slots of several sequences, and rotary position embeddings of rows."""
+"""Operations on rows: runs of neighbouring rows, slots of several sequences, and rotary position embeddings."""
 
 from functools import lru_cache
 
@@ -14,15 +14,15 @@ def store_in_slots(
     slots: torch.Tensor,
     rows: torch.Tensor,
 ) -> None:
-    """Write keys and values of T tokens into those of S sequences; on a GPU in one launch.
+    """Write keys and values of T tokens into the caches of S sequences.
 
-    In plain torch it syncs.
+    On a GPU this is one launch. The plain-torch implementation synchronises.
 
     Args:
         stored: keys and values [S, Hk, capacity, D], contiguous.
         new: keys and values [Hk, T, D] of the tokens.
-        slots, rows: [T] int64: each token's sequence, and its place there, below the capacity. A token whose place is
-            below zero is not stored.
+        slots: [T] int64, the index of each token's sequence.
+        rows: [T] int64, each token's row in its sequence, below the capacity. A token with negative row is not stored.
     """
     placed = rows >= 0
     if not placed.all():
@@ -32,18 +32,18 @@ def store_in_slots(
 
 
 def rotate(rows: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rows rotated by the given positions; negative positions undo a rotation.
+    """Rotate rows by RoPE to the given positions; negative positions undo a rotation.
 
     Args:
         rows: [..., T, D].
         positions: [..., T] int64; missing leading dimensions are broadcast.
         frequencies: [P] float32, radians per position of each pair of channels; 2 P at most D.
-        interleaved: pairs are channels 2 i and 2 i + 1, else i and i + P; channels from 2 P on are not rotated.
+        interleaved: a pair is channels 2 i and 2 i + 1, else i and i + P. Channels from 2 P on are not rotated.
 
     Returns:
-        [..., T, D] float32. Allocates two more of this size.
+        [..., T, D] float32. Allocates two more tensors of this size.
     """
-    # Angles in float32, as in models, so that undoing a model's rotation uses the same rounded angle.
+    # Angles are float32, as in models, so that undoing a model's rotation uses the same rounded angles.
     angles = positions[..., None].float() * frequencies
     cos, sin = angles.cos(), angles.sin()
     first, second, rest = split_pairs(rows.float(), len(frequencies), interleaved)
@@ -53,7 +53,7 @@ def rotate(rows: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tenso
 
 
 def split_pairs(rows: torch.Tensor, pairs: int, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views: first and second channels [..., P] of the pairs that `rotate` rotates, and the rest [..., D - 2 P]."""
+    """Split rows into views of the RoPE pairs' first and second channels [..., P] and of the rest [..., D - 2 P]."""
     turned, rest = rows[..., : 2 * pairs], rows[..., 2 * pairs :]
     if interleaved:
         return turned[..., 0::2], turned[..., 1::2], rest
@@ -61,26 +61,28 @@ def split_pairs(rows: torch.Tensor, pairs: int, interleaved: bool) -> tuple[torc
 
 
 def fill_budget(lengths: torch.Tensor, budget: int) -> torch.Tensor:
-    """Cut runs, ordered best first, to `budget` rows in all: whole runs, then the start of the run that exceeds it.
+    """Cut runs, ordered best first, to `budget` rows in total.
+
+    Whole runs are kept, and then the start of the run that exceeds the budget.
 
     Args:
-        lengths: [..., R] int, in order of score.
-        budget: rows to keep.
+        lengths: [..., R] int, best run first.
+        budget: number of rows to keep.
 
     Returns:
-        [..., R] lengths with sum min(budget, all).
+        [..., R] lengths, whose sum is the smaller of the budget and the number of all rows.
     """
     before = lengths.cumsum(-1) - lengths
     return torch.minimum((budget - before).clamp(min=0), lengths)
 
 
 def expand_runs(starts: torch.Tensor, lengths: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row indices of runs, run after run, in a fixed number of slots.
+    """Expand runs to their row indices, run after run, in a fixed number of slots.
 
     Args:
         starts: [..., R] int, first row of each run.
-        lengths: [..., R] int, rows in each run; 0 is allowed anywhere.
-        capacity: number of slots; rows that exceed it are left out.
+        lengths: [..., R] int, number of rows of each run; 0 is allowed anywhere.
+        capacity: number of slots; further rows are left out.
 
     Returns:
         rows [..., capacity] int64 (0 in unused slots) and valid [..., capacity] bool.
@@ -95,7 +97,7 @@ def expand_runs(starts: torch.Tensor, lengths: torch.Tensor, capacity: int) -> t
 
 
 def expand_full_runs(starts: torch.Tensor, lengths: torch.Tensor, capacity: int) -> torch.Tensor:
-    """Row indices [..., capacity] int64 of runs that fill all slots; `expand_runs` allows unused ones.
+    """Expand runs that fill all slots to their row indices [..., capacity] int64; `expand_runs` allows unused slots.
 
     Args:
         starts: [..., R] int64.

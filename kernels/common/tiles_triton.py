@@ -1,7 +1,7 @@
 """Helpers of several Triton kernels: shares of work, products, soft caps, dependent launches.
 
-Kernels import the module for its functions, and its constants by name: Triton compiles anew for other values of named
-constants only.
+Kernels call the functions through the module, but import the constants by name. Triton recompiles for changed values of
+constants only if they are imported by name.
 """
 
 import math
@@ -9,15 +9,18 @@ import math
 import triton
 import triton.language as tl
 
-# The interpreter stores bfloat16 as integers, and would multiply those.
+# True in the interpreter, which stores bfloat16 as integers and would multiply these integers.
 WIDEN = tl.constexpr(triton.knobs.runtime.interpret)
-# Logits times this are exponents of 2: a power of 2 takes one instruction less than one of e.
+# Logits times LOG2_E are exponents of 2. A power of 2 takes one instruction less than a power of e.
 LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
 def share(part, parts, rows):
-    """Start and stop of one of `parts` equal parts of some rows; the first parts may have one row more."""
+    """Split `rows` rows into `parts` equal parts; return the range of part number `part`.
+
+    The first parts may have one row more.
+    """
     size, more = rows // parts, rows % parts
     first = part * size + tl.minimum(part, more)
     return first, first + size + (part < more).to(tl.int32)
@@ -25,9 +28,10 @@ def share(part, parts, rows):
 
 @triton.jit
 def wait_for_previous_kernel(EARLY: tl.constexpr):
-    """Wait for the previous kernel if this one was launched early, then let the next one launch.
+    """Wait for the previous kernel if this kernel was launched early, then let the next kernel launch.
 
-    Must come before a program reads what another kernel writes. What is read or fetched before it, nothing writes.
+    A program must call this before it reads data that an earlier kernel writes. Before the call, it may only read or
+    prefetch data that no running kernel writes.
     """
     only_wait(EARLY)
     let_next_launch(EARLY)
@@ -35,22 +39,28 @@ def wait_for_previous_kernel(EARLY: tl.constexpr):
 
 @triton.jit
 def only_wait(EARLY: tl.constexpr):
-    """The first half of `wait_for_previous_kernel`; `let_next_launch` must follow, in all programs."""
+    """Wait for the previous kernel if this kernel was launched early; all programs must call `let_next_launch` later.
+
+    This is the first half of `wait_for_previous_kernel`.
+    """
     if EARLY:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def let_next_launch(EARLY: tl.constexpr):
-    """Let the next kernel be launched, once all programs of this one have come here."""
+    """Let the next kernel launch once all programs of this kernel have made this call."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def prefetch(rows, number, MOST: tl.constexpr, SIZE: tl.constexpr, EARLY: tl.constexpr):
-    """Bring what a kernel that is launched early will read into the cache, before it waits for the kernel before it,
-    which must not be writing it: the first `number` of at most MOST elements of SIZE bytes, 128 bytes at a time."""
+    """Prefetch data into the L2 cache before an early-launched kernel waits for the previous kernel.
+
+    The data are the first `number` of at most MOST elements of SIZE bytes, prefetched by lines of 128 bytes. The
+    previous kernel must not write them.
+    """
     if EARLY:
         LINE: tl.constexpr = 128 // SIZE
         element = tl.arange(0, MOST // LINE) * LINE
@@ -62,7 +72,7 @@ def prefetch(rows, number, MOST: tl.constexpr, SIZE: tl.constexpr, EARLY: tl.con
 
 @triton.jit
 def capped(logits, softcap, CAPPED: tl.constexpr):
-    """softcap tanh(logits / softcap) if there is a soft cap, else the logits."""
+    """Return softcap * tanh(logits / softcap) with CAPPED, else the logits."""
     if CAPPED:
         # triton.language has no tanh: tanh(x) = 2 sigmoid(2 x) - 1.
         logits = softcap * (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0)
@@ -71,8 +81,10 @@ def capped(logits, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def exp2_flushed(exponents):
-    """2 to the power of float32 exponents. Results below 2^-126 are 0, which saves the three instructions of four that
-    look for them."""
+    """Compute 2 to the power of float32 exponents; results below 2^-126 become 0.
+
+    Handling these small results would take three more instructions.
+    """
     if WIDEN:
         return tl.exp2(exponents)
     return tl.inline_asm_elementwise(
@@ -82,8 +94,10 @@ def exp2_flushed(exponents):
 
 @triton.jit
 def log2_of_normal(numbers):
-    """Logarithms to base 2 of float32 that are neither zero nor subnormal: without looking for these it takes one
-    instruction, not ten."""
+    """Compute log2 of float32 numbers that are neither zero nor subnormal.
+
+    Without handling of these cases it takes one instruction instead of ten.
+    """
     if WIDEN:
         return tl.log2(numbers)
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [numbers], tl.float32, is_pure=True, pack=1)
@@ -91,9 +105,9 @@ def log2_of_normal(numbers):
 
 @triton.jit
 def tile_weights(peak, logits):
-    """The highest logits so far, the weights of one tile, and the factor of what came before it."""
+    """Update a running softmax by one tile: return the new peak, the tile's weights, and the factor of earlier sums."""
     highest = tl.maximum(peak, tl.max(logits, 1))
-    # The tiles so far may be masked out completely.
+    # All tiles so far may be completely masked.
     safe = tl.where(highest == -float("inf"), 0.0, highest)
     return highest, exp2_flushed(logits - safe[:, None]), exp2_flushed(peak - safe)
 
@@ -115,8 +129,11 @@ def sum_of_four(a, b, c, d, e, f, g, h):
 
 @triton.jit
 def product(a, b):
-    """a b in float32, never fused with a sum that follows. A sum over threads takes each one's own number and its
-    neighbours': fused with the own one it would be rounded otherwise at each, and one place be written twice."""
+    """Multiply a and b in float32, without fusion into a following sum.
+
+    In a sum across threads, each thread adds its own product and those of other threads. With a fused multiply-add,
+    threads would round the same sum differently, and write different values to the same address.
+    """
     if WIDEN:
         return a * b
     return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, is_pure=True, pack=1)
@@ -124,7 +141,7 @@ def product(a, b):
 
 @triton.jit
 def dot(a, b):
-    """Matrix product a b in float32, on tensor cores; float32 inputs are not rounded to tf32."""
+    """Compute the matrix product a b in float32, on tensor cores; float32 inputs are not rounded to tf32."""
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     precision: tl.constexpr = "ieee" if a.dtype == tl.float32 else "tf32"

@@ -1,4 +1,4 @@
-"""Memory that the GPUs of several ranks all see, in which each leaves the others its part of a sum."""
+"""Memory that the GPUs of all ranks can access; through it, ranks exchange their parts of an all-reduce."""
 
 import os
 import socket
@@ -10,23 +10,23 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 MOST_BYTES = 64 * 1024
-"""Of a part: each rank sends all of it to every other, which NCCL does better with more."""
-PROGRAM_BYTES = 2048  # that one program sends and adds up, in the memory's same place whatever the dtype
+"""Most bytes of a rank's part. Each rank sends its whole part to every other rank; NCCL is faster for larger parts."""
+PROGRAM_BYTES = 2048  # bytes that one program sends and sums; their address does not depend on the dtype
 PROGRAMS = MOST_BYTES // PROGRAM_BYTES
 
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """One rank's view of what is shared. A rank's sums must come one after another, in one stream's order.
+    """One rank's view of the shared memory; a rank's all-reduces must run one after another, in stream order.
 
-    A rank's memory holds two times a place of `MOST_BYTES` for what each rank sends it, in turns, then a number
-    [ranks, PROGRAMS] int32 for each program of each rank: how many parts have come.
+    A rank's memory has two buffers, which are used in turn. Each buffer has `MOST_BYTES` for the part of every rank.
+    Counters [ranks, PROGRAMS] int32 follow, one for each program of each rank: the number of parts that have arrived.
 
     Args:
-        number: of this rank.
-        places: [ranks] int64, addresses of all ranks' memory as this rank's device sees it.
-        turns: [PROGRAMS] int32, how many sums each program of this rank has begun.
-        held: this rank's memory, and what keeps that of the others mapped: both live as long as this.
+        number: index of this rank.
+        places: [ranks] int64, addresses of all ranks' memory in the address space of this rank's device.
+        turns: [PROGRAMS] int32, the number of all-reduces that each program of this rank has completed.
+        held: this rank's memory and the handle that keeps the other ranks' memory mapped, kept alive by this object.
     """
 
     number: int
@@ -36,25 +36,26 @@ class SharedMemory:
 
 
 def bytes_shared(ranks: int) -> int:
-    """Bytes of one rank's memory, where there are so many ranks."""
+    """Compute the bytes of one rank's memory in a group of `ranks` ranks."""
     return ranks * (2 * MOST_BYTES + 4 * PROGRAMS)
 
 
 def share_memory(group: dist.ProcessGroup) -> SharedMemory | None:
-    """Memory that all GPUs of a group see, each the current one of its rank; all ranks call it.
+    """Allocate memory that the current GPUs of all ranks of a group can access; all ranks must call this.
 
     Returns:
-        None on all ranks where some cannot see the others' memory, as across machines.
+        The memory, or None on all ranks if a rank cannot access another's memory, as across machines.
     """
     device, size = torch.device("cuda", torch.cuda.current_device()), group.size()
-    # Torch's way to share has the ranks wait for each other, so they agree before each step whether to take it.
+    # Torch's functions for sharing memory make the ranks wait for each other. Therefore the ranks agree before each
+    # step whether all of them will take it.
     if len(set(_told_by_all(group, socket.gethostname()))) > 1:
         return None
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # it can fail on one rank alone, and is not used
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # unused, and it can fail on a single rank
     own = None
-    with suppress(RuntimeError):  # torch has no class of its own for memory that cannot be shared
+    with suppress(RuntimeError):  # torch has no specific exception for memory that cannot be shared
         own = symmetric_memory.empty(bytes_shared(size), dtype=torch.uint8, device=device).zero_()
-        torch.cuda.synchronize(device)  # nobody may send before the zeros are there
+        torch.cuda.synchronize(device)  # no rank may send before the zeros are written
     if not all(_told_by_all(group, own is not None)) or own is None:
         return None
     handle = None

@@ -1,8 +1,9 @@
-"""The sum of all ranks' parts in one launch, in Triton: each program sends its piece to every other rank, waits for
-theirs and adds them up.
+"""All-reduce of small tensors in one Triton launch.
 
-A rank may overwrite what it sent two sums ago: it has finished the sum in between, for which the others sent their
-parts after they had read what came before.
+Each program sends its piece of the rank's part to every other rank, waits for the others' pieces and sums all pieces.
+
+A rank may overwrite the part that it sent two all-reduces ago. It has finished the all-reduce in between. In that
+all-reduce, the other ranks sent their parts only after they had read the earlier part.
 """
 
 import torch
@@ -17,7 +18,10 @@ def _sum_kernel(
     part, total, places, turns, numbers, this,
     RANKS: tl.constexpr, MOST: tl.constexpr, BYTES: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program's piece of a sum over RANKS, of which this is one; MOST numbers are BYTES."""
+    """Compute one program's piece of an all-reduce over RANKS ranks.
+
+    `this` is the index of this rank. A rank's buffer for one part has MOST elements, which are BYTES bytes.
+    """
     program = tl.program_id(0)
     at = program * BLOCK + tl.arange(0, BLOCK)
     inside = at < numbers
@@ -42,21 +46,21 @@ def _sum_kernel(
                 pass
     tl.debug_barrier()
     added = tl.zeros([BLOCK], tl.float32)
-    for rank in tl.static_range(RANKS):  # in one order on all ranks, so that all have the same sum
+    for rank in tl.static_range(RANKS):  # in the same order on all ranks, so that all have the same sum
         place = tl.multiple_of(here.to(sent), 16) + half + rank * MOST + at
-        # Another GPU wrote it meanwhile: it must not come from this one's nearest cache.
+        # Another GPU wrote this piece during the launch, and so the load must bypass the L1 cache.
         added += tl.load(place, mask=inside, other=0.0, volatile=True).to(tl.float32)
     tl.store(total + at, added.to(own.dtype), mask=inside)
     tl.store(turns + program, turn)
 
 
 def sum_triton(part: torch.Tensor, memory: SharedMemory) -> torch.Tensor:
-    """The sum of the ranks' parts, as `torch.distributed.all_reduce` makes it, on each of them; all call this.
+    """Sum the ranks' parts like `torch.distributed.all_reduce`, and return the sum on each rank; all ranks call this.
 
-    Nothing else is allocated, and no host waits. Each rank's sum has the same bits.
+    Only the result is allocated, and the host does not wait. The results of all ranks are bitwise equal.
 
     Args:
-        part: [...] contiguous, of one shape and floating dtype on all ranks, at most `MOST_BYTES`.
+        part: [...] contiguous, with the same shape and floating dtype on all ranks, at most `MOST_BYTES`.
     """
     total, size = torch.empty_like(part), part.element_size()
     block = PROGRAM_BYTES // size

@@ -1,4 +1,7 @@
-"""Hierarchies of clusters with contiguous tokens and children, their blocks, appended tokens, and outliers."""
+"""Hierarchies of clusters, with blocks, appended tokens and outliers.
+
+The tokens of a cluster, and the children of a cluster, are contiguous.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,11 +14,11 @@ from sparsekv.kernels.kmeans.kmeans import assign, cluster_means, lloyd, random_
 
 
 def block_offsets(tokens: int, block: int) -> list[int]:
-    """First token of each block, and the end of the last: closed blocks of W tokens, then an open one.
+    """Compute the first token of each block, and the end of the last block.
 
-    The open block has between alpha = W / 2 and W + alpha tokens (fewer only if the sequence is shorter): when it
-    reaches W + alpha, its first W tokens become a closed block. So the cuts depend only on the number of tokens, not on
-    how they were appended.
+    Closed blocks have W tokens. The open block at the end has between alpha = W / 2 and W + alpha tokens, or fewer if
+    the sequence is shorter. When the open block reaches W + alpha tokens, its first W tokens become a closed block. So
+    the cuts depend only on the number of tokens, not on how they were appended.
 
     Args:
         tokens: length of the sequence, at least 1.
@@ -27,7 +30,10 @@ def block_offsets(tokens: int, block: int) -> list[int]:
 
 
 def equal_neighbours(offsets: list[int], most: int) -> list[list[int]]:
-    """The offsets of neighbouring blocks of one length, of up to `most` tokens together, or of one block."""
+    """Group the offsets of adjacent blocks of equal length; return the offsets of each group.
+
+    The blocks of a group have at most `most` tokens in total, except for a group of a single block.
+    """
     runs: list[list[int]] = []
     for start, stop in pairwise(offsets):
         if runs and stop - start == runs[-1][1] - runs[-1][0] and stop - runs[-1][0] <= most:
@@ -39,7 +45,10 @@ def equal_neighbours(offsets: list[int], most: int) -> list[list[int]]:
 
 @dataclass
 class Level:
-    """Clusters of one level: centroids [Hk, C, D] float32, token counts [Hk, C], and the parent of each [Hk, C]."""
+    """Clusters of one level: centroids [Hk, C, D] float32, token counts [Hk, C], and parent indices [Hk, C].
+
+    The coarsest level has no parents.
+    """
 
     centroids: torch.Tensor
     counts: torch.Tensor
@@ -47,18 +56,22 @@ class Level:
 
 
 Cluster = Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor]
-"""From points [Hk, M, D] float32, a number of clusters, and a mask [Hk, M] of the points to use: labels [Hk, M]."""
+"""Function that clusters points and returns labels [Hk, M].
+
+Its arguments are points [Hk, M, D] float32, a number of clusters, and a mask [Hk, M] of the points to use.
+"""
 
 
 def levels_above(keys: torch.Tensor, labels: torch.Tensor, sizes: list[int], cluster: Cluster) -> list[Level]:
-    """All levels, finest first: the finest from its labels, coarser ones by clustering the centroids below.
+    """Build all levels, finest first: the finest from its labels, and coarser levels by clustering the centroids below.
 
-    A coarse centroid is the count-weighted mean of its children, and so the mean of its member keys; empty clusters
-    are not clustered again.
+    A coarse centroid is the count-weighted mean of its children, and so the mean of its member keys. Empty clusters are
+    not clustered again.
 
     Args:
         keys: [Hk, M, D]; labels: [Hk, M] of the finest level.
         sizes: number of clusters of each level, finest first, descending.
+        cluster: the function that clusters centroids.
     """
     levels = [Level(*cluster_means(keys, labels, sizes[0]))]
     for size in sizes[1:]:
@@ -71,21 +84,24 @@ def levels_above(keys: torch.Tensor, labels: torch.Tensor, sizes: list[int], clu
 
 
 def level_sizes(shares: Sequence[float], tokens: int) -> list[int]:
-    """Number of clusters of each level, at least one, for `tokens` that are clustered together."""
+    """Compute the number of clusters of each level, at least one, from its share of the number of tokens."""
     return [max(1, round(share * tokens)) for share in shares]
 
 
 def number_neighbours(levels: list[Level], labels: torch.Tensor) -> torch.Tensor:
-    """Renumber the clusters of every level in place, from the coarsest down: by parent, empty clusters last.
+    """Renumber the clusters of every level in place, so that the children of each parent are contiguous.
+
+    Levels are renumbered from the coarsest down, in the order of their parents, with empty clusters last.
 
     Returns:
-        [Hk, M] labels of the tokens in the finest level's new numbers.
+        [Hk, M] labels of the tokens, as new cluster indices of the finest level.
     """
     new_number = None
     for level in reversed(levels):
         key = (level.counts == 0).long() * (1 << 40)
         if level.parent is not None and new_number is not None:
-            # An empty cluster has no parent; the last number keeps the children of each parent contiguous.
+            # An empty cluster has no parent. Its parent is set to the last index, so that the children of each parent
+            # stay contiguous.
             empty = level.counts == 0
             level.parent = new_number.gather(1, level.parent).masked_fill(empty, new_number.shape[1] - 1)
             key = key + level.parent
@@ -110,18 +126,20 @@ def level_tensors(
     first_token: int,
     keys: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The artifact's tensors of a hierarchy.
+    """Build the artifact's tensors of a hierarchy.
 
     Args:
-        labels: [Hk, M] of the tokens in the finest level.
-        values: [Hk, M, D] of the tokens; the centroids get their dtype.
+        labels: [Hk, M], the tokens' clusters in the finest level.
+        values: [Hk, M, D], the tokens' values; the centroids get their dtype.
         first_token: position in the prompt of the first token.
-        keys: [Hk, M, D] as attended, if the levels were clustered from other keys (such as keys with RoPE undone).
+        keys: [Hk, M, D], the attended keys, if the levels were clustered from other keys (such as keys with RoPE
+            undone).
 
     Returns:
         levelI.centroids and levelI.value_centroids [Hk, C_I, D], levelI.counts and levelI.parent [Hk, C_I] int32,
         token_order [Hk, M] int32 (positions in the prompt, cluster by cluster), token_offsets [Hk, C_0 + 1] int32.
-        With `keys`, levelI.centroids are their means, and levelI.lookup_centroids the levels' own centroids.
+        With `keys`, levelI.centroids are the means of these keys, and levelI.lookup_centroids are the levels' own
+        centroids.
     """
     own_name, other_rows = "centroids", {"value_centroids": values}
     if keys is not None:
@@ -147,7 +165,7 @@ def join_blocks(blocks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor
     """Concatenate the hierarchies of neighbouring blocks; no cluster crosses a block.
 
     Returns:
-        the tensors of `level_tensors`, with clusters numbered on from block to block, and block_clusters
+        the tensors of `level_tensors`, with cluster indices that continue from block to block, and block_clusters
         [Hk, blocks + 1] int32: the first finest-level cluster of each block, then the number of clusters.
     """
     joined = {name: torch.cat([block[name] for block in blocks], 1) for name in blocks[0] if name != "token_offsets"}
@@ -166,32 +184,33 @@ def _first_numbers(sizes: list[int]) -> list[int]:
     return [0, *accumulate(sizes)]
 
 
-REFINEMENTS = 3  # full k-means iterations over the block after new tokens were assigned
+REFINEMENTS = 3  # full k-means iterations over a block after its new tokens are assigned
 
 
 def join_tokens(
     points: torch.Tensor, labels: torch.Tensor, clusters: int, all_clusters: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Labels of a block after tokens were appended to it.
+    """Recluster a block after tokens were appended to it; return the labels of all its tokens.
 
-    Centres sampled from the new tokens are added, and replace empty ones; each new token is assigned to its nearest
-    centre, which moves to the mean of its members (a step of sequential k-means); then a few iterations over the whole
-    block follow.
+    New centres are sampled from the new tokens; they also replace empty centres. Each new token is assigned to its
+    nearest centre, and the centre moves to the mean of its members (a step of sequential k-means). Then a few k-means
+    iterations run over the whole block.
 
     Args:
-        points: [Hk, T, D] float32, the block's keys in the space they are clustered in, old tokens first.
-        labels: [Hk, T_old] int64 of the old tokens.
-        clusters: number of clusters of the old tokens; all_clusters: number to end with, at least as many.
-        generator: draws the samples, on the points' device.
+        points: [Hk, T, D] float32, the block's keys in the space in which they are clustered, old tokens first.
+        labels: [Hk, T_old] int64, labels of the old tokens.
+        clusters: number of clusters of the old tokens.
+        all_clusters: number of clusters of the result, at least `clusters`.
+        generator: random generator of the samples, on the points' device.
 
     Returns:
-        [Hk, T] int64. Allocates the centres, and on a CPU [Hk, 16384, C] scores at a time.
+        [Hk, T] int64. Allocates the centres and the memory of `assign`.
     """
     return join_in_order(points, labels, clusters, all_clusters, sampling_order(points, labels, generator))
 
 
 def sampling_order(points: torch.Tensor, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Random order [Hk, T_new] int64 in which the new points of `join_tokens` become centres."""
+    """Draw the random order [Hk, T_new] int64 in which the new points of `join_tokens` become centres."""
     size = len(points), points.shape[1] - labels.shape[1]
     return torch.rand(size, generator=generator, device=points.device).argsort(dim=-1)
 
@@ -199,8 +218,10 @@ def sampling_order(points: torch.Tensor, labels: torch.Tensor, generator: torch.
 def join_in_order(
     points: torch.Tensor, labels: torch.Tensor, clusters: int, all_clusters: int, order: torch.Tensor
 ) -> torch.Tensor:
-    """`join_tokens` with a given `sampling_order`. A CUDA graph can record it: no synchronisation, no data-dependent
-    shapes."""
+    """Run `join_tokens` with the `sampling_order` as an argument.
+
+    A CUDA graph can capture this, because there is no synchronisation and no data-dependent shape.
+    """
     old, new = points[:, : labels.shape[1]], points[:, labels.shape[1] :]
     more = all_clusters - clusters
     centres, counts = cluster_means(old, labels, clusters)
@@ -225,8 +246,10 @@ def online_levels(
     iterations: int,
     generator: torch.Generator,
 ) -> list[Level]:
-    """All levels of a block with keys [Hk, T, D], from the labels [Hk, T] of the finest, which has so many clusters;
-    coarse levels are clustered from scratch."""
+    """Build all levels of a block with keys [Hk, T, D], from the labels [Hk, T] of the finest level.
+
+    The finest level has `clusters` clusters. Coarser levels are clustered from scratch.
+    """
 
     def cluster(points: torch.Tensor, clusters: int, valid: torch.Tensor) -> torch.Tensor:
         return random_kmeans(to_space(points, space, valid), clusters, iterations, generator, valid)
@@ -235,20 +258,23 @@ def online_levels(
 
 
 def finest_size(levels: Sequence[float], outliers: float, tokens: int) -> int:
-    """Number of clusters of the finest level, those of one outlier each included."""
+    """Compute the number of clusters of the finest level, including the clusters of a single outlier each."""
     return level_sizes(levels, tokens)[0] + round(outliers * tokens)
 
 
 def single_out(points: torch.Tensor, labels: torch.Tensor, clusters: int, share: float) -> tuple[torch.Tensor, int]:
-    """Make the share of each head's points that is farthest from its centroids clusters of one, numbered last.
+    """Move each head's outliers, the points farthest from their centroids, to clusters of a single point each.
 
-    Allocates the points once more in float32.
+    The new clusters have the last indices. Allocates a float32 copy of the points.
 
     Args:
-        points: [Hk, M, D]; labels: [Hk, M] int64 in so many clusters.
+        points: [Hk, M, D].
+        labels: [Hk, M] int64, below `clusters`.
+        clusters: number of clusters so far.
+        share: share of the points that are outliers.
 
     Returns:
-        Labels [Hk, M] and the number of clusters. A cluster may be empty then.
+        Labels [Hk, M] and the new number of clusters. Clusters may become empty.
     """
     singled = round(share * points.shape[1])
     if not singled:

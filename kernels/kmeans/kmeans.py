@@ -1,4 +1,4 @@
-"""k-means of the keys of all heads, batched: assignment, means, and Lloyd iterations."""
+"""k-means of keys, batched over heads: assignment, means, and Lloyd iterations."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,19 +8,22 @@ import torch
 from sparsekv.kernels.common.on_gpu import on_gpu
 
 CHANNELS = (2, 4, 8)
-"""For points of so many channels faiss keeps centres in registers, and takes half of the time that a product does; with
-others it takes four times as long."""
+"""Numbers of channels for which faiss keeps centres in registers.
+
+It then takes half the time of a matrix product. For other numbers of channels it takes four times as long.
+"""
 CENTRES = 256
 
 
 class ShortPoints:
-    """`nearest_centres` for points [H, M, D], D one of CHANNELS, of float32 on a CPU. Allocates them once more.
+    """`nearest_centres` by faiss, for float32 points [H, M, D] on a CPU, with D one of CHANNELS; copies the points.
 
-    Other threads run meanwhile: a search in plain torch is many short operations, which take turns at Python's lock.
+    Other threads can run during the search. A search in plain torch is many short operations, each of which needs
+    Python's global lock.
     """
 
     def __init__(self, points: torch.Tensor):
-        import faiss  # here, as it is needed on a CPU alone
+        import faiss  # imported here, because only a CPU needs it
 
         H, M, D = points.shape
         self._set, self._faiss = faiss.copy_array_to_vector, faiss
@@ -28,26 +31,26 @@ class ShortPoints:
         self._quantiser = faiss.ProductQuantizer(H * D, H, 8)
 
     def __call__(self, centres: torch.Tensor) -> torch.Tensor:
-        """Labels [H, M] int64 by centres [H, CENTRES, D]."""
+        """Find the nearest of centres [H, CENTRES, D] for each point; return labels [H, M] int64."""
         self._faiss.omp_set_num_threads(torch.get_num_threads())
         self._set(centres.float().contiguous().view(-1).numpy(), self._quantiser.centroids)
         return torch.from_numpy(self._quantiser.compute_codes(self._rows)).t().long()
 
 
-SCORES_AT_ONCE, FEWEST_ROWS = 2**17, 64  # what stays in a core's cache between the product and the search in it
-LEAST_WEIGHT = 1e-30  # of a cluster, so that the mean of an empty one is 0
-FAR = 1e30  # times a difference of two scores, which is above any number of a centre
+SCORES_AT_ONCE, FEWEST_ROWS = 2**17, 64  # scores that stay in a core's cache until they are searched; fewest points
+LEAST_WEIGHT = 1e-30  # least divisor of a cluster's mean, so that the mean of an empty cluster is 0
+FAR = 1e30  # factor that makes any nonzero difference of two scores exceed every index of a centre
 SPACES = ("normalised", "raw", "centred")
 
 
 def to_space(keys: torch.Tensor, space: str, valid: torch.Tensor | None = None) -> torch.Tensor:
-    """Keys [Hk, M, D] in the space in which they are clustered, in float32.
+    """Convert keys [Hk, M, D] to the space in which they are clustered, in float32.
 
-    `normalised` makes unit vectors (Squeezed Attention, section 3.1); `centred` subtracts each head's mean key first
-    (RetroInfer); `raw` leaves keys unchanged.
+    `normalised` makes unit vectors (Squeezed Attention, section 3.1). `centred` first subtracts each head's mean key
+    (RetroInfer). `raw` leaves keys unchanged.
 
     Args:
-        valid: [Hk, M] bool, at least one True in each head: keys to include in the mean. None: all.
+        valid: [Hk, M] bool, keys to include in the mean, at least one in each head. None: all.
     """
     keys = keys.float()
     if space == "raw":
@@ -59,27 +62,31 @@ def to_space(keys: torch.Tensor, space: str, valid: torch.Tensor | None = None) 
 
 
 def assign(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
-    """Nearest centre of each point by Euclidean distance.
+    """Find the nearest centre of each point by Euclidean distance.
 
     Args:
         points: [Hk, M, D]; centres: [Hk, C, D].
 
     Returns:
-        [Hk, M] int64. Allocates 131,072 scores, or those of 64 points; on a GPU instead the points in float16.
+        [Hk, M] int64. On a CPU, allocates 131,072 scores at a time, or those of 64 points. On a GPU, allocates a
+        float16 copy of the points.
     """
     return nearest_centres(points, centres.shape[1])(centres)
 
 
 @on_gpu("sparsekv.kernels.kmeans.kmeans_triton:NearestCentres")
 def nearest_centres(points: torch.Tensor, number: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`assign` as a function of `number` centres, for fixed points [Hk, M, D]; a GPU rounds the points only once."""
+    """Return a function that assigns fixed points [Hk, M, D] to `number` centres, like `assign`.
+
+    A GPU rounds the points only once for all calls.
+    """
     if number == CENTRES and points.shape[2] in CHANNELS and points.dtype == torch.float32:
         return ShortPoints(points)
     return partial(assign_plainly, points)
 
 
 def assign_plainly(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
-    """`assign` in plain torch, in float32."""
+    """Assign points to centres like `assign`, in plain torch and float32."""
     rows = max(FEWEST_ROWS, SCORES_AT_ONCE // centres.shape[1])
     numbers = torch.arange(centres.shape[1], dtype=torch.float32, device=points.device)
     first = []
@@ -87,13 +94,15 @@ def assign_plainly(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
         across, half_norms = around.T.contiguous(), around.square().sum(-1) / 2
         scores = (torch.addmm(half_norms, some.float(), across, beta=-1) for some in of_head.split(rows))
         first.append(torch.cat([_first_largest(of_rows, numbers) for of_rows in scores]))
-    # What is no number is nowhere.
+    # A row with NaN scores has no largest score, and gets label 0.
     return torch.stack(first).nan_to_num(0.0, 0.0).long()
 
 
 def _first_largest(scores: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Where the largest of scores [T, C] is, by numbers [C] from 0 on; overwrites them. On a CPU `argmax` takes three
-    times as long."""
+    """Return the index of the first largest score in each row of scores [T, C]; overwrites the scores.
+
+    `numbers` [C] are the indices 0, 1, ... as float32. On a CPU, `argmax` takes three times as long.
+    """
     behind = scores.sub_(scores.amax(-1, keepdim=True))
     return torch.add(numbers, behind, alpha=-FAR).amin(-1)
 
@@ -102,14 +111,14 @@ def _first_largest(scores: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 def cluster_means(
     points: torch.Tensor, labels: torch.Tensor, clusters: int, weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted mean and weight of each cluster.
+    """Compute the weighted mean and the total weight of each cluster.
 
     Args:
         points: [Hk, M, D]; labels: [Hk, M]; weights: [Hk, M], ones when None.
 
     Returns:
-        means [Hk, C, D] float32 (zeros for an empty cluster) and weights [Hk, C] float32, both deterministic: in plain
-        torch that is true on a CPU.
+        means [Hk, C, D] float32 (zeros for an empty cluster) and weights [Hk, C] float32. Both are deterministic; the
+        plain-torch implementation is deterministic only on a CPU.
     """
     weights = points.new_ones(labels.shape, dtype=torch.float32) if weights is None else weights.float()
     total = torch.zeros(len(points), clusters, device=points.device).scatter_add_(1, labels, weights)
@@ -122,14 +131,14 @@ def cluster_means(
 def lloyd(
     points: torch.Tensor, centres: torch.Tensor, iterations: int, weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lloyd iterations of assignment and means; a centre without points does not move.
+    """Run Lloyd iterations of assignment and means; a centre without points does not move.
 
     Args:
         points: [Hk, M, D] float32; centres: [Hk, C, D], the initial ones.
         weights: [Hk, M] float32, 0 for points to ignore.
 
     Returns:
-        labels [Hk, M] of a last assignment, and the centres [Hk, C, D] that it used.
+        labels [Hk, M] of a final assignment, and the centres [Hk, C, D] of this assignment.
     """
     nearest, centres = moved_centres(points, centres, iterations, weights)
     return nearest(centres), centres
@@ -138,7 +147,7 @@ def lloyd(
 def moved_centres(
     points: torch.Tensor, centres: torch.Tensor, iterations: int, weights: torch.Tensor | None = None
 ) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
-    """`lloyd` without its last assignment: `nearest_centres` of the points, and the centres."""
+    """Run `lloyd` without its final assignment; return `nearest_centres` of the points, and the centres."""
     nearest = nearest_centres(points, centres.shape[1])
     for _ in range(iterations):
         means, counts = cluster_means(points, nearest(centres), centres.shape[1], weights)
@@ -153,13 +162,13 @@ def random_kmeans(
     generator: torch.Generator,
     valid: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Labels from k-means with random points of each head as initial centres.
+    """Run k-means with random points of each head as initial centres; return the labels.
 
     Args:
         points: [Hk, M, D] float32.
         clusters: at most the number of valid points of any head.
-        generator: draws the initial centres, on the points' device.
-        valid: [Hk, M] bool: points to cluster; the others get label 0. None: all.
+        generator: random generator of the initial centres, on the points' device.
+        valid: [Hk, M] bool, points to cluster; the others get label 0. None: all.
 
     Returns:
         [Hk, M] int64.
@@ -176,13 +185,16 @@ def random_points(
     valid: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """So many different points of each head [Hk, number, D], of [Hk, M, D], where `valid` [Hk, M] bool is True; each is
-    drawn with a probability by its weight [Hk, M], above 0."""
+    """Draw `number` distinct points of each head from points [Hk, M, D]; return [Hk, number, D].
+
+    Only points where `valid` [Hk, M] bool is True are drawn. The probability of a point grows with its weight [Hk, M],
+    which is above 0.
+    """
     random = torch.rand(points.shape[:2], generator=generator, device=points.device)
-    # The smallest of exponential variables with such rates (Efraimidis and Spirakis, 2006).
+    # The points with the smallest exponential variables, with weights as rates (Efraimidis and Spirakis, 2006).
     random = random if weights is None else -random.log() / weights
     random = random if valid is None else random.masked_fill(~valid, torch.inf)
     chosen = random.argsort(dim=-1)[:, :number]
-    # What weights are rounded to must not decide which point is the first.
+    # Sorted by index, so that the rounding of the weights does not change the order of the points.
     chosen = chosen if weights is None else chosen.sort(-1).values
     return points.gather(1, chosen[..., None].expand(-1, -1, points.shape[-1]))

@@ -1,4 +1,4 @@
-"""k-means on a GPU: nearest centres by tensor cores with the argmax fused, and means over sorted labels."""
+"""k-means on a GPU: nearest centres by tensor cores with a fused argmax, and means over sorted labels."""
 
 from dataclasses import dataclass
 
@@ -9,16 +9,17 @@ import triton.language as tl
 from sparsekv.kernels.common.launch import power_of_two, unit_stride
 from sparsekv.kernels.kmeans.kmeans import LEAST_WEIGHT
 
-FARTHEST_MEAN = 4096.0  # largest entry of the scaled mean: centres at 16 times it are still finite in float16
-REGISTERS = 65_536  # of an SM
-ROWS_AT_ONCE = 32  # rows in a tile of the kernels for means and for rounding
+FARTHEST_MEAN = 4096.0  # largest entry of the scaled mean; centres at nearly 16 times this are still finite in float16
+REGISTERS = 65_536  # registers of an SM
+ROWS_AT_ONCE = 32  # rows of a tile in the kernels for means and for rounding
 
 
 @dataclass(frozen=True)
 class Tiles:
     """Tile sizes of the search for nearest centres: points and centres of one product, warps and pipeline stages.
 
-    `programs` are to fit on an SM: while one takes the maximum of its scores, another keeps the tensor cores busy.
+    `programs` is the number of programs that should fit on an SM. While one program takes the maximum of its scores,
+    another keeps the tensor cores busy.
     """
 
     points: int
@@ -29,16 +30,16 @@ class Tiles:
 
     @property
     def registers(self) -> int:
-        """Register limit of a thread."""
+        """Most registers that a thread may use, so that all programs fit on an SM."""
         return min(255, REGISTERS // (32 * self.warps * self.programs))
 
     def shared_bytes(self, dims: int) -> int:
-        """Shared memory of a program: its points, and one tile of centres for each stage, in float16."""
+        """Compute a program's bytes of shared memory: its points, and one tile of centres per stage, in float16."""
         return 2 * dims * (self.points + self.stages * self.centres)
 
 
-# The first that fits in shared memory is used. Tensor cores read both tiles from shared memory: 64 centres use all of
-# its bandwidth, 128 three quarters. Centres are read once for each tile of points.
+# The first entry that fits in shared memory is used. Tensor cores read both tiles from shared memory. Tiles of 64
+# centres use all of its bandwidth, tiles of 128 centres three quarters. Centres are read once for each tile of points.
 TILES = (Tiles(128, 128, 8, 2), Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 1))
 
 
@@ -47,7 +48,10 @@ def _round_rows(
     rows, means, scales, rounded, half_norms, count, padded_count, head_stride, row_stride, dims,
     DIMS: tl.constexpr, ROWS: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Write rows in float16, centred on their head's mean and scaled, zeros past the last; and half squared norms."""
+    """Write rows in float16, minus their head's mean and scaled, with zeros past the last row.
+
+    With NORMS, also write half of their squared norms.
+    """
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, DIMS)
@@ -56,7 +60,7 @@ def _round_rows(
     found = tl.load(rows + at, mask=inside, other=0.0).to(tl.float32)
     mean = tl.load(means + head * dims + dim, mask=dim < dims, other=0.0)
     scaled = (found - mean[None, :]) * tl.load(scales + head)
-    # Clamped to the largest finite float16, because products of infinities may be NaN.
+    # Rows are clamped to the largest finite float16, because products of infinities may be NaN.
     half = tl.where(inside, tl.minimum(tl.maximum(scaled, -65504.0), 65504.0), 0.0).to(tl.float16)
     to = head * padded_count + row
     tl.store(rounded + to[:, None] * DIMS + dim[None, :], half, mask=(row < padded_count)[:, None])
@@ -71,7 +75,7 @@ def _find_nearest(
     points, centres, half_norms, labels, count, padded_clusters,
     DIMS: tl.constexpr, POINTS: tl.constexpr, CENTRES: tl.constexpr,
 ):  # fmt: skip
-    """For a tile of points p the centre c of highest p c - |c|^2 / 2; the scores never leave the registers."""
+    """Find, for a tile of points p, the centre c with the highest p c - |c|^2 / 2; scores stay in registers."""
     head = tl.program_id(1).to(tl.int64)
     point = tl.program_id(0) * POINTS + tl.arange(0, POINTS)
     dim, column = tl.arange(0, DIMS), tl.arange(0, CENTRES)
@@ -97,7 +101,10 @@ def _sum_runs(
     points, order, starts, weights, means, totals, count, clusters, head_stride, row_stride, dims, DIMS: tl.constexpr,
     ROWS: tl.constexpr, WEIGHTED: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Weighted mean of one cluster, whose points are a run of the sorted order; the order of summation is fixed."""
+    """Compute the weighted mean of one cluster; the order of summation is fixed.
+
+    The points of the cluster are a contiguous range of `order`, which sorts all points by cluster.
+    """
     cluster = tl.program_id(0).to(tl.int64)
     head = cluster // clusters
     start, end = tl.load(starts + cluster), tl.load(starts + cluster + 1)
@@ -119,33 +126,36 @@ def _sum_runs(
 
 
 class NearestCentres:
-    """Finds the nearest centre of fixed points, for centres that change between calls.
+    """Search for the nearest centres of fixed points, with centres that change between calls.
 
-    Points and centres are centred on the head's mean point, scaled so that no coordinate of a point exceeds 1, and
-    rounded to float16; products are summed in float32. Rounding moves a point or centre by 2^-11 of its distance to the
-    mean, so the chosen centre is at most 2^-10 of the two distances to the mean further away than the nearest. bfloat16
-    costs as much with eight times the error; tf32 has the same error and costs twice as much. Norms are those of the
-    rounded centres, so that a point which equals a centre is at distance 0 from it. Centres more than 60,000 times
-    further out than the furthest point are clamped, and no longer distinguished.
+    The head's mean point is subtracted from points and centres. They are scaled so that no coordinate of a point
+    exceeds 1, and rounded to float16. Products are summed in float32. Rounding moves a point or centre by 2^-11 of its
+    distance to the mean. Therefore the chosen centre is further away than the nearest by at most 2^-10 of the two
+    distances to the mean. bfloat16 has the same cost and eight times the error; tf32 has the same error and twice the
+    cost. Norms are computed from the rounded centres, so that a point that equals a centre has distance 0 from it.
+    Centres more than 60,000 times as far from the mean as the farthest point are clamped, and not distinguished.
     """
 
     def __init__(self, points: torch.Tensor, number: int, tiles: Tiles | None = None):
-        """Takes points [Hk, M, D] of any floating dtype; copies them in float16, with D padded to a power of two."""
+        """Copy points [Hk, M, D] of any floating dtype to float16, with D padded to a power of two."""
         self.tiles = tiles or _fitting_tiles(_padded(points.shape[2]), points.device)
         self.padded_clusters = triton.cdiv(number, self.tiles.centres) * self.tiles.centres
         self.means = points.mean(1, dtype=torch.float32)
         least, greatest = points.aminmax(dim=1)
         radius = torch.maximum(greatest.float() - self.means, self.means - least.float()).amax(1)
-        # If all points are equal, only the mean gives a scale.
+        # If all points are equal, the scale depends on the mean alone.
         radius = torch.maximum(radius, self.means.abs().amax(1) / FARTHEST_MEAN)
         self.scales = 1 / radius.clamp(min=1e-30)
         self.points, _ = self._rounded(points, points.shape[1])
 
     def __call__(self, centres: torch.Tensor) -> torch.Tensor:
-        """Label [Hk, M] int64 of the nearest of centres [Hk, C, D] for each point; copies the centres in float16."""
+        """Find the nearest of centres [Hk, C, D] for each point; return labels [Hk, M] int64.
+
+        Copies the centres to float16.
+        """
         (Hk, count, dims), clusters = self.points.shape, self.padded_clusters
         labels = torch.empty(Hk, count, dtype=torch.int64, device=self.points.device)
-        with torch.cuda.device_of(self.points):  # Triton launches on the current device, which may be another
+        with torch.cuda.device_of(self.points):  # Triton launches on the current device, which may differ
             rounded, half_norms = self._rounded(centres, clusters, norms=True)
             _find_nearest[(triton.cdiv(count, self.tiles.points), Hk)](
                 self.points, rounded, half_norms, labels, count, clusters,
@@ -157,8 +167,10 @@ class NearestCentres:
     def _rounded(
         self, rows: torch.Tensor, padded_count: int, *, norms: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows [Hk, padded_count, padded D] float16, and half squared norms [Hk, padded_count] float32, infinite where
-        padded."""
+        """Round rows to float16, [Hk, padded_count, padded D]; with `norms`, also compute half of their squared norms.
+
+        The half squared norms are [Hk, padded_count] float32, and infinite for padding.
+        """
         rows, (Hk, count, dims) = unit_stride(rows), rows.shape
         rounded = rows.new_empty(Hk, padded_count, _padded(dims), dtype=torch.float16)
         half_norms = rows.new_empty(Hk, padded_count if norms else 0, dtype=torch.float32)
@@ -170,10 +182,10 @@ class NearestCentres:
 
 
 def cluster_means_triton(points, labels, clusters, weights=None):
-    """`cluster_means` on a GPU, summed in the order of the points.
+    """Run `cluster_means` on a GPU, with sums in the order of the points.
 
-    Sorting the labels moves 12 bytes a point a few times, while the sums read 4 D bytes a point once. Atomic additions
-    would read as much, write all of it to the L2 cache, and round in the order in which they happen to come.
+    Sorting the labels moves 12 bytes per point a few times, while the sums read 4 D bytes per point once. Atomic adds
+    would read as much, write all of it to the L2 cache, and round in an arbitrary order.
     """
     points, (Hk, count, dims) = unit_stride(points), points.shape
     first = torch.arange(0, Hk * clusters, clusters, dtype=torch.int32, device=points.device)
@@ -191,12 +203,12 @@ def cluster_means_triton(points, labels, clusters, weights=None):
 
 
 def _padded(dims: int) -> int:
-    """D padded for `tl.dot`: a power of two, at least 16."""
+    """Pad D for `tl.dot` to a power of two, at least 16."""
     return max(16, power_of_two(dims))
 
 
 def _fitting_tiles(dims: int, device: torch.device) -> Tiles:
-    if device.type != "cuda":  # the interpreter
+    if device.type != "cuda":  # kernels run in the interpreter
         return TILES[-1]
     limit = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
     return next((tiles for tiles in TILES if tiles.shared_bytes(dims) <= limit), TILES[-1])

@@ -1,4 +1,4 @@
-"""Ranks of a head's keys for one query, by posting lists or exact logits, and the keys of highest rank."""
+"""Ranks of a head's keys for one query, by posting lists or exact logits, and the choice of the best-ranked keys."""
 
 from operator import attrgetter
 
@@ -26,17 +26,18 @@ from sparsekv.kernels.scores.logits import attention_logits, softcapped
 def top_ranked(
     ranked: TokenRanks, wanted: int, names: torch.Tensor | None = None, groups: KeyGroups | None = None
 ) -> torch.Tensor:
-    """Indices of the `wanted` keys of highest rank in each head; of equal ranks the first keys.
+    """Choose the `wanted` keys with the highest ranks in each head; among equal ranks, the first keys.
 
-    On a GPU two kernels, or one where each rank is counted, no synchronisation, and the same result in every run.
+    On a GPU there are two kernels, or one kernel if each rank has a count. There is no synchronisation, and the result
+    is the same in every run.
 
     Args:
         wanted: K, at most the number of keys.
         names: [H, keys] int32, returned in place of the keys' indices.
-        groups: counts what is chosen of each, by names where there are any.
+        groups: groups in which chosen keys are counted; their labels are indexed by names, if there are names.
 
     Returns:
-        [H, K] int32, in the order of the keys.
+        [H, K] int32 indices or names, in the order of the keys.
     """
     order = ranked.in_order().argsort(dim=-1, descending=True, stable=True)
     best = order[:, :wanted].sort(-1).values
@@ -48,7 +49,7 @@ def top_ranked(
 
 
 def laid_out(ranks: torch.Tensor, logsumexp: torch.Tensor, *, few: bool = False) -> TokenRanks:
-    """`TokenRanks` of ranks [H, keys] int32; `few`: below `FEW_RANKS`, each counted."""
+    """Convert ranks [H, keys] int32 to `TokenRanks`; with `few`, ranks are below `FEW_RANKS`, with a count for each."""
     keys = ranks.shape[1]
     padded = pad(ranks, (0, -keys % TILE_TOKENS)).unflatten(1, (-1, TILE_TOKENS))
     coarse = _counts(padded, FEW_RANKS) if few else _counts(padded // BINS, BINS)
@@ -60,7 +61,7 @@ def laid_out(ranks: torch.Tensor, logsumexp: torch.Tensor, *, few: bool = False)
 
 
 def _counts(numbers: torch.Tensor, bins: int) -> torch.Tensor:
-    """[..., bins] int32: how many of the last dimension each number is."""
+    """Count how often each value below `bins` occurs along the last axis; return [..., bins] int32."""
     counts = torch.zeros(*numbers.shape[:-1], bins, dtype=torch.int32, device=numbers.device)
     return counts.scatter_add_(-1, numbers.long(), torch.ones_like(numbers))
 
@@ -74,19 +75,20 @@ def rank_tokens(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> TokenRanks:
-    """Ranks of all keys by estimated attention probability, mean over the group; below 1 / (65536 wanted) they are 0.
+    """Rank all keys by their estimated attention probability, averaged over the group.
 
-    Each part of a query uses the list of its nearest centroid. Logits are sums of codes times integers, 12 bits in all,
-    accurate to a few thousandths of the largest that the query's lists could give; ranks distinguish scores that differ
-    by one part in 16. Both errors are below that of four-bit codes. On a GPU there are three kernels, in which each
-    query's probabilities are accurate to 8 parts in 100, and no synchronisation.
+    Ranks are 0 for probabilities below 1 / (65536 wanted). Each part of a query uses the list of its nearest centroid.
+    Logits are 12-bit sums of codes times integers. Their error is a few thousandths of the largest logit that the
+    query's lists could give. Ranks distinguish scores that differ by one part in 16. Both errors are below that of the
+    four-bit codes. On a GPU there are three kernels and no synchronisation. There, each query's probabilities are
+    accurate to 8 %.
 
     Args:
         query: [H, G, D].
         wanted: number of keys that will be chosen.
 
     Returns:
-        See `TokenRanks`. Allocates ranks, one byte a key, and weights of one byte [H, G, M].
+        See `TokenRanks`. Allocates one byte per key for the ranks, and weights [H, G, M] of one byte each.
     """
     logits = list_logits(query, lists, softmax_scale, softcap)[..., : lists.keys]
     beside = exact_logsumexp(query, exact, softmax_scale, softcap)
@@ -96,15 +98,17 @@ def rank_tokens(
 def exact_logsumexp(
     query: torch.Tensor, exact: ExactKeys, softmax_scale: float, softcap: float | None = None
 ) -> torch.Tensor:
-    """[H, G]: of queries [H, G, D] on exact keys, and of their sinks, in plain torch."""
+    """Compute the log-sum-exp [H, G] of the logits of queries [H, G, D] for exact keys and sinks, in plain torch."""
     keys = exact.keys if exact.count is None else exact.keys[:, : int(exact.count)]
     beside = attention_logits(query[:, :, None], keys, softmax_scale, softcap)[:, :, 0].logsumexp(-1)
     return beside if exact.sinks is None else torch.logaddexp(beside, exact.sinks.float())
 
 
 def ranks_of(logits: torch.Tensor, logsumexp: torch.Tensor, wanted: int, *, few: bool = False) -> TokenRanks:
-    """Ranks from logits [H, G, M] and the log-sum-exps [H, G] that normalise them, in plain torch; `few`: `FEW_RANKS`,
-    each counted."""
+    """Compute ranks from logits [H, G, M] and the log-sum-exps [H, G] that normalise them, in plain torch.
+
+    With `few`, there are `FEW_RANKS` ranks, with a count for each.
+    """
     scores = (logits - logsumexp[..., None]).exp().mean(1)
     ranks = ((scores.view(torch.int32) >> (23 - FRACTION_BITS)) - lowest_rank(wanted)).clamp(0, RANKS - 1)
     return laid_out(fewer_ranks(ranks) if few else ranks, logsumexp, few=few)
@@ -113,7 +117,7 @@ def ranks_of(logits: torch.Tensor, logsumexp: torch.Tensor, wanted: int, *, few:
 def list_logits(
     query: torch.Tensor, lists: ListCodes, softmax_scale: float, softcap: float | None = None
 ) -> torch.Tensor:
-    """Logits [H, G, M or more] float32 of queries [H, G, D], estimated from the codes of their lists."""
+    """Estimate the logits [H, G, M or more] float32 of queries [H, G, D] from the codes of their lists."""
     (H, m, C, _), G = lists.codes.shape, query.shape[1]
     parts = query[..., lists.channels.long()].float().transpose(1, 2)
     reach, nearest = (parts @ lists.centroids.transpose(-1, -2)).max(-1)
@@ -142,19 +146,19 @@ def rank_rows(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> TokenRanks:
-    """Ranks of rows by their attention probability, mean over the group; see `rank_tokens`.
+    """Rank rows by their attention probability, averaged over the group; see `rank_tokens`.
 
-    On a GPU two kernels, no synchronisation.
-
-    In plain torch it gathers the keys.
+    On a GPU there are two kernels and no synchronisation. The plain-torch implementation copies the keys.
 
     Args:
-        query: [H, G, D]; keys: [H, M, D], a head's rows contiguous; rows: [H, S] int32 of these.
+        query: [H, G, D].
+        keys: [H, M, D], contiguous within a head.
+        rows: [H, S] int32, indices of the keys to rank.
         logsumexp: [H, G] float32, estimated over all keys; the log-sum-exp of the rows is used where it is larger.
         wanted: number of rows that will be chosen.
 
     Returns:
-        See `TokenRanks`, of S keys. Allocates logits [H, G, S] float32.
+        See `TokenRanks`, with S keys. Allocates logits [H, G, S] float32.
     """
     gathered = keys.gather(1, rows.long()[..., None].expand(-1, -1, keys.shape[2]))
     logits = attention_logits(query[:, :, None], gathered, softmax_scale, softcap)[:, :, 0]

@@ -1,8 +1,11 @@
-"""`rank_tokens` in Triton: lists of the nearest centroids, then logits and their sums, then ranks and their counts.
+"""`rank_tokens` in Triton, in three kernels.
 
-Logits are summed as two 12-bit integers in a word: a mask extracts two codes from a list's word, and one multiply-add
-adds both. Exponentials relative to the tile's largest are stored as a byte each, the bits of a bfloat16 that vary,
-until the sum over all tiles is known; a rank then takes an instruction or two for each query.
+The first kernel finds the lists of the nearest centroids. The second computes the logits and the sums of their
+exponentials. The third computes the ranks and their counts.
+
+A word holds the sums of two logits as 12-bit integers: a mask extracts two codes from a list's word, and one
+multiply-add adds both. Exponentials relative to the tile's largest are stored as one byte each, which holds the bits of
+a bfloat16 that vary. When the sum over all tiles is known, a rank takes an instruction or two for each query.
 """
 
 import torch
@@ -17,7 +20,8 @@ from sparsekv.kernels.posting_lists.packed_triton import TO_BYTES
 from sparsekv.kernels.posting_lists.posting_lists import HIGHEST, TILE_TOKENS, TILE_WORDS
 from sparsekv.kernels.posting_lists.types import BINS, LARGEST, TokenRanks, lowest_rank
 
-# Small tiles and one stage: with more shared memory each, fewer programs could wait for memory at the same time.
+# Tiles are small and there is one pipeline stage. With more shared memory per program, fewer programs could wait for
+# memory at the same time.
 EXACT_PROGRAMS, TILE_BYTES, STAGES, WARPS = 4, 8192, 1, 4
 
 
@@ -27,8 +31,10 @@ def add_exact(
     softcap, CAPPED: tl.constexpr, COUNTED: tl.constexpr, HAS_SINKS: tl.constexpr, G: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, EXACT_PROGRAMS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write peak logit / ln 2 and sum of exponentials of a program's share of the exact keys, after those of tiles; the
-    first program's share has the learned sinks."""
+    """Write the peak logit, in units of log 2, and the sum of exponentials of a program's share of the exact keys.
+
+    They are written after those of the tiles. The first program's share includes the learned sinks.
+    """
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     of_group = g < G
     q = tl.load(query + (head * G + g[:, None]) * D + d, mask=of_group[:, None] & (d < D), other=0.0)
@@ -66,9 +72,10 @@ def _look_up_kernel(
     BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, EXACT_PROGRAMS: tl.constexpr,
     TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """For a subspace of a head, the list of each query's nearest centroid, and slope and floor of a code's logit.
+    """Find, for a subspace of a head, the list of each query's nearest centroid.
 
-    The last EXACT_PROGRAMS programs of a head attend to the exact keys instead.
+    Also write slope and floor of the logit as a linear function of a code. The last EXACT_PROGRAMS programs of a head
+    process the exact keys instead.
     """
     common.wait_for_previous_kernel(EARLY)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -84,7 +91,8 @@ def _look_up_kernel(
         q = tl.load(query + (head * G + g[:, None]) * D + channel, mask=of_query, other=0.0).to(tl.float32)
         place = ((head * PARTS + part) * C + c[:, None]) * SIZE + j
         centroid = tl.load(centroids + place, mask=(c < C)[:, None] & (j < SIZE), other=0.0)
-        # Read for all lists: reading only the nearest one's would wait for memory once more.
+        # Steps and origins of all lists are read, because reading only those of the nearest list would wait for memory
+        # once more.
         place = (head * PARTS + part) * C + c
         step, origin = tl.load(steps + place, mask=c < C, other=0.0), tl.load(origins + place, mask=c < C, other=0.0)
         products = tl.sum(q[:, None, :] * centroid[None, :, :], 2)
@@ -102,18 +110,23 @@ def _look_up_kernel(
 
 
 LOGIT_WARPS = 4
-# Many programs are bound by instructions: one warp runs once what is common to the program, four warps run it each.
+# With many programs, the kernel is bound by instructions. Then one warp is best, because each of four warps would
+# repeat the work that is common to the program.
 WARPS_OF_FEW, WARPS_OF_MANY = 4, 1
-TILES_OF_A_PROGRAM = 2  # if there are tiles enough for all SMs: a query's scale is then computed once for two tiles
-MANY = 16  # programs for each SM that keep it busy
+TILES_OF_A_PROGRAM = 2  # if there are enough tiles for all SMs; a query's scale is then computed once for two tiles
+MANY = 16  # programs per SM that keep it busy
 TWO_CODES, NEXT_TWO_CODES = tl.constexpr(0x000F000F), tl.constexpr(0x00F000F0)
 BOTH = tl.constexpr(0x00010001)
 
 
 @triton.jit
 def _scale(slopes, floors, PARTS: tl.constexpr, ROOM: tl.constexpr, HIGHEST: tl.constexpr):
-    """For one query: the integer weight per unit of slope, the logit of 1 in an integer sum, the logit of 0, and the
-    initial sum, large enough that negative weights leave no negative sum."""
+    """Compute the integer scale of one query's logits.
+
+    Returns:
+        the integer weight per unit of slope; the logit of 1 in an integer sum; the logit of a sum of 0; and the initial
+        sum, which is large enough that negative weights never make a sum negative.
+    """
     size, base = 0.0, 0.0
     for part in tl.static_range(PARTS):
         size += tl.abs(tl.load(slopes + part))
@@ -132,18 +145,21 @@ def _whole(slope, per):
 
 @triton.jit
 def _logit(number, unit, base, softcap, CAPPED: tl.constexpr):
-    """Logit / ln 2 of an integer sum, which is passed plus 2 ** 23."""
+    """Convert an integer sum, passed as float32 plus 2 ** 23, to a logit in units of log 2."""
     return common.capped((number - 8388608.0) * unit + base, softcap, CAPPED) * LOG2_E
 
 
 @triton.jit
 def _weights(word, slope, unit, base, peak, highest, left, softcap, CAPPED: tl.constexpr, WHOLE: tl.constexpr):
-    """Exponentials of the two logits in each word relative to the tile's largest, packed in a word, and their sum."""
+    """Compute the exponentials of the two logits in each word, relative to the tile's largest.
+
+    Return them packed in a word, and their sum.
+    """
     low, high = packed.two_numbers(word)
     if CAPPED:
         low, high = _logit(low, unit, base, softcap, True) - peak, _logit(high, unit, base, softcap, True) - peak
     else:
-        # Integers are subtracted first, which is exact.
+        # The integers are subtracted before scaling, because this subtraction is exact.
         low, high = (low - highest) * slope, (high - highest) * slope
     low, high = packed.exp2(low), packed.exp2(high)
     if not WHOLE:
@@ -156,7 +172,7 @@ def _store_weights(
     a, b, c, d, unit, base, target, peaks, totals, left, softcap, CAPPED: tl.constexpr, WORDS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Write the `_weights` of a tile's integer sums as bytes, with their peak and total."""
+    """Write the `_weights` of a tile's integer sums as bytes, and their peak and total."""
     highest = _highest(a, left, WHOLE)
     highest = tl.maximum(highest, _highest(b, left - 8, WHOLE))
     highest = tl.maximum(highest, tl.maximum(_highest(c, left - 1, WHOLE), _highest(d, left - 9, WHOLE)))
@@ -186,8 +202,10 @@ def _weights_kernel(
     PARTS: tl.constexpr, WORDS: tl.constexpr, ROOM: tl.constexpr, HIGHEST: tl.constexpr, TILES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """For one query and some tiles of keys: exponentials of logits relative to their tile's largest, as bytes; and each
-    tile's largest logit / ln 2 and sum of exponentials."""
+    """Write the exponentials of one query's logits for some tiles of keys, relative to the tile's largest, as bytes.
+
+    Also write each tile's largest logit, in units of log 2, and its sum of exponentials.
+    """
     common.wait_for_previous_kernel(EARLY)
     query = tl.program_id(1).to(tl.int64)
     w = tl.arange(0, WORDS)
@@ -207,7 +225,7 @@ def _weights_kernel(
             word >>= 8
             c += (word & TWO_CODES) * weight
             d += (word & NEXT_TWO_CODES) * weight
-        # These sums are shifted up by four bits; none has more than 12.
+        # These sums are shifted up by four bits, and have at most 12 bits.
         b, d = (b >> 4) & 0x0FFF0FFF, (d >> 4) & 0x0FFF0FFF
         target = weights + (query * tiles + tile) * (2 * WORDS) + w
         left = keys - (tile * (8 * WORDS) + 32 * (w // 4) + 2 * (w % 4))
@@ -233,10 +251,10 @@ def _rank_kernel(
     weights, peaks, totals, ranks, coarse, logsumexps, least, sums, G: tl.constexpr, FEW: tl.constexpr,
     WORDS: tl.constexpr, SUMS: tl.constexpr, BINS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Ranks of a tile of keys, and their counts in bins of 16 ranks."""
+    """Compute the ranks of a tile of keys, and count them in bins of 16 ranks."""
     common.wait_for_previous_kernel(EARLY)
     tile, tiles = tl.program_id(0), tl.num_programs(0)
-    # Heads in reverse order: what was written last is still in the cache.
+    # Heads are processed in reverse order, because the weights written last are still in the cache.
     head = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
     w, s, g = tl.arange(0, WORDS), tl.arange(0, SUMS), tl.arange(0, FEW)
     place = (head * G + g[:, None]) * sums + s
@@ -259,7 +277,7 @@ def _rank_kernel(
         first, second = tl.load(source), tl.load(source + WORDS)
         a, b = packed.add_scaled(a, packed.even_bytes(first), one), packed.add_scaled(b, packed.odd_bytes(first), one)
         c, d = packed.add_scaled(c, packed.even_bytes(second), one), packed.add_scaled(d, packed.odd_bytes(second), one)
-    # Scores of the first and last rank as bfloat16 pairs, which have three bits more than a rank.
+    # Scores of the first and the last rank, as pairs of bfloat16. A bfloat16 has three bits more than a rank.
     lowest = (least << 3) * BOTH
     last = lowest + (8 * BINS * BINS - 1) * BOTH
     ab, cd = _four_ranks(a, b, lowest, last), _four_ranks(c, d, lowest, last)
@@ -274,19 +292,20 @@ def _rank_kernel(
 
 
 def many(programs: int, device: torch.device) -> bool:
-    """Whether there are programs enough to keep all SMs busy."""
+    """Whether there are enough programs to keep all SMs busy."""
     return programs >= MANY * count_sms(device)
 
 
 def rank_tokens_triton(query, lists, exact, wanted, softmax_scale, softcap=None):
-    """`rank_tokens` on a GPU; reads the lists' codes once, and one byte for each logit."""
+    """Run `rank_tokens` on a GPU; reads the lists' codes once, and one byte for each logit."""
     (H, G, D), (_, m, C, size), device = query.shape, lists.centroids.shape, query.device
     query, early, tiles = query.contiguous(), dependent_launch(device), lists.codes.shape[3] // TILE_WORDS
     sums, capped_by = tiles + EXACT_PROGRAMS, {"softcap": softcap or 0.0, "CAPPED": softcap is not None}
-    # Of each query: indices of the nearest centroids' lists among all heads', and slopes and floors of a code's logit.
+    # For each query: the nearest centroids' lists, as indices into the lists of all heads, and the slopes and floors of
+    # the logits as functions of codes.
     nearest = torch.empty(H, G, m, dtype=torch.int32, device=device)
     slopes, floors = torch.empty(2, H, G, m, device=device)
-    # Largest logit / ln 2 and sum of exponentials, of the tiles of keys, then of the exact keys.
+    # Largest logit, in units of log 2, and sum of exponentials: first of the tiles of keys, then of the exact keys.
     peaks, totals = torch.empty(2, H, G, sums, device=device)
     _look_up_kernel[(m + EXACT_PROGRAMS, H)](
         query, lists.centroids, lists.channels, lists.origins, lists.steps, lists.weights, exact.keys,
@@ -296,7 +315,7 @@ def rank_tokens_triton(query, lists, exact, wanted, softmax_scale, softcap=None)
         GROUP=group_rows(G), FEW=power_of_two(G), PARTS=m, C=C, BLOCK_C=power_of_two(C), SIZE=size,
         BLOCK_SIZE=power_of_two(size), D=D, BLOCK_D=power_of_two(D),
         EXACT_PROGRAMS=EXACT_PROGRAMS, TILE=tile_rows(D, query.dtype, TILE_BYTES), num_warps=WARPS, num_stages=STAGES,
-        # Threads that hold the same sum would round it differently with fused multiply-adds, and store different ones.
+        # With fused multiply-adds, threads that hold the same sum would round it differently, and store different sums.
         enable_fp_fusion=False, **capped_by, **early,
     )  # fmt: skip
     weights = torch.empty(H, G, tiles, TILE_TOKENS // 4, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Integers packed in words, and bounds of a choice from counts of ranks, for Triton kernels."""
+"""Numbers packed in 32-bit words, and bounds of the chosen ranks from counts of ranks, for Triton kernels."""
 
 import triton
 import triton.language as tl
@@ -6,14 +6,18 @@ import triton.language as tl
 from sparsekv.kernels.common.tiles_triton import WIDEN, sum_of_four, sum_of_three, sum_of_two
 
 EXPONENT_OF_2_23 = tl.constexpr(0x4B000000)
-TO_BYTES = tl.constexpr(96)  # scaled by 2 ** -96, bfloat16 below 2 differ in their last twelve bits only
-# Two bfloat16 2 ** -96 (1 + 6 / 128): four of the bits are cut off, and 6 / 128 centres the error of that.
+TO_BYTES = tl.constexpr(96)  # bfloat16 numbers below 2, scaled by 2 ** -96, differ only in their last twelve bits
+# Two bfloat16 of value 2 ** -96 (1 + 6 / 128). Four of the twelve bits are cut off; the factor 1 + 6 / 128 centres the
+# error.
 DOWN = tl.constexpr(0x0F860F86)
 
 
 @triton.jit
 def two_numbers(word):
-    """The two 16-bit integers in each word as float32 plus 2 ** 23, set as fraction bits: conversions are slow."""
+    """Convert the two 16-bit integers in each word to float32 plus 2 ** 23.
+
+    The integers become the fraction bits of the result, because conversion instructions are slow.
+    """
     word = word.to(tl.uint32, bitcast=True)
     low = ((word & 0xFFFF) | EXPONENT_OF_2_23).to(tl.float32, bitcast=True)
     high = ((word >> 16) | EXPONENT_OF_2_23).to(tl.float32, bitcast=True)
@@ -22,15 +26,18 @@ def two_numbers(word):
 
 @triton.jit
 def two_small_numbers(word):
-    """The two integers below 2048 in each word, as float32 times 2 ** -24: in float16 their bits are just that, which
-    is read at twice the speed of a conversion from integers."""
+    """Convert the two integers below 2048 in each word to float32, times 2 ** -24.
+
+    Read as float16, the bits of such an integer are this value. The conversion from float16 has twice the speed of a
+    conversion from integers.
+    """
     low, high = (word & 0xFFFF).to(tl.int16), ((word >> 16) & 0xFFFF).to(tl.int16)
     return low.to(tl.float16, bitcast=True).to(tl.float32), high.to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def exp2(x):
-    """2 ** x, with 0 instead of subnormal numbers: without handling these it takes half as many instructions."""
+    """Compute 2 ** x, with 0 in place of subnormal results; handling these would take twice as many instructions."""
     if WIDEN:
         return tl.exp2(x)
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
@@ -38,13 +45,13 @@ def exp2(x):
 
 @triton.jit
 def halves(word):
-    """The two bfloat16 in each word, as float32."""
+    """Convert the two bfloat16 in each word to float32."""
     return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def pair(low, high):
-    """Words of two non-negative numbers as bfloat16."""
+    """Round two non-negative numbers to bfloat16, and pack them in a word."""
     if WIDEN:
         low, high = low.to(tl.int32, bitcast=True) + 0x8000, high.to(tl.int32, bitcast=True) + 0x8000
         return ((low >> 16) & 0xFFFF) | (high & -65536)
@@ -55,7 +62,7 @@ def pair(low, high):
 
 @triton.jit
 def add_scaled(sums, word, factor):
-    """sums + word * factor, where each is a word of two bfloat16."""
+    """Compute sums + word * factor, where each operand is a word of two bfloat16."""
     if WIDEN:
         low, high = halves(word)
         low_sum, high_sum = halves(sums)
@@ -68,8 +75,11 @@ def add_scaled(sums, word, factor):
 
 @triton.jit
 def as_bytes(even, odd):
-    """Packs the four bfloat16 in two words, from 0 to 1, in a word of bytes: five bits of exponent and three of
-    fraction, fewer in the lowest octaves. Accurate to 8 parts in 100; numbers below 2 ** -33 become 0."""
+    """Pack the four bfloat16 in two words, from 0 to 1, in a word of four bytes.
+
+    A byte has five exponent bits and three fraction bits, with fewer fraction bits in the lowest octaves. It is
+    accurate to 8 parts in 100. Numbers below 2 ** -33 become 0.
+    """
     nothing = tl.zeros_like(even)
     even, odd = add_scaled(nothing, even, nothing + DOWN), add_scaled(nothing, odd, nothing + DOWN)
     return ((even >> 4) & 0x00FF00FF) | ((odd << 4) & -16711936)
@@ -77,19 +87,19 @@ def as_bytes(even, odd):
 
 @triton.jit
 def even_bytes(word):
-    """Two bfloat16 in a word: the numbers in the even bytes of a word of `as_bytes`, times 2 ** -96."""
+    """Unpack the even bytes of a word of `as_bytes` to a word of two bfloat16, times 2 ** -96."""
     return (word & 0x00FF00FF) << 4
 
 
 @triton.jit
 def odd_bytes(word):
-    """The same for the odd bytes."""
+    """Unpack the odd bytes of a word of `as_bytes` to a word of two bfloat16, times 2 ** -96."""
     return (word >> 4) & 0x0FF00FF0
 
 
 @triton.jit
 def byte_of(word, at: tl.constexpr):
-    """The byte of each word from bit 8 `at` on, as an integer."""
+    """Extract byte number `at` of each word, as an integer."""
     if WIDEN:
         return (word >> (8 * at)) & 255
     bytes_taken = tl.full(word.shape, 0x4440 + at, tl.int32)
@@ -100,7 +110,7 @@ def byte_of(word, at: tl.constexpr):
 
 @triton.jit
 def second_and_fourth(word):
-    """The second and fourth byte of each word as its two 16-bit integers."""
+    """Extract the second and fourth byte of each word, as a word of two 16-bit integers."""
     if WIDEN:
         return (word >> 8) & 0x00FF00FF
     return tl.inline_asm_elementwise(
@@ -110,7 +120,7 @@ def second_and_fourth(word):
 
 @triton.jit
 def between(word, least, most):
-    """Words of two non-negative bfloat16, clamped between those of two other words."""
+    """Clamp words of two non-negative bfloat16 between those of two other words."""
     if WIDEN:
         low, high = word & 0xFFFF, (word >> 16) & 0xFFFF
         low = tl.minimum(tl.maximum(low, least & 0xFFFF), most & 0xFFFF)
@@ -123,17 +133,22 @@ def between(word, least, most):
 
 @triton.jit
 def one_each(words, at: tl.constexpr):
-    """An int64 of 16 four-bit counters, with 1 in the counter whose number is in the word's four bits from `at` on."""
+    """Return int64 words of 16 four-bit counters, with a single counter set to 1.
+
+    The index of this counter is the four bits of each word from bit `at` on.
+    """
     return tl.full(words.shape, 1, tl.int64) << (((words >> at) & 15) * 4).to(tl.int64)
 
 
 @triton.jit
 def sums_of_fours(counts, QUADS: tl.constexpr):
-    """Sums [16] int32 of the four-bit counters in int64s [4 QUADS]. Each thread first sums its own: a histogram by warp
-    votes costs three times as much for so few bins."""
+    """Sum the four-bit counters in int64 words [4 QUADS]; return [16] int32.
+
+    Each thread first sums its own words. For 16 bins, a histogram by warp votes takes three times as long.
+    """
     even, odd = counts & 0x0F0F0F0F0F0F0F0F, (counts >> 4) & 0x0F0F0F0F0F0F0F0F
     even, odd = tl.sum(tl.reshape(even, [QUADS, 4]), 1), tl.sum(tl.reshape(odd, [QUADS, 4]), 1)
-    # One reduction, as each makes all threads of a program wait twice.
+    # A single reduction is used, because each reduction makes all threads of a program wait twice.
     first, second, third, fourth = tl.reduce(
         (
             even & 0x00FF00FF00FF00FF,
@@ -152,7 +167,7 @@ def sums_of_fours(counts, QUADS: tl.constexpr):
 
 @triton.jit
 def set_bits(words):
-    """How many bits of each word are set."""
+    """Count the set bits of each word."""
     if WIDEN:
         words = words.to(tl.uint32, bitcast=True)
         words -= (words >> 1) & 0x55555555
@@ -163,8 +178,10 @@ def set_bits(words):
 
 @triton.jit
 def store_words(places, words, mask):
-    """`tl.store` by the threads that have the words: Triton would first bring them into another order, through shared
-    memory."""
+    """Store words like `tl.store`, directly from the threads that hold them.
+
+    `tl.store` would first convert the layout through shared memory.
+    """
     if WIDEN:
         tl.store(places, words, mask=mask)
     else:
@@ -176,14 +193,14 @@ def store_words(places, words, mask):
 
 @triton.jit
 def sums_of_bins(counts, tile, tiles, BINS: tl.constexpr, ROWS: tl.constexpr):
-    """Sums of a head's counts [tiles, BINS] over all tiles, and over the tiles before one: [BINS] each."""
+    """Sum a head's counts [tiles, BINS] over all tiles and over the tiles before `tile`; return both, [BINS] each."""
     row, column = tl.arange(0, ROWS), tl.arange(0, BINS)
     every = tl.zeros([BINS], tl.int32)
     before = every
     for at in range(0, tiles, ROWS):
         rows = (at + row)[:, None]
         some = tl.load(counts + rows * BINS + column, mask=rows < tiles, other=0)
-        # One reduction, as each makes all threads of a program wait twice.
+        # A single reduction is used, because each reduction makes all threads of a program wait twice.
         of_all, of_these = tl.reduce((some, tl.where(rows < tile, some, 0)), 0, sum_of_two)
         every, before = every + of_all, before + of_these
     return every, before
@@ -191,7 +208,7 @@ def sums_of_bins(counts, tile, tiles, BINS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _sums_of_pairs(counts, tile, tiles, FEW_RANKS: tl.constexpr, ROWS: tl.constexpr):
-    """The same where each rank is counted by itself, two counts in a word: [FEW_RANKS] each."""
+    """Sum like `sums_of_bins` where each rank has a count, with two counts in a word; return [FEW_RANKS] each."""
     PAIRS: tl.constexpr = FEW_RANKS // 2
     row, column = tl.arange(0, ROWS), tl.arange(0, PAIRS)
     even, odd, even_before, odd_before = (
@@ -210,7 +227,10 @@ def _sums_of_pairs(counts, tile, tiles, FEW_RANKS: tl.constexpr, ROWS: tl.conste
 
 @triton.jit
 def last_bin(counts, wanted, BINS: tl.constexpr):
-    """The highest bin with `wanted` keys in it or above (0 if there are too few), and how many to take from it."""
+    """Find the highest bin such that it and the bins above hold `wanted` keys; 0 if there are fewer keys.
+
+    Also return the number of keys to take from this bin.
+    """
     column = tl.arange(0, BINS)
     from_here = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
     last = tl.max(tl.where(from_here >= wanted, column, 0), 0)
@@ -219,8 +239,12 @@ def last_bin(counts, wanted, BINS: tl.constexpr):
 
 @triton.jit
 def _bounds(coarse, fine, wanted, tile, tiles, BINS: tl.constexpr, ROWS: tl.constexpr):
-    """The last rank that is chosen in a head, how many keys of the tiles before one are chosen, and how many of
-    the last rank are still to be taken from there on."""
+    """Compute the bounds of a head's choice, as one tile needs them.
+
+    Returns:
+        the last chosen rank; the number of chosen keys in the tiles before `tile`; and the number of keys of the last
+        rank to take from `tile` on.
+    """
     every, before = sums_of_bins(coarse, tile, tiles, BINS, ROWS)
     last_coarse, left = last_bin(every, wanted, BINS)
     fine_every, fine_before = sums_of_bins(fine, tile, tiles, BINS, ROWS)
@@ -234,7 +258,7 @@ def _bounds(coarse, fine, wanted, tile, tiles, BINS: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def _bounds_of_few(counts, wanted, tile, tiles, FEW_RANKS: tl.constexpr, ROWS: tl.constexpr):
-    """The same where each rank is counted by itself."""
+    """Compute the bounds like `_bounds`, from a count for each rank."""
     every, before = _sums_of_pairs(counts, tile, tiles, FEW_RANKS, ROWS)
     column = tl.arange(0, FEW_RANKS)
     last = tl.max(tl.where(tl.cumsum(every, 0, reverse=True) >= wanted, column, 0), 0)
@@ -248,7 +272,11 @@ def _bounds_of_few(counts, wanted, tile, tiles, FEW_RANKS: tl.constexpr, ROWS: t
 
 @triton.jit
 def bounds_of(coarse, fine, head, wanted, tile, tiles, FEW_RANKS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr):
-    """The bounds of a head, by counts of each rank, of which there are FEW_RANKS, or of bins and of one bin's ranks."""
+    """Compute the bounds of a head's choice; see `_bounds`.
+
+    With FEW_RANKS, they follow from the counts of FEW_RANKS ranks. Otherwise FEW_RANKS is 0, and they follow from the
+    counts of coarse bins and of the ranks in one bin.
+    """
     if FEW_RANKS:
         bounds = _bounds_of_few(coarse + head * tiles * (FEW_RANKS // 2), wanted, tile, tiles, FEW_RANKS, ROWS)
     else:

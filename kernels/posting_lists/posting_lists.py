@@ -1,18 +1,21 @@
-"""Query-centric posting lists (CSAttention): per subspace of a head, centroids of queries and lists of their best keys;
-their layout by token, and logits estimated from them."""
+"""Query-centric posting lists (CSAttention), their layout by token, and logits estimated from them.
+
+Each subspace of a head has centroids of queries. The posting list of a centroid holds the keys that score highest with
+it.
+"""
 
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import normalize
 
-SCORES_AT_ONCE = 2**22  # elements of the [B, rows, C] float32 cosines that k-means allocates at a time
+SCORES_AT_ONCE = 2**22  # most elements of the [B, rows, C] float32 cosines that k-means allocates at a time
 
 
 def rope_pair_order(head_dim: int, pairs: int, *, interleaved: bool) -> torch.Tensor:
-    """Channel order [D] int64 in which the two channels of each RoPE pair are neighbours, fastest pair first.
+    """Return a channel order [D] int64 in which the two channels of each RoPE pair are adjacent, fastest pair first.
 
-    Pairs are channels i and i + `pairs`, or 2 i and 2 i + 1 if interleaved; channels that are not rotated come last.
+    A pair is channels i and i + `pairs`, or 2 i and 2 i + 1 if interleaved. Channels that are not rotated come last.
     """
     channels = torch.arange(head_dim)
     if interleaved:
@@ -22,45 +25,45 @@ def rope_pair_order(head_dim: int, pairs: int, *, interleaved: bool) -> torch.Te
 
 
 def split_channels(rows: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
-    """Parts [..., m, T, D / m] float32 of rows [..., T, D], one for each subspace of channels [m, D / m]."""
+    """Split rows [..., T, D] into the subspaces of channels [m, D / m]; return [..., m, T, D / m] float32."""
     return rows[..., channels.long()].float().transpose(-3, -2)
 
 
 def cosine_kmeans(points: torch.Tensor, clusters: int, iterations: int, generator: torch.Generator) -> torch.Tensor:
-    """Unit centroids of spherical k-means from k-means++ seeds.
+    """Run spherical k-means from k-means++ seeds; return the unit centroids.
 
     Args:
         points: [B, S, d] float32, whose norms are ignored.
         clusters: C, at most S; an empty cluster keeps its centroid.
-        generator: draws the seeds, on the points' device.
+        generator: random generator of the seeds, on the points' device.
 
     Returns:
-        [B, C, d] float32. Allocates the points once more, and 16 MB of cosines at a time.
+        [B, C, d] float32. Allocates a copy of the points, and 16 MB of cosines at a time.
     """
     points = normalize(points, dim=-1)
     centroids = _seeds(points, clusters, generator)
     for _ in range(iterations):
         labels = nearest(points, centroids)
         sums = torch.zeros_like(centroids).scatter_add_(1, labels[..., None].expand_as(points), points)
-        # The direction of a sum near zero would be rounding error.
+        # The direction of a sum near zero would be only rounding error.
         filled = sums.norm(dim=-1, keepdim=True) > 1e-6
         centroids = torch.where(filled, normalize(sums, dim=-1), centroids)
     return centroids
 
 
 def nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Index [B, S] int64 of the centroid [B, C, d] that has the highest product with each point [B, S, d]."""
+    """Find, for each point [B, S, d], the centroid [B, C, d] with the highest product; return indices [B, S] int64."""
     rows = max(1, SCORES_AT_ONCE // (centroids.shape[0] * centroids.shape[1]))
     transposed = centroids.transpose(1, 2)
     return torch.cat([(part @ transposed).argmax(-1) for part in points.split(rows, 1)], 1)
 
 
 def _seeds(points: torch.Tensor, clusters: int, generator: torch.Generator) -> torch.Tensor:
-    """k-means++ seeds [B, C, d], drawn with probability proportional to squared distance from the nearest earlier."""
+    """Draw k-means++ seeds [B, C, d], with probability proportional to the squared distance from the nearest seed."""
     distance = points.new_ones(points.shape[:2])
     seeds = []
     for _ in range(clusters):
-        # The clamp lets any point be drawn again when all of them are seeds.
+        # With the clamp, any point can be drawn again when all points are seeds already.
         ends = distance.double().clamp(min=1e-20).cumsum(-1)
         drawn = torch.rand(len(points), 1, generator=generator, dtype=ends.dtype, device=points.device)
         chosen = torch.searchsorted(ends, drawn * ends[:, -1:], right=True).clamp(max=points.shape[1] - 1)
@@ -71,7 +74,7 @@ def _seeds(points: torch.Tensor, clusters: int, generator: torch.Generator) -> t
 
 
 def top_lists(centroids: torch.Tensor, keys: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Posting list of each centroid: the keys of highest product with it, in order of position.
+    """Build the posting list of each centroid: the keys with the highest products, in order of position.
 
     Args:
         centroids: [..., C, d]; keys: [..., M, d], both float32.
@@ -90,7 +93,7 @@ def top_lists(centroids: torch.Tensor, keys: torch.Tensor, length: int) -> tuple
 def _top_list(centroids: torch.Tensor, keys: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     scores = centroids @ keys.T
     best = scores.topk(length, -1, sorted=False).indices
-    # A mask gives them in order of position in one pass; sorting each list would take several.
+    # A mask yields the keys in order of position in one pass. Sorting each list would take several passes.
     listed = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
     positions = listed.nonzero()[:, 1].view(-1, length)
     return positions.int(), scores.gather(1, positions).half()
@@ -99,21 +102,22 @@ def _top_list(centroids: torch.Tensor, keys: torch.Tensor, length: int) -> tuple
 def insert(
     tokens: torch.Tensor, scores: torch.Tensor, new_tokens: torch.Tensor, new_scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Posting lists after inserting new keys, each of which replaces the lowest score of a list if its own is higher.
+    """Insert new keys into posting lists; a new key replaces the lowest score of a list if its own score is higher.
 
-    The order of insertion does not matter: a list keeps the highest scores, and of equal ones the first tokens.
+    The order of insertion does not matter. A list keeps the highest scores; among equal scores it keeps the first
+    tokens.
 
     Args:
         tokens, scores: [C, L], tokens ascending.
-        new_tokens: [T], larger than any listed; new_scores: [C, T].
+        new_tokens: [T], larger than all listed tokens; new_scores: [C, T].
 
     Returns:
-        tokens and scores [C, L], tokens ascending. Allocates [C, L + T] a few times over.
+        tokens and scores [C, L], tokens ascending. Allocates [C, L + T] a few times.
     """
     length, new = tokens.shape[1], len(new_tokens)
     tokens = torch.cat([tokens, new_tokens.to(tokens).expand(len(tokens), -1)], 1)
     scores = torch.cat([scores, new_scores.to(scores)], 1)
-    # NaN counts as the lowest score: it compares neither above nor equal, and would leave a list too short.
+    # NaN counts as the lowest score. NaN compares neither above nor equal, and would make a list too short.
     compared = scores.float().nan_to_num(-torch.inf, torch.inf, -torch.inf)
     cutoff = compared.kthvalue(new + 1, -1, keepdim=True).values
     above, equal = compared > cutoff, compared == cutoff
@@ -121,17 +125,18 @@ def insert(
     return tokens[listed].view(-1, length), scores[listed].view(-1, length)
 
 
-RIDGE = 1e-2  # of the mean diagonal of the normal equations in `fit_weights`
+RIDGE = 1e-2  # ridge term in `fit_weights`, as a share of the mean diagonal of the normal equations
 SCORINGS = ("mean", "floor", "paper")
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables of one layer.
+    """Posting lists of one layer.
 
-    channels [m, D / m]; centroids [Hk, m, C, D / m] float32, unit vectors; tokens and scores [Hk, m, C, L]: the posting
-    list of each centroid, with positions in the prompt, where `first_token` is the first of `keys` indexed keys;
-    key_mean [Hk, m, D / m]: the mean of all these keys.
+    `channels` [m, D / m] are the channels of each subspace. `centroids` [Hk, m, C, D / m] float32 are unit vectors.
+    `tokens` and `scores` [Hk, m, C, L] are the posting list of each centroid. Tokens are positions in the prompt, and
+    `first_token` is the position of the first of `keys` indexed keys. `key_mean` [Hk, m, D / m] is the mean of all
+    indexed keys.
     """
 
     channels: torch.Tensor
@@ -144,7 +149,7 @@ class Tables:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, torch.Tensor], keys: int, first_token: int) -> "Tables":
-        """From the artifact's tensors; copies the centroids and nothing else."""
+        """Build the tables from the artifact's tensors, with centroids in float32 and channels in int64."""
         return cls(
             channels=tensors["channels"].long(),
             centroids=tensors["centroids"].float(),
@@ -158,9 +163,11 @@ class Tables:
 
 @dataclass(frozen=True)
 class Lookup:
-    """Parts of queries [Hk, m, R, D / m] with the T nearest centroids of each, nearest [Hk, m, R, T].
+    """Nearest centroids of the parts of R queries.
 
-    share [Hk, m, R, T] is the weight of each centroid within its part, times the weight of the subspace.
+    `parts` [Hk, m, R, D / m] are the queries' channels in each subspace. `nearest` [Hk, m, R, T] are the indices of the
+    T nearest centroids. `share` [Hk, m, R, T] is the weight of each centroid within its part, times the weight of the
+    subspace.
     """
 
     parts: torch.Tensor
@@ -169,19 +176,19 @@ class Lookup:
 
 
 def cosines(tables: Tables, query: torch.Tensor) -> torch.Tensor:
-    """Cosines [Hk, m, R, C] of the parts of queries [Hk, R, D] with the centroids."""
+    """Compute the cosines [Hk, m, R, C] of the parts of queries [Hk, R, D] with the centroids."""
     return normalize(split_channels(query, tables.channels), dim=-1) @ tables.centroids.transpose(-1, -2)
 
 
 def look_up(
     tables: Tables, query: torch.Tensor, backoff: float | None = None, weights: torch.Tensor | None = None
 ) -> Lookup:
-    """Nearest centroids, by cosine, of each part of queries [Hk, R, D].
+    """Find the nearest centroids, by cosine, of each part of queries [Hk, R, D].
 
     Args:
-        backoff: a part whose best cosine is below this uses its two nearest centroids, with half the weight each; None:
-            one centroid always.
-        weights: [Hk, m] of the subspaces; None: all 1.
+        backoff: a part whose best cosine is below this value uses its two nearest centroids, with half the weight each.
+            None: every part uses one centroid.
+        weights: [Hk, m], weights of the subspaces; None: all 1.
     """
     best, nearest = cosines(tables, query).topk(1 if backoff is None else min(2, tables.centroids.shape[2]), -1)
     share = torch.ones_like(best)
@@ -194,8 +201,10 @@ def look_up(
 
 @dataclass(frozen=True)
 class Estimate:
-    """One subspace's part of the logits: `floor` [Hk, R] + values [Hk, R, L] for listed tokens [Hk, R, L], and the
-    floor alone for all other keys."""
+    """One subspace's contribution to the logits.
+
+    It is `floor` [Hk, R] + `values` [Hk, R, L] for the listed `tokens` [Hk, R, L], and `floor` for all other keys.
+    """
 
     tokens: torch.Tensor
     values: torch.Tensor
@@ -203,13 +212,15 @@ class Estimate:
 
 
 def estimate_part(tables: Tables, lookup: Lookup, part: int, place: int, scoring: str) -> Estimate:
-    """One subspace's estimate of its part of q k, without the softmax scale; reads R lists.
+    """Estimate one subspace's contribution to q k, without the softmax scale; reads R lists.
 
     Args:
-        place: which of each part's nearest centroids to use.
-        scoring: `paper` sums the listed scores, and keys that are not listed count as 0. Otherwise a score is
-            multiplied by the projection of the query's part on the centroid, 0 if negative, and keys that are not
-            listed get the lowest score of the list (`floor`) or the mean of all that it leaves out (`mean`).
+        part: index of the subspace.
+        place: index of the centroid among each part's nearest centroids.
+        scoring: with `paper`, listed scores are summed, and keys that are not listed count as 0. With `floor` and
+            `mean`, a score is multiplied by the projection of the query's part on the centroid, or by 0 if it is
+            negative. Keys that are not listed then get the lowest score of the list (`floor`) or their own mean score
+            (`mean`).
     """
     chosen, share = lookup.nearest[:, part, :, place], lookup.share[:, part, :, place]
     heads = torch.arange(len(chosen), device=chosen.device)[:, None]
@@ -223,23 +234,23 @@ def estimate_part(tables: Tables, lookup: Lookup, part: int, place: int, scoring
 def score_of_others(
     scores: torch.Tensor, centroids: torch.Tensor, key_mean: torch.Tensor, keys: int, scoring: str
 ) -> torch.Tensor:
-    """Score [...] of the keys that a list leaves out, for lists with scores [..., L] float32.
+    """Compute the score [...] of the keys that are not in a list, for lists with scores [..., L] float32.
 
     Args:
-        centroids: [..., d]; key_mean: broadcasts to it, the mean of all `keys` keys.
+        centroids: [..., d]; key_mean: the mean of all `keys` keys, which broadcasts to the centroids.
     """
     if scoring == "paper":
         return torch.zeros_like(scores[..., 0])
     lowest, left = scores.amin(-1), keys - scores.shape[-1]
     if scoring == "mean" and left:
         total = (centroids * key_mean).sum(-1) * keys
-        # Rounding of the stored scores could put the mean of the others above the lowest listed score.
+        # Because stored scores are rounded, the mean of the other keys could exceed the lowest listed score.
         lowest = torch.minimum(lowest, (total - scores.sum(-1)) / left)
     return lowest
 
 
 def estimate_logits(tables: Tables, lookup: Lookup, scoring: str) -> torch.Tensor:
-    """Estimated q k [Hk, R, keys] float32 of queries with all keys, without the softmax scale."""
+    """Estimate q k [Hk, R, keys] float32 of queries with all keys, without the softmax scale."""
     Hk, parts, R, places = lookup.nearest.shape
     logits = torch.zeros(Hk, R, tables.keys, device=lookup.nearest.device)
     for part in range(parts):
@@ -251,7 +262,7 @@ def estimate_logits(tables: Tables, lookup: Lookup, scoring: str) -> torch.Tenso
 
 
 def centroids_used(tables: Tables, lookup: Lookup, together: int) -> torch.Tensor:
-    """Number of lists [Hk, R / together] that each `together` neighbouring queries read, shared lists counted once."""
+    """Count the lists [Hk, R / together] that each `together` consecutive queries read; a shared list counts once."""
     Hk, parts, R, places = lookup.nearest.shape
     read = (lookup.share > 0).transpose(1, 2).reshape(Hk, R // together, together, parts, places)
     numbers = lookup.nearest.transpose(1, 2).reshape(read.shape)
@@ -263,10 +274,10 @@ def centroids_used(tables: Tables, lookup: Lookup, together: int) -> torch.Tenso
 
 
 def fit_weights(tables: Tables, query: torch.Tensor, keys: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """Subspace weights [Hk, m] that fit the estimates (scoring `mean`) to the true logits of some queries.
+    """Fit subspace weights [Hk, m], so that the estimates (scoring `mean`) match the true logits of some queries.
 
-    Least squares over all keys, weighted by the square root of their attention; an offset common to all keys of a query
-    is ignored, as by the softmax. A ridge term draws the weights to 1.
+    This is a least-squares fit over all keys, weighted by the square root of their attention. Like the softmax, it
+    ignores an offset that is common to all keys of a query. A ridge term pulls the weights towards 1.
 
     Args:
         query: [Hk, R, D]; keys: [Hk, keys, D].
@@ -293,14 +304,14 @@ def _spread(tokens: torch.Tensor, values: torch.Tensor, keys: int) -> torch.Tens
 
 
 def _fit(estimates: torch.Tensor, logits: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """Weights [m] from estimates [m, R, keys] and logits [R, keys]."""
+    """Fit weights [m] to estimates [m, R, keys] and logits [R, keys]."""
     importance = (logits * softmax_scale).softmax(-1).sqrt()
     importance = importance / importance.sum(-1, keepdim=True)
     centred = estimates - (estimates * importance).sum(-1, keepdim=True)
     missing = logits - (logits * importance).sum(-1, keepdim=True) - centred.sum(0)
     weighted = (centred * importance).flatten(1)
     gram = weighted @ centred.flatten(1).T
-    # Of a single key nothing can be told apart: the least ridge then leaves all weights at 1.
+    # With a single key, the normal equations are zero. The smallest ridge then leaves all weights at 1.
     ridge = (RIDGE * gram.diagonal().mean()).clamp(min=torch.finfo(gram.dtype).tiny)
     gram.diagonal().add_(ridge)
     more: torch.Tensor = torch.linalg.solve(gram, weighted @ missing.flatten())
@@ -309,20 +320,22 @@ def _fit(estimates: torch.Tensor, logits: torch.Tensor, softmax_scale: float) ->
 
 TILE_TOKENS, TILE_WORDS = 4096, 512
 HIGHEST = 15  # largest code
-# Shares of a list's highest score to clip at: a few scores far above all others would leave these too few codes.
+# Candidate clipping points, as shares of a list's highest score. Without clipping, a few outliers would leave too few
+# codes for all other scores.
 CUTS = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 
 @dataclass(frozen=True)
 class ListCodes:
-    """All lists of one layer, by token.
+    """All posting lists of one layer, with a four-bit code for every token.
 
-    codes [Hk, m, C, words] int32: four words, which a GPU thread reads together, have the codes of 32 consecutive
+    `codes` is [Hk, m, C, words] int32. Four words, which a GPU thread reads together, hold the codes of 32 consecutive
     tokens. With j = 2 j1 + j0, the code of token 8 j + 2 i + h of the 32 is in word i from bit 16 j1 + 8 h + 4 j0 on.
-    A key's score in a list is origin + step * code, with origins and steps [Hk, m, C] float32; if `reaching`, scores
-    are multiplied by the projection of the query's part on the centroid. centroids [Hk, m, C, D / m] float32, channels
-    [m, D / m] int32, and weights [Hk, m] float32 of the subspaces. Past the last of `keys` keys, codes are those of
-    keys that are not listed.
+    Past the last of `keys` keys, codes are those of keys that are not listed.
+
+    A key's score in a list is origin + step * code, with `origins` and `steps` [Hk, m, C] float32. If `reaching`,
+    scores are multiplied by the projection of the query's part on the centroid. `centroids` are [Hk, m, C, D / m]
+    float32, `channels` [m, D / m] int32, and the subspaces' `weights` [Hk, m] float32.
     """
 
     codes: torch.Tensor
@@ -339,8 +352,8 @@ def encode_lists(tables: Tables, scoring: str, weights: torch.Tensor | None = No
     """Lay out posting lists by token.
 
     Args:
-        scoring: the score of keys that a list leaves out; see `estimate_part`.
-        weights: [Hk, m] of the subspaces; None: all 1.
+        scoring: determines the score of keys that are not in a list; see `estimate_part`.
+        weights: [Hk, m], weights of the subspaces; None: all 1.
 
     Returns:
         See `ListCodes`. Allocates half a byte for every key and list, and a few times the lists of one subspace.
@@ -377,7 +390,7 @@ def _codes(heights: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
 
 
 def _best_step(heights: torch.Tensor) -> torch.Tensor:
-    """Code step [C] with the least squared error for lists of scores [C, L], given as heights above their origin."""
+    """Choose the code step [C] with the least squared error for each list; heights [C, L] are scores minus origins."""
     highest = heights.amax(-1).clamp(min=torch.finfo(torch.float16).tiny) / HIGHEST
     steps = torch.stack([highest * cut for cut in CUTS])
     wrong = torch.stack([(_codes(heights, step[:, None]) * step[:, None] - heights).square().sum(-1) for step in steps])
@@ -386,21 +399,21 @@ def _best_step(heights: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(dense: torch.Tensor) -> torch.Tensor:
-    """Codes [C, 8 words] packed into words [C, words] int32."""
+    """Pack codes [C, 8 words] into words [C, words] int32."""
     by_place = dense.view(len(dense), -1, 2, 2, 4, 2).int()
     words: torch.Tensor = (by_place << _shifts(dense.device)).sum((2, 3, 5), dtype=torch.int32).flatten(1)
     return words
 
 
 def unpacked(words: torch.Tensor) -> torch.Tensor:
-    """Codes [..., 8 words] int32, in token order, from words [..., words] int32."""
+    """Unpack words [..., words] int32 to codes [..., 8 words] int32 in token order."""
     fours = words.unflatten(-1, (-1, 1, 1, 4, 1))
     codes: torch.Tensor = ((fours >> _shifts(words.device)) & HIGHEST).flatten(-5)
     return codes
 
 
 def _shifts(device: torch.device) -> torch.Tensor:
-    """First bit of a code in its word, by j1, j0 and h: [2, 2, 1, 2] int32."""
+    """Return the first bit of a code in its word, by j1, j0 and h (see `ListCodes`): [2, 2, 1, 2] int32."""
     j1, j0, h = torch.arange(2, dtype=torch.int32, device=device).expand(3, 2)
     shifts: torch.Tensor = 16 * j1[:, None, None, None] + 4 * j0[:, None, None] + 8 * h
     return shifts

@@ -1,4 +1,4 @@
-"""`rank_rows` and `top_ranked` in Triton: logits of scattered rows, ranks with their counts, and the choice."""
+"""`rank_rows` and `top_ranked` in Triton: logits of scattered rows, their ranks and counts, and the best keys."""
 
 import torch
 import triton
@@ -28,7 +28,10 @@ def _row_logits_kernel(
     CAPPED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Logits / ln 2 of a program's share of a head's rows, their peak, and the sum of their exponentials."""
+    """Compute the logits of a program's share of a head's rows, in units of log 2.
+
+    Also write their peak and their sum of exponentials.
+    """
     common.wait_for_previous_kernel(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
@@ -41,7 +44,7 @@ def _row_logits_kernel(
         inside = at + t < stop
         row = tl.load(rows + head * slots + at + t, mask=inside, other=0)
         place = keys + head * head_stride + row[:, None] * row_stride + d
-        # An index may hold keys in another precision than the model's queries.
+        # The dtype of an index's keys may differ from that of the model's queries.
         k = tl.load(place, mask=inside[:, None] & (d < D), other=0.0).to(q.dtype)
         some = common.capped(common.dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED) * LOG2_E
         tl.store(logits + (head * G + g[:, None]) * stride + at + t, some, mask=of_group[:, None] & inside)
@@ -60,7 +63,7 @@ def _row_rank_kernel(
     SLOTS: tl.constexpr, PARTS: tl.constexpr, FRACTION_BITS: tl.constexpr, RANKS: tl.constexpr, BINS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Ranks of a tile of slots in the layout of `TokenRanks`, and their counts in bins of 16 ranks."""
+    """Compute the ranks of a tile of slots in the layout of `TokenRanks`, and count them in bins of 16 ranks."""
     common.wait_for_previous_kernel(EARLY)
     tile, tiles, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     i, s = tl.arange(0, SLOTS), tl.arange(0, PARTS)
@@ -88,7 +91,7 @@ def _row_rank_kernel(
 
 
 def rank_rows_triton(query, keys, rows, logsumexp, wanted, softmax_scale, softcap=None):
-    """`rank_rows` on a GPU; reads the rows' keys once."""
+    """Run `rank_rows` on a GPU; reads the rows' keys once."""
     (H, G, D), S, device = query.shape, rows.shape[1], query.device
     tiles, early = -(-S // TILE_TOKENS), dependent_launch(device)
     parts = num_splits(H, S, PROGRAMS_PER_SM * count_sms(device))
@@ -110,12 +113,13 @@ def rank_rows_triton(query, keys, rows, logsumexp, wanted, softmax_scale, softca
     return TokenRanks(ranks, coarse, logsumexps, S)
 
 
-FEWEST_ROWS, MOST_ROWS = 32, 128  # of counts that a program adds up at a time: all wait for memory together
-# Many programs are bound by instructions: one warp runs once what is common to a program, four run it each. Where there
-# are most, two count faster than one: measured, one warp takes 50% longer there, four take 20% longer.
+FEWEST_ROWS, MOST_ROWS = 32, 128  # fewest and most rows of counts per load; the rows of a load wait together
+# With many programs, the kernels are bound by instructions. Then one warp is best, because each of four warps would
+# repeat the work that is common to a program. With most programs, two warps count fastest: as measured, one warp takes
+# 50% longer, and four take 20% longer.
 WARPS_OF_FEW, WARPS_OF_MANY, COUNT_WARPS_OF_MOST = 4, 1, 2
-COUNTED_WARPS_OF_MANY = 2  # where each rank is counted: twice as many counts to add up
-MANY, MOST = 4, 16  # programs for each SM
+COUNTED_WARPS_OF_MANY = 2  # used if each rank has a count, because there are then twice as many counts to sum
+MANY, MOST = 4, 16  # programs per SM
 TOP_BITS = tl.constexpr(-2139062144)  # 0x80808080: the top bit of each byte
 ONES = tl.constexpr(0x01010101)
 
@@ -141,7 +145,7 @@ def _count_kernel(
 
 @triton.jit
 def _at_least(words, bound):
-    """Words with the top bit set of each byte that is at least `bound`, 0 to 256, and no other bits."""
+    """Set the top bit of each byte that is at least `bound`, which is 0 to 256, and clear all other bits."""
     low_bits_are = (words | TOP_BITS) - (bound & 127) * ONES
     found = tl.where(bound < 128, low_bits_are | words, low_bits_are & words)
     return tl.where(bound < 256, found & TOP_BITS, 0)
@@ -149,7 +153,7 @@ def _at_least(words, bound):
 
 @triton.jit
 def _marks(words, next_words, bound, QUADS: tl.constexpr):
-    """One word for each 32 keys, in the order of the keys, with a bit set for each rank of at least `bound`."""
+    """Mark ranks of at least `bound`: one word for each 32 keys, with a bit for each key in the order of the keys."""
     shift = 2 * (tl.arange(0, 4 * QUADS) % 4)
     found, of_next = _at_least(words, bound), _at_least(next_words, bound)
     both = ((found >> 7) & ONES) | ((of_next >> 6) & (2 * ONES))
@@ -158,7 +162,7 @@ def _marks(words, next_words, bound, QUADS: tl.constexpr):
 
 @triton.jit
 def _first_of(marks, number):
-    """Words with only their lowest `number` set bits kept."""
+    """Keep only the lowest `number` set bits of each word."""
     kept = tl.zeros_like(marks)
     for at in range(tl.max(number, 0)):
         lowest = marks & -marks
@@ -169,7 +173,10 @@ def _first_of(marks, number):
 
 @triton.jit
 def _write_at_once(taken, slot, named, of_key, labels, chosen, counts, NAMED: tl.constexpr, GROUPED: tl.constexpr):
-    """Write the keys whose bits are set from each word's slot on, all at the same time; count their groups."""
+    """Write the keys whose bits are set in `taken`, all at the same time, and count them by group.
+
+    The keys of each word go to the slots from `slot` on.
+    """
     bit = tl.arange(0, 32)[None, :]
     mask = ((taken[:, None] >> bit) & 1) != 0
     place = slot[:, None] + packed.set_bits(taken[:, None] & ((1 << bit) - 1))
@@ -182,7 +189,10 @@ def _write_at_once(taken, slot, named, of_key, labels, chosen, counts, NAMED: tl
 @triton.jit
 def _write_in_turn(taken, number, slot, token, names, labels, chosen, counts, NAMED: tl.constexpr,
                    GROUPED: tl.constexpr):  # fmt: skip
-    """The same, one key of each word at a time: fewer instructions, each of which waits for memory."""
+    """Write keys and count groups like `_write_at_once`, but one key of each word at a time.
+
+    This takes fewer instructions, but each step waits for memory.
+    """
     for _ in range(tl.max(number, 0)):
         lowest = taken & -taken
         # The exponent of a power of two is the index of its bit.
@@ -225,7 +235,7 @@ def _place_kernel(
     equal = _marks(words, next_words, last, QUADS) ^ taken
     equals = packed.set_bits(equal)
     taking = tl.minimum(tl.maximum(room - (tl.cumsum(equals, 0) - equals), 0), equals)
-    # Nearly all words take all of their equal keys, or none.
+    # Nearly all words take either all of their keys of the last rank, or none. `_first_of` handles the others.
     taken |= tl.where(taking == equals, equal, 0) | _first_of(equal, tl.where(taking == equals, 0, taking))
     number = packed.set_bits(taken)
     slot = tl.cumsum(number, 0) - number
@@ -237,7 +247,7 @@ def _place_kernel(
 
 
 def top_ranked_triton(ranked, wanted, names=None, groups=None):
-    """`top_ranked` on a GPU; reads the ranks twice, or once where each is counted."""
+    """Run `top_ranked` on a GPU; reads the ranks twice, or once if each rank has a count."""
     (H, tiles, _), ranks, early = ranked.coarse.shape, ranked.ranks, dependent_launch(ranked.ranks.device)
     chosen = torch.empty(H, wanted, dtype=torch.int32, device=ranks.device)
     of_each, few = tiles * H / count_sms(ranks.device), ranked.each_counted()

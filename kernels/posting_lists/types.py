@@ -1,4 +1,4 @@
-"""Ranks of keys by their posting lists, and keys that are always attended."""
+"""Types for ranks of keys by estimated attention probability, and for keys that are always attended."""
 
 from dataclasses import dataclass
 
@@ -6,34 +6,40 @@ import torch
 
 from sparsekv.kernels.clusters.types import EXPONENT_BITS, least_rank
 
-FRACTION_BITS = 4  # of a score that its rank keeps: the rounding of codes loses more than the bits below
-BINS = 16  # coarse bins of ranks, and ranks in each
+FRACTION_BITS = 4  # fraction bits of a score in its rank; the rounding of codes loses more than the dropped bits
+BINS = 16  # number of coarse bins of ranks, and number of ranks in each bin
 RANKS = 2 ** (EXPONENT_BITS + FRACTION_BITS)
 assert BINS * BINS == RANKS
-# Where each rank is counted by itself there are fewer: half an octave each, and an eighth in the 85 of 256 where the
-# last chosen key's is nearly always.
+# With a counter for each rank, there are only FEW_RANKS ranks. A rank is half an octave. In the range of 85 of the 256
+# original ranks that nearly always contains the last chosen key, it is an eighth of an octave.
 FEW_RANKS, FINE_FROM, FINE = 64, 130, 85
-LARGEST = 4095  # integer sum of codes: 12 bits, so that one shifted up by four bits fits in 16
+LARGEST = 4095  # largest integer sum of codes, of 12 bits: a sum that is shifted up by four bits fits in 16 bits
 
 
 @dataclass(frozen=True)
 class ExactKeys:
-    """Keys [H, E, D] that are always attended; a head's rows are contiguous, heads need not be. `count` [1] int32, on
-    the keys' device, is how many of the E rows are valid; None: all. `sinks` [H, G]: learned logits beside them."""
+    """Keys [H, E, D] that are always attended; the rows of a head are contiguous, and heads may have any stride.
+
+    The first `count` [1] int32, on the keys' device, of the E rows are valid, or all if it is None. `sinks` [H, G] are
+    learned logits in the same softmax.
+    """
 
     keys: torch.Tensor
     count: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
 
     def repeated(self, each: int) -> "ExactKeys":
-        """Keys of each head so many times; sinks are of queries already."""
+        """Repeat the keys of each head `each` times; sinks are not repeated, because they have a row per query."""
         return ExactKeys(self.keys.repeat_interleave(each, 0), self.count, self.sinks)
 
 
 @dataclass(frozen=True)
 class KeyGroups:
-    """Groups of keys: labels [H, M] int16 or int32, the group of each key, and taken [H, C] int32, to which how many
-    keys of each are chosen is added. A head's labels are contiguous, heads need not be."""
+    """Groups of keys, and counters of the chosen keys of each group.
+
+    `labels` [H, M] int16 or int32 is the group of each key. The labels of a head are contiguous; heads may have any
+    stride. The number of chosen keys of each group is added to `taken` [H, C] int32.
+    """
 
     labels: torch.Tensor
     taken: torch.Tensor
@@ -41,13 +47,17 @@ class KeyGroups:
 
 @dataclass(frozen=True)
 class TokenRanks:
-    """Ranks, 0 to 255, of `keys` keys of each of H heads by their estimated attention probability.
+    """Ranks, 0 to 255 or 0 to 63, of `keys` keys of each of H heads by their estimated attention probability.
 
-    ranks [H, tiles, 2, 512] int32, 0 past the last key: the ranks of the q-th 32 consecutive keys of a tile are in
-    words 4 q to 4 q + 3 of both rows; byte j of word 4 q + i of row h has that of key 8 j + 2 i + h of the 32.
-    coarse [H, tiles, 16] int32: counts of a tile's ranks in bins of 16. Where ranks are 0 to 63 [H, tiles, 32]
-    int32, of each: that of an even rank in a word's lower 16 bits, that of the next in the upper. logsumexp [H, G]
-    float32 over the ranked logits and those of exact keys.
+    `ranks` is [H, tiles, 2, 512] int32, with rank 0 past the last key. The ranks of the q-th 32 consecutive keys of a
+    tile are in words 4 q to 4 q + 3 of both rows. Byte j of word 4 q + i of row h is the rank of key 8 j + 2 i + h of
+    the 32.
+
+    `coarse` counts the ranks of each tile. For ranks 0 to 255 it is [H, tiles, 16] int32, with bins of 16 ranks. For
+    ranks 0 to 63 it is [H, tiles, 32] int32, with a count for each rank. The count of an even rank is in a word's lower
+    16 bits, that of the next rank in the upper 16 bits.
+
+    `logsumexp` [H, G] float32 is taken over the ranked logits and those of the exact keys.
     """
 
     ranks: torch.Tensor
@@ -56,22 +66,22 @@ class TokenRanks:
     keys: int
 
     def each_counted(self) -> bool:
-        """Whether each rank is counted by itself."""
+        """Whether `coarse` has a count for each rank."""
         return self.coarse.shape[2] == FEW_RANKS // 2
 
     def in_order(self) -> torch.Tensor:
-        """Ranks [H, keys] int32 in the order of the keys."""
+        """Unpack the ranks to [H, keys] int32 in the order of the keys."""
         bytes_of_words = self.ranks.contiguous().view(torch.uint8).unflatten(-1, (-1, 4, 4))
         by_key: torch.Tensor = bytes_of_words.permute(0, 1, 3, 5, 4, 2).flatten(1)[:, : self.keys].int()
         return by_key
 
 
 def fewer_ranks(ranks: torch.Tensor) -> torch.Tensor:
-    """`FEW_RANKS` in the place of `RANKS`."""
+    """Convert ranks below `RANKS` to ranks below `FEW_RANKS`."""
     fewer: torch.Tensor = (ranks + 3 * (ranks - FINE_FROM).clamp(0, FINE) + 1) >> 3
     return fewer
 
 
 def lowest_rank(wanted: int) -> int:
-    """Offset to subtract from the leading 13 bits of a float32 score to get its rank."""
+    """Return the offset to subtract from the leading 13 bits of a float32 score to get its rank."""
     return least_rank(wanted, FRACTION_BITS)

@@ -1,4 +1,4 @@
-"""Attention logits, softmax with its log-sum-exp, scores of centroids and keys, and the highest of them."""
+"""Attention logits, softmax with its log-sum-exp, scores of centroids and keys, and the choice of the best scores."""
 
 import numpy as np
 import torch
@@ -6,10 +6,12 @@ from torch.nn.functional import normalize
 
 
 def softmax_with_logsumexp(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over the last axis, and the log-sum-exp, which is computed from the largest weight and its logit.
+    """Compute the softmax over the last axis and the log-sum-exp.
+
+    The log-sum-exp is computed from the largest weight and its logit.
 
     Args:
-        logits: [..., T] float32, in each row at least one that is not minus infinity.
+        logits: [..., T] float32, with at least one logit above minus infinity in each row.
 
     Returns:
         weights [..., T] and log-sum-exps [...].
@@ -19,17 +21,17 @@ def softmax_with_logsumexp(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def softmax_beside(logits: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
-    """Weights [..., T] of logits [..., T] in one softmax with other logits, whose log-sum-exp is `beside` [...].
+    """Compute the weights [..., T] of logits [..., T] in a softmax that also includes other logits.
 
-    Allocates a copy of the logits.
+    `beside` [...] is the log-sum-exp of the other logits. Allocates a copy of the logits.
     """
     return torch.cat([logits, beside[..., None]], -1).softmax(-1)[..., :-1]
 
 
 def best_tokens(scores: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Indices [..., K] int64 of the highest of scores [..., M] float32, in any order.
+    """Choose the `tokens` highest of scores [..., M] float32; return their indices [..., K] int64 in any order.
 
-    On a CPU numpy finds them, by introselect; torch's topk sorts, and takes five times as long from 32,768 on.
+    On a CPU, numpy's introselect is used. Torch's topk sorts, and takes five times as long for M of 32,768 or more.
     """
     if scores.device.type != "cpu":
         return scores.topk(tokens, -1).indices
@@ -38,7 +40,7 @@ def best_tokens(scores: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def keydiff_scores(keys: torch.Tensor) -> torch.Tensor:
-    """Minus the cosine between each key and the anchor, which is the mean of the normalised keys.
+    """Compute minus the cosine between each key and the anchor, which is the mean of the normalised keys.
 
     Args:
         keys: [Hk, T, D].
@@ -54,27 +56,29 @@ def keydiff_scores(keys: torch.Tensor) -> torch.Tensor:
 def attention_logits(
     query: torch.Tensor, keys: torch.Tensor, softmax_scale: float, softcap: float | None = None
 ) -> torch.Tensor:
-    """Logits of grouped queries on keys, in float32, soft-capped where the model does so.
+    """Compute the logits of grouped queries for keys in float32, with the soft cap if there is one.
 
     Args:
         query: [Hk, G, Q, D].
         keys: [Hk, T, D].
 
     Returns:
-        [Hk, G, Q, T] float32. On a CPU, half-precision keys are copied to float32 for it.
+        [Hk, G, Q, T] float32. On a CPU, half-precision keys are copied to float32.
     """
     logits = products(query.flatten(1, 2), keys).view(*query.shape[:3], keys.shape[1]) * softmax_scale
     return softcapped(logits, softcap)
 
 
 def softcapped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Logits of any shape as a model with a soft cap has them (Gemma 2); themselves where there is none."""
+    """Apply a model's soft cap (Gemma 2) to logits of any shape; without a soft cap, return them unchanged."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def products(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Products [Hk, R, T] of queries [Hk, R, D] and keys [Hk, T, D] in float32: in bfloat16 one near 200 would be off
-    by up to 0.5."""
+    """Compute the products [Hk, R, T] of queries [Hk, R, D] and keys [Hk, T, D] in float32.
+
+    In bfloat16, a product near 200 would have an error of up to 0.5.
+    """
     if query.is_cuda and query.dtype == keys.dtype != torch.float32:
         return torch.bmm(query, keys.transpose(1, 2), out_dtype=torch.float32)
     return torch.bmm(query.float(), keys.float().transpose(1, 2))
@@ -87,7 +91,7 @@ def cluster_scores(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """S_i = exp(q C_i) / sum_j N_j exp(q C_j), averaged over the group (Squeezed Attention, equation 1).
+    """Compute S_i = exp(q C_i) / sum_j N_j exp(q C_j), averaged over the group (Squeezed Attention, equation 1).
 
     Args:
         query: [Hk, G, Q, D].
@@ -102,8 +106,8 @@ def cluster_scores(
 
 
 def scores_from_logits(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """S_i [Hk, Q, C] from logits [Hk, G, Q, C] and counts that broadcast to them."""
+    """Compute S_i [Hk, Q, C] from logits [Hk, G, Q, C] and from counts that broadcast to the logits."""
     empty = counts == 0
     weights = logits.masked_fill(empty, -torch.inf).softmax(-1).masked_fill(empty, 0)
-    # The weights sum to 1 and counts are at least 1, so a sum below 1 means that all clusters are empty.
+    # The weights sum to 1, and non-empty clusters have counts of at least 1. A sum below 1 means that all are empty.
     return (weights / (counts * weights).sum(-1, keepdim=True).clamp(min=1)).mean(1)

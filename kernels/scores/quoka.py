@@ -1,4 +1,4 @@
-"""QuoKA's scores (section 3 of the paper): which keys a chunk needs, by cosine to a few of the chunk's queries."""
+"""QuoKA's scores (section 3 of the paper): keys are scored by their cosine to a few of a chunk's queries."""
 
 import torch
 from torch.nn.functional import normalize
@@ -6,21 +6,23 @@ from torch.nn.functional import normalize
 from sparsekv.kernels.common.on_gpu import on_gpu
 from sparsekv.kernels.scores.logits import products
 
-# Limits of the kernels, which hold these in registers: directions to compare keys with, queries of a group.
+# Limits of the kernels, which hold in registers the directions that keys are compared with, and the queries of a group.
 MOST_DIRECTIONS, MOST_QUERIES = 64, 2**14
 
 
 def subselect_queries(query: torch.Tensor, count: int, subset: str = "far", seed: int = 0) -> torch.Tensor:
-    """The queries of each head that represent its chunk: those of lowest cosine similarity to the chunk's mean query.
+    """Select the queries of each head that represent the chunk.
+
+    These are the queries with the lowest cosine similarity to the chunk's mean query.
 
     Args:
         query: [Hk, G, B, D].
-        count: how many to keep; all are kept if B is no larger.
+        count: number of queries to keep; all are kept if B is not larger.
         subset: `far` as described; `random` and `all` are the paper's ablations.
-        seed: for `random`.
+        seed: random seed for `random`.
 
     Returns:
-        [Hk, G, count, D], or all of the queries.
+        [Hk, G, count, D], or all queries.
     """
     if subset == "all" or query.shape[2] <= count:
         return query
@@ -34,7 +36,7 @@ def subselect_queries(query: torch.Tensor, count: int, subset: str = "far", seed
 
 
 def directions(query: torch.Tensor) -> torch.Tensor:
-    """[Hk, Q, D] float32: normalised queries [Hk, G, Q, D], averaged over the group."""
+    """Normalise queries [Hk, G, Q, D] and average them over the group; return [Hk, Q, D] float32."""
     averaged: torch.Tensor = normalize(query.float(), dim=-1).mean(1)
     return averaged
 
@@ -46,13 +48,13 @@ def _few_queries(query: torch.Tensor, count: int) -> bool:
 
 @on_gpu("sparsekv.kernels.scores.quoka_triton:far_directions_triton", fits=_few_queries)
 def far_directions(query: torch.Tensor, count: int) -> torch.Tensor:
-    """`directions` of the queries that `subselect_queries` keeps, least similar to the mean first.
+    """Compute `directions` of the queries that `subselect_queries` keeps, with the least similar to the mean first.
 
-    Two kernels on a GPU, which may order queries of equal similarity differently from torch.
+    On a GPU there are two kernels, which may order queries of equal similarity differently from torch.
 
     Args:
         query: [Hk, G, B, D].
-        count: how many to keep; all are kept if B is no larger.
+        count: number of queries to keep; all are kept if B is not larger.
 
     Returns:
         [Hk, count, D] float32.
@@ -65,31 +67,35 @@ def far_directions(query: torch.Tensor, count: int) -> torch.Tensor:
     fits=lambda some, *_: some.shape[1] <= MOST_DIRECTIONS,
 )
 def nearest_keys(some: torch.Tensor, keys: torch.Tensor, count: int, first: int = 0, last: int = 0) -> torch.Tensor:
-    """Indices of the first and last keys and of those with the highest cosine to any direction: `count` per head.
+    """Choose `count` keys per head: the first and last keys, and those with the highest cosine to any direction.
 
-    On a GPU two kernels read the keys once and return indices in ascending order; of cosines that agree to 2 ** -15 the
+    On a GPU, two kernels read the keys once and return indices in ascending order. If cosines agree to 2 ** -15, the
     lower index wins.
 
     Args:
-        some: [Hk, Q, D].
+        some: [Hk, Q, D] directions.
         keys: [Hk, T, D].
-        count: at least `first` + `last`, at most T.
+        count: number of keys to choose, at least `first` + `last` and at most T.
+        first, last: numbers of keys at the start and at the end that are always chosen.
 
     Returns:
-        [Hk, count] int64, each key once.
+        [Hk, count] int64 indices without duplicates.
     """
     return best_keys(_highest(some, keys) / key_norms(keys), count, first, last)
 
 
 def best_keys(scores: torch.Tensor, count: int, first: int = 0, last: int = 0) -> torch.Tensor:
-    """Indices [Hk, count] int64 of the first and last keys and of the highest scores [Hk, T]; overwrites the scores."""
+    """Choose the first and last keys and those with the highest scores [Hk, T]; return indices [Hk, count] int64.
+
+    Overwrites the scores.
+    """
     scores[:, scores.shape[1] - last :] = torch.inf
     scores[:, :first] = torch.inf
     return scores.topk(count, -1, sorted=False).indices
 
 
 def key_norms(keys: torch.Tensor) -> torch.Tensor:
-    """Norms [Hk, T] float32 of keys [Hk, T, D], at least 1e-12 so that they can be divided by."""
+    """Compute the norms [Hk, T] float32 of keys [Hk, T, D], at least 1e-12, so that they can be divisors."""
     norms: torch.Tensor = torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
     return norms.clamp(min=1e-12)
 
@@ -101,24 +107,24 @@ def quoka_scores(
     similarity: str = "cosine",
     across: str = "max",
 ) -> torch.Tensor:
-    """Similarity of each key to the most similar of some queries, averaged over the group.
+    """Compute each key's similarity to the most similar of some queries, averaged over the group.
 
-    Normalised queries are averaged over the group before the products with keys: products are linear, so this gives the
-    mean of the heads' scores at the cost of one head.
+    Normalised queries are averaged over the group before the products with keys. Products are linear. Therefore this
+    gives the mean of the heads' products at the cost of one head.
 
     Args:
         query: [Hk, G, Q, D].
         keys: [Hk, T, D].
-        norms: [Hk, T] of the keys, if already known.
+        norms: [Hk, T], norms of the keys; None: computed here.
         similarity: `cosine`, or `dot`, the paper's ablation.
-        across: `max` over the queries, or `mean`, the paper's ablation; `none` keeps the queries apart.
+        across: `max` over the queries, or `mean`, the paper's ablation; `none` keeps a score for each query.
 
     Returns:
         [Hk, 1, T] float32, or [Hk, Q, T] for `none`. Allocates [Hk, Q, T] float32.
     """
     averaged = query.float().mean(1) if similarity == "dot" else directions(query)
     averaged = averaged.mean(1, keepdim=True) if across == "mean" else averaged
-    # The maximum comes before the division: norms are positive, so the largest product is the largest cosine.
+    # The maximum is taken before the division. Norms are positive, and so the largest product is the largest cosine.
     scores = _highest(averaged, keys)[:, None] if across == "max" else products(averaged.to(keys.dtype), keys)
     if similarity == "dot":
         return scores
@@ -126,5 +132,5 @@ def quoka_scores(
 
 
 def _highest(some: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Largest product [Hk, T] float32 of each key [Hk, T, D] with any of some vectors [Hk, Q, D]."""
+    """Compute the largest product [Hk, T] float32 of each key [Hk, T, D] with any of the vectors [Hk, Q, D]."""
     return products(some.to(keys.dtype), keys).amax(1)

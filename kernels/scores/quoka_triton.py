@@ -1,7 +1,8 @@
-"""QuoKA's choice of keys in Triton: directions of a chunk's outlying queries, ranks of all keys by these, best keys.
+"""QuoKA's choice of keys in Triton: directions of a chunk's outlying queries, ranks of all keys, and the best keys.
 
-Ranks are cosines in steps of 2 ** -15. The pass over the keys counts how many keys have each rank, in integers, whose
-sums do not depend on their order; from these counts every program derives the rank of the last key that is chosen.
+Ranks are cosines in steps of 2 ** -15. The pass over the keys counts the keys of each rank. The counts are integers,
+and so they do not depend on the order of the additions. Every program derives the rank of the last chosen key from
+these counts.
 """
 
 import torch
@@ -20,13 +21,13 @@ from sparsekv.kernels.common.launch import (
     unit_stride,
 )
 
-HALF_BITS = 8  # half of a rank's bits: keys are counted by their rank, and by its upper half
+HALF_BITS = 8  # half of the bits of a rank; keys are counted by rank, and by the upper half of the rank
 RANKS = 4**HALF_BITS
 ALWAYS = RANKS - 1  # rank of keys that are always chosen
 PROGRAMS_PER_SM = 6
 TILE_BYTES, WARPS, STAGES = 8192, 4, 1
 QUERY_TILE_BYTES, QUERY_WARPS, QUERY_STAGES = 32_768, 8, 3
-PARTS, CHUNK = 32, 2048  # programs a head that write rows; keys that one of them reads at a time
+PARTS, CHUNK = 32, 2048  # programs per head that write rows, and keys that a program reads at a time
 LARGEST = tl.constexpr(2**63 - 1)
 
 
@@ -35,7 +36,10 @@ def _nearness_kernel(
     query, nearness, B, head_stride, row_stride,
     D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Cosines of a head's queries to their mean, times the mean's length, which does not change their order."""
+    """Compute the cosines of a head's queries to their mean, times the norm of the mean.
+
+    This factor does not change the order of the queries.
+    """
     common.wait_for_previous_kernel(EARLY)
     head = tl.program_id(0).to(tl.int64)
     t, d = tl.arange(0, TILE), tl.arange(0, BLOCK_D)
@@ -58,13 +62,16 @@ def _directions_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, BLOCK_B: tl.constexpr, SLOTS: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program a KV head: finds the `count` queries of lowest cosine in each head, and averages their directions."""
+    """Find the `count` queries with the lowest cosines in each query head, and average their directions over the group.
+
+    There is one program per KV head.
+    """
     common.wait_for_previous_kernel(EARLY)
     first = tl.program_id(0).to(tl.int64) * G
     g, b, slot, d = tl.arange(0, GROUP), tl.arange(0, BLOCK_B), tl.arange(0, SLOTS), tl.arange(0, BLOCK_D)
     known = (g < G)[:, None] & (b < B)
     near = tl.load(nearness + (first + g[:, None]) * B + b, mask=known, other=0.0)
-    # Integers in the order of the floats, with the query's index in the low bits so that no two are equal.
+    # The cosines become integers of the same order. The low bits hold the query's index, so that no two are equal.
     bits = near.to(tl.int32, bitcast=True)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
     packed = tl.where(known, (ordered << 32) | b.to(tl.int64), LARGEST)
@@ -85,7 +92,7 @@ def _directions_kernel(
 
 
 def far_directions_triton(query, count):
-    """`far_directions` on a GPU, for `count` less than the number of queries."""
+    """Run `far_directions` on a GPU, for `count` below the number of queries."""
     Hk, G, B, D = query.shape
     heads = unit_stride(query.flatten(0, 1))
     nearness = torch.empty(Hk * G, B, device=query.device)
@@ -109,8 +116,11 @@ def _ranks_kernel(
     ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
     HALF_BITS: tl.constexpr, ALWAYS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Ranks of a program's share of a head's keys, and how many keys have each rank. Keys from `first_kept` to before
-    `last_kept` are ranked by their highest cosine, others get rank `ALWAYS`. Ranks are stored minus 2 ** 15."""
+    """Rank a program's share of a head's keys, and count the keys of each rank.
+
+    Keys from `first_kept` up to, but not including, `last_kept` are ranked by their highest cosine. Other keys get rank
+    `ALWAYS`. Ranks are stored minus 2 ** 15.
+    """
     common.wait_for_previous_kernel(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     r, d, t = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
@@ -130,7 +140,7 @@ def _ranks_kernel(
         wide = k.to(tl.float32)
         cosine = highest / tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), 1e-12)
         scaled = (cosine + 1.0) * 32768.0
-        # NaN must not be cast to an integer: it gets the lowest rank.
+        # NaN gets the lowest rank, because it must not be cast to an integer.
         rank = tl.minimum(tl.where(scaled > 0.0, scaled, 0.0), ALWAYS - 1.0).to(tl.int32)
         rank = tl.where((c < first_kept) | (c >= last_kept), ALWAYS, rank)
         tl.store(ranks + c, (rank - 32768).to(tl.int16), mask=inside)
@@ -140,7 +150,7 @@ def _ranks_kernel(
 
 @triton.jit
 def _last_reached(counts, wanted, HALF_BITS: tl.constexpr):
-    """The largest rank that at least `wanted` keys reach, and how many keys are above it."""
+    """Find the largest rank that at least `wanted` keys reach; also return the number of keys above it."""
     rank = tl.arange(0, 1 << HALF_BITS)
     number = tl.load(counts + rank)
     reach = tl.cumsum(number, 0, reverse=True)
@@ -153,7 +163,7 @@ def _rows_kernel(
     ranks, counts, rows, T, rank_stride, count, part_rows, CHUNK: tl.constexpr, HALF_BITS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write the indices of the chosen keys in a program's share, after those of the shares before it."""
+    """Write the indices of the chosen keys in a program's share, after those of earlier programs' shares."""
     common.wait_for_previous_kernel(EARLY)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     coarse = counts + head * ((1 << 2 * HALF_BITS) + (1 << HALF_BITS))
@@ -166,7 +176,8 @@ def _rows_kernel(
     t = tl.arange(0, CHUNK)
     above, equal = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
     own = part * part_rows
-    # Masked by `inside`, not by a low rank as `other`: Triton 3.6 puts a negative 16-bit one in every second element.
+    # Elements past the end are masked by `inside`, not by a low rank as `other`. Triton 3.6 writes a negative int16
+    # `other` only to every second element.
     for at in range(0, own, CHUNK):
         inside = at + t < T
         rank = tl.load(ranks + at + t, mask=inside, other=0).to(tl.int32)
@@ -178,7 +189,7 @@ def _rows_kernel(
         inside = c < T
         rank = tl.load(ranks + c, mask=inside, other=0).to(tl.int32)
         is_above, is_equal = ((rank > last) & inside).to(tl.int32), ((rank == last) & inside).to(tl.int32)
-        # Two running sums of at most CHUNK, packed in one integer.
+        # Two running sums, of at most CHUNK each, are packed in one integer.
         sums = tl.cumsum(is_above + (is_equal << 16), 0)
         above_ends, equal_ends = above_before + (sums & 0xFFFF), equal_before + (sums >> 16)
         chosen = (is_above > 0) | ((is_equal > 0) & (equal_ends <= room))
@@ -189,7 +200,7 @@ def _rows_kernel(
 
 
 def nearest_keys_triton(some, keys, count, first=0, last=0):
-    """`nearest_keys` on a GPU, by the largest cosine; reads views of keys in place if their last axis is contiguous."""
+    """Run `nearest_keys` on a GPU; views of keys with a contiguous last axis are read in place, others are copied."""
     (H, T, D), Q, keys = keys.shape, some.shape[1], unit_stride(keys)
     parts = num_splits(H, T, PROGRAMS_PER_SM * count_sms(keys.device))
     stride = aligned(T)
