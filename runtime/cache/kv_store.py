@@ -445,7 +445,7 @@ def read_centroids(
     numbers, tensors = numbers_of(stored), with_restored_centroids(stored, dtype)
     if numbers is None:
         return tensors, None
-    # Without value centroids the key centroids take their place: no kernel then reads value centroids.
+    # A method may have key centroids alone. They then stand in for value centroids, which no kernel reads.
     both = {"values": numbers["keys"], "value_scales": numbers["key_scales"]} | numbers
     rows = placed(side_by_side(both), both, units_of(both["value_scales"]))
     assert rows.scales is not None
