@@ -65,7 +65,7 @@ class Attempt:
     results: tuple[torch.Tensor, ...]
 
     def replaced_where(self, over: torch.Tensor, other: "Attempt") -> "Attempt":
-        """Return this attempt with the other's results where `over` [Hk, Q] is True; there `rows` are both's sum."""
+        """Return this attempt with the other's results where `over` [Hk, Q] is True; rows read there are added up."""
         results = (
             torch.where(over.view(*over.shape, *[1] * (new.ndim - 2)), new, old)
             for old, new in zip(self.results, other.results, strict=True)

@@ -132,7 +132,7 @@ def _default(artifact: Artifact, defaults: Defaults) -> DecodeConfig:
         method_of(artifact, defaults.method)
         configured = _configured(methods()[defaults.method], defaults.parameters)
     except (UsageError, TypeError, ValueError) as error:
-        anew = defaults.target.model_copy(update={"methods": []})  # one of them may be gone
+        anew = defaults.target.model_copy(update={"methods": []})  # the index may lack some of the target's methods now
         raise ArtifactError(
             f"the default of {artifact.folder}, {defaults.method}, cannot run any more: {error}; run "
             f"{tune_hint(artifact.folder, anew)} again, or choose with --method"

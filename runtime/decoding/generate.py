@@ -205,7 +205,7 @@ class DecodeLoop:
                     if not ended:
                         logits = self.step(token)
                     if count > before:
-                        self.streamer.put(told)  # while the device computes
+                        self.streamer.put(told)  # while the device computes the next step
                     if ended:
                         break
         finally:

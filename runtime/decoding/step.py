@@ -109,7 +109,7 @@ class SharedStep:
     def _capture(self, size: int, room: int) -> None:
         """Capture the step; after a failure no step is captured again."""
         if any(graph.room != room for graph in self.graphs.values()):
-            self.graphs.clear()  # their buffers are no longer in use
+            self.graphs.clear()  # they refer to buffers that were replaced when these grew
         counters = [one for read in self.cache.reads for one in read.counters()]
         with self.cache.uncounted():
             found = _captured(lambda: self._forward(size, room), self.model.device, counters)
