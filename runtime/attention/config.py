@@ -1,4 +1,4 @@
-"""The config that a question is prefilled and an answer is decoded with."""
+"""Configs of decoding: which tokens of the document a question and its answer attend to."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ EVERYTHING = Budget(1.0)
 
 @dataclass(frozen=True)
 class Dense:
-    """Attention to all of the document. Like a method it is a dataclass of its parameters: it has none."""
+    """Attention to all of the document. Like a method it is a dataclass of its parameters, of which it has none."""
 
     name: ClassVar[str] = DENSE
     residual: ClassVar[bool] = False
@@ -27,14 +27,14 @@ class Dense:
 
 @dataclass(frozen=True)
 class Own:
-    """A question's tokens select as the answer's do: by the same method, with the same budget."""
+    """Prefill config: a question's tokens select by the same method and with the same budget as the answer's."""
 
     name: ClassVar[str] = "own"
 
 
 @dataclass(frozen=True)
 class QuestionPrefill:
-    """A question's tokens select chunk by chunk, by a method of their own."""
+    """Prefill config: a question's tokens select chunk by chunk, by a method and budget of their own."""
 
     name: str
     method: Method
@@ -47,23 +47,23 @@ class QuestionPrefill:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How answers attend to a document. The command line or the Python API makes it, and `plan_layer` uses it.
+    """Decode config: how answers attend to a document. `plan_layer` turns it into the plan of each layer.
 
     Args:
         attention: a method with its parameters, or dense attention.
-        budget: tokens of the middle that a step attends to.
-        layer_budgets: budgets of single layers, by layer number, that replace `budget`.
-        question: what a question's tokens attend to.
+        budget: number of middle tokens that a step attends to.
+        layer_budgets: budgets of single layers, by layer index, that replace `budget`.
+        question: prefill config of a question's tokens.
         guard: measures the missed share of attention, and limits it for each KV head.
-        gauge: measures the missed share. Steps compute their logits once more, and none is captured.
+        gauge: measures the missed share. Steps then compute their logits once more, and no step is captured.
         placement: where the document's keys and values are kept, one of PLACEMENTS.
-        dense_layers: how many of the model's first layers attend to everything, whatever their budgets.
-        ahead: prefetch: search for each step's rows with the previous step's query, during its attention.
-        origin: where method and budget are from, if the user did not choose them.
+        dense_layers: number of the model's first layers that attend to everything, whatever their budgets.
+        ahead: prefetch: search for each step's rows with the previous step's query, during the previous step.
+        origin: where method and budget come from, if the user did not choose them.
 
     Raises:
-        UsageError: unknown placement; a missed share to be measured of a method that cannot estimate it; or dense
-            layers with a method that has its own.
+        UsageError: the placement is unknown; the missed share is to be measured, but the method cannot estimate it; or
+            `dense_layers` is set and the method has a parameter of its own for that.
     """
 
     attention: MethodSpec | Dense
@@ -86,7 +86,7 @@ class DecodeConfig:
 
     @property
     def measured(self) -> str:
-        """The option for which the missed share of attention is measured; empty without one."""
+        """The option that requires measuring the missed share: `--guard` or `--gauge`, or empty."""
         return "--guard" if self.guard is not None else "--gauge" if self.gauge else ""
 
     def budget_of(self, layer: int) -> Budget:
@@ -97,7 +97,7 @@ class QuestionSearch:
     """Selects one layer's rows for a chunk of a question, as row indices in the decoding method's layout.
 
     Args:
-        layout: [Hk, M] int64, the middle position of each stored row; None for order of position.
+        layout: [Hk, M] int64, the token's position within the middle for each stored row; None for order of position.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class QuestionSearch:
         self.device, self.rows_of = device, None if layout is None else layout.argsort(-1).to(device)
 
     def select(self, queries: Queries) -> Selection:
-        """One selection for all queries [Hk, G, Q, D] of a chunk."""
+        """Return one selection for all queries [Hk, G, Q, D] of a chunk."""
         chosen = self.selector.select(queries.to(self.device), self.budget)
         rows, valid = chosen.rows.expand()
         for order in (self.selector.layout, self.rows_of):

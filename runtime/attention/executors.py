@@ -26,13 +26,16 @@ from sparsekv.runtime.selection.interface import (
 )
 
 MOST_LOGITS = 2**26
-"""Of queries that attend to everything: float32, for a piece of them at a time."""
+"""Maximum number of float32 logits at a time for queries that attend to everything; they are cut into pieces."""
 
 
 @dataclass(frozen=True)
 class LayerOutput:
-    """Attention's output [Hk, G, Q, D], and how many D-sized rows of the middle and its index each KV head read: a
-    number or [Hk, Q or 1], plus `per_count` for each count that kernels added to their counter."""
+    """Attention output [Hk, G, Q, D], and the D-sized rows that each KV head read from the middle and its index.
+
+    `rows_read` is a number or [Hk, Q or 1]. Each count that kernels added to their counter stands for `per_count` more
+    rows.
+    """
 
     output: torch.Tensor
     rows_read: torch.Tensor | float
@@ -43,8 +46,8 @@ class LayerOutput:
 class Fetched:
     """Chosen rows on the model's device: keys, values [Hk, R, D] and their log_weights [Hk, G, Q or 1, R].
 
-    valid [Hk, 1, R]: False for padding; None: all rows count. `rest` are centroids of the tokens that were not chosen:
-    they are attended too (`rest_attended`), or only serve to estimate the missed attention.
+    valid [Hk, 1, R]: False for padding; None: all rows are valid. `rest` are centroids of the tokens that were not
+    chosen. With `rest_attended` they are attended too; otherwise they only serve to estimate the missed attention.
     """
 
     keys: torch.Tensor
@@ -56,7 +59,7 @@ class Fetched:
     rows_read: torch.Tensor | float
 
     def segments(self, step: Step) -> list[Segment]:
-        """All that a step attends to: chosen rows, exact rows, and centroids of the rest if those are attended."""
+        """Return all segments that a step attends to: chosen rows, exact rows, and the rest's centroids if attended."""
         valid = None if self.valid is None else self.valid[:, None]
         rest = self.rest if self.rest_attended else ()
         return [
@@ -66,7 +69,11 @@ class Fetched:
         ]
 
     def scored_rest(self) -> list[ScoredCentroids] | None:
-        """The centroids with their logits, where these and plain rows are all there is, as `attend_once` takes them."""
+        """Return the rest's centroids with their logits, as `attend_once` takes them.
+
+        Returns None if chosen rows have padding or weights, or if some centroids have no logits: `attend_once` does not
+        support these cases.
+        """
         scored = [part.scored for part in self.rest if part.scored is not None]
         plain = self.valid is None and self.log_weights is None and len(scored) == len(self.rest)
         return scored if plain else None
@@ -76,11 +83,11 @@ class Fetched:
 class GatherExecutor:
     """Copies the chosen rows to the model's device and attends to the copy. Works for every placement and selection.
 
-    Allocates the rows and the logits.
+    Allocates the copied rows and the logits.
 
     Args:
         mapped: views of the index's files that the selector reads; their pages are released after each search.
-        fetch_rest: fetch the centroids of the rest even where they are not attended, for the missed-mass meter.
+        fetch_rest: fetch the centroids of the rest even if they are not attended, for the missed-mass meter.
     """
 
     selector: Selector
@@ -97,13 +104,13 @@ class GatherExecutor:
         """Attend to a selection, whose rows are in this executor's layout.
 
         Args:
-            selector: the one that made it: another than the executor's own where a question has its own method.
+            selector: the selector that made the selection; not the executor's own if a question has its own method.
         """
         fetched = self.fetch(selection, step.query.device)
         return LayerOutput(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read)
 
     def attend_to_everything(self, step: Step) -> torch.Tensor:
-        """[Hk, G, Q, D] of queries that attend to all rows, which are read once for them, in whatever order."""
+        """Attend to all rows; return [Hk, G, Q, D]. The rows are read once for all queries, in any order."""
         all_rows = Fetched(*self.middle.in_any_order(), None, None, (), rest_attended=False, rows_read=0.0)
         some = (attend(one.query, all_rows.segments(one), *one.how) for one in pieces_of_all(step, self.middle.used))
         return torch.cat([*some], 2)
@@ -136,7 +143,10 @@ class GatherExecutor:
         return found
 
     def _rows(self, chosen: RowSet) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Chosen keys and values, and which of them count; all rows as they are stored, mostly without a copy."""
+        """Return the chosen keys and values, and which of them are valid.
+
+        If all rows are chosen, they are returned in the order of the layout, mostly without a copy.
+        """
         if chosen.has_all(self.middle.used):
             return *self.middle.from_row(0), None
         rows, valid = chosen.expand()
@@ -144,12 +154,18 @@ class GatherExecutor:
 
 
 def pieces_of_all(step: Step, rows: int) -> Iterator[Step]:
-    """The step cut into pieces whose logits on so many rows are at most `MOST_LOGITS`, but for single queries."""
+    """Yield the step in pieces of queries whose logits on `rows` rows are at most `MOST_LOGITS` numbers.
+
+    A piece has at least one query, even if its logits are more.
+    """
     return step.pieces(max(1, MOST_LOGITS // (step.query.shape[0] * step.query.shape[1] * max(1, rows))))
 
 
 def attend_in_layout(executor: GatherExecutor, step: Step) -> torch.Tensor:
-    """As `attend_to_everything`, to a selection of all rows, where each row's token must be known."""
+    """Attend to a selection of all rows in the layout's order, for callers that must know each row's token.
+
+    Returns [Hk, G, Q, D], as `attend_to_everything` does.
+    """
     used = executor.middle.used
     starts = torch.zeros(len(step.query), 1, 1, dtype=torch.int64, device=step.query.device)
     chosen = Selection(RowSet(starts, torch.full_like(starts, used), used, used), Cost(0.0))
@@ -158,15 +174,15 @@ def attend_in_layout(executor: GatherExecutor, step: Step) -> torch.Tensor:
 
 
 GatherMaker = Callable[..., GatherExecutor]
-"""Makes one layer's `GatherExecutor`, or one of its own kind, of the same arguments."""
+"""Makes one layer's `GatherExecutor`, or a subclass of it, from the arguments of `GatherExecutor`."""
 
 
 class InPlaceExecutor:
-    """Attends for one query with kernels that read the chosen rows in place; copies none of them.
+    """Attends for one query with kernels that read the chosen rows in place, without copying them.
 
     Args:
         counter: [Hk] int64, to which kernels add the counts that only the device knows.
-        gather: the fallback for sampled rows, which carry weights.
+        gather: the fallback for sampled rows, which carry weights, and for rows that cannot be read in place.
     """
 
     def __init__(self, selector: Selector, middle: MiddleRows, counter: torch.Tensor, gather: GatherExecutor):
@@ -187,7 +203,10 @@ class InPlaceExecutor:
 
 
 class FusedExecutor:
-    """Attends for one query on a CPU: in one kernel that also selects, or else to gathered rows in few operations."""
+    """Attends for one query on a CPU, in one fused kernel that also selects if the selector has one.
+
+    Otherwise it gathers the chosen rows and attends to the copy, if possible with the few operations of `attend_once`.
+    """
 
     def __init__(self, selector: Selector, middle: MiddleRows, gather: GatherExecutor):
         self.middle, self.gather, kernels = middle, gather, selector.kernels
@@ -211,7 +230,7 @@ Executor = GatherExecutor | InPlaceExecutor | FusedExecutor
 
 
 def _scored(selection: Selection, step: Step) -> tuple[ScoredCentroids, ...]:
-    """The centroids that are attended for the rest, with their logits for one query."""
+    """Return the rest's attended centroids with their logits for one query."""
     if selection.rest is not None and selection.rest.in_place is not None:
         return selection.rest.in_place
     return tuple(part.scored or _score(part, step) for part in selection.attended_segments())
@@ -223,10 +242,11 @@ def _score(part: CentroidSegment, step: Step) -> ScoredCentroids:
 
 
 class QuestionExecutor(GatherExecutor):
-    """Attends by kernels that read rows in place, once for all tokens.
+    """Attends for a question's tokens with kernels that read rows in place, once for all tokens.
 
-    It copies rows, as its base class does, where they carry weights of a sample, and where what stands for the rest has
-    several levels or differs from token to token."""
+    It copies rows, as its base class does, in three cases: the chosen rows carry sampling weights or differ between
+    tokens, the rest's centroids have several levels or differ between tokens, or rows cannot be read in place.
+    """
 
     def attend_to(self, step: Step, selection: Selection, selector: Selector) -> LayerOutput:
         rows, parts = self.middle.in_place(), selection.attended_segments()
@@ -251,14 +271,17 @@ class QuestionExecutor(GatherExecutor):
 
 
 def _exact_and_own(step: Step) -> tuple[Pair, OwnRows]:
-    """Exact rows before the first of a step's tokens, which are seen by all of them, and what each sees of theirs."""
+    """Split a step's exact rows into those before its first token, which all tokens see, and the tokens' own rows.
+
+    A token sees its own row and those of earlier tokens of the step.
+    """
     before, tokens = step.first - step.unstored, step.query.shape[2]
     new = slice(before, before + tokens)
     return (step.keys[:, :before], step.values[:, :before]), of_last(step.keys[:, new], step.values[:, new], tokens)
 
 
 def _single_rows(rows: PlacedRows, chosen: RowSet) -> RunRows:
-    """Chosen rows as references into keys and values in place, row by row."""
+    """Return chosen rows as references into keys and values in place, one reference per row."""
     places, valid = chosen.expand()
     used = None if valid is None else valid[:, 0].sum(-1, dtype=torch.int32)
     return RunRows(rows.keys, rows.values, places[:, 0], None, chosen.capacity, used, scales=rows.scales)

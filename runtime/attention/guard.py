@@ -1,8 +1,8 @@
-"""Missed share: the attention mass of tokens that a step does not attend one by one; and a guard that limits it.
+"""Estimate the missed share, the attention mass of tokens that a step does not attend one by one; a guard limits it.
 
-It is estimated from softmax denominators: the sum of N_i exp(q C_i) over clusters that are not attended token by token,
-divided by the sum over everything (Multipole Attention, equation 1). The estimate is usually low: by Jensen's
-inequality a cluster's N_i tokens weigh at least N_i times their centroid.
+The missed share is estimated from softmax denominators: the sum of N_i exp(q C_i) over clusters that are not attended
+token by token, divided by the sum over everything (Multipole Attention, equation 1). The estimate is usually low: by
+Jensen's inequality a cluster's N_i tokens weigh at least N_i times their centroid.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,18 +15,20 @@ from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.selection.interface import Budget, CentroidSegment, Method, MethodSpec
 
-DOUBLINGS = 2  # times that a budget is doubled before a head reads everything
+DOUBLINGS = 2  # how often the guard doubles a budget before a head falls back to dense attention
 
 
 def missed_share(
     rest: Sequence[CentroidSegment], query: torch.Tensor, total: torch.Tensor, facts: LayerFacts, *, attended: bool
 ) -> torch.Tensor:
-    """[Hk, Q]: the share of the softmax on tokens that were not chosen, mean over the group; NaN without centroids.
+    """Estimate the softmax share [Hk, Q] of tokens that were not chosen, as the mean over the query heads of a KV head.
+
+    Returns NaN if there are no centroids.
 
     Args:
         rest: centroids of the tokens that were not chosen.
         query: [Hk, G, Q, D].
-        total: [Hk, G, Q], the log-sum-exp of all that is attended.
+        total: [Hk, G, Q], the log-sum-exp of the logits of everything that is attended.
         attended: whether the step attends to these centroids, so that `total` includes them.
     """
     if not rest:
@@ -38,7 +40,7 @@ def missed_share(
 
 
 def estimates_missed(method: Method, *, residual: bool) -> bool:
-    """Whether the missed share can be estimated: from the method's own centroids, or from the residual's."""
+    """Whether the missed share can be estimated, from the method's own centroids or from the residual's."""
     return method.estimates_missed or (residual and not method.replaces())
 
 
@@ -52,15 +54,18 @@ def check_estimates_missed(option: str, form: MethodSpec) -> None:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A step at one budget: estimated missed share [Hk, Q], D-sized rows read for the middle [Hk, Q], and result
-    tensors, each [Hk, Q, ...]."""
+    """Results of a step at one budget.
+
+    `missed` [Hk, Q] is the estimated missed share, and `rows` [Hk, Q] the number of D-sized rows read for the middle.
+    `results` are the result tensors, each [Hk, Q, ...].
+    """
 
     missed: torch.Tensor
     rows: torch.Tensor
     results: tuple[torch.Tensor, ...]
 
     def replaced_where(self, over: torch.Tensor, other: "Attempt") -> "Attempt":
-        """This attempt with another's results where `over` [Hk, Q]; rows read there are the sum of both."""
+        """Return this attempt with the other's results where `over` [Hk, Q] is True; rows read there are added up."""
         results = (
             torch.where(over.view(*over.shape, *[1] * (new.ndim - 2)), new, old)
             for old, new in zip(self.results, other.results, strict=True)
@@ -70,7 +75,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A step's final attempt, and where [Hk, Q] the guard raised the budget and where it fell back to dense."""
+    """A step's final attempt, with bool masks [Hk, Q]: `raised` budgets, and fallbacks to `dense` attention."""
 
     attempt: Attempt
     raised: torch.Tensor
@@ -96,13 +101,13 @@ class Guard:
     ) -> Outcome:
         """Double the budget for heads over the limit, up to DOUBLINGS times; heads still over it attend to everything.
 
-        One sync for each attempt, because the next step depends on its result.
+        Each attempt costs one sync, because its result decides whether another attempt is needed.
 
         Args:
             attempt: runs the step at a budget.
-            dense: dense attention for the heads where its argument [Hk] is True; anything for the others.
-            budget: of the first attempt.
-            middle: M.
+            dense: runs dense attention for the heads where its argument [Hk] is True; other heads' results are ignored.
+            budget: the budget of the first attempt.
+            middle: M, the number of middle tokens.
         """
         best, tokens = attempt(budget), budget.tokens(middle)
         raised = over = best.missed > self.share
@@ -119,8 +124,11 @@ class Guard:
 
 @dataclass
 class MissedMeter:
-    """One layer's missed-mass meter. Sums over heads and queries since `reset`: missed share, heads whose budget the
-    guard raised, and heads that fell back to dense; `heads` counts the head-query pairs."""
+    """One layer's missed-mass meter, which sums over heads and queries since `reset`.
+
+    `sums` [3] are the missed share, the heads whose budget the guard raised, and the heads that fell back to dense
+    attention. `heads` counts the head-query pairs.
+    """
 
     guard: Guard | None
     heads: int = 0
@@ -135,7 +143,9 @@ class MissedMeter:
         self.sums = self.sums.to(outcome.raised.device) + torch.stack([part.sum(dtype=torch.float64) for part in parts])
 
     def means(self) -> tuple[float, float, float]:
-        """Mean missed share, and the shares of heads with a raised budget and with dense attention, where anything was
-        measured; one sync."""
+        """Return the mean missed share and the shares of heads with a raised budget and with dense attention; one sync.
+
+        Something must have been measured since `reset`.
+        """
         missed, raised, dense = (self.sums / self.heads).tolist()
         return missed, raised, dense

@@ -1,4 +1,4 @@
-"""Executors and policies of one layer, picked once from its selector's capabilities and the options."""
+"""Choose one layer's executors and policies, once, from its selector's capabilities and the config."""
 
 from dataclasses import dataclass
 
@@ -35,10 +35,10 @@ from sparsekv.runtime.selection.interface import Appending, Budget, Selector
 class Appender:
     """Moves one layer's tokens from its exact rows to the middle and the selector's index.
 
-    `torn` is True while rows move, and stays so where that was interrupted: index and rows may not fit then.
+    `torn` is True while rows move. If a move is interrupted it stays True, because index and rows may then disagree.
 
     Args:
-        sinks: how many of the first exact rows are sinks, which never move.
+        sinks: number of sinks, which are the first exact rows and never move.
         prefetcher: its pending search is discarded at each append, because the index changes.
     """
 
@@ -51,7 +51,7 @@ class Appender:
     torn: bool = False
 
     def append_due(self, layer: StoredLayer) -> None:
-        """Append the oldest rows after the sinks, `size` at a time, until fewer than twice as many are left."""
+        """Append the oldest rows after the sinks in chunks of `size`, until fewer than `2 * size` are left."""
         size, start = self.index.size, self.sinks
         if layer.used - start < 2 * size:
             return
@@ -76,12 +76,12 @@ class Appender:
 
     @torch.inference_mode()
     def remove_appended(self, layer: StoredLayer, tokens: int, exact: Pair) -> None:
-        """Restore the stored index, and the layer's stored tokens and exact rows [Hk, E, D] that belong to it.
+        """Undo all appends: restore the stored index, the layer's stored token count and its exact rows [Hk, E, D].
 
         Raises:
-            SparsekvError: an earlier call, or an append, was interrupted in the middle.
+            SparsekvError: an earlier call or an append was interrupted before it finished.
         """
-        # In inference mode: rows that grew while a model decoded are inference tensors, writable in no other mode.
+        # Needs inference mode: rows that grew while a model decoded are inference tensors, writable in no other mode.
         if self.torn:
             raise SparsekvError(
                 "an answer was interrupted while its tokens moved into the index, and cannot be undone; ask with a new "
@@ -99,17 +99,18 @@ class Appender:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """One layer of a cache before it is planned: its selector, its rows, and where these are.
+    """Inputs of `plan_layer` for one layer: its selector, its rows, and their devices.
 
     Args:
-        number: the layer's in its model.
-        sinks: how many of the exact rows come before the middle.
-        heads: KV heads, Hk.
-        device: the model's.
-        search_device: the selector's.
+        number: index of the layer in its model.
+        sinks: number of the exact rows that come before the middle.
+        heads: number of KV heads, Hk.
+        device: the model's device.
+        search_device: the selector's device.
         mapped: views of the index's files that the selector reads; their pages are released after each search.
         question: selects for a question's tokens, if the config gives them a method of their own.
-        gather_maker: makes the executor of all steps, which gathers rows, instead of those that attend without a copy.
+        gather_maker: makes the executor of all steps. That executor gathers rows, and replaces the executors that
+            attend without a copy.
     """
 
     number: int
@@ -129,9 +130,10 @@ class LayerParts:
 class LayerPlan:
     """One layer's policies and the objects they share.
 
-    `decode` runs decode steps, `captured` decode steps in a CUDA graph (the new row's position is in a
-    `DynamicSlot`), and `prefill` a question's tokens; `own_prefill`: the selector chooses for these too.
-    `steps_alike`: whether policies and placement allow one captured step to be replayed.
+    `decode` runs decode steps, and `prefill` runs a question's tokens. `captured` runs decode steps that are captured
+    as a CUDA graph, where a `DynamicSlot` has the new row's index. `own_prefill` means that the config lets the
+    question's tokens select as the answer's do. `steps_alike` means that policies and placement allow one captured step
+    to be replayed for all that follow.
     """
 
     selector: Selector
@@ -155,17 +157,17 @@ class LayerPlan:
 
     @property
     def shareable(self) -> bool:
-        """Whether several sequences can share a step's choice: steps are alike, and keep nothing of a sequence."""
+        """Whether several sequences can share a step: steps can be replayed, and keep no state of one sequence."""
         alone = self.appender is not None or self.prefetcher is not None or self.meter is not None
         return not alone and self.selector.graph_state() is not None
 
     def graph_state(self) -> int | None:
-        """A number that changes when a captured step must be captured again; None: steps cannot be replayed."""
+        """Return a number that changes when a step must be captured again; None: steps cannot be replayed."""
         return self.selector.graph_state() if self.steps_alike else None
 
 
 def plan_layer(layer: LayerParts, config: DecodeConfig) -> LayerPlan:
-    """Decide how one layer attends, by what its selector can do, where its rows are, and the config."""
+    """Choose how one layer attends, from its selector's capabilities, the placement of its rows, and the config."""
     selector, middle = layer.selector, layer.middle
     read, budget = ReadRows(layer.heads, layer.device), config.budget_of(layer.number)
     meter = MissedMeter(config.guard) if config.measured else None
@@ -176,7 +178,7 @@ def plan_layer(layer: LayerParts, config: DecodeConfig) -> LayerPlan:
     if (index := selector.append) is not None:
         appender = Appender(index, middle, layer.sinks, read, layer.search_device, prefetcher)
     measured = None if meter is None else Metered(gather, prefetcher, budget, layer.facts, meter, middle, read)
-    # All that a step does is to select and to attend: nothing is measured, prefetched or passed to a maker's executor.
+    # Plain steps only select and attend: they measure and prefetch nothing and use no custom executor.
     plain = measured is None and prefetcher is None and layer.gather_maker is None
     captured: Policy
     if measured is not None:
@@ -209,7 +211,12 @@ def plan_layer(layer: LayerParts, config: DecodeConfig) -> LayerPlan:
 
 
 def _prefill(layer: LayerParts, config: DecodeConfig, asking: GatherExecutor, within: Direct | Metered) -> Policy:
-    """The policy of a question's tokens; `within` attends to what the layer's own selector chooses for them."""
+    """Choose the policy of a question's tokens.
+
+    Args:
+        asking: attends to rows for a question's tokens.
+        within: the policy that attends to what the layer's own selector chooses.
+    """
     if isinstance(config.question, Dense):
         return DensePrefill(asking, layer.middle, within.read)
     if layer.question is not None:

@@ -1,4 +1,4 @@
-"""Policies: selection in the same step, one step earlier, under a missed-mass limit, or per question chunk."""
+"""Attention policies: select in the same step, one step ahead, under a missed-mass limit, or per question chunk."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -30,8 +30,8 @@ def _worker() -> ThreadPoolExecutor:
 
 
 def wait_for_searches() -> None:
-    """Wait until the searches of all layers that have begun are done."""
-    _worker().submit(lambda: None).result()  # of one thread, which takes one after another
+    """Wait until all submitted searches of all layers are done."""
+    _worker().submit(lambda: None).result()  # the pool has one thread, which runs searches in order
 
 
 class Prefetcher:
@@ -47,8 +47,11 @@ class Prefetcher:
         self.stream: torch.cuda.Stream | None = None
 
     def next(self, queries: Queries) -> Fetched:
-        """Rows found with the previous step's query (in the first step, with this one's); starts the next search."""
-        pending, self.pending = self.pending, None  # one that failed is told once
+        """Return the rows found with the previous step's query, and start a search with this step's query.
+
+        The first step has no previous query, so it searches with its own.
+        """
+        pending, self.pending = self.pending, None  # cleared first, so that a failed search raises only once
         found = self.search(queries) if pending is None else self._arrived(pending)
         self.pending = _worker().submit(self._run, queries, self._mark(queries.query.device))
         return found
@@ -74,7 +77,7 @@ class Prefetcher:
                 return self.search(queries)
             self.stream.wait_event(ready)
             found = self.search(queries)
-            # The queries are freed on return and their memory reused, so this stream must have finished reading them.
+            # On return the queries are freed and their memory may be reused, so this stream must be done reading them.
             self.stream.synchronize()
             return found
 
@@ -87,7 +90,7 @@ class Prefetcher:
 
 
 def tensors_in(found: object) -> Iterator[torch.Tensor]:
-    """Every tensor in a dataclass's fields, nested dataclasses and tuples included."""
+    """Yield every tensor in a dataclass's fields, nested dataclasses and tuples included."""
     if isinstance(found, torch.Tensor):
         yield found
     elif isinstance(found, tuple):
@@ -99,17 +102,20 @@ def tensors_in(found: object) -> Iterator[torch.Tensor]:
 
 
 class Policy(ABC):
-    """Attends to one step of a layer; counts the rows read in decode steps."""
+    """Runs one layer's attention in a step, and counts the rows that decode steps read."""
 
     def __init__(self, middle: MiddleRows, read: ReadRows):
         self.middle, self.read = middle, read
 
     @abstractmethod
     def attend(self, step: Step) -> torch.Tensor:
-        """[Hk, G, Q, D]."""
+        """Return the attention output [Hk, G, Q, D]."""
 
     def count(self, step: Step, rows: torch.Tensor | float) -> None:
-        """Add a decode step's D-sized rows of each KV head, a number or [Hk, Q or 1], to the count of rows read."""
+        """Add the D-sized rows that each KV head read in a decode step, a number or [Hk, Q or 1], to the count.
+
+        A question's prefill is not counted.
+        """
         if not step.joint:
             self.read.add(rows, self.middle.used)
 
@@ -130,7 +136,10 @@ class Direct(Policy):
 
 
 class Prefetching(Policy):
-    """Attends to the rows found with the previous step's query, while it searches with this one's for the next step."""
+    """Attends to the rows found with the previous step's query, and meanwhile searches with this step's query.
+
+    The next step uses the result of that search.
+    """
 
     def __init__(self, prefetcher: Prefetcher, middle: MiddleRows, read: ReadRows):
         super().__init__(middle, read)
@@ -146,7 +155,7 @@ class Metered(Policy):
     """Records the missed share of each step; a guard, if there is one, limits it.
 
     Args:
-        prefetcher: finds a decode step's rows at the layer's own budget; None: the search runs in the step itself.
+        prefetcher: finds a decode step's rows at the layer's own budget; None: each step runs its own search.
     """
 
     def __init__(
@@ -192,12 +201,12 @@ class Metered(Policy):
         if self.prefetcher is not None and not step.joint:
             if budget == self.budget:
                 return self.prefetcher.next(step.queries)
-            # Layers may share what the searches of this step find, which run meanwhile.
+            # Layers may share state with the searches that this step has started, so wait for these first.
             wait_for_searches()
         return self.gather.find(step.queries, budget)
 
     def _dense(self, step: Step, heads: torch.Tensor) -> Attempt:
-        """Dense attention for the heads that are True in `heads` [Hk]; copies their rows of the middle."""
+        """Run dense attention for the heads that are True in `heads` [Hk]; copies these heads' rows of the middle."""
         some, exact, (scale, softcap, sinks) = heads.nonzero()[:, 0], step.exact, step.how
         middle = Segment(*self.middle.from_row(0, some))
         segments = [middle, Segment(exact.keys[some], exact.values[some], exact.mask)]
@@ -208,11 +217,11 @@ class Metered(Policy):
 
 
 class PiecewisePrefill(Policy):
-    """Attends for some of a question's tokens at a time, within the budget of a token times their number.
+    """Attends to a question's tokens piece by piece; a piece's budget is one token's budget times its tokens.
 
     Args:
         policy: attends for each piece.
-        piece: its most tokens.
+        piece: maximum number of tokens in a piece.
     """
 
     def __init__(self, policy: Direct | Metered, piece: int):
@@ -228,7 +237,10 @@ class PiecewisePrefill(Policy):
 
 
 class ObservedPrefill(Policy):
-    """Attends to a question's tokens without the decoding selector, which may observe them."""
+    """Base of policies that attend to a question's tokens without the decoding selector.
+
+    If the decoding selector keeps state of a conversation, it observes the tokens' queries.
+    """
 
     def __init__(self, gather: GatherExecutor, middle: MiddleRows, read: ReadRows):
         super().__init__(middle, read)
@@ -243,21 +255,21 @@ class ObservedPrefill(Policy):
 
     @abstractmethod
     def attend_observed(self, step: Step) -> torch.Tensor:
-        """[Hk, G, Q, D]."""
+        """Return the attention output [Hk, G, Q, D]."""
 
 
 class DensePrefill(ObservedPrefill):
-    """A question's tokens attend to everything."""
+    """Lets a question's tokens attend to everything."""
 
     def attend_observed(self, step: Step) -> torch.Tensor:
         return self.gather.attend_to_everything(step)
 
 
 class ChunkedPrefill(ObservedPrefill):
-    """Attends to a question's tokens chunk by chunk, with a search of its own.
+    """Attends to a question's tokens chunk by chunk, with a search of its own for each chunk.
 
     Args:
-        gather: attends to rows by the decoding selector's layout, to a copy of them or in place.
+        gather: attends to rows in the decoding selector's layout, to a copy of them or in place.
     """
 
     def __init__(self, search: QuestionSearch, gather: GatherExecutor, middle: MiddleRows, read: ReadRows):

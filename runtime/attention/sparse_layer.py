@@ -39,7 +39,7 @@ class SparseLayer(StoredLayer):
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         plan, decodes = self.plan, not self.prefills(call.query.shape[1])
-        # Never during a question: its first tokens must not see an index that contains its last ones.
+        # Tokens move only in decode steps: a question's first tokens must not see an index that has its last tokens.
         if decodes and plan.appender is not None:
             plan.appender.append_due(self)
         decode = plan.decode if self.step_row is None else plan.captured
@@ -85,12 +85,12 @@ class SparseLayer(StoredLayer):
 
 
 def appends(layers: Iterable[StoredLayer]) -> bool:
-    """Whether one of the layers moves an answer's tokens into its index."""
+    """Whether any of the layers moves an answer's tokens into its index."""
     return any(isinstance(layer, SparseLayer) and layer.plan.appender is not None for layer in layers)
 
 
 class PackedDense(PackedLayer):
-    """Attends to the whole stored context, or to the part of it within a sliding window."""
+    """Batched dense layer: attends to the whole stored context, or to the part of it within a sliding window."""
 
     def __init__(self, layer: DenseLayer, slots: int):
         super().__init__(layer, slots)
@@ -99,7 +99,7 @@ class PackedDense(PackedLayer):
     def attend(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
         if call.window is not None or not call.query.is_cuda:
             return super().attend(call, step)
-        # What all tokens see is the same, so that questions' and answers' read it together.
+        # All tokens see the same stored rows, so the tokens of questions and of answers read them in one pass.
         self.own.write(call.keys, call.values, step)
         (runs, exact), own = self.layer.shared(), self.own.seen_by(step.everyone, step.longest)
         return shared_decode(call.grouped, runs, exact, (), own, *call.scaling).flatten(0, 1)
@@ -117,20 +117,23 @@ class PackedDense(PackedLayer):
 
 
 class PackedSparse(PackedLayer):
-    """Attends to sinks, tail and own tokens exactly; and all sequences that answer, to what any of them chooses."""
+    """Batched sparse layer: attends exactly to sinks, tail and own tokens, and to chosen rows of the middle.
+
+    All sequences that answer attend to the union of the rows that any of them chooses.
+    """
 
     def __init__(self, layer: SparseLayer, slots: int):
         super().__init__(layer, slots)
         self.plan, self.exact, self.tokens = layer.plan, layer.exact, layer.split.tokens
         self.kernels, self.conversation = layer.plan.selector.kernels, layer.conversation
         self.asked: dict[int, Selector] = {}
-        """By slot: a copy of the selector with the state of its question."""
+        """For each slot, a copy of the selector with the state of the slot's question."""
         self.unasked = layer.plan.selector
-        """The selector before any question; a copy where questions leave a state."""
+        """The selector before any question; a copy of it if questions change its state."""
         if self.conversation is not None:
             self.conversation.forget()
             self.unasked = copy(layer.plan.selector)
-        # On a GPU kernels read chosen rows where they lie, and nothing waits for their number.
+        # On a GPU kernels read chosen rows in place, and the host need not sync to learn how many were chosen.
         self.in_place = layer.exact[0].is_cuda and layer.plan.middle.reachable
 
     def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
@@ -175,7 +178,7 @@ class PackedSparse(PackedLayer):
     def ask_all(self, call: AttentionCall, step: PackedStep, output: torch.Tensor) -> None:
         plan = self.plan
         whole = self.in_place and plan.prefills_densely and self.conversation is None
-        # Asked for last: elsewhere than on a GPU it may copy them.
+        # `in_place()` is called last, because on a CPU it may copy the rows.
         if not whole or (rows := plan.middle.in_place()) is None:
             return super().ask_all(call, step, output)
         grouped = call.query[:, step.places].unflatten(0, (len(rows.keys), -1))
@@ -189,7 +192,7 @@ class PackedSparse(PackedLayer):
         return Queries(grouped, lambda: self.tokens + own.used - 1, beside, joint=False)
 
     def _select_for_each(self, queries: Queries, step: PackedStep) -> Selection:
-        """The union of the queries' own selections, by the selector's kernels or else in torch."""
+        """Return the union of the selections of all queries, computed by the selector's kernel or else in torch."""
         selector, middle = self.plan.selector, self.plan.middle.used
         if self.kernels is not None and self.kernels.choose_for_each is not None:
             chosen = self.kernels.choose_for_each(queries, self.plan.budget, self.plan.read.by_kernels)
@@ -198,7 +201,7 @@ class PackedSparse(PackedLayer):
         return unite(self._select(queries, step), selector, middle, middle)
 
     def _select(self, queries: Queries, step: PackedStep) -> Selection:
-        """The choice of each query for itself; by its slot's copy of the selector, where questions leave a state."""
+        """Return a selection for each query, by its slot's copy of the selector if questions change its state."""
         if self.conversation is None:
             return self.plan.selector.select(queries, self.plan.budget)
         slots = step.answering.slots.tolist()
@@ -208,8 +211,11 @@ class PackedSparse(PackedLayer):
 
 
 class PackedInPlace(PackedSparse):
-    """All tokens of a step attend to what any of the sequences chooses, in place; those of questions too, unless they
-    attend to everything."""
+    """Batched sparse layer whose kernels select together for all sequences and read the chosen rows in place.
+
+    All tokens of a step attend to the union of what the sequences choose. A question's tokens do so too, unless they
+    attend to everything.
+    """
 
     def attend(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
         if not step.pieces or self.plan.prefills_densely:
@@ -221,7 +227,11 @@ class PackedInPlace(PackedSparse):
         return self._together(call, step.answering, step, answers=True)
 
     def _together(self, call: AttentionCall, tokens: StepTokens, step: PackedStep, *, answers: bool) -> torch.Tensor:
-        """Attention [Hq, T, D] of some of a step's tokens, some of which may be those of `answers`."""
+        """Select and attend for the tokens `tokens` of a step; return [Hq, T, D].
+
+        Args:
+            answers: whether some of the tokens belong to answers, so that rows read are counted.
+        """
         plan, kernels, rows = self.plan, self.kernels, self.plan.middle.in_place()
         assert kernels is not None
         assert kernels.choose_together is not None
@@ -239,7 +249,7 @@ class PackedInPlace(PackedSparse):
 
 
 def packed_layer(layer: StoredLayer, slots: int) -> PackedLayer:
-    """A layer of several sequences over what another has stored."""
+    """Make the layer that attends for several sequences over the stored context of `layer`."""
     if isinstance(layer, SparseLayer):
         plan, kernels = layer.plan, layer.plan.selector.kernels
         together = plan.own_prefill or (plan.prefills_densely and layer.conversation is None)

@@ -1,4 +1,4 @@
-"""One layer's queries in a step and the rows that they attend to exactly, copied or read in place."""
+"""Inputs of one layer's attention in a step: its queries, the rows attended exactly, and the chosen rows in place."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,20 +16,22 @@ from sparsekv.runtime.selection.interface import Queries, RowSet, piece_batch
 
 
 def everything(rows: PlacedRows, used: int, exact: Pair) -> tuple[RunRows, Pair]:
-    """The first `used` rows and the exact ones, as the runs and exact rows that `shared_decode` takes.
+    """Return runs and exact rows for `shared_decode` that together are the first `used` rows and the `exact` rows.
 
-    Unless they are in 8 bits the rows take the place of the exact ones, of which it looks up no numbers. Allocates
-    those of the others."""
+    `shared_decode` reads runs through row indices, and exact rows without indices. Rows that are not in int8 are
+    therefore passed as its exact rows, and the fewer rows of `exact` are passed as runs. Rows in int8 can only be runs.
+    Allocates the indices of the runs.
+    """
     if rows.scales is not None:
         return rows.first(used), exact
     return PlacedRows(*exact).first(exact[0].shape[1]), (rows.keys[:, :used], rows.values[:, :used])
 
 
 def in_place_runs(rows: PlacedRows, chosen: RowSet) -> RunRows:
-    """Rows that one query chose, or several share, as references into keys and values in place."""
+    """Return chosen rows as references into `rows`, read in place, for one query or several that share them."""
     keys, values = rows.keys, rows.values
     if chosen.indices is not None:
-        # None where every slot is used: kernels then need not read the count.
+        # None if all slots are used, so that kernels need not read the count.
         used = None if chosen.total == chosen.capacity else chosen.indices.used
         rest = chosen.capacity, used, chosen.indices.queue
         return RunRows(keys, values, chosen.indices.rows, None, *rest, scales=rows.scales)
@@ -40,12 +42,13 @@ def in_place_runs(rows: PlacedRows, chosen: RowSet) -> RunRows:
 
 @dataclass(frozen=True)
 class Step:
-    """query [Hk, G, Q, D] of the tokens that a layer appended last; `first` is the position of the first of them.
+    """Inputs of one layer's attention for the tokens that the layer appended last.
 
-    keys, values [Hk, E, D]: sinks, tail and new tokens, which are attended exactly. `mask` [Q, E] bool: which of them
-    each query sees; None: all valid rows. With a `step_row`, only the device knows the number of valid rows and the
-    token's position. `unstored`: add it to an exact row's number to get its token's position.
-    `joint`: the queries are a question's, and get one selection. `batch`: that of `Queries`.
+    query [Hk, G, Q, D]: the queries of these tokens; `first` is the position of the first token.
+    keys, values [Hk, E, D]: sinks, tail and new tokens, which are attended exactly. `mask` [Q, E] bool: which of these
+    rows each query sees; None: all valid rows. With a `step_row`, only the device knows the number of valid rows and
+    the token's position. `unstored`: the offset from a new token's row index in `keys` to its position.
+    `joint`: the queries belong to a question and share one selection. `batch`: as in `Queries`.
     """
 
     query: torch.Tensor
@@ -70,7 +73,7 @@ class Step:
         return Segment(self.keys, self.values, self._seen())
 
     def pieces(self, size: int) -> Iterator["Step"]:
-        """The step cut into pieces of `size` queries; each piece gets one selection."""
+        """Yield the step in pieces of at most `size` queries; each piece gets one selection."""
         for start in range(0, self.query.shape[2], size):
             piece = slice(start, start + size)
             mask = None if self.mask is None else self.mask[piece]
@@ -94,7 +97,7 @@ class Step:
 
 
 def step_of(layer: StoredLayer, call: AttentionCall) -> Step:
-    """The step for an attention call, after the layer has appended the keys and values of its Q tokens."""
+    """Return the step of an attention call; the layer must have appended the keys and values of its Q tokens."""
     keys, values = layer.exact_rows()
     queries = call.query.shape[1]
     return Step(

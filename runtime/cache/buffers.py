@@ -1,4 +1,4 @@
-"""Growable rows, counts of the rows that decode steps read, and CUDA graphs of the steps."""
+"""Growable row buffers, counters of the rows that decode steps read, and CUDA graphs of the steps."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,11 +7,12 @@ import torch
 
 
 class ReadRows:
-    """D-sized rows that decode steps read for the middle, summed over KV heads, and rows dense attention would read.
+    """Counts the D-sized rows that decode steps read for the middle, and the rows that dense attention would read.
 
-    Counts that depend on data are summed on the device, the others on the host. Kernels add to `by_kernels` [Hk]
-    int64, where each count stands for `per_count` rows. A replayed CUDA graph does not run `add`: while `deferred`,
-    `add` only records the host's part of a step, and each `advance` counts it once.
+    Both are summed over KV heads. Counts that depend on data are summed on the device, and the others on the host.
+    Kernels add to `by_kernels` [Hk] int64, where each count stands for `per_count` rows. A replayed CUDA graph does not
+    run `add`. While `deferred` is True, `add` therefore only records the host's part of a step, and each `advance`
+    counts that part once.
     """
 
     def __init__(self, heads: int, device: torch.device):
@@ -26,7 +27,7 @@ class ReadRows:
 
         Args:
             rows: rows read per KV head, a number or [Hk, Q or 1].
-            middle: number of middle tokens, whose keys and values dense attention would read.
+            middle: number of middle tokens; dense attention would read the keys and values of all of them.
         """
         heads, known = len(self.by_kernels), 0.0
         if isinstance(rows, int | float):
@@ -38,7 +39,7 @@ class ReadRows:
             self.advance()
 
     def advance(self) -> None:
-        """Add the host's part of the last step."""
+        """Add the host's part of the last step to the counts."""
         self.known += self._step[0]
         self.dense += self._step[1]
 
@@ -47,7 +48,7 @@ class ReadRows:
         return self.counted, self.by_kernels
 
     def total(self) -> float:
-        """All rows read so far; one sync."""
+        """Return the number of rows read so far; one sync."""
         return total_read([self])
 
     @torch.inference_mode()
@@ -59,10 +60,10 @@ class ReadRows:
 
 
 def read_share(read: float, dense: float, *, counted: bool) -> float:
-    """Rows that were read over those that dense attention would have read; 0 before the first step.
+    """Return the rows read divided by the rows that dense attention would have read; 0 before the first step.
 
     Args:
-        counted: False for dense layers alone, which count nothing and read everything.
+        counted: whether any layer counts rows. False if all layers are dense; the share is then 1.
     """
     if not counted:
         return 1.0
@@ -70,7 +71,7 @@ def read_share(read: float, dense: float, *, counted: bool) -> float:
 
 
 def total_read(reads: Sequence[ReadRows]) -> float:
-    """All rows that layers have read so far; one sync for each device that they are on."""
+    """Return the number of rows that all these layers have read so far; one sync per device."""
     each: dict[torch.device, list[torch.Tensor]] = {}
     for read in reads:
         on_device = read.counted + read.per_count * read.by_kernels.sum()
@@ -82,7 +83,7 @@ Step = Callable[[], torch.Tensor]
 
 
 def waits(run: Step, device: torch.device) -> bool:
-    """Whether a step synchronises with the GPU; runs it once to find out."""
+    """Whether a step synchronises with the GPU; the step is run once to test this."""
     torch.cuda.synchronize(device)
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -99,10 +100,10 @@ def waits(run: Step, device: torch.device) -> bool:
 def captured(
     run: Step, device: torch.device, warm_up: Step | None = None
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
-    """A CUDA graph of a step, and its output tensor; None if the step cannot be captured.
+    """Capture a step as a CUDA graph; return the graph and its output tensor, or None if the capture fails.
 
     Args:
-        warm_up: run once before the capture; None: the step itself.
+        warm_up: called once before the capture; None: the step itself is called.
     """
     side, here = torch.cuda.Stream(device), torch.cuda.current_stream(device)
     side.wait_stream(here)
@@ -111,7 +112,7 @@ def captured(
     here.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
-        # thread_local, because a prefetch thread may synchronise during the capture.
+        # Mode thread_local, because a prefetch thread may synchronise during the capture.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             output = run()
     except RuntimeError as error:
@@ -123,8 +124,11 @@ def captured(
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """A captured decode step of a model: its output logits [batch, V], its inputs tokens [batch, 1] and position
-    [1, 1], and the cache's `buffers()` at the time of capture."""
+    """A captured decode step of a model.
+
+    It has the output logits [batch, V], the inputs tokens [batch, 1] and position [1, 1], and the cache's `buffers()`
+    at the time of capture.
+    """
 
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
@@ -139,8 +143,9 @@ LEAST_ROOM = 1024
 class GrowingRows:
     """Rows [Hk, used, ...] at the front of a buffer.
 
-    Before the first write the buffer is the given tensor, without free space. When it grows, it gets free space for
-    twice the rows added so far, at least LEAST_ROOM; any other write copies only what is written.
+    Before the first write the buffer is the given tensor, without free space. When the buffer grows, it gets free space
+    for twice the rows added so far, and at least for LEAST_ROOM rows. A write that does not grow it copies only the
+    written rows.
 
     Args:
         rows: [Hk, T, ...], not copied before the first write.
@@ -151,7 +156,7 @@ class GrowingRows:
 
     @property
     def rows(self) -> torch.Tensor:
-        """[Hk, used, ...], a view."""
+        """The used rows [Hk, used, ...], as a view of the buffer."""
         return self.buffer[:, : self.used]
 
     def write(self, start: int, rows: torch.Tensor) -> None:

@@ -17,8 +17,8 @@ from sparsekv.runtime.cache.stored_layer import DynamicSlot, StoredLayer
 class DenseLayer(StoredLayer):
     """Attends to the whole stored context, or to the part of it within a sliding window.
 
-    keys, values [Hk, T, D] are its last rows; the `out_of_sight` tokens before them are outside every query's window.
-    `window` must be given for a sliding layer whose steps are to be captured.
+    keys, values [Hk, T, D] are the last rows of the stored context. The `out_of_sight` tokens before them are outside
+    every query's window. `window` is required for a sliding-window layer whose steps are to be captured.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, out_of_sight: int = 0, window: int | None = None):
@@ -27,11 +27,11 @@ class DenseLayer(StoredLayer):
         self.window, self.joined = window, (keys[:, :0], values[:, :0])
 
     def stored_rows(self) -> Pair:
-        """Keys and values [Hk, T, D]."""
+        """Return the stored keys and values [Hk, T, D], without new rows."""
         return self.stored_keys, self.stored_values
 
     def shared(self) -> tuple[RunRows, Pair]:
-        """The stored rows as `shared_decode` takes them: its runs, and what all attend to."""
+        """Return the stored rows as `shared_decode` takes them: runs, and exact rows that all queries attend to."""
         keys, values = self.stored_rows()
         nothing = torch.empty(len(keys), 0, dtype=torch.int32, device=keys.device)
         return RunRows(keys, keys, nothing, None, 0), (keys, values)
@@ -42,7 +42,7 @@ class DenseLayer(StoredLayer):
             self._join()
 
     def _join(self) -> None:
-        """Put stored and new rows into one buffer, so that a window is one run of rows."""
+        """Copy stored and new rows into one buffer, so that a window is one run of consecutive rows."""
         stored = self.stored_rows()
         seen = stored[0].shape[1]
         if self.joined[0].shape[1] != seen + self.keys.shape[1]:
@@ -58,8 +58,11 @@ class DenseLayer(StoredLayer):
         return self.attend_before(call, self.exact_rows())
 
     def attend_before(self, call: AttentionCall, new: Pair) -> torch.Tensor:
-        """Causal attention [Hq, Q, D] to the stored rows and to new ones [Hk, T, D], the last of which are the
-        queries' own. On a GPU, without a window, copies no rows; elsewhere allocates the logits twice."""
+        """Attend causally to the stored rows and to new rows [Hk, T, D]; return [Hq, Q, D].
+
+        The last Q new rows belong to the queries' own tokens. On a GPU and without a window this copies no rows;
+        otherwise it allocates the logits twice.
+        """
         keys, values = new
         if call.window is None and keys.is_cuda:
             return self.attend_in_place(call, new)
@@ -75,12 +78,12 @@ class DenseLayer(StoredLayer):
         return attend(call.grouped, segments, *call.scaling).flatten(0, 1)
 
     def attend_in_place(self, call: AttentionCall, new: Pair) -> torch.Tensor:
-        """`attend_before` without a window, by a kernel that reads all rows where they lie."""
+        """Do what `attend_before` does, without a window, by a kernel that reads all rows in place."""
         (runs, exact), own = self.shared(), of_last(*new, call.query.shape[1])
         return shared_decode(call.grouped, runs, exact, (), own, *call.scaling).flatten(0, 1)
 
     def _attend_once(self, call: AttentionCall) -> torch.Tensor:
-        """One query's attention on a CPU: it sees the last rows or all, so that none are masked."""
+        """Attend for one query on a CPU. The query sees all rows or the last rows, so no mask is needed."""
         first, (keys, values) = self._first_seen(call), self.exact_rows()
         seen, new = min(first, self.stored) - self.out_of_sight, max(0, first - self.stored)
         stored_keys, stored_values = self.stored_rows()
@@ -88,11 +91,11 @@ class DenseLayer(StoredLayer):
         return attend_once(call.grouped[:, :, 0], rows, (), *call.scaling).flatten(0, 1)[:, None]
 
     def _first_seen(self, call: AttentionCall) -> int:
-        """Position of the first token that the first query sees."""
+        """Return the position of the first token that the first query sees."""
         return 0 if call.window is None else max(0, self.get_seq_length() - call.query.shape[1] - call.window + 1)
 
     def _decode(self, call: AttentionCall) -> torch.Tensor:
-        """One query's attention to the stored rows and a run of new ones, without copying any."""
+        """Attend for one query to the stored rows and a run of new rows, without copying them."""
         first, new = self._first_seen(call), self.used
         seen = min(first, self.stored) - self.out_of_sight
         stored_keys, stored_values = (rows[:, seen:] for rows in self.stored_rows())
@@ -101,7 +104,7 @@ class DenseLayer(StoredLayer):
         return attend_to(call, runs, (stored_keys, stored_values))
 
     def _decode_at(self, step_row: DynamicSlot, call: AttentionCall) -> torch.Tensor:
-        """The same when the number of new rows is on the device, in `step_row`."""
+        """Do what `_decode` does when the number of new rows is on the device, in `step_row`."""
         assert call.window == self.window
         count = step_row.count.expand(len(self.keys), 1)
         if self.window is None:
@@ -115,17 +118,21 @@ class DenseLayer(StoredLayer):
 
 
 def attend_to(call: AttentionCall, runs: RunRows, exact: Pair, exact_count: torch.Tensor | None = None) -> torch.Tensor:
-    """One query's attention [Hq, 1, D] to runs of rows, and to the rows of `exact`: all or the first `exact_count`."""
+    """Attend for one query to runs of rows and to the exact rows; return [Hq, 1, D].
+
+    Args:
+        exact_count: number of exact rows to attend to, the first ones, on the device; None: all of them.
+    """
     output = decode_attention(call.grouped[:, :, 0], runs, exact, (), *call.scaling, exact_count=exact_count)
     return output.flatten(0, 1)[:, None]
 
 
 class DenseLayerIn8Bits(DenseLayer):
-    """Attends to the whole stored context, to the numbers where they lie, on any device; without a window.
+    """Attends to the whole stored context, whose int8 rows kernels read in place, on any device; without a window.
 
     Args:
-        numbers: the tensors of a context's file in 8 bits, on the model's device.
-        nothing: [Hk, 0, D], on that device and of the model's dtype.
+        numbers: the tensors of a context file in int8, on the model's device.
+        nothing: an empty tensor [Hk, 0, D], on that device and of the model's dtype.
     """
 
     def __init__(self, numbers: Mapping[str, torch.Tensor], nothing: torch.Tensor):

@@ -15,17 +15,18 @@ from sparsekv.runtime.cache.stored_layer import DynamicSlot, StoredLayer
 
 
 class BuiltLayers:
-    """Compares the first call of each layer with the facts of the layer in the manifest.
+    """Compares each layer's first attention call with the layer's facts in the manifest.
 
-    The probe runs the model's own attention. Ours gets a layer's scale, soft cap, window and sinks from transformers
-    and cannot know if a version of it passes them on otherwise than the version that the index was built with.
+    The probe cannot make this check, because it runs the model's own attention. Our attention gets a layer's scale,
+    soft cap, window and sinks from transformers. Another version of transformers may pass them on differently than the
+    version that the index was built with.
     """
 
     def __init__(self, layers: Sequence[LayerFacts] = ()):
         self._left = dict(enumerate(layers))
 
     def check(self, call: AttentionCall) -> None:
-        """Raise IdentityError where the layer's first call differs; each later call costs a look-up."""
+        """Raise IdentityError if the layer's first call differs from its facts; a later call is only a dict look-up."""
         if (facts := self._left.pop(call.layer, None)) is None:
             return
         same_scale = math.isclose(facts.softmax_scale, call.softmax_scale, rel_tol=1e-6)
@@ -48,8 +49,11 @@ class BuiltLayers:
 
 @dataclass(frozen=True)
 class LayerStats:
-    """One layer's missed-mass figures since counting began: the estimated missed share, mean over heads and queries,
-    and the shares of heads for which a guard raised the budget or fell back to dense attention."""
+    """One layer's missed-mass figures since counting began.
+
+    `missed` is the estimated missed share, a mean over heads and queries. `raised` and `dense` are the shares of heads
+    for which a guard raised the budget or fell back to dense attention.
+    """
 
     layer: int
     missed: float
@@ -58,11 +62,12 @@ class LayerStats:
 
 
 class IndexCache(CalledCache):
-    """Stored layers as a transformers cache; `attend` is the attention function to route a model's calls to.
+    """A transformers cache of stored layers; `attend` is the attention function to route a model's calls to.
 
-    Between `reserve` and `release` each layer appends one row per step, where a `DynamicSlot`, on the device, says, so
-    that the step can be captured as a CUDA graph. `graph` is the last one captured; `capturing` is False once a
-    capture has failed. `rewinds` counts the questions that were begun: whoever shares the rows looks.
+    Between `reserve` and `release` each layer appends one row per step, so that the step can be captured as a CUDA
+    graph. A `DynamicSlot` on the device has the index of that row. `graph` is the last captured graph; `capturing` is
+    False once a capture has failed. `rewinds` counts calls of `rewind`, so that a `Batch` that shares the rows notices
+    when another question was asked.
     """
 
     def __init__(self, layers: list[StoredLayer], built: BuiltLayers | None = None):
@@ -76,10 +81,10 @@ class IndexCache(CalledCache):
         self.counts = torch.zeros_like(self.rows, dtype=torch.int32)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Append a layer's new rows and attend to stored and new ones; returns [Hq, Q, D].
+        """Append a layer's new rows and attend to stored and new rows; return [Hq, Q, D].
 
         Raises:
-            IdentityError: the layer attends otherwise than when the index was built.
+            IdentityError: the layer attends differently than when the index was built.
         """
         self.built.check(call)
         layer = self.stored_layers[call.layer]
@@ -92,7 +97,7 @@ class IndexCache(CalledCache):
         return self.capturing and all(layer.capturable for layer in self.stored_layers)
 
     def reserve(self, tokens: int) -> None:
-        """Switch to one row per step, with capacity for `tokens` of them; may reallocate the buffers."""
+        """Switch to appending one row per step, with capacity for `tokens` rows; may reallocate the buffers."""
         for number, layer in enumerate(self.stored_layers):
             one = slice(number, number + 1)
             layer.reserve(DynamicSlot(self.rows[one], self.counts[one]), tokens)
@@ -101,16 +106,16 @@ class IndexCache(CalledCache):
         self.counts.copy_(used + 1)
 
     def room_left(self) -> int:
-        """How many more rows fit into the buffers."""
+        """Return the number of rows that still fit into the buffers of every layer."""
         return min(layer.room_left() for layer in self.stored_layers)
 
     def advance_on_device(self) -> None:
-        """Move each layer's `DynamicSlot` on by one: the device part of a step's end, captured with the step."""
+        """Increment each layer's `DynamicSlot` on the device, at the end of a step; captured with the step."""
         self.rows += 1
         self.counts += 1
 
     def advance(self) -> None:
-        """Count one row more in each layer: the host part of a step's end, also after a replay."""
+        """Count one more row in each layer on the host, at the end of a step; needed after a replay too."""
         for layer in self.stored_layers:
             layer.advance()
 
@@ -120,26 +125,27 @@ class IndexCache(CalledCache):
             layer.release()
 
     def counters(self) -> list[torch.Tensor]:
-        """The device tensors that a step changes, besides the row that it writes."""
+        """Return the device tensors that a step changes, except the buffers that it writes its row to."""
         read = [one for layer in self.stored_layers if layer.read is not None for one in layer.read.counters()]
         return [self.rows, self.counts, *read]
 
     def buffers(self) -> tuple[int, ...]:
-        """A fingerprint of all buffers; a captured step is valid while it stays the same."""
+        """Return a fingerprint of all buffers; a captured step is valid as long as it does not change."""
         return tuple(number for layer in self.stored_layers for number in layer.buffers())
 
     @torch.inference_mode()
     def rewind(self) -> None:
-        """Restore the stored context for the next question, also after one that failed in the middle."""
+        """Restore the stored context for the next question; works after a failed question too."""
         self.rewinds += 1
         self.release()
         for layer in self.stored_layers:
             layer.rewind()
 
     def check_length(self, tokens: int) -> None:
-        """Raise SparsekvError unless every layer has the first `tokens` tokens, or all of them but the last.
+        """Raise SparsekvError unless every layer has `tokens` tokens, or every layer has one token less.
 
-        transformers would prefill what it takes for missing, the whole document too, over rows that are there already.
+        Without this check transformers would prefill the tokens that it considers missing, possibly the whole document,
+        and append rows that the cache already has.
         """
         lengths = {layer.get_seq_length() for layer in self.stored_layers}
         if len(lengths) > 1 or not lengths <= {tokens, tokens - 1}:
@@ -150,25 +156,25 @@ class IndexCache(CalledCache):
             )
 
     def expect_prompt(self, tokens: int) -> None:
-        """Begin another answer, after a prompt of `tokens` tokens, stored ones included.
+        """Prepare for an answer after a prompt of `tokens` tokens, stored tokens included.
 
-        The prompt's tokens that the cache lacks are prefilled, in calls of any length; each later token is a decode
-        step. Rows read and missed mass are counted anew. After `rewind` no prompt is expected.
+        The prompt tokens that the cache lacks are prefilled, in calls of any length. Each later token is a decode step.
+        The counts of rows read and of missed mass are reset. After `rewind` no prompt is expected.
         """
         for layer in self.stored_layers:
             layer.expect_prompt(tokens)
             layer.start_counting()
 
     def kv_fraction(self) -> float:
-        """Rows read for the middle over those dense attention reads, in all decode steps counted; one sync.
+        """Return the rows read for the middle divided by those that dense attention reads, over all decode steps.
 
-        1 where all layers are dense, as these count nothing.
+        Returns 1 if all layers are dense, because dense layers count nothing. Needs one sync.
         """
         counts = [layer.read for layer in self.stored_layers if layer.read is not None]
         dense = sum(count.dense for count in counts)
         return read_share(total_read(counts), dense, counted=bool(counts))
 
     def stats(self) -> list[LayerStats]:
-        """Missed-mass figures of each layer that has a meter; one sync per layer."""
+        """Return the missed-mass figures of each layer that has measured any; one sync per layer."""
         measured = ((number, layer.missed()) for number, layer in enumerate(self.stored_layers))
         return [LayerStats(number, *shares) for number, shares in measured if shares is not None]

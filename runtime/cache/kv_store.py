@@ -30,9 +30,10 @@ from sparsekv.runtime.cache.buffers import GrowingRows
 class LayerRows:
     """Keys and values [Hk, N, D] of one layer, held for each device from first use to `release`.
 
-    On a CPU they are views of one mapping of the index's file, so that whoever releases the pages of one view releases
-    those of all. On a GPU they are a copy of what is stored: 0.5 GB for a layer of an 8B at 131,072 tokens in bfloat16,
-    half of that in 8 bits; or, once `on` has restored these, of what they mean in the index's dtype.
+    On a CPU they are views of one mapping of the index's file, so releasing the pages of one view releases the pages of
+    all views. On a GPU they are a copy of the stored rows. For a layer of an 8B model at 131,072 tokens the copy takes
+    0.5 GB in bfloat16, and half of that in int8. Once `on` has dequantised int8 rows to the index's dtype, that copy
+    replaces the int8 copy.
     """
 
     artifact: Artifact
@@ -42,22 +43,22 @@ class LayerRows:
 
     @property
     def stored(self) -> ContextRows:
-        """The rows as they are stored, mapped."""
+        """The rows as they are stored, mapped from the index's file."""
         return self.stored_on(CPU)
 
     def stored_on(self, device: torch.device) -> ContextRows:
-        """The rows as they are stored: mapped on a CPU, copied to a GPU."""
+        """Return the rows as they are stored: mapped on a CPU, copied to a GPU."""
         if device not in self._stored:
             self._stored[device] = self.artifact.context_rows(self.layer, device)
         return self._stored[device]
 
     @property
     def mapped_keys(self) -> tuple[torch.Tensor, ...]:
-        """The views of the index's file that keys are read from on a CPU."""
+        """The views of the index's file from which keys are read on a CPU."""
         return tuple(rows for name, rows in self.stored.tensors.items() if name.startswith("key"))
 
     def on(self, device: torch.device) -> Pair:
-        """Keys and values on a device, in the index's dtype."""
+        """Return the keys and values on a device, in the index's dtype; int8 rows are dequantised."""
         if device not in self._restored:
             stored = self.stored_on(device)
             self._restored[device] = stored.part(slice(None))
@@ -66,15 +67,17 @@ class LayerRows:
         return self._restored[device]
 
     def part(self, tokens: slice, device: torch.device) -> Pair:
-        """Keys and values [Hk, T, D] of consecutive tokens on a device, in the index's dtype; only theirs are
-        restored, and not held."""
+        """Return the keys and values [Hk, T, D] of consecutive tokens on a device, in the index's dtype.
+
+        Of int8 rows only the rows of these tokens are dequantised, and the result is not held.
+        """
         if device not in self._restored:
             return self.stored_on(device).part(tokens)
         keys, values = self._restored[device]
         return keys[:, tokens], values[:, tokens]
 
     def middle(self, name: Name, device: torch.device) -> torch.Tensor:
-        """Keys or values [Hk, M, D]; on a GPU a copy, so that `release` frees all other rows."""
+        """Return the middle's keys or values [Hk, M, D]; on a GPU as a copy, so that `release` frees all other rows."""
         split = self.artifact.manifest.split
         tokens = slice(split.sinks, split.sinks + split.middle)
         if device in self._restored:
@@ -84,16 +87,16 @@ class LayerRows:
         return rows if device.type == "cpu" else rows.contiguous()
 
     def observed_queries(self, device: torch.device) -> torch.Tensor:
-        """[Hk, G, W, D]: the queries of the tail's first half."""
+        """Return the queries [Hk, G, W, D] of the tail's first half."""
         heads, _ = self.artifact.heads_and_channels(self.layer)
         first_half = self.artifact.queries(self.layer, device)["tail"][:, : self.artifact.manifest.split.tail // 2]
         return first_half.reshape(heads, -1, *first_half.shape[1:])
 
     def method_tensors(self, name: str, device: torch.device) -> dict[str, torch.Tensor]:
-        """Tensors that a method of the index built for this layer, whose values are checked.
+        """Read the tensors that a method of the index built for this layer, and check their values.
 
         Raises:
-            ArtifactError: they hold what no build of ours writes.
+            ArtifactError: they have values that no build writes.
         """
         tensors = self.artifact.method_tensors(name, self.layer, device)
         what = f"layer {self.layer} of {name} of {self.artifact.folder}"
@@ -101,7 +104,7 @@ class LayerRows:
         return tensors
 
     def release(self) -> None:
-        """Let go of the rows."""
+        """Drop all held rows."""
         self._restored.clear()
         self._stored.clear()
 
@@ -112,40 +115,43 @@ EVERY = slice(None)
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """Buffers of keys and values [Hk, used or more, D] where they lie, and of numbers in 8 bits what they mean."""
+    """Buffers of keys and values [Hk, used or more, D] that kernels read in place, with the scales of int8 buffers."""
 
     keys: torch.Tensor
     values: torch.Tensor
     scales: RowScales | None = None
 
     def first(self, used: int) -> RunRows:
-        """The first `used` rows, one by one."""
+        """Return references to the first `used` rows, one reference per row."""
         every = torch.arange(used, dtype=torch.int32, device=self.keys.device).expand(len(self.keys), -1)
         return RunRows(self.keys, self.values, every, None, used, scales=self.scales)
 
 
 class MiddleRows(ABC):
-    """Keys and values of one layer's middle: `used` rows per head, in a selector's layout."""
+    """Storage of the keys and values of one layer's middle: `used` rows per head, in a selector's layout."""
 
     used: int
     reachable: bool
-    """Whether `in_place` gives buffers: only those on the model's device can be read by its kernels."""
+    """Whether `in_place` returns buffers: kernels can only read buffers on the model's device."""
 
     @abstractmethod
     def gather(self, rows: torch.Tensor) -> Pair:
-        """Keys and values [Hk, R, D] of rows [Hk, R], copied to the model's device."""
+        """Return the keys and values [Hk, R, D] of the rows with indices [Hk, R], copied to the model's device."""
 
     def in_place(self) -> PlacedRows | None:
-        """The buffers, without a copy; None unless on the model's device."""
+        """Return the buffers; None if they are not on the model's device."""
         return None
 
     @abstractmethod
     def from_row(self, start: int, heads: slice | torch.Tensor = EVERY) -> Pair:
-        """Keys and values of all rows from `start` on, [Hk, used - start, D], on the model's device; of some heads, by
-        their numbers [n]."""
+        """Return the keys and values [Hk, used - start, D] of all rows from `start` on, on the model's device.
+
+        Args:
+            heads: return only these KV heads, given as a slice or as indices [n].
+        """
 
     def in_any_order(self) -> Pair:
-        """Keys and values of all rows [Hk, used, D] on the model's device, in the order that takes least to read."""
+        """Return the keys and values [Hk, used, D] of all rows on the model's device, in the order cheapest to read."""
         return self.from_row(0)
 
     @abstractmethod
@@ -154,16 +160,16 @@ class MiddleRows(ABC):
 
         Args:
             new: keys and values to append; None: drop all rows that were ever appended.
-            order: [Hk, T], indices into the rows from `start` on followed by the new ones; without `new` it contains
-                no appended row.
+            order: [Hk, T], indices into the rows from `start` on followed by the new rows. If `new` is None it
+                contains no appended row.
         """
 
 
 class MemoryRows(MiddleRows):
     """Rows in device or host memory, in a selector's layout.
 
-    Allocates nothing if the given tensors are already in that layout; else a copy of keys and values. Rows on the host
-    for a model on a GPU are in page-locked memory, so that chosen rows are transferred asynchronously.
+    Allocates a copy of keys and values, or nothing if the given tensors are already in that layout. Rows on the host
+    for a model on a GPU are copied to page-locked memory, so that chosen rows are transferred asynchronously.
 
     Args:
         keys, values: [Hk, M, D] in order of position.
@@ -210,10 +216,10 @@ class MemoryRows(MiddleRows):
 
 
 class DiskRows(MiddleRows):
-    """Rows in the index's own files; only chosen rows are read, and restored where they are stored in 8 bits.
+    """Rows in the index's own files; only chosen rows are read, and dequantised if they are stored in int8.
 
-    The file is mapped again for each read and unmapped after it, so that pages count as the system's page cache and not
-    as this process's memory. Keeps the layout, 8 bytes per token and head, and appended rows in memory.
+    The file is mapped again for each read and unmapped after it. Its pages thus count as the system's page cache and
+    not as this process's memory. The layout (8 bytes per token and head) and appended rows are kept in memory.
 
     Args:
         order: [Hk, M], the layout; None for order of position, in which rows can be appended but not permuted.
@@ -242,7 +248,7 @@ class DiskRows(MiddleRows):
         return self._with_new(keys, self.new[0], tokens), self._with_new(values, self.new[1], tokens)
 
     def _with_new(self, stored: torch.Tensor, new: GrowingRows, tokens: torch.Tensor) -> torch.Tensor:
-        """Stored rows [Hk, R, D] on the model's device, with appended rows in place of those of later tokens."""
+        """Return rows [Hk, R, D] on the model's device: stored rows, and appended rows for tokens after the middle."""
         picked = stored.to(self.device, self.dtype)
         if not new.used:
             return picked
@@ -273,9 +279,9 @@ class DiskRows(MiddleRows):
 
 
 def lay_out(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-    """Rows [Hk, M, ...] in an order [Hk, M or fewer], such as one that makes each cluster's rows consecutive.
+    """Return rows [Hk, M, ...] in an order [Hk, M or fewer], for example with each cluster's rows consecutive.
 
-    Contiguous; copies unless the rows are so already and `order` is None.
+    The result is contiguous. It is a copy, unless `order` is None and the rows are already contiguous.
     """
     if order is None:
         return rows.contiguous()
@@ -283,7 +289,7 @@ def lay_out(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
         words = _in_words(rows)
         places = order.view(*order.shape, *[1] * (rows.dim() - 2)).expand(-1, -1, *words.shape[2:])
         return words.gather(1, places).view(rows.dtype)
-    # A CPU copies rows, which an index of one axis names, many times as fast as single numbers.
+    # On a CPU index_select, which copies whole rows, is many times as fast as gather, which copies single elements.
     laid_out = rows.new_empty(*order.shape, *rows.shape[2:])
     for of_head, named, out in zip(rows, order, laid_out, strict=True):
         torch.index_select(of_head, 0, named, out=out)
@@ -291,22 +297,25 @@ def lay_out(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
 
 
 def _in_words(rows: torch.Tensor) -> torch.Tensor:
-    """Rows [Hk, M, D] as numbers of 8 bytes where they fit: a GPU looks every number's place up by itself."""
+    """View rows [Hk, M, D] as int64 if their size in bytes allows it, so that a gather on a GPU has fewer elements.
+
+    A GPU looks up the index of every element separately.
+    """
     fits = rows.dim() == 3 and rows.shape[2] * rows.itemsize % 8 == 0 and rows[0, :1].is_contiguous()
     return rows.view(torch.int64) if fits else rows
 
 
 @dataclass
 class MappedRows(MiddleRows):
-    """Rows that are gathered from the mapping, one by one, by whatever asks for some of them.
+    """Rows on a CPU that are gathered from the mapped file, until a call needs a copy of them in the layout.
 
-    The first call that wants them in place or changes them, or many of them in a layout, copies them once; nothing is
-    allocated before that, so an index opens without it, and a method whose steps gather never copies.
+    The first call of `in_place` or `rewrite`, or of `from_row` with a layout, copies all rows of the middle once.
+    Nothing is allocated before that, so an index opens without a copy, and a method whose steps only gather never
+    copies.
 
     Args:
-        stored: keys and values [Hk, N, D] on the CPU, in order of position; in 8 bits, they are restored as they are
-            gathered.
-        middle: which of the N are the middle.
+        stored: keys and values [Hk, N, D] on the CPU, in order of position; int8 rows are dequantised when gathered.
+        middle: which of the N tokens are the middle.
         order: [Hk, M], the layout; None for order of position.
     """
 
@@ -341,7 +350,7 @@ class MappedRows(MiddleRows):
         return self._from_token(0) if self._laid_out is None else self._laid_out.from_row(0)
 
     def _from_token(self, start: int) -> Pair:
-        """Keys and values of the middle's tokens from `start` on."""
+        """Return the keys and values of the middle's tokens from `start` on, in order of position."""
         keys, values = self.stored.part(slice(self.middle.start + start, self.middle.stop))
         return keys.to(self.dtype), values.to(self.dtype)
 
@@ -359,12 +368,12 @@ LEAST_UNIT = 1e-30
 
 
 class Int8Middle(MiddleRows):
-    """Rows that stay in 8 bits, half the memory of bfloat16; whatever gathers some gets them restored.
+    """Rows that stay in int8, which takes half the memory of bfloat16; gathered rows are dequantised.
 
-    Allocates a copy of the numbers and their scales in the layout. Appended rows are rounded to 8 bits too.
+    Allocates a copy of the int8 rows and their scales in the layout. Appended rows are quantised to int8 too.
 
     Args:
-        stored: the tensors of a context's file in 8 bits, of the middle's M tokens, on the model's device.
+        stored: the tensors of a context file in int8, for the middle's M tokens, on the model's device.
         order: [Hk, M], the layout; None for order of position.
     """
 
@@ -403,31 +412,40 @@ class Int8Middle(MiddleRows):
 
 
 def of_tokens(stored: Mapping[str, torch.Tensor], tokens: slice) -> dict[str, torch.Tensor]:
-    """Those tensors for some of the tokens alone; views."""
+    """Return a context file's int8 tensors for only some of the tokens, as views."""
     return {name: stored[name][:, tokens] for name in OF_TOKENS} | {name: stored[name] for name in OF_CHANNELS}
 
 
 def side_by_side(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """keys, values [Hk, N, D], and scales [Hk, N, 2] of both, a copy: what has something of each token."""
+    """Return the tensors that have a row per token: keys, values [Hk, N, D], and scales [Hk, N, 2] of keys and values.
+
+    The scales are a copy.
+    """
     scales = torch.stack([stored["key_scales"], stored["value_scales"]], 2)
     return {"keys": stored["keys"], "values": stored["values"], "scales": scales}
 
 
 def units_of(value_scales: torch.Tensor) -> torch.Tensor:
-    """The units [Hk] of `RowScales`: the mean, which one outlier hardly moves, and no token's scale is far from it."""
-    # So that what is over it stays a number: values beside that are not in 8 bits.
-    return value_scales.float().abs().mean(1).nan_to_num().clamp(min=LEAST_UNIT)  # of no rows the mean is no number
+    """Return the units [Hk] of `RowScales`: each head's mean scale of values.
+
+    One outlier hardly changes the mean, and no token's scale is far from it.
+    """
+    # The lower bound keeps quotients by the unit finite; values that are not in int8 are divided by it too.
+    return value_scales.float().abs().mean(1).nan_to_num().clamp(min=LEAST_UNIT)  # the mean over no rows is NaN
 
 
 def read_centroids(
     stored: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], Int8Kernel | None]:
-    """A method's tensors of one layer, with the centroids in a dtype that 8 bits mean, and these as kernels take them;
-    None where centroids are not in 8 bits. Allocates the centroids, and their scales side by side."""
+    """Return a method's tensors of one layer with dequantised centroids, and the int8 centroids as kernels take them.
+
+    The dequantised centroids have the dtype `dtype`. The second result is None if the centroids are not stored in int8.
+    Allocates the dequantised centroids and a copy of the scales.
+    """
     numbers, tensors = numbers_of(stored), with_restored_centroids(stored, dtype)
     if numbers is None:
         return tensors, None
-    # Who reads centroids of values reads those of keys too, but not the other way round.
+    # A method may have key centroids alone. They then stand in for value centroids, which no kernel reads.
     both = {"values": numbers["keys"], "value_scales": numbers["key_scales"]} | numbers
     rows = placed(side_by_side(both), both, units_of(both["value_scales"]))
     assert rows.scales is not None
@@ -435,6 +453,12 @@ def read_centroids(
 
 
 def placed(rows: Mapping[str, torch.Tensor], channels: Mapping[str, torch.Tensor], units: torch.Tensor) -> PlacedRows:
-    """Rows that are `side_by_side`, as kernels take them, with their `units_of`."""
+    """Return int8 rows as kernels take them.
+
+    Args:
+        rows: keys, values and scales, as `side_by_side` returns them.
+        channels: has the scales and offsets of channels.
+        units: as `units_of` returns them.
+    """
     scales = RowScales(rows["scales"], channels["channel_scales"], channels["channel_offsets"], units)
     return PlacedRows(rows["keys"], rows["values"], scales)

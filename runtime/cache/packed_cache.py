@@ -1,4 +1,4 @@
-"""The KV cache of several sequences over one stored context, and the rows of their own tokens."""
+"""The KV cache of several sequences that share one stored context, with rows for each sequence's own tokens."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -22,7 +22,10 @@ FIRST_ROWS = 64
 
 @dataclass(frozen=True)
 class Piece:
-    """A question's tokens among those of a step: `tokens` from `first` on belong to `slot`, as its first rows."""
+    """The tokens of one question in a step: `tokens` tokens of the step, from index `first` on.
+
+    They belong to the sequence in `slot`, and become its first rows.
+    """
 
     slot: int
     first: int
@@ -35,9 +38,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class StepTokens:
-    """Some of a step's tokens, slots and rows [T'] int64 as the step has them; each sees its sequence's first rows, up
-    to `used` [T'], from `first` [T'] on, which is zero. ends [B] int32: after which of them each sequence's end.
-    asks [B] bool: whether they are a question's tokens, or else one of an answer."""
+    """A subset of T' tokens of a step.
+
+    slots, rows [T'] int64: as in `PackedStep`. Each token sees the rows of its sequence from `first` [T'], which is
+    zero, up to but not including `used` [T']. ends [B] int32: the index after the last token of each of B sequences.
+    asks [B] bool: whether the sequence's tokens are a question's; otherwise they are one token of an answer.
+    """
 
     slots: torch.Tensor
     rows: torch.Tensor
@@ -55,9 +61,10 @@ def _tokens(slots: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, asks: t
 class PackedStep:
     """The tokens of one forward pass, of all sequences one after another.
 
-    slots, rows [T] int64: the sequence of each token, and its place among the sequence's own rows. ends [B] int32:
-    after which token each sequence's end. `single` int64: the tokens that answer, one a sequence. `pieces`: questions,
-    of one token or more. `longest`: the most own rows of any sequence with this step's.
+    slots, rows [T] int64: the slot of each token's sequence, and the token's row index among the sequence's own rows.
+    ends [B] int32: the index after the last token of each of B sequences. `single` int64: the indices of the tokens
+    that continue an answer, one per sequence. `pieces`: the questions, each of one or more tokens. `longest`: the
+    maximum number of own rows of a sequence, including the rows of this step.
     """
 
     slots: torch.Tensor
@@ -69,16 +76,16 @@ class PackedStep:
 
     @cached_property
     def everyone(self) -> StepTokens:
-        """All tokens: what all layers need of them, computed once."""
+        """All tokens of the step; computed once for all layers."""
         asks = torch.zeros_like(self.ends, dtype=torch.bool)
-        if self.pieces:  # without any nothing is copied to a GPU, which a captured step must not do
+        if self.pieces:  # a step without questions may be captured, and must not copy from the host to a GPU
             ends = torch.tensor([piece.where.stop for piece in self.pieces], dtype=self.ends.dtype)
             asks = (self.ends[:, None] == ends.to(self.ends.device)).any(1)
         return _tokens(self.slots, self.rows, self.ends, asks)
 
     @cached_property
     def answering(self) -> StepTokens:
-        """Those of `single`."""
+        """The tokens of `single`, which continue answers."""
         if not self.pieces:
             return self.everyone
         ends = torch.arange(1, len(self.single) + 1, dtype=torch.int32, device=self.rows.device)
@@ -86,27 +93,27 @@ class PackedStep:
 
     @cached_property
     def places(self) -> torch.Tensor:
-        """[T'] int64: which tokens are those of `pieces`."""
+        """The indices [T'] int64 of the tokens of `pieces`."""
         of_each = [torch.arange(piece.first, piece.first + piece.tokens) for piece in self.pieces]
         return torch.cat(of_each).to(self.rows.device)
 
     @cached_property
     def asking(self) -> StepTokens:
-        """Those of `pieces`."""
+        """The tokens of `pieces`, which belong to questions."""
         ends = torch.tensor([piece.tokens for piece in self.pieces], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         ends = ends.to(self.rows.device)
         return _tokens(self.slots[self.places], self.rows[self.places], ends, torch.ones_like(ends, dtype=torch.bool))
 
 
 class SlotRows:
-    """One layer's keys and values [S, Hk, capacity, D] of S sequences; the capacity doubles when it is used up.
+    """One layer's keys and values [S, Hk, capacity, D] of S sequences; the capacity at least doubles when it grows.
 
     Args:
-        like: keys and values [Hk, any, D], for sizes, dtype and device.
+        like: keys and values [Hk, any, D] that define sizes, dtype and device.
     """
 
     def __init__(self, slots: int, like: Pair):
-        # Zeros, because masked rows must still be finite numbers.
+        # Initialised with zeros, because rows that are masked out must still be finite.
         self.keys, self.values = (rows.new_zeros(slots, rows.shape[0], FIRST_ROWS, rows.shape[2]) for rows in like)
 
     @property
@@ -114,7 +121,7 @@ class SlotRows:
         return self.keys.shape[2]
 
     def reserve(self, longest: int) -> None:
-        """Make room for so many rows of each sequence."""
+        """Grow the buffers to at least `longest` rows per sequence."""
         if longest > self.capacity:
             self.keys, self.values = (_grown(rows, longest) for rows in (self.keys, self.values))
 
@@ -124,14 +131,13 @@ class SlotRows:
         store_in_slots((self.keys, self.values), (keys, values), step.slots, step.rows)
 
     def seen_by(self, tokens: StepTokens, longest: int, window: int | None = None) -> OwnRows:
-        """Rows of their own sequences that tokens see, up to `longest` of them, within a window if there is
-        one."""
+        """Return the own rows that each token sees of its sequence, at most `longest`, within the window if any."""
         keys, values = (rows[:, :, :longest] for rows in (self.keys, self.values))
         first = tokens.first if window is None else (tokens.used - window).clamp(min=0)
         return OwnRows(keys, values, tokens.slots, first, tokens.used)
 
     def of_piece(self, piece: Piece) -> Pair:
-        """Keys and values [Hk, tokens, D] of a question."""
+        """Return a question's keys and values [Hk, tokens, D]."""
         return self.keys[piece.slot, :, : piece.tokens], self.values[piece.slot, :, : piece.tokens]
 
 
@@ -142,13 +148,13 @@ def _grown(rows: torch.Tensor, needed: int) -> torch.Tensor:
 
 
 class PackedLayer(ABC):
-    """One layer: what all sequences share lies in `layer`, their own rows in slots."""
+    """One layer for several sequences: the stored layer has the rows that they share, and slots have their own rows."""
 
     def __init__(self, layer: StoredLayer, slots: int):
         self.own = SlotRows(slots, (layer.keys, layer.values))
 
     def attend(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
-        """Store the step's rows, then attend with each token; query and output are [Hq, T, D]."""
+        """Store the step's rows, then attend for each token; query and output are [Hq, T, D]."""
         self.own.write(call.keys, call.values, step)
         if not step.pieces:
             return self.answer(call, step)
@@ -159,24 +165,25 @@ class PackedLayer(ABC):
         return output
 
     def ask_all(self, call: AttentionCall, step: PackedStep, output: torch.Tensor) -> None:
-        """Write the attention of all questions' tokens into their places of output [Hq, T, D]."""
+        """Attend for all questions' tokens, and write the results to the tokens' places in output [Hq, T, D]."""
         for number, piece in enumerate(step.pieces):
             output[:, piece.where] = self.ask(replace(call, query=call.query[:, piece.where]), piece, number)
 
     @abstractmethod
     def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
-        """Attention [Hq, B, D] of one token of each sequence that answers."""
+        """Attend for one token of each sequence that continues an answer; return [Hq, B, D]."""
 
     @abstractmethod
     def ask(self, call: AttentionCall, piece: Piece, number: int) -> torch.Tensor:
-        """Attention [Hq, Q, D] of a question's tokens; `number` is the question's among those of the step."""
+        """Attend for a question's tokens; return [Hq, Q, D]. `number` is the question's index in the step."""
 
 
 class PackedCache(CalledCache):
-    """To transformers a cache; `attend` is the attention function to route the model's calls to.
+    """A transformers cache of several sequences; `attend` is the attention function to route the model's calls to.
 
     Args:
-        stored: layers of the stored context, of which it takes the place in the model.
+        stored: the layers of the stored context, which the sequences share.
+        packed: for each of them, the layer that attends for several sequences.
     """
 
     def __init__(self, stored: list[StoredLayer], packed: list[PackedLayer], built: BuiltLayers | None = None):
@@ -186,19 +193,21 @@ class PackedCache(CalledCache):
         self.step: PackedStep | None = None
 
     def begin(self, step: PackedStep) -> None:
-        """Say whose tokens the next forward pass has."""
+        """Set the step whose tokens the next forward pass feeds."""
         self.step = step
 
     def reserve(self, longest: int) -> int:
-        """Make room for so many own rows of each sequence; returns the room there is."""
+        """Grow the buffers to at least `longest` own rows per sequence; return the capacity."""
         for layer in self.packed:
             layer.own.reserve(longest)
         return self.packed[0].own.capacity
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Within this context steps count the rows that they read on the device alone. After each replay `advance` adds
-        what the host knows."""
+        """Within the context, steps count the rows that they read only on the device.
+
+        After each replay `advance` must add the part that the host counts.
+        """
         for read in self.reads:
             read.deferred = True
         try:
@@ -208,7 +217,7 @@ class PackedCache(CalledCache):
                 read.deferred = False
 
     def advance(self) -> None:
-        """Count what a replayed step read, as far as the host knows it."""
+        """Add the host's part of the rows that a replayed step read."""
         for read in self.reads:
             read.advance()
 
@@ -217,18 +226,19 @@ class PackedCache(CalledCache):
         return [layer.read for layer in self.stored if layer.read is not None]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Rows of the context and of one sequence's own tokens, where the pass has the tokens of all; the first is 0.
+        """Return a mask's number of rows, which are the context's and one sequence's own rows, and the first index, 0.
 
-        A captured step counts its buffers as own rows, which are more than any sequence has.
+        The query has tokens of all sequences, so its length only bounds the own rows. In a captured step `longest` is
+        the capacity of the buffers, which is more than any sequence uses.
         """
         assert self.step is not None
         return self.stored[layer_idx].stored + min(self.step.longest, query_length), 0
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Store a layer's new rows and attend to shared and own ones; returns [Hq, T, D].
+        """Store a layer's new rows and attend to shared and own rows; return [Hq, T, D].
 
         Raises:
-            IdentityError: the layer attends otherwise than when the index was built.
+            IdentityError: the layer attends differently than when the index was built.
         """
         self.built.check(call)
         assert self.step is not None

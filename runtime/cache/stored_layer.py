@@ -1,4 +1,4 @@
-"""A cache layer over a stored context, which keeps the new rows."""
+"""Base class of cache layers over a stored context, which keep the rows of new tokens."""
 
 from dataclasses import dataclass
 
@@ -11,24 +11,26 @@ from sparsekv.runtime.cache.buffers import ReadRows
 
 FIRST_NEW_ROWS = 64
 MissedShares = tuple[float, float, float]
-"""Mean missed share, and the shares of heads with a budget raised by a guard and with dense attention."""
+"""Mean missed share, share of heads whose budget a guard raised, share of heads that fell back to dense attention."""
 
 
 @dataclass(frozen=True)
 class DynamicSlot:
-    """Where a decode step writes its row: `row` [1] int64, and `count` [1] int32, the number of rows including it. Both
-    are on the device, so that each replay of a captured step writes to another row."""
+    """Where a decode step writes its row: the index `row` [1] int64, and `count` [1] int32, the row count including it.
+
+    Both are on the device, so that each replay of a captured step writes to another row.
+    """
 
     row: torch.Tensor
     count: torch.Tensor
 
 
 class StoredLayer(RowLayer):
-    """One layer with `stored` stored tokens, and a buffer for new ones that doubles when it is full.
+    """One layer with `stored` stored tokens, and a buffer for new tokens that at least doubles when it is full.
 
-    The buffer may begin with stored rows that are attended like new ones (`first_keys`, `first_values` [Hk, E, D]:
-    sinks and tail of a sparse layer); `rewind` drops everything after these. The sequences of a batch are concatenated
-    along the heads.
+    The buffer begins with the rows `first_keys`, `first_values` [Hk, E, D]: sinks and tail of a sparse layer, or none.
+    They are stored rows, and are attended like new rows; `rewind` drops everything after them. The sequences of a batch
+    are concatenated along the heads.
     """
 
     keys: torch.Tensor
@@ -37,7 +39,7 @@ class StoredLayer(RowLayer):
     """Whether a captured decode step can be replayed for all that follow."""
 
     read: ReadRows | None = None
-    """Counts the rows read by decode steps; None for a dense layer, which reads all."""
+    """Counter of the rows that decode steps read; None for a dense layer, which reads all rows."""
 
     def __init__(self, stored: int, first_keys: torch.Tensor, first_values: torch.Tensor):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -45,7 +47,7 @@ class StoredLayer(RowLayer):
         self.step_row: DynamicSlot | None = None
         self.prompt_tokens = 0
         rows = self.first + FIRST_NEW_ROWS
-        # Zeros, because masked rows must still be finite numbers.
+        # Initialised with zeros, because rows that are masked out must still be finite.
         self.keys = first_keys.new_zeros(first_keys.shape[0], rows, first_keys.shape[2])
         self.values = first_values.new_zeros(first_values.shape[0], rows, first_values.shape[2])
         self.keys[:, : self.first], self.values[:, : self.first] = first_keys, first_values
@@ -54,7 +56,7 @@ class StoredLayer(RowLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Pair:
         """Append new rows [batch, Hk, Q, D]; the attention function reads the layer itself, not the returned tensors.
 
-        Between `reserve` and `release` only one row, which `advance` then counts.
+        Between `reserve` and `release` each call appends one row, which `advance` then counts.
         """
         if self.step_row is not None:
             self.keys.index_copy_(1, self.step_row.row, key_states.flatten(0, 1))
@@ -68,14 +70,14 @@ class StoredLayer(RowLayer):
         return key_states, value_states
 
     def reserve(self, step_row: DynamicSlot, tokens: int) -> None:
-        """Switch to one row per step, written to `step_row`, with buffers that have capacity for `tokens` more rows."""
+        """Switch to appending one row per step, at `step_row`, with buffer capacity for `tokens` more rows."""
         self.step_row = step_row
         if self.used + tokens > self.keys.shape[1]:
             needed = self.used + tokens
             self.keys, self.values = _grow(self.keys, self.used, needed), _grow(self.values, self.used, needed)
 
     def advance(self) -> None:
-        """Count the row of a finished step; the cache itself moves `step_row` on."""
+        """Count the row of a finished step; the cache itself increments `step_row`."""
         self.used += 1
 
     def release(self) -> None:
@@ -83,35 +85,40 @@ class StoredLayer(RowLayer):
         self.step_row = None
 
     def room_left(self) -> int:
-        """How many more rows fit into the buffers."""
+        """Return the number of rows that still fit into the buffers."""
         return self.keys.shape[1] - self.used
 
     def buffers(self) -> tuple[int, ...]:
-        """A fingerprint of the buffers' addresses and capacity; a captured step is valid while it stays the same."""
+        """Return a fingerprint of the buffers' addresses and capacity; a captured step is valid until it changes."""
         return self.keys.data_ptr(), self.values.data_ptr(), self.keys.shape[1]
 
     def expect_prompt(self, tokens: int) -> None:
-        """Prefill the sequence's first `tokens` tokens, stored ones included, in calls of any length."""
+        """Treat the sequence's first `tokens` tokens, stored tokens included, as a prompt that is prefilled.
+
+        They may be appended in calls of any length.
+        """
         self.prompt_tokens = tokens
 
     def prefills(self, tokens: int) -> bool:
-        """Whether the `tokens` tokens appended last are prefilled: those of the expected prompt, and several at once,
-        which are never a decode step."""
+        """Whether the `tokens` tokens appended last are prefilled, and not a decode step.
+
+        Tokens of the expected prompt are prefilled, and so are several tokens appended at once.
+        """
         return self.step_row is None and (tokens > 1 or self.get_seq_length() <= self.prompt_tokens)
 
     def missed(self) -> MissedShares | None:
-        """Missed-mass figures since counting began; None where they are not measured; one sync."""
+        """Return the missed-mass figures since counting began, with one sync; None if they are not measured."""
         return None
 
     def start_counting(self) -> None:
-        """Set what is counted to zero; nothing is here."""
+        """Reset the layer's counts; the base class has none."""
 
     def rewind(self) -> None:
-        """Drop the tokens after the stored ones; no prompt is expected then."""
+        """Drop the tokens after the stored tokens; no prompt is expected afterwards."""
         self.used, self.prompt_tokens = self.first, 0
 
     def exact_rows(self) -> Pair:
-        """Keys and values [Hk, E + new, D] that are always attended; after `reserve` the whole buffers."""
+        """Return the keys and values [Hk, E + new, D] that are always attended; after `reserve`, the whole buffers."""
         if self.step_row is not None:
             return self.keys, self.values
         return self.keys.narrow(1, 0, self.used), self.values.narrow(1, 0, self.used)
@@ -120,7 +127,7 @@ class StoredLayer(RowLayer):
         return self.stored + self.used - self.first
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Attention of the queries [Hq, Q, D] that were appended last; returns [Hq, Q, D]."""
+        """Attend for the queries [Hq, Q, D] of the tokens that were appended last; return [Hq, Q, D]."""
         raise NotImplementedError
 
 

@@ -1,8 +1,8 @@
-"""Answers many questions over one open index at once; each that ends makes room for the next.
+"""Answer many questions over one open index with continuous batching: each finished answer frees its slot.
 
-All tokens of a step go through the model in one row, whichever sequence they are of: one token of each sequence that
-answers, and all tokens of questions that begin. So nothing is padded, and the model's weights and the document's rows
-are read once for all of them.
+The tokens of all sequences in a step go through the model as one row. They are one token of each sequence that is
+answering, and all tokens of the questions that begin. So nothing is padded, and the model's weights and the document's
+rows are read once for all sequences.
 """
 
 import time
@@ -36,12 +36,14 @@ from sparsekv.runtime.decoding.threads import all_cores, exclusive, free_cores
 from sparsekv.runtime.selection.interface import MethodSpec
 
 QUESTION_TOKENS = 2048
-"""Questions that begin in one step have at most so many tokens together, or else one of them begins alone. With 512 of
-them a GPU waits for the host, which asks for as many operations whatever their number."""
+"""Maximum number of tokens of the questions that begin in one step; a longer question is the only one to begin.
+
+With a maximum of 512 a GPU would wait for the host, which launches the same number of operations for fewer tokens.
+"""
 
 
 def why_alone(index: OpenIndex, attention: MethodSpec | Dense, cache: IndexCache) -> str:
-    """Why several questions cannot share a step; empty where they can."""
+    """Return the reason why several questions cannot share a step; empty if they can."""
     if rope_depends_on_length(index.artifact.manifest.rope.parameters):
         return "this model turns keys by the length of a sequence, and sequences in a step have several lengths"
     plans = [layer.plan for layer in cache.stored_layers if isinstance(layer, SparseLayer)]
@@ -55,13 +57,17 @@ def why_alone(index: OpenIndex, attention: MethodSpec | Dense, cache: IndexCache
 
 
 def pack(cache: IndexCache, slots: int) -> PackedCache:
-    """A cache of so many sequences over the stored context of another, whose rows it shares."""
+    """Make a cache for `slots` sequences that shares the stored context of `cache`."""
     return PackedCache(cache.stored_layers, [packed_layer(layer, slots) for layer in cache.stored_layers], cache.built)
 
 
 @dataclass
 class _Sequence:
-    """One question and what has been answered; `used` of its tokens are in the cache."""
+    """One question and its answer so far; `used` is the number of its tokens in the cache.
+
+    `number` is the question's index, and `longest` the maximum number of answer tokens. `started`, `first` and `last`
+    are clock readings in seconds. `read_before` are the counts of rows read when the question began.
+    """
 
     number: int
     question: torch.Tensor
@@ -75,7 +81,7 @@ class _Sequence:
     read_before: tuple[float, int] = (0.0, 0)
 
     def next_tokens(self) -> list[int]:
-        """Tokens of the next step: the question, then the newest token."""
+        """Return the tokens to feed in the next step: first the whole question, later the newest answer token."""
         return self.answer[-1:] if self.answer else self.question.tolist()
 
     def take(self, token: int) -> None:
@@ -87,12 +93,13 @@ class _Sequence:
 
 
 class Batch:
-    """Questions over one index that decode together.
+    """Decodes questions over one index together, up to `slots` at a time.
 
-    Allocates the own rows of `slots` sequences, and in each step the logits of all of them.
+    Allocates rows for the own tokens of `slots` sequences, and in each step the logits of all sequences.
 
     Args:
-        cache: one with nothing that `why_alone` tells; its rows are shared, and nobody else may use it meanwhile.
+        cache: a cache for which `why_alone` returns no reason. Its rows are shared, so no other code may use it
+            meanwhile.
     """
 
     def __init__(self, index: OpenIndex, cache: IndexCache, sampling: Sampling, slots: int):
@@ -106,19 +113,20 @@ class Batch:
 
     @torch.inference_mode()
     def one_step(self) -> None:
-        """A step of as many sequences as there is room for, with nothing asked: what it compiles and captures stays."""
+        """Run one warm-up step with `slots` sequences and no questions; compiled kernels and captured graphs stay."""
         last, model = int(self.index.input_ids[-1]), self.index.model
         with exclusive(model), route_attention(model, self.packed.attend), free_cores(model), all_cores(model):
             self.shared([last] * self.slots, list(range(self.slots)), [0] * self.slots)
 
     def answers(self, questions: Sequence[torch.Tensor]) -> Iterator[tuple[int, Answer]]:
-        """Answer questions [Q] of token ids; yields each answer with its question's number when it is done.
+        """Answer questions, each of token ids [Q]; yield each answer with its question's index once it is complete.
 
-        While it waits for its caller other threads may ask the model. Whoever rewinds the cache meanwhile ends it.
+        While this generator waits for its caller, other threads may use the model. If one of them rewinds the cache,
+        this generator raises.
 
         Raises:
             UsageError: no position of the model is left for an answer, another question was asked over the same cache
-                between two answers, or an answer's own callback asks.
+                between two answers, or this was called from an answer's callback.
             NotFiniteError: the model's logits are not finite.
         """
         waiting = [(number, question, self._longest(question)) for number, question in enumerate(questions)][::-1]
@@ -134,7 +142,7 @@ class Batch:
 
     @torch.inference_mode()
     def _until_answered(self, waiting: list[tuple[int, torch.Tensor, int]]) -> list[tuple[int, Answer]]:
-        """Steps up to the first in which questions are answered: their numbers and answers."""
+        """Run steps until one completes answers; return the completed questions' indices and answers."""
         model, done = self.index.model, list[tuple[int, Answer]]()
         with route_attention(model, self.packed.attend), free_cores(model) as cores, all_cores(model):
             while not done:
@@ -152,7 +160,7 @@ class Batch:
         return self.sampling.max_new_tokens if room is None else min(room, self.sampling.max_new_tokens)
 
     def _admit(self, waiting: list[tuple[int, torch.Tensor, int]]) -> None:
-        """Give free slots to the next questions."""
+        """Assign free slots to the next questions, up to QUESTION_TOKENS tokens together."""
         tokens = 0
         for slot in range(self.slots):
             if not waiting or (tokens and tokens + len(waiting[-1][1]) > QUESTION_TOKENS):
@@ -166,7 +174,7 @@ class Batch:
                 tokens += len(question)
 
     def _step(self) -> list[tuple[int, int]]:
-        """The next token of each sequence, by its slot."""
+        """Run one step; return a pair of slot and next token for each sequence."""
         self.read = None
         slots = sorted(self.active)
         fed = [self.active[slot].next_tokens() for slot in slots]
@@ -178,7 +186,7 @@ class Batch:
         return list(zip(slots, self._choose(logits, slots), strict=True))
 
     def _begin(self, slots: list[int], fed: list[list[int]]) -> torch.Tensor:
-        """Logits [B, V] of a step in which some questions begin."""
+        """Run a step in which some questions begin; return the logits [B, V]."""
         device, lengths = self.index.model.device, [len(tokens) for tokens in fed]
         asks = [not self.active[slot].answer for slot in slots]
         ends = torch.tensor(lengths).cumsum(0)
@@ -203,7 +211,7 @@ class Batch:
         return logits
 
     def _choose(self, logits: torch.Tensor, slots: list[int]) -> list[int]:
-        """The next token of each sequence by its logits [B, V]."""
+        """Choose the next token of each sequence from its logits [B, V], by sampling or as the argmax."""
         highest, best = logits.float().max(-1)
         *tokens, finite = torch.cat([best, highest.isfinite().all()[None]]).tolist()
         if not finite:
@@ -218,8 +226,10 @@ class Batch:
         return torch.cat(each).tolist()
 
     def _read(self) -> tuple[float, int]:
-        """Rows that were read for all sequences so far, and rows that dense attention would have read; one sync for the
-        first call after a step."""
+        """Return the rows read for all sequences so far, and the rows that dense attention would have read.
+
+        The first call after a step needs one sync.
+        """
         if self.read is None:
             counts = self.packed.reads
             self.read = total_read(counts), sum(count.dense for count in counts)

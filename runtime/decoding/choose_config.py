@@ -1,4 +1,4 @@
-"""The config that answers are decoded with: what the user named, or else what `tune` found for the index."""
+"""Choose the config that answers are decoded with: the user's choice, or else the default that `tune` stored."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -25,24 +25,26 @@ def choose_config(
     prefill_budget: str | None = None,
     **others: Any,
 ) -> DecodeConfig:
-    """The config of a method, by name, or of `dense`; the index's default if the user named and set nothing.
+    """Make the decode config of a method, given by name, or of `dense` attention.
+
+    If the user set no method, budget, parameter or residual, the index's default is used.
 
     Args:
-        parameters: of methods by name, None for one that the user did not set.
-        budget: as the user wrote it; by default the method's own.
-        residual: centroids represent the tokens that the method does not choose.
-        prefill: what a question's tokens attend to: `own`, a method's name, or everything, as by default.
-        prefill_budget: the budget of a method that is named as `prefill`.
+        parameters: method parameters by name; None for a parameter that the user did not set.
+        budget: the budget as the user wrote it; by default the method's own.
+        residual: let centroids represent the tokens that the method does not choose.
+        prefill: what a question's tokens attend to: `own`, a method's name, or `dense`. The default is dense attention.
+        prefill_budget: the budget of the method that `prefill` names.
         others: other fields of the config.
 
     Raises:
-        UsageError: no such method, budget or parameter; one of these beside `dense`, which reads everything; a residual
-            of an index without centroids; or what `DecodeConfig` raises.
-        ArtifactError: the default's method cannot run any more.
+        UsageError: the method, budget or parameter does not exist; one of them is given with `dense`, which reads
+            everything; the index has no centroids for a residual; or `DecodeConfig` raises it.
+        ArtifactError: the method of the index's default cannot run any more.
     """
     parameters, prefilling = parameters or {}, prefill_method(artifact, prefill)
     share, defaults = None if budget is None else Budget.parse(budget), artifact.manifest.defaults
-    # The parameters of a question's method say nothing of the answer's.
+    # Parameters of the question's method do not count as parameters of the answer's method.
     elsewhere = {field.name for kind in prefilling.values() for field in fields(kind)}
     is_set = any(value is not None and name not in elsewhere for name, value in parameters.items())
     if defaults is not None and method is None and budget is None and not residual and not is_set:
@@ -64,10 +66,10 @@ def choose_config(
 
 
 def attention_of(artifact: Artifact, name: str | None) -> tuple[str, type[Method] | type[Dense]]:
-    """A method's name and class, or those of dense attention; without a name the index's first method.
+    """Return the name and class of a method or of dense attention; without a name, those of the index's first method.
 
     Raises:
-        UsageError: the index cannot be used with it.
+        UsageError: the index cannot be used with the method.
     """
     if name == DENSE:
         return DENSE, Dense
@@ -77,7 +79,7 @@ def attention_of(artifact: Artifact, name: str | None) -> tuple[str, type[Method
 
 
 def refuse_beside_dense(given: Mapping[str, Any]) -> None:
-    """Raise UsageError for the first of these options that was given: dense attention reads everything."""
+    """Raise UsageError for the first of these options that is set: with dense attention they mean nothing."""
     for option, value in given.items():
         if value:
             told = option if value is True else f"{option} {value}"
@@ -85,8 +87,10 @@ def refuse_beside_dense(given: Mapping[str, Any]) -> None:
 
 
 def prefill_method(artifact: Artifact, name: str | None) -> dict[str, type[Method]]:
-    """The method that `--prefill` names, under the name that errors use; empty without one, and for `dense` and
-    `own`."""
+    """Return the method class that `--prefill` names, keyed by the name to use in errors.
+
+    The result is empty without a name, and for `dense` and `own`.
+    """
     if name in (None, Own.name, DENSE):
         return {}
     try:
@@ -103,14 +107,14 @@ def question_prefill(
     parameters: Mapping[str, Any],
     options: tuple[str, str] = ("--prefill", "--prefill-budget"),
 ) -> Dense | Own | QuestionPrefill:
-    """The prefill of a question's tokens: dense if no `name` was given.
+    """Make the prefill config of a question's tokens; dense if `name` is None.
 
     Args:
         named: the method of this name, if there is one, as `prefill_method` returns it.
-        options: those that gave `name` and `budget`.
+        options: the command-line options of `name` and `budget`, for errors.
 
     Raises:
-        UsageError: a budget was given without a prefill method that uses one.
+        UsageError: a budget is given without a prefill method that uses one.
     """
     if budget is not None and not named:
         own = f"; {options[0]} own has the answer's budget" if name == Own.name else ""
@@ -128,7 +132,7 @@ def _default(artifact: Artifact, defaults: Defaults) -> DecodeConfig:
         method_of(artifact, defaults.method)
         configured = _configured(methods()[defaults.method], defaults.parameters)
     except (UsageError, TypeError, ValueError) as error:
-        anew = defaults.target.model_copy(update={"methods": []})  # one of them may be gone
+        anew = defaults.target.model_copy(update={"methods": []})  # the index may lack some of the target's methods now
         raise ArtifactError(
             f"the default of {artifact.folder}, {defaults.method}, cannot run any more: {error}; run "
             f"{tune_hint(artifact.folder, anew)} again, or choose with --method"
@@ -143,12 +147,12 @@ def _default(artifact: Artifact, defaults: Defaults) -> DecodeConfig:
 
 
 def _configured(method: type[Method], parameters: Mapping[str, Any]) -> Method:
-    """A method with the parameters that a manifest holds."""
+    """Make a method with the parameters that a manifest stores; raise UsageError if they do not fit the method."""
     own = {field.name: field.default for field in fields(method)}
     if unknown := parameters.keys() - own.keys():
         raise UsageError(f"this version knows no {', '.join(sorted(unknown))}")
     for name, value in parameters.items():
-        # What decides a step's course: other kinds of values may first be met in the middle of an answer.
+        # Checked here, because a value of another type might only fail in the middle of an answer.
         if isinstance(own[name], bool | int | str) and type(value) is not type(own[name]):
             raise UsageError(f"its {name} is {value!r}")
     return method(**given_parameters(parameters))

@@ -1,7 +1,7 @@
-"""Compiled decode steps: torch's compiler takes a model's layers, all of them but the attention.
+"""Compile decode steps: torch.compile compiles a model's layers, except their attention.
 
-To the compiler our attention is one operator (`sparsekv::attend`), and a model's layers are one piece of code, so that
-it compiles a layer and not a model.
+The compiler sees our attention as one opaque operator (`sparsekv::attend`). All layers of a model share one piece of
+code, so the compiler compiles a single layer and not the whole model.
 """
 
 import os
@@ -16,40 +16,43 @@ from torch.utils.hooks import RemovableHandle
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.user.cache import cache_root
 
-if TYPE_CHECKING:  # the options of `generate` are read from here, and its --help needs no transformers
+if TYPE_CHECKING:  # the command line reads options from this module, and --help must not import transformers
     from transformers import PreTrainedModel
 
 MODES = ("auto", "on", "off")
 WORTH_IT = 4096
-"""How many steps make `auto` compile on a GPU: one of an 8B becomes 2.6 ms shorter, and compiling, or reading what was
-compiled, takes some ten seconds."""
+"""Minimum number of steps for which `auto` compiles on a GPU.
+
+Compiling makes a step of an 8B model 2.6 ms shorter. It takes about ten seconds, as does loading compiled code.
+"""
 
 _COMPILED = WeakSet["PreTrainedModel"]()
 
 
 def is_compiled(model: "PreTrainedModel") -> bool:
-    """Whether some of the model's steps are given to torch's compiler."""
+    """Whether some of the model's steps run as compiled by torch.compile."""
     return model in _COMPILED
 
 
 def worth_compiling(mode: str, device: torch.device, steps: int) -> bool:
-    """Whether to compile for so many steps of all answers together."""
+    """Whether compiling pays for `steps` decode steps, counted over all answers, or the mode requires it."""
     return mode == "on" or (mode == "auto" and device.type == "cuda" and steps >= WORTH_IT)
 
 
 def compile_layers(model: "PreTrainedModel", backend: str = "inductor", *, tokens: int = 1) -> RemovableHandle:
-    """From now on compile the model's layers where it gets so many `tokens` a row; with others they run as they are.
+    """From now on run the model's layers compiled in calls with `tokens` tokens per row, and eagerly in other calls.
 
-    The first such step compiles. What was compiled is kept in the user's cache, for other processes.
+    The first such call compiles. Compiled code is kept in the user's cache folder, for other processes.
 
     Args:
-        tokens: 1 in a sequence's decode step; where sequences share a document their tokens are one row.
+        tokens: number of tokens in a row of `input_ids`: 1 in the decode step of one sequence. Sequences that share a
+            document have all of their tokens in one row.
 
     Returns:
-        a handle: after its `remove` whatever the last call of the model was decides.
+        A handle of the hook that switches between both modes. After its `remove` the mode of the last call stays.
     """
     _name_caches()
-    # Layers differ by their number alone, which the compiler would otherwise take for a constant of the code.
+    # Layers differ only in their index. By default the compiler would treat it as a constant and compile each layer.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     _COMPILED.add(model)
     names = set(model._no_split_modules or ())
@@ -65,22 +68,22 @@ def compile_layers(model: "PreTrainedModel", backend: str = "inductor", *, token
 
 
 def _name_caches() -> None:
-    """Say where the compiler keeps what it has compiled, and where Triton does, as long as nobody else has.
+    """Set the cache folders of torch.compile and of Triton in the environment, unless they are already set.
 
-    The compiler would name another folder for Triton in the middle of a process, where the kernels that an earlier
-    process has compiled are not found.
+    Otherwise torch.compile would change Triton's cache folder in the middle of a process. Triton would then not find
+    the kernels that an earlier process compiled.
     """
-    import triton  # here, because the options of `generate` are read from this file
+    import triton  # imported here, because the command line imports this module to read the options of `generate`
 
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
     os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
 
 
 def compile_steps(model: "PreTrainedModel", step: Callable[[], None], *, tokens: int = 1) -> float:
-    """Compile decode steps of so many `tokens` a row, by taking one; returns the seconds.
+    """Compile decode steps with `tokens` tokens per row, by running one such step; return the seconds that this took.
 
     Raises:
-        SparsekvError: they cannot be compiled here, for want of a C++ compiler for example; the model runs as it is.
+        SparsekvError: steps cannot be compiled here, for example without a C++ compiler; the model then runs eagerly.
     """
     started = time.perf_counter()
     hook = compile_layers(model, tokens=tokens)

@@ -1,4 +1,4 @@
-"""Opening an index as one of several ranks, which share its model and its heads."""
+"""Open an index as one of several ranks, which divide the model and the KV heads among themselves."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
@@ -18,7 +18,10 @@ from sparsekv.runtime.decoding.open import OpenIndex
 
 
 class _FirstRanksLogits(LogitsProcessor):
-    """Returns the first rank's logits, so that all ranks take the same token, whatever their devices round."""
+    """Logits processor that returns the first rank's logits on all ranks.
+
+    All ranks then choose the same token, even if their devices round differently.
+    """
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
@@ -31,9 +34,9 @@ class _FirstRanksLogits(LogitsProcessor):
 
 @dataclass
 class OpenShare(OpenIndex):
-    """A rank's share of an index and of its model; all ranks make the same calls.
+    """A rank's share of an index and of its model; all ranks must make the same calls.
 
-    A step that is captured as a CUDA graph holds the sums over ranks: each rank replays its own.
+    Each rank captures and replays its own CUDA graph of a step, which includes the all-reduces over ranks.
     """
 
     _: KW_ONLY
@@ -44,7 +47,7 @@ class OpenShare(OpenIndex):
 
 
 def open_share(artifact: Artifact, loaded: LoadedModel, ranks: Ranks, *, hold: bool) -> OpenShare:
-    """This rank's share of an index, checked as `open_index` checks a whole one; raises what that raises.
+    """Open this rank's share of an index, with the checks of `open_index`; raises what `open_index` raises.
 
     Raises:
         ArtifactError: another process changed the index while the ranks opened it.
@@ -61,13 +64,16 @@ def open_share(artifact: Artifact, loaded: LoadedModel, ranks: Ranks, *, hold: b
 
 
 def heads_here(model: PreTrainedModel) -> list[int]:
-    """How many KV heads reach each layer's attention in this process; all ranks of a model call it together."""
+    """Return the number of KV heads of each layer in this process; all ranks of a model must call it together."""
     keys = keys_of_one_token(model, torch.zeros(1, dtype=torch.int64), 0)
     return [len(keys[layer]) for layer in sorted(keys)]
 
 
 def join_answer(ranks: Ranks, own: Answer) -> Answer:
-    """An answer whose figures are of all ranks' heads: their means, since each rank has as many."""
+    """Return the answer with figures over the heads of all ranks.
+
+    These are the means of the ranks' figures, because all ranks have the same number of heads.
+    """
     found = ranks.collect((own.kv_fraction, own.layers))
     layers = [_mean_stats(of_layer) for of_layer in zip(*(stats for _, stats in found), strict=True)]
     return replace(own, kv_fraction=sum(share for share, _ in found) / len(found), layers=layers)

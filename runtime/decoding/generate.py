@@ -1,4 +1,4 @@
-"""Answers by transformers' `generate` with our cache, attention and decoding loop."""
+"""Generate answers with transformers' `generate`, our KV cache, our attention and our decoding loop."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -36,10 +36,11 @@ from sparsekv.runtime.decoding.threads import Following, all_cores, exclusive, f
 
 @contextmanager
 def only_special_tokens(model: PreTrainedModel) -> Iterator[None]:
-    """Within the context, nothing of the model's own `generation_config` counts but its special tokens.
+    """Within the context, ignore all settings of the model's own `generation_config` except its special tokens.
 
-    A repetition penalty there would act on greedy answers, by all of the document's tokens, and `use_cache: false`
-    would run the document again for each token; a batch, whose loop is ours, would answer otherwise.
+    A repetition penalty in it would change greedy answers, because it counts all of the document's tokens.
+    `use_cache: false` would prefill the document again for each token. `Batch`, which has its own loop, ignores these
+    settings, so its answers would differ.
     """
     own = model.generation_config
     model.generation_config = GenerationConfig(
@@ -52,7 +53,7 @@ def only_special_tokens(model: PreTrainedModel) -> Iterator[None]:
 
 
 class NotFiniteError(SparsekvError):
-    """A model's logits are not finite, so that no token can be chosen."""
+    """Raised when a model's logits are not finite, so that no next token can be chosen."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -62,7 +63,7 @@ class NotFiniteError(SparsekvError):
 
 
 class FiniteLogits(LogitsProcessor):
-    """Returns logits unchanged.
+    """Logits processor that checks that logits are finite and returns them unchanged.
 
     Raises:
         NotFiniteError: the largest logit of a sequence is not finite.
@@ -75,10 +76,10 @@ class FiniteLogits(LogitsProcessor):
 
 
 class Streamer(TextStreamer):
-    """Passes text on as it is decoded, and records the times of the first and the last token.
+    """Passes decoded text to a callback piece by piece, and records the times of the first and the last token.
 
     Args:
-        ends: tokens that end an answer and are no part of its text.
+        ends: ids of tokens that end an answer and are not part of its text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None], ends: Collection[int] = ()):
@@ -98,8 +99,11 @@ class Streamer(TextStreamer):
             self._begin_line(before)
 
     def _begin_line(self, tokens: list[int]) -> None:
-        """Keep the last token that is text before the next ones, and as printed: a decoder that takes the space from
-        the first token would take one of the line's own."""
+        """Keep the last token that decodes to text in the token cache, and mark its text as already printed.
+
+        Some decoders strip the leading space of the first token. Without the kept token they would strip a space that
+        belongs to the new line.
+        """
         for start in range(len(tokens) - 1, -1, -1):
             text = self.tokenizer.decode(tokens[start:], **self.decode_kwargs)
             if text:
@@ -113,7 +117,7 @@ class Streamer(TextStreamer):
 
 
 class Stopping(StoppingCriteria):
-    """Ends an answer with the first token after which `stop` says so."""
+    """Stopping criterion that ends an answer at the first token after which `stop()` returns True."""
 
     def __init__(self, stop: Callable[[], bool]):
         self.stop = stop
@@ -125,8 +129,11 @@ class Stopping(StoppingCriteria):
 
 
 def ending_tokens(index: OpenIndex) -> set[int]:
-    """The tokens with which an answer ends: those of the model's `generation_config`, and where the index has a chat
-    frame the one that the chat template puts behind an answer, without which the model goes on with invented turns."""
+    """Return the ids of the tokens that end an answer: the EOS tokens of the model's `generation_config`.
+
+    If the index has a chat frame, the end-of-turn token of the chat template is added. Without it the model would
+    continue with invented turns.
+    """
     ends = index.model.generation_config.eos_token_id
     found = {ends} if isinstance(ends, int) else set(ends or ())
     if index.artifact.manifest.prompt.chat is None or (end := end_of_turn(index.tokenizer)) is None:
@@ -135,17 +142,20 @@ def ending_tokens(index: OpenIndex) -> set[int]:
 
 
 def finish_reason(answer: Sequence[int], ends: set[int]) -> str:
-    """Why an answer has no more tokens."""
+    """Return why an answer ended: `stop` if its last token is in `ends`, otherwise `length`."""
     return "stop" if answer and answer[-1] in ends else "length"
 
 
 def unshown_endings(index: OpenIndex) -> set[int]:
-    """The ending tokens that are no text: added tokens, whether the tokenizer marks them as special or not."""
+    """Return the ending tokens that are not shown as text.
+
+    These are the tokenizer's added tokens, including added tokens that it does not mark as special.
+    """
     return ending_tokens(index) & index.tokenizer.added_tokens_decoder.keys()
 
 
 def answer_text(index: OpenIndex, answer: Sequence[int]) -> str:
-    """An answer's text, without special tokens and the token that ends it."""
+    """Decode an answer's tokens to text, without special tokens and without an added token that ends the answer."""
     shown = answer[:-1] if answer and answer[-1] in unshown_endings(index) else answer
     return str(index.tokenizer.decode(list(shown), skip_special_tokens=True))
 
@@ -154,11 +164,11 @@ NO_TOKEN = -1
 
 
 class DecodeLoop:
-    """For `model.generate(custom_generate=...)`: prefills by the model, then decodes by a `DecodeStep`.
+    """Decoding loop for `model.generate(custom_generate=...)`, for one sequence.
 
-    Logits processing, sampling and stopping are as in transformers' own loop, with the same random numbers. A token is
-    streamed when the next step has begun.
-    One sequence only. `streamer` is passed here because transformers passes none to a custom loop.
+    It prefills with the model and then decodes with a `DecodeStep`. Logits processing, sampling and stopping are as in
+    transformers' own loop, with the same random numbers. Each token after the first is streamed once the next step has
+    been launched. `streamer` is an argument here because transformers passes no streamer to a custom loop.
     """
 
     def __init__(self, step: DecodeStep, streamer: BaseStreamer):
@@ -173,14 +183,14 @@ class DecodeLoop:
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> torch.Tensor:
-        """Token ids [1, T] of the prompt and its continuation.
+        """Generate; return the token ids [1, T] of the prompt and its continuation.
 
         Raises:
             NotFiniteError: the model's logits are not finite.
         """
         logits = self._prefill(model, input_ids, model_kwargs)
         before, longest = input_ids.shape[1], int(stopping_criteria.max_length or 0)
-        # Criteria look at the host's ids: they would wait for a device.
+        # Stopping criteria get a copy of the ids on the host: reading ids on a GPU would force a sync.
         ids, on_host = (_with_room(input_ids, longest, device) for device in (input_ids.device, "cpu"))
         try:
             self.step.begin(longest - before)
@@ -190,12 +200,12 @@ class DecodeLoop:
                     told = _on_host(token)
                     ids[:, count], on_host[:, count] = token[:, 0], told
                     if count == before:
-                        self.streamer.put(told)  # before its step, which may have to be captured
+                        self.streamer.put(told)  # before the first step, because capturing that step may take long
                     ended = bool(stopping_criteria(on_host[:, : count + 1], None).all())
                     if not ended:
                         logits = self.step(token)
                     if count > before:
-                        self.streamer.put(told)  # while the device computes
+                        self.streamer.put(told)  # while the device computes the next step
                     if ended:
                         break
         finally:
@@ -204,7 +214,7 @@ class DecodeLoop:
         return ids[:, : count + 1]
 
     def _prefill(self, model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:
-        """Prefill the tokens that are not in the cache; returns the logits [1, V] of the last one."""
+        """Prefill the tokens that are not in the cache; return the logits [1, V] of the last token."""
         known, tokens = self.step.cache.get_seq_length(), input_ids.shape[1]
         only_last = {name: value for name, value in model_kwargs.items() if name == "logits_to_keep"}
         logits: torch.Tensor = model(
@@ -217,14 +227,14 @@ class DecodeLoop:
 
 
 def _with_room(ids: torch.Tensor, length: int, device: torch.device | str) -> torch.Tensor:
-    """[1, length] token ids that begin with `ids` [1, N]."""
+    """Return a tensor of token ids [1, length] on `device` that begins with `ids` [1, N] and continues with zeros."""
     longer = torch.zeros(1, length, dtype=ids.dtype, device=device)
     longer[:, : ids.shape[1]] = ids
     return longer
 
 
 def _on_host(token: torch.Tensor) -> torch.Tensor:
-    """A token [1, 1] as [1] on the host; raises NotFiniteError for `NO_TOKEN`."""
+    """Copy a token id [1, 1] to the host, as [1]; raise NotFiniteError if it is `NO_TOKEN`."""
     told = token[:, 0].cpu()
     if int(told) == NO_TOKEN:
         raise NotFiniteError
@@ -232,8 +242,10 @@ def _on_host(token: torch.Tensor) -> torch.Tensor:
 
 
 def _next(processors: LogitsProcessorList, ids: torch.Tensor, logits: torch.Tensor, *, sample: bool) -> torch.Tensor:
-    """The next token [1, 1] after ids [1, N], by logits [1, V]; `NO_TOKEN` if the scores are not finite, so that this
-    needs no extra sync."""
+    """Choose the next token [1, 1] after ids [1, N] from logits [1, V], by sampling or as the argmax.
+
+    Returns `NO_TOKEN` if the chosen token's score is not finite. The check thus needs no extra sync.
+    """
     scores = processors(ids, logits.to(torch.float32, copy=True))  # type: ignore[arg-type]  # any tensors will do
     if sample:
         probability = scores.softmax(-1)
@@ -247,7 +259,10 @@ def _next(processors: LogitsProcessorList, ids: torch.Tensor, logits: torch.Tens
 
 @contextmanager
 def _experts_as_for_decoding(model: PreTrainedModel) -> Iterator[None]:
-    """On a GPU, compute mixtures of experts as transformers does for few tokens: by batched_mm, not grouped_mm."""
+    """Within the context, a model on a GPU computes its mixtures of experts with batched_mm instead of grouped_mm.
+
+    transformers does the same when it decodes few tokens.
+    """
     before = model.get_experts_implementation()
     if model.device.type == "cpu" or "grouped_mm" not in before.values():
         yield
@@ -263,11 +278,12 @@ def _experts_as_for_decoding(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Answer:
-    """A generated text, its tokens and its cost; seconds are wall time, `kv_fraction` is over all decode steps.
+    """A generated text, its tokens and its cost.
 
-    finish_reason: `stop` where the model ended it, `length` where no more tokens were allowed, `interrupted` where the
-    caller stopped it, empty for an empty line.
-    `layers` are the missed-mass figures of each layer, if the cache was opened to measure them.
+    Times are wall-clock seconds. `kv_fraction` covers all decode steps.
+    `finish_reason` is `stop` if the model ended the answer, `length` if the token limit was reached, `interrupted` if
+    the caller stopped it, and empty for an empty line.
+    `layers` has the missed-mass figures of each layer, if the cache measures them.
     """
 
     text: str
@@ -293,10 +309,11 @@ def answer_of(
     kv_fraction: float,
     layers: Sequence[LayerStats] = (),
 ) -> Answer:
-    """An answer by its tokens.
+    """Make an `Answer` from its token ids and measurements.
 
     Args:
-        times: seconds at which it was asked for, and at which its first and its last token came.
+        times: three clock readings in seconds: when the question was asked, and when the first and the last token of
+            the answer were generated.
     """
     (asked, first, last), steps = times, len(ids) - 1
     return Answer(
@@ -313,15 +330,17 @@ def answer_of(
 
 
 def question_ids(index: OpenIndex, question: str, *, raw: bool = False, special_tokens: bool = False) -> torch.Tensor:
-    """Token ids [Q] that follow the stored prompt: the question within the rest of the chat template, or alone.
+    """Encode a question as the token ids [Q] that follow the stored prompt.
+
+    If the index has a chat frame, they include the rest of the chat template around the question.
 
     Args:
-        raw: the question alone, without the chat template.
-        special_tokens: special tokens in the question keep their meaning; otherwise they are plain text.
+        raw: encode the question alone, without the chat template.
+        special_tokens: special tokens in the question keep their meaning; otherwise they are encoded as plain text.
 
     Raises:
         UsageError: the question is empty.
-        SparsekvError: its special tokens cannot be read as plain text.
+        SparsekvError: the question's special tokens cannot be encoded as plain text.
     """
     prompt = index.artifact.manifest.prompt
     return framed_ids(index, question, None if raw else prompt.chat, prompt.border, special_tokens=special_tokens)
@@ -330,8 +349,14 @@ def question_ids(index: OpenIndex, question: str, *, raw: bool = False, special_
 def framed_ids(
     index: OpenIndex, question: str, chat: ChatFrame | None, border: Border | None, *, special_tokens: bool = False
 ) -> torch.Tensor:
-    """Token ids [Q] of a question with what a chat frame puts around it, behind a border; raises what `question_ids`
-    raises."""
+    """Encode a question as token ids [Q], with the text that a chat frame puts around it.
+
+    Raises what `question_ids` raises.
+
+    Args:
+        chat: the chat frame; None: encode the question alone.
+        border: the end of the text that the question follows; None: unknown.
+    """
     if not question.strip():
         raise UsageError("the question is empty; give it as an argument, with --prompt-file or on standard input")
     return torch.tensor(encode_question(index.tokenizer, border, chat, question, special_tokens=special_tokens))
@@ -347,16 +372,16 @@ def generate(
 ) -> Answer:
     """Answer one question; the cache is rewound first, so one cache serves many questions.
 
-    Other threads that ask the model wait until the answer is whole. After any failure the next question is answered as
-    if the failed one had not been asked.
+    Other threads that use the model wait until the answer is complete. A failed question does not affect the answer to
+    the next question.
 
     Args:
         question: [Q] token ids after the stored prompt; only these are prefilled.
         on_text: called with each piece of text as it is decoded.
-        stop: asked after each token, by the thread that answers; the answer ends with the first for which it is True.
+        stop: called after each token, in the thread that generates; the answer ends when it returns True.
 
     Raises:
-        UsageError: no position of the model is left for an answer, or the model is answering already, in this thread.
+        UsageError: no position of the model is left for an answer, or this was called from a callback of an answer.
         NotFiniteError: the model's logits are not finite.
     """
     with exclusive(index.model):
@@ -374,14 +399,17 @@ def answer_after(
     on_text: Callable[[str], None] = lambda text: None,
     stop: Callable[[], bool] | None = None,
 ) -> Answer:
-    """Answer a question after other tokens; all but the answer's last stay in the cache. Call it within `exclusive`.
+    """Answer a question that follows the tokens `before`. Call it within `exclusive`.
+
+    All tokens except the last one of the answer stay in the cache.
 
     Args:
-        before: [N] token ids, of the stored prompt and of all that followed; the cache may lack the last one, which is
-            then prefilled too.
+        before: [N] token ids of the stored prompt and of everything after it. If the cache lacks the last of them, it
+            is prefilled with the question.
 
     Raises:
-        SparsekvError: the cache has other tokens than `before`; and what `generate` raises.
+        SparsekvError: the number of tokens in the cache does not match `before`.
+        UsageError, NotFiniteError: as `generate`.
     """
     cache.check_length(len(before))
     prompt = torch.cat([before, question])[None].to(index.model.device)
@@ -412,8 +440,11 @@ def answer_after(
 
 
 def _decoding(index: OpenIndex, cache: IndexCache, sampling: Sampling, streamer: TextStreamer) -> dict[str, Any]:
-    """Arguments of `generate` that choose the decoding loop: transformers' own on a CPU or if steps cannot be replayed,
-    else `DecodeLoop`. Either takes the likeliest token of what `Draw` leaves it."""
+    """Return the arguments of `generate` that select the decoding loop.
+
+    The loop is `DecodeLoop` on a GPU, if steps can be replayed as CUDA graphs; otherwise it is transformers' own loop.
+    Both take the argmax of the logits. For sampling, `Draw` sets the logits of all tokens but the sampled one to -inf.
+    """
     step = captured_step(index.model, cache)
     drawn = [Draw(sampling, index.model.device)] if sampling.temperature else []
     if step is None:
@@ -423,7 +454,9 @@ def _decoding(index: OpenIndex, cache: IndexCache, sampling: Sampling, streamer:
 
 
 def answer_room(index: OpenIndex, prompt_tokens: int) -> int | None:
-    """The maximum number of answer tokens after `prompt_tokens`, stored ones included; None for no limit.
+    """Return the maximum number of answer tokens after a prompt of `prompt_tokens` tokens; None for no limit.
+
+    `prompt_tokens` includes the tokens of the stored prompt.
 
     Raises:
         UsageError: no position of the model is left for an answer.

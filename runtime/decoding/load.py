@@ -1,4 +1,4 @@
-"""Opening an index with the model that built it, or with another that the user names."""
+"""Open an index with the model that built it, or with another model that the user names."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from sparsekv.kernels.common.first_calls import make_first_calls
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.prepare import EarlyReading
 
-if TYPE_CHECKING:  # torch.distributed is for ranks alone
+if TYPE_CHECKING:  # only needed with several ranks: it imports torch.distributed
     from sparsekv.formats.distributed.group import Ranks
 
 
@@ -27,27 +27,30 @@ def load_and_open(
     ranks: "Ranks | None" = None,
     early: EarlyReading | None = None,
 ) -> OpenIndex:
-    """Open an index with a model: by default the one that built it, in the dtype and with the RoPE scaling it had then.
+    """Load a model and open an index with it, by default the model that built the index.
+
+    The model is loaded with the RoPE scaling that the index was built with, and by default in the index's dtype.
 
     Args:
-        model: a local folder or a hub id; it may be loaded again later because an index names it.
-        dtype: `auto` is the index's.
+        model: a local folder or a hub id; it is remembered, so that an index that names it may load it later.
+        dtype: `auto` is the index's dtype.
         progress: called with one line at the start of each step that takes a while.
-        loaded_in: called with the seconds that the model took, before the index is opened.
-        hold: keep the keys and values that the checks read, copied to a GPU or mapped, for the cache that is made next.
-        ranks: the processes that share the model; each opens the heads that are its own.
-        early: what is being read of this index already.
+        loaded_in: called with the seconds that loading the model took, before the index is opened.
+        hold: keep the keys and values that the checks read, copied to a GPU or mapped, for the next cache.
+        ranks: the processes that share the model; each opens its own heads.
+        early: a reading of this index's files that has already begun.
 
     Raises:
-        SparsekvError: no model is given, and the user has never named the one that the index names.
-        UsageError: no such model, device or dtype.
+        SparsekvError: no model is given, and the user has never named the model that the index names.
+        UsageError: the model, device or dtype does not exist.
         IdentityError: the index does not belong to this model.
     """
     started = time.perf_counter()
     early = None if ranks is not None else (early or EarlyReading(artifact, device, hold=hold)).begin_loading()
     manifest = artifact.manifest
     if ranks is not None and ranks.size > 1:
-        from sparsekv.kernels.distributed.row_style import sum_in_one_launch  # here: it imports torch.distributed
+        # Imported here, because it imports torch.distributed.
+        from sparsekv.kernels.distributed.row_style import sum_in_one_launch
 
         sum_in_one_launch()
     loaded = load_model(
@@ -63,7 +66,7 @@ def load_and_open(
         remember(loaded.name)
     loaded_in(time.perf_counter() - started)
     if ranks is not None:
-        from sparsekv.runtime.decoding.distributed import open_share  # here: it imports torch.distributed
+        from sparsekv.runtime.decoding.distributed import open_share  # imported here: it imports torch.distributed
 
         return open_share(artifact, loaded, ranks, hold=hold)
     its, files = identify(loaded, manifest), loaded.tokenizer_files

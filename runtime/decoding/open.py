@@ -1,4 +1,4 @@
-"""Opening an index with its model: identity checks, GPU memory, the probe, and the caches for decoding."""
+"""Open an index with its model: check identities, GPU memory and the probe, and make caches for decoding."""
 
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -35,8 +35,11 @@ REMEDY = (
 
 
 def plan_opening(artifact: Artifact, model: nn.Module) -> MemoryPlan:
-    """Memory of a model and of an index's keys and values, in the model's dtype or in 8 bits; of a layer with a sliding
-    window those in it, in the model's dtype."""
+    """Return the memory that a model and an index's keys and values need on the model's device.
+
+    Keys and values are in the model's dtype, or in int8 if the index stores int8. A layer with a sliding window needs
+    only the rows in the window, in the model's dtype.
+    """
     size, tokens, rows = next(model.parameters()).itemsize, artifact.manifest.split.tokens, 0
     for layer, facts in enumerate(artifact.manifest.layers):
         heads, channels = artifact.heads_and_channels(layer)
@@ -47,32 +50,34 @@ def plan_opening(artifact: Artifact, model: nn.Module) -> MemoryPlan:
 
 
 def check_room(artifact: Artifact, model: nn.Module) -> None:
-    """Raise SparsekvError where an index's keys and values do not fit beside the model on its GPU."""
+    """Raise SparsekvError if the model and an index's keys and values together do not fit on the model's GPU."""
     memory = device_memory(model)
     if memory is not None:
         plan_opening(artifact, model).check(memory, REMEDY)
 
 
 ROW_TOLERANCE = 4
-"""How many times as far as logits, relatively, a layer's rows of one token may be from the stored ones: rounding adds
-up over layers."""
+"""Factor by which the relative tolerance of a token's keys and values exceeds that of logits.
+
+It is above 1 because rounding errors add up over layers.
+"""
 
 
 def compare_probe(artifact: Artifact, model: PreTrainedModel, last: int, rows: Rows) -> None:
-    """Compute the logits after the last prompt token and compare them with those that the index stores.
+    """Compute the logits after the last prompt token and compare them with the stored logits.
 
-    The model runs its own attention, in which none of ours takes part, so that a model with a mask of its own is
-    refused whatever ours does with it. It attends to the token's stored rows too, which are compared with those that it
-    computes.
+    The model runs its own attention and not ours, so a model with a mask of its own is refused even if our attention
+    would ignore the mask. The model attends to the stored rows of all tokens. The last token's stored rows are also
+    compared with the keys and values that the model computes for it.
 
     Args:
-        last: the token's id.
+        last: id of the last prompt token.
         rows: returns a layer's stored keys and values of all tokens.
 
     Raises:
-        IdentityError: they differ beyond rounding, so the index was built with another model, or with one that attended
-            otherwise.
-        ArtifactError: its tensors have other sizes than the model's.
+        IdentityError: logits or rows differ beyond rounding, so the index was built with another model, or with a
+            model that attended differently.
+        ArtifactError: the index's tensors have other sizes than the model's.
     """
     compared: list[RowPair] = []
 
@@ -89,7 +94,7 @@ def compare_probe(artifact: Artifact, model: PreTrainedModel, last: int, rows: R
     if not off <= probe_tolerance(manifest, model.dtype, over_exact=is_over_exact(manifest)):
         stored, found = f"{manifest.probe.logits[0]:.4f} at its top", f"{logits[manifest.probe.token_ids[0]]:.4f}"
         raise _other(manifest, "logits", stored, f"{found}, {off:.1%} away")
-    if manifest.kv_storage is not None:  # rounding may choose another expert for the token, whose rows then are others
+    if manifest.kv_storage is not None:  # int8 rounding may route the token to another expert, which changes its rows
         return
     rows_off = float(torch.stack([torch.stack(pair) for pair in compared]).amax())
     if not rows_off <= ROW_TOLERANCE * probe_tolerance(manifest, model.dtype, over_exact=False):
@@ -97,7 +102,7 @@ def compare_probe(artifact: Artifact, model: PreTrainedModel, last: int, rows: R
 
 
 def behind_zeros(pair: RowPair, first: int) -> RowPair:
-    """Keys and values [Hk, T, D] with `first` rows of zeros before them; the rows themselves, if none."""
+    """Return keys and values [Hk, T, D] with `first` rows of zeros before them; without a copy if `first` is 0."""
     return pair if not first else (pad(pair[0], (0, 0, first, 0)), pad(pair[1], (0, 0, first, 0)))
 
 
@@ -112,14 +117,14 @@ def _other(manifest: Manifest, part: str, stored: str, found: str) -> IdentityEr
 
 
 def _apart(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """How far a token's rows [Hk, 1, D] are from the last stored ones [Hk, T, D], relative to these."""
+    """Return the relative distance of a token's rows [Hk, 1, D] from the last of the stored rows [Hk, T, D]."""
     last = stored[:, -1:].float()
     apart: torch.Tensor = (own.float() - last).norm() / last.norm().clamp(min=torch.finfo(torch.float32).tiny)
     return apart
 
 
 def _check_heads(artifact: Artifact, layer: int, keys: torch.Tensor) -> None:
-    """Raise ArtifactError where a layer's tensors have other sizes than the model's: files may say what they like."""
+    """Raise ArtifactError if a layer's tensors have other sizes than the model's, because files are not trusted."""
     layers, (heads, _, channels) = len(artifact.manifest.layers), keys.shape
     if layer >= layers:
         raise ArtifactError(f"{artifact.folder} has {layers} layers, and the model more; {REBUILD}")
@@ -129,17 +134,17 @@ def _check_heads(artifact: Artifact, layer: int, keys: torch.Tensor) -> None:
 
 
 AHEAD = 2
-"""Layers that are read to a GPU at a time: the second is begun before the last pieces of the first are there."""
+"""Number of layers that are read to a GPU concurrently: the next read begins before the previous one has finished."""
 
 
 @dataclass
 class OpenIndex:
-    """An index together with the model it was built from.
+    """An index together with the model that it was built with.
 
     Args:
-        rows: layers' rows that are being read already, for the probe.
-        prepared: a method that is prepared already, for the first sparse cache, if it is by this method.
-        tokenizer_files: the hash of the files that the tokenizer was loaded from; None where it is not known.
+        rows: rows by layer whose reading has already begun, for the probe.
+        prepared: a method that is already prepared. The first sparse cache uses it, if that cache needs this method.
+        tokenizer_files: the hash of the files that the tokenizer was loaded from; None if it is not known.
     """
 
     artifact: Artifact
@@ -150,7 +155,7 @@ class OpenIndex:
     tokenizer_files: str | None = None
 
     def __post_init__(self) -> None:
-        # The model looks through its modules for them each time.
+        # Stored here, because the model searches its modules at each access to these properties.
         self.device, self.dtype = self.model.device, self.model.dtype
         self.input_ids = self.artifact.input_ids().clone()
         self._held: dict[int, LayerRows] = {}
@@ -158,7 +163,7 @@ class OpenIndex:
             raise ArtifactError(f"{self.artifact.folder} names tokens that its model does not have; {REBUILD}")
 
     def knows(self, ids: torch.Tensor) -> bool:
-        """Whether the model has all of these tokens [T]."""
+        """Whether the model has embeddings for all of the token ids [T]."""
         known = int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
         return bool(((ids >= 0) & (ids < known)).all())
 
@@ -168,25 +173,25 @@ class OpenIndex:
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model as it was loaded, under the name that the index has for it."""
+        """The loaded model with its tokenizer, under the model id and revision that the index records."""
         named = self.artifact.manifest.model
         return LoadedModel(self.model, self.tokenizer, named.id, named.revision, self.tokenizer_files)
 
     def cache(
         self, config: DecodeConfig, *, tail: bool = True, gather_makers: Callable[[int], GatherMaker] | None = None
     ) -> IndexCache:
-        """A cache that decodes by a config; layers with a sliding window stay dense.
+        """Make a cache that decodes by a config; layers with a sliding window stay dense.
 
-        Allocates the context in the model's dtype on the model's device or in host memory (page-locked for a GPU); with
-        placement `disk` nothing, because chosen rows are read from the index's files. Dense attention has no placement:
-        its cache is `dense_cache`'s.
+        Allocates the context in the model's dtype on the model's device or in host memory (page-locked for a GPU).
+        With placement `disk` it does not allocate the middle, because chosen rows are read from the index's files.
+        Dense attention has no placement; its cache is made by `dense_cache`.
 
         Args:
             tail: False: the stored context ends with the middle, and the tokens fed next replace the tail.
-            gather_makers: for each layer, what makes the executor of all of its steps.
+            gather_makers: returns for each layer a maker of the executor that runs all of the layer's steps.
 
         Raises:
-            UsageError: a residual, and no method of the index has value centroids.
+            UsageError: the config has a residual, and no method of the index has value centroids.
         """
         if isinstance(config.attention, Dense):
             return self.dense_cache()
@@ -207,24 +212,27 @@ class OpenIndex:
         return IndexCache(layers, BuiltLayers(facts))
 
     def dense_cache(self, tokens: int | None = None) -> IndexCache:
-        """A cache for dense attention over the first `tokens` of the stored context, all by default.
+        """Make a cache for dense attention over the first `tokens` tokens of the stored context, by default all.
 
-        Rows are views of the index's files where device and dtype are the same, else copies.
+        Rows are views of the index's files if device and dtype are the same; otherwise they are copies.
         """
         tokens = self.split.tokens if tokens is None else tokens
         facts = self.artifact.manifest.layers
         return IndexCache([self._dense_layer(layer, tokens) for layer in range(len(facts))], BuiltLayers(facts))
 
     def agreed(self) -> LogitsProcessorList:
-        """Processors of a step's logits, by which all processes that share the model take the same token."""
+        """Return logits processors that let all ranks of the model choose the same token; none for a single process."""
         return LogitsProcessorList()
 
     def take_rows(self, layer: int) -> LayerRows:
-        """One layer's stored keys and values: those that the probe read, or to be read."""
+        """Return one layer's stored keys and values: the rows that the probe held, or rows that are read on first use.
+
+        Held rows are returned only once.
+        """
         return self._held.pop(layer, LayerRows(self.artifact, layer))
 
     def _dense_layer(self, layer: int, tokens: int) -> DenseLayer:
-        """A dense layer; with a sliding window only of the rows that the next token can see."""
+        """Make a dense layer; with a sliding window it has only the rows that the next token can see."""
         first, window = self._first_seen(layer, tokens), self._window(layer)
         held = self.take_rows(layer)
         if window is None and self.device.type == "cuda" and isinstance(held.stored_on(self.device), Int8Stored):
@@ -234,9 +242,11 @@ class OpenIndex:
         return DenseLayer(*self._rows(held, slice(first, tokens)), out_of_sight=first, window=window)
 
     def _probed_rows(self, layer: int, ahead: Executor | None, *, hold: bool) -> Callable[[], Pair]:
-        """A function that reads a layer's rows, now or by the executor `ahead`; with `hold` the next cache gets them.
+        """Return a function that returns a layer's rows; with `hold` the rows are kept for the next cache.
 
-        Of a layer with a sliding window those of twice the window: a model that lost it attends to zeros before them.
+        With an executor `ahead`, held rows are read by it ahead of the call; otherwise the call reads them. In a layer
+        with a sliding window only the rows of the last two windows are read, and rows before them are zeros. A model
+        that lost its window attends to these zeros, which changes its logits.
         """
         rows, window = self.rows.pop(layer, None) or LayerRows(self.artifact, layer), self._window(layer)
         early = None
@@ -264,26 +274,30 @@ class OpenIndex:
         return 0 if window is None else max(0, tokens - window + 1)
 
     def _rows(self, rows: LayerRows, tokens: slice) -> Pair:
-        """Some tokens' keys and values in the model's dtype on its device; a window's are read alone."""
+        """Return some tokens' keys and values in the model's dtype on its device.
+
+        For tokens that do not begin at 0, as in a sliding window, only these tokens' rows are copied to the device.
+        """
         keys, values = rows.part(tokens, CPU if tokens.start else self.device)
         return keys.to(self.device, self.dtype), values.to(self.device, self.dtype)
 
     def check_probe(self, *, hold: bool = False) -> None:
-        """Recompute the last prompt token over the stored context, by the model's own attention, and compare its logits
-        with the stored ones.
+        """Recompute the last prompt token over the stored context, and compare its logits with the stored logits.
+
+        The model uses its own attention.
 
         Args:
-            hold: keep the rows that it reads, on a GPU or mapped, for the cache that is made next.
+            hold: keep the rows that the probe reads, on a GPU or mapped, for the next cache.
 
         Raises:
-            IdentityError: they differ beyond rounding: the index was built with another model, or one of another mask.
-            SparsekvError: what is kept does not fit the GPU.
+            IdentityError: logits or rows differ beyond rounding, so the index was built with another model or mask.
+            SparsekvError: the kept rows do not fit on the GPU.
         """
         if hold:
             check_room(self.artifact, self.model)
         layers = range(len(self.artifact.manifest.layers))
         with ThreadPoolExecutor(AHEAD) as threads:
-            # A mapping has nothing to read ahead: its pages come as they are accessed.
+            # Only for a GPU: the pages of a mapped file are read when they are accessed.
             ahead = threads if hold and self.device.type == "cuda" else None
             rows = [self._probed_rows(layer, ahead, hold=hold) for layer in layers]
             compare_probe(self.artifact, self.model, int(self.input_ids[-1]), lambda layer, own: rows[layer]())
@@ -302,12 +316,12 @@ def open_index(
     """Open an index after checking that it belongs to a model and tokenizer, by their hashes and by the probe.
 
     Args:
-        hold: keep the keys and values that the probe reads, copied to a GPU or mapped, for the cache that is made next.
-        early: what is being read of the index already, and prepared.
+        hold: keep the keys and values that the probe reads, copied to a GPU or mapped, for the next cache.
+        early: a reading of the index's files, and a preparation of its method, that has already begun.
         files: the hash of the files that the tokenizer was loaded from.
 
     Raises:
-        IdentityError: names the field that differs, both values and the remedy.
+        IdentityError: index and model do not match; the error names the field that differs, both values and the remedy.
     """
     check_model(artifact.manifest, identity[0], str(model.dtype).removeprefix("torch."))
     check_tokenizer(artifact.manifest, identity[1])

@@ -1,4 +1,4 @@
-"""Perplexity of a text that follows the stored prompt, for a model that decodes over an index."""
+"""Compute the perplexity of a text that follows the stored prompt, for a model that decodes over an index."""
 
 import math
 
@@ -18,25 +18,25 @@ DENSE_CHUNK = 256  # tokens per forward pass without sparse layers; the logits a
 
 @torch.inference_mode()
 def perplexity(index: OpenIndex, cache: IndexCache, continuation_ids: torch.Tensor) -> float:
-    """exp of the mean of the `losses` of tokens [T] that follow the whole stored prompt."""
+    """Return the perplexity of tokens [T] that follow the whole stored prompt: exp of the mean of their `losses`."""
     return math.exp(float(losses(index, cache, continuation_ids, index.split.tokens).mean()))
 
 
 @torch.inference_mode()
 def losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor, after: int) -> torch.Tensor:
-    """Negative log-likelihoods [T], float64, of tokens that follow the first `after` tokens of the stored prompt, each
-    given all before it.
+    """Return the negative log-likelihoods [T], float64, of tokens after the first `after` tokens of the stored prompt.
 
-    The cache is rewound first. With sparse layers tokens are fed one by one, as in generation, so that each query makes
-    its own selection; without, in chunks, which changes nothing. The first token is predicted by the prompt's last one,
-    whose attention is dense, as it was when the index was built.
+    Each token is conditioned on all tokens before it. The cache is rewound first. With sparse layers tokens are fed one
+    by one, as in generation, so that each query makes its own selection. Without sparse layers they are fed in chunks,
+    which does not change the result. The first token is predicted from the prompt's last token. The attention of that
+    token is dense, as it was when the index was built.
 
     Args:
-        cache: one of this index's, over the prompt's first `after` tokens.
-        ids: [T] int64.
+        cache: a cache of this index, over the prompt's first `after` tokens.
+        ids: [T] int64, the tokens.
 
     Raises:
-        UsageError: no tokens.
+        UsageError: `ids` is empty.
     """
     if not len(ids):
         raise UsageError("there is no text to measure perplexity on; give at least one token after the document")
@@ -55,6 +55,6 @@ def losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor, after: int) -
 
 
 def _losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor) -> torch.Tensor:
-    """Negative log-likelihoods [T] of ids [T + 1] except the first; appends all but the last to the cache."""
+    """Return the negative log-likelihoods [T] of all but the first of ids [T + 1]; feed all but the last id."""
     logits = index.model(input_ids=ids[None, :-1], **with_cache(index.model, cache)).logits[0]
     return cross_entropy(logits.float(), ids[1:], reduction="none").double()

@@ -1,5 +1,7 @@
-"""Methods prepared for each layer of an index, with a residual if requested, and tensors read while libraries and
-models load."""
+"""Prepare methods for each layer of an index, with a residual if requested, and read files early.
+
+Early reading runs in a thread while libraries and the model load.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +25,7 @@ from sparsekv.runtime.selection.wrappers import ResidualSelector, residual_clust
 
 
 def files_read(artifact: Artifact, attention: MethodSpec | Dense) -> list[str]:
-    """The index's files that decoding reads beside keys and values; dense attention reads none."""
+    """Return the index's files that decoding reads in addition to keys and values; dense attention reads none."""
     if isinstance(attention, Dense):
         return []
     folders = [attention.name, "queries"] if attention.method.needs_index else ["queries"]
@@ -33,7 +35,9 @@ def files_read(artifact: Artifact, attention: MethodSpec | Dense) -> list[str]:
 def stored_context(
     rows: LayerRows, name: str, device: torch.device = CPU, shared: dict[str, Any] | None = None
 ) -> MiddleContext:
-    """Read what the method called `name` built for the layer of `rows`; keys and values are read at first use.
+    """Read the tensors that the method called `name` built for the layer of `rows`, and make the context of its middle.
+
+    Keys and values are read at first use.
 
     Args:
         shared: the state shared by the layers of one cache or report; new by default.
@@ -73,17 +77,18 @@ class PreparedLayer:
 def prepare_layer(
     rows: LayerRows, form: MethodSpec, device: torch.device = CPU, shared: dict[str, Any] | None = None
 ) -> PreparedLayer:
-    """A method's selector for one layer of an index, the one of `rows`. A residual's centroids are the method's own, or
-    another method's of the index.
+    """Make a method's selector for the layer of `rows`, with a residual if requested.
+
+    The centroids of the residual are the method's own, or those of another method of the index.
 
     Args:
         shared: the state shared by the layers of one cache or report; new by default.
 
     Raises:
-        UsageError: a residual, and no method of the index has value centroids, or the method appends tokens, which are
-            in no cluster.
-        ArtifactError: the parameters or the calibration in the manifest are not valid, or tensors are missing; of the
-            method, or of the one whose clusters are the residual's.
+        UsageError: a residual is requested, but no method of the index has value centroids, or the method appends
+            tokens, which are in no cluster.
+        ArtifactError: parameters or calibration in the manifest are not valid, or tensors are missing. This holds for
+            the method, and for the method whose clusters the residual uses.
     """
     artifact, context = rows.artifact, stored_context(rows, form.name, device, shared)
     with _told_of(form.name, artifact):
@@ -104,10 +109,10 @@ def prepare_layer(
 
 @dataclass
 class PreparedMethod:
-    """A method for the layers of one cache, some of which may be prepared before they are asked for.
+    """A method for the layers of one cache; layers may be prepared before the cache takes them.
 
     Args:
-        device: where its tensors are searched.
+        device: the device that searches the method's tensors.
         shared: the state shared by the layers.
     """
 
@@ -117,23 +122,29 @@ class PreparedMethod:
     _prepared: dict[int, PreparedLayer] = field(default_factory=dict)
 
     def is_like(self, other: "PreparedMethod") -> bool:
-        """Whether its layers are prepared as the other's would be."""
+        """Whether its layers are prepared in the same way as the other's: same method, residual and device."""
         mine, theirs = ((one.form.name, one.form.method, one.form.residual, one.device) for one in (self, other))
         return mine == theirs
 
     def prepare(self, rows: LayerRows) -> None:
-        """Prepare the layer of `rows`, and hold it until it is taken; raises what `prepare_layer` raises."""
+        """Prepare the layer of `rows`, and hold it until `take`; raises what `prepare_layer` raises."""
         self._prepared[rows.layer] = self.take(rows)
 
     def take(self, rows: LayerRows) -> PreparedLayer:
-        """The layer of `rows`, which no other cache gets; raises what `prepare_layer` raises."""
+        """Return the layer of `rows`, and hold it no longer; prepare it if it is not held.
+
+        Raises what `prepare_layer` raises.
+        """
         held = self._prepared.pop(rows.layer, None)
         return held or prepare_layer(rows, self.form, self.device, self.shared)
 
 
 @contextmanager
 def _told_of(name: str, artifact: Artifact) -> Iterator[None]:
-    """Only who uses a method's tensors, parameters and calibration can detect that they are not its own."""
+    """Within the context, convert errors of preparing a method to an ArtifactError that names the method.
+
+    A method checks its tensors, parameters and calibration only by using them.
+    """
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -143,10 +154,10 @@ def _told_of(name: str, artifact: Artifact) -> Iterator[None]:
 
 
 def residual_source(artifact: Artifact) -> str:
-    """Name of the index's method with the fewest value centroids, which cost least to read.
+    """Return the name of the index's method with the fewest value centroids, which cost least to read.
 
     Raises:
-        UsageError: none has any.
+        UsageError: no method has value centroids.
     """
     manifest = artifact.manifest
     first_layers = {name: manifest.files[layer_file(name, manifest.indexed_layers[0])] for name in manifest.methods}
@@ -161,22 +172,24 @@ def residual_source(artifact: Artifact) -> str:
 
 
 BESIDE_LOADING = 4
-"""Sums that are made at a time while a GPU gets the model's weights; with sixteen, those that read these would wait."""
+"""Number of checksums computed concurrently while the model's weights are loaded to a GPU.
+
+With sixteen the threads that read the weights would wait.
+"""
 
 
 class EarlyReading:
-    """The sums of an index's files, its keys and values, and a method's tensors: a thread checks the sums, maps the
-    rows' pages, and prepares the method.
+    """Reads an index early: a thread checks checksums, maps the pages of keys and values, and prepares a method.
 
-    What cannot be read is left for whoever needs it to read, and to tell why it cannot. For a GPU the thread only
-    checks sums, and only from `begin_loading` on: threads that read and the one that imports would take turns, and the
-    whole command would gain nothing.
+    Errors are ignored here: the code that needs the data reads it again and raises. For a GPU the thread only checks
+    checksums, and only after `begin_loading`. Before that the thread and the importing thread would take turns, so the
+    command would not become faster.
 
     Args:
-        device: as `choose_device` takes it.
-        files: files of the index whose sums are checked.
-        hold: map the rows of all layers but those with a window, and prepare the method.
-        form: what the index will be asked by; one that has no tensors in it is not prepared.
+        device: a device name, as `choose_device` takes it.
+        files: files of the index whose checksums are checked.
+        hold: map the rows of all layers without a sliding window, and prepare the method.
+        form: the method that will answer; it is only prepared if the index has tensors of it.
     """
 
     def __init__(
@@ -189,7 +202,7 @@ class EarlyReading:
         form: MethodSpec | None = None,
     ):
         self.rows: dict[int, LayerRows] = {}
-        """The layers' rows whose pages are being mapped."""
+        """Rows by layer whose pages are being mapped."""
         self.prepared: PreparedMethod | None = None
         """The method, once all of its layers are prepared."""
         self._artifact, self._files, self._later = artifact, files, not _is_cpu(device)
@@ -198,22 +211,23 @@ class EarlyReading:
             return
         if hold:
             self.rows = {layer: LayerRows(artifact, layer) for layer in artifact.manifest.indexed_layers}
-        # Asked here, so that this thread has its number before the other sets its own.
+        # get_num_threads is called in this thread first: that fixes its number before the other thread sets its own.
         self._begin(
             self._read(form if form and form.name in artifact.manifest.methods else None, torch.get_num_threads())
         )
 
     @classmethod
     def of(cls, artifact: Artifact, device: str, config: DecodeConfig) -> Self:
-        """Begin to read what answers by a config need, before transformers is imported."""
+        """Begin to read the files that decoding with a config needs, before transformers is imported."""
         form = config.attention if isinstance(config.attention, MethodSpec) else None
         files, hold = files_read(artifact, config.attention), config.placement == "device"
         return cls(artifact, device, files, hold=hold, form=form)
 
     def begin_loading(self) -> Self:
-        """To be called once all is imported, before the model is loaded.
+        """Report that all modules are imported and that the model is loaded next; for a GPU, start the thread.
 
-        A method that is not prepared by then is left to opening: torch's default dtype is the model's meanwhile.
+        If the method is not prepared by then, preparation stops and opening the index prepares it. While the model
+        loads, torch's default dtype is the model's, which would affect the preparation.
         """
         self._loading = True
         if self._later:
@@ -224,16 +238,16 @@ class EarlyReading:
         run_beside(_as_far_as_can_be(steps), "early-reading")
 
     def _read(self, form: MethodSpec | None, threads: int) -> Iterator[None]:
-        yield from _check(self._artifact, self._files, 1)  # by this thread alone: another core imports
-        rows = list(self.rows.values())  # opening takes them out one by one
+        yield from _check(self._artifact, self._files, 1)  # one file at a time, because another core is importing
+        rows = list(self.rows.values())  # copied, because opening the index removes them one by one
         for layer in rows:
             yield from map_pages(layer.stored.tensors.values())
         if rows and form is not None:
             yield from self._prepare(form, rows, threads)
 
     def _prepare(self, form: MethodSpec, rows: list[LayerRows], threads: int) -> Iterator[None]:
-        # By this thread alone: with another of torch's it would wait at each operation for a core, which the one that
-        # imports has. The number is each thread's own once it was asked for it; others get what was set last.
+        # One torch thread: a second one would wait in each operation for the core that the importing thread uses. Each
+        # thread keeps its own number after its first get_num_threads; other threads get the number that was set last.
         torch.set_num_threads(1)
         try:
             prepared = PreparedMethod(form)
@@ -248,20 +262,23 @@ class EarlyReading:
 
 
 def _is_cpu(device: str) -> bool:
-    # A device that there is not is told by whoever loads the model for it.
+    # A device that does not exist raises later, when the model is loaded.
     with suppress(SparsekvError):
         return choose_device(device).type == "cpu"
     return False
 
 
 def _as_far_as_can_be(steps: Iterator[None]) -> Iterator[None]:
-    # Whatever cannot be read here, and why, is met again and told by whoever needs it.
+    # Errors are suppressed: the code that needs the data meets the same error and raises it.
     with suppress(Exception):
         yield from steps
 
 
 def _check(artifact: Artifact, files: Sequence[str], together: int) -> Iterator[None]:
-    """The sums of files, so many at a time; what is left of them when they are wanted is checked by all cores."""
+    """Check the checksums of files, `together` files at a time, yielding after each group.
+
+    Files that are not checked when the index is used are checked then, by all cores.
+    """
     for first in range(0, len(files), together):
         artifact.check_sums(files[first : first + together])
         yield

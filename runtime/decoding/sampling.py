@@ -1,4 +1,4 @@
-"""Sampling: how an answer's tokens are drawn, by random numbers of the answer's own."""
+"""Sampling parameters, and logits processors that sample tokens with each answer's own random generator."""
 
 import math
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from transformers import (
 
 from sparsekv.formats.errors import UsageError, check_at_least_one
 
-LEAST_TEMPERATURE = 1e-5  # logits are divided by it, in float32
+LEAST_TEMPERATURE = 1e-5  # the smallest allowed temperature above 0, because float32 logits are divided by it
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled; temperature 0 is greedy."""
+    """Sampling parameters of an answer; temperature 0 is greedy decoding."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -48,7 +48,7 @@ class Sampling:
 
 
 def warpers(sampling: Sampling) -> LogitsProcessorList:
-    """The processors that transformers' own loop would make of a temperature above 0, top-k and top-p."""
+    """Return the logits processors that transformers would use for a temperature above 0, top-k and top-p."""
     found = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
     if sampling.top_k:
         found.append(TopKLogitsWarper(sampling.top_k))
@@ -58,10 +58,11 @@ def warpers(sampling: Sampling) -> LogitsProcessorList:
 
 
 class Draw(LogitsProcessor):
-    """Draws each sequence's token and leaves no other to choose: scores [B, V] are -inf but for the drawn token's.
+    """Logits processor that samples each sequence's token, and sets the scores [B, V] of all other tokens to -inf.
 
-    The random numbers are those of `torch.manual_seed(seed)`, from a generator of the answer's own: torch's global one
-    is shared by all threads of the process. A drawn token without a finite probability has it as its score.
+    The sampled token's score is its probability, even if that is not finite, so that a later check can detect it. The
+    random numbers are those of `torch.manual_seed(seed)`. They come from a generator of the answer's own, because
+    torch's global generator is shared by all threads of the process.
     """
 
     def __init__(self, sampling: Sampling, device: torch.device):

@@ -1,4 +1,4 @@
-"""Questions over one open index with one setting: independent ones, or a conversation."""
+"""Ask questions over one open index with one config, independently or as a conversation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +46,7 @@ class Session:
         config: DecodeConfig,
         gather_makers: Callable[[int], GatherMaker] | None = None,
     ) -> "Session":
-        """Make the cache of a config; arguments, memory and errors are those of `OpenIndex.cache`."""
+        """Make a session with a new cache; arguments, memory use and errors are those of `OpenIndex.cache`."""
         with exclusive(index.model):
             return cls(index, config, index.cache(config, gather_makers=gather_makers))
 
@@ -59,11 +59,11 @@ class Session:
     ) -> Answer:
         """Answer one question, greedily by default; raises what `question_ids` and `generate` raise.
 
-        Threads that ask the same model wait for each other, whichever of its askers they ask.
+        Threads that use the same model wait for each other, even if each has its own session.
 
         Args:
-            question: text, for the index's chat template, or token ids [Q] as `question_ids` gives them.
-            on_text, stop: as of `generate`.
+            question: text, which is put into the index's chat template, or token ids [Q] as `question_ids` returns.
+            on_text, stop: as for `generate`.
         """
         with exclusive(self.index.model):
             return generate(self.index, self.cache, self._ids(question), sampling or Sampling(), on_text, stop)
@@ -71,10 +71,14 @@ class Session:
     def ask_all(
         self, questions: Sequence[str | torch.Tensor], sampling: Sampling | None = None, *, together: int = 16
     ) -> list[Answer]:
-        """Answer questions, so many `together`, in their order; raises what `ask` raises.
+        """Answer questions in batches; return the answers in the order of the questions. Raises what `ask` raises.
+
+        Args:
+            together: the maximum number of questions that decode at the same time.
 
         Raises:
-            UsageError: this config's questions cannot share a step, or `questions` is a text.
+            UsageError: questions cannot share a step with this config, `questions` is a single string, or `together` is
+                less than 1.
         """
         if isinstance(questions, str):
             raise UsageError("questions is a text; give a list of them, or ask it alone")
@@ -88,7 +92,7 @@ class Session:
         return [found[number] for number in range(len(ids))]
 
     def _ids(self, question: str | torch.Tensor) -> torch.Tensor:
-        """A question's token ids [Q]; UsageError if the model lacks one."""
+        """Return a question's token ids [Q]; raise UsageError for ids that the model does not have."""
         if isinstance(question, str):
             return question_ids(self.index, question)
         if not self.index.knows(question):
@@ -98,9 +102,10 @@ class Session:
 
 @dataclass(frozen=True)
 class Turn:
-    """A question's token ids [Q], with what the chat frame puts around it, and its answer's.
+    """The token ids of a question [Q], chat frame included, and of its answer.
 
-    `closed`: the frame of the next question has the end of this turn, in place of the answer's last token.
+    `closed` means that the chat frame of the next question begins with the end of this turn. The answer's last token is
+    then left out of the conversation.
     """
 
     question: torch.Tensor
@@ -109,36 +114,39 @@ class Turn:
 
     @property
     def said(self) -> torch.Tensor:
-        """Token ids [A] of the answer that stay in the conversation."""
+        """The answer's token ids [A] that stay in the conversation."""
         return torch.tensor(self.answer[:-1] if self.closed else self.answer, dtype=torch.int64)
 
     @property
     def tokens(self) -> torch.Tensor:
-        """Token ids [Q + A] of both."""
+        """Token ids [Q + A] of the question and of the answer."""
         return torch.cat([self.question, self.said])
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the next question stands: in which frame, None for none, and behind which text, None for an unknown one."""
+    """Context of the next question: its chat frame, and the border, which is the end of the text before it.
+
+    `chat` is None if the question has no chat frame. `border` is None if the text before it is unknown.
+    """
 
     chat: ChatFrame | None
     border: Border | None
 
     @classmethod
     def behind(cls, prompt: Prompt) -> "Place":
-        """That of a question behind the stored prompt."""
+        """Return the place of a question that directly follows the stored prompt."""
         return cls(prompt.chat, prompt.border)
 
 
 class Conversation:
-    """Questions that follow one another over an open index.
+    """A conversation over an open index: each question follows the earlier questions and answers.
 
-    `turns` are those that were answered, `place` is that of the next question, and `config` how it is answered.
+    `turns` are the answered questions, `place` is the place of the next question, and `config` is its decode config.
     Allocates the config's cache; errors are those of `OpenIndex.cache`.
 
     Args:
-        raw: questions have no chat frame around them.
+        raw: encode questions without a chat frame.
         special_tokens: special tokens in questions keep their meaning.
     """
 
@@ -159,11 +167,11 @@ class Conversation:
             self._cache()
 
     def before(self, turn: int) -> torch.Tensor:
-        """Token ids [N] that the question of a turn follows: the stored prompt's, and those of the turns before it."""
+        """Return the token ids [N] before the question of a turn: the stored prompt and the earlier turns."""
         return torch.cat([self.index.input_ids, *(one.tokens for one in self.turns[:turn])])
 
     def last_asked(self) -> torch.Tensor:
-        """Token ids [T] of what was said after the stored prompt, up to the last question, which is their end."""
+        """Return the token ids [T] after the stored prompt, up to and including the last question."""
         return torch.cat([self.before(len(self.turns) - 1)[len(self.index.input_ids) :], self.turns[-1].question])
 
     def ask(
@@ -173,10 +181,10 @@ class Conversation:
         on_text: Callable[[str], None] = lambda text: None,
         stop: Callable[[], bool] | None = None,
     ) -> Answer:
-        """Answer the next question; question and answer become a turn of the talk.
+        """Answer the next question; question and answer become a turn of the conversation.
 
-        After any failure, an interruption included, the talk is as it was before the question. Threads that ask wait
-        for each other: their questions follow one another in the order in which they get their turn. Raises what
+        A failure or an interruption leaves the conversation as it was before the question. Threads that call this wait
+        for each other, and their questions become turns in the order in which they acquire the model. Raises what
         `question_ids` and `generate` raise.
         """
         with exclusive(self.index.model):
@@ -188,25 +196,24 @@ class Conversation:
             try:
                 answer = answer_after(self.index, cache, before, ids, sampling, on_text, stop)
             except BaseException:
-                self._asker = None  # some layers may have rows that others lack
+                self._asker = None  # layers of this cache may now have different numbers of rows
                 raise
             self._add(Turn(ids, answer.ids))
             return answer
 
     def forget(self) -> None:
-        """Drop all turns; the document stays. After an interruption the talk is as it was before."""
+        """Drop all turns; the document stays. An interruption leaves the conversation as it was before."""
         with exclusive(self.index.model):
-            asker, self._asker = self._asker, None  # some layers may be rewound and others not
+            asker, self._asker = self._asker, None  # an interruption may leave only some layers rewound
             if asker is not None:
                 asker.cache.rewind()
             self.turns, self.place, self._asker = [], Place.behind(self.index.artifact.manifest.prompt), asker
 
     def switch(self, config: DecodeConfig) -> None:
-        """Answer by another config from now on, over the same turns, which are prefilled again.
+        """Use another config for the next questions; the turns stay and are prefilled again.
 
-        The old cache is freed first, so that there are never two. After a failure the old config stays.
-
-        Raises what making a talk with the config raises.
+        The old cache is freed first, so that there are never two caches in memory. After a failure the old config
+        stays. Raises what the constructor raises for this config.
         """
         with exclusive(self.index.model):
             before, self.config, self._asker = self.config, config, None
@@ -217,7 +224,7 @@ class Conversation:
                 raise
 
     def _cache(self) -> IndexCache:
-        """The config's cache over the document and all turns; made if there is none."""
+        """Return the config's cache over the document and all turns; make it if there is none."""
         if self._asker is None:
             asker, prefill = Session.open(self.index, self.config), self.config.question
             if isinstance(prefill, QuestionPrefill) and appends(asker.cache.stored_layers):
@@ -234,7 +241,7 @@ class Conversation:
 
     @torch.inference_mode()
     def _feed(self, cache: IndexCache, ids: torch.Tensor) -> None:
-        """Prefill token ids [T], which attend as a question's do: each piece selects for itself."""
+        """Prefill token ids [T]. They attend as a question's tokens do."""
         model, known = self.index.model, cache.get_seq_length()
         positions = torch.arange(known, known + len(ids), device=model.device)[None]
         cache.expect_prompt(known + len(ids))
@@ -261,11 +268,11 @@ class Conversation:
 
 
 def add_turn(index: OpenIndex, place: Place, turn: Turn, *, raw: bool) -> tuple[Turn, Place]:
-    """A turn as the next question sees it, and the place of that question.
+    """Return the turn, marked as `closed` if the next chat frame ends it, and the place of the next question.
 
     Args:
-        place: that of the turn's own question.
-        raw: questions have no chat frame around them.
+        place: the place of this turn's question.
+        raw: questions have no chat frame.
     """
     chat = None if raw or place.chat is None else next_turn(index.tokenizer, place.chat)
     if chat is not None and finish_reason(turn.answer, ending_tokens(index)) == "stop":

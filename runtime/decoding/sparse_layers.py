@@ -1,4 +1,4 @@
-"""The sparse layers of one cache over an index: each with its selector, its rows and its plan."""
+"""Make the sparse layers of one cache over an index, each with its selector, its rows and its plan."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,7 +29,10 @@ from sparsekv.runtime.selection.interface import Method, MethodSpec, Selector
 
 
 def search_device(method: Method, placement: str, device: torch.device) -> torch.device:
-    """Where a method's tensors are searched: in the host's memory if it asks for that and its rows are there."""
+    """Return the device that searches a method's tensors.
+
+    It is the CPU if the method asks for that and the placement is not `device`; otherwise it is the model's device.
+    """
     return CPU if method.searched_on_host and placement != "device" else device
 
 
@@ -38,10 +41,10 @@ class SparseLayers:
     """Makes the sparse layers of one cache.
 
     Args:
-        take_rows: gives a layer's stored keys and values, which are let go of afterwards.
-        split: the prompt's, whose tail may be cut.
-        gather_makers: for each layer, what makes the executor of all of its steps.
-        question_shared: what the layers of the question's method share.
+        take_rows: returns a layer's stored keys and values, which are released once the layer is made.
+        split: the split of the prompt, possibly with an empty tail.
+        gather_makers: returns for each layer a maker of the executor that runs all of the layer's steps.
+        question_shared: the state that the layers of the question's method share.
     """
 
     artifact: Artifact
@@ -55,7 +58,7 @@ class SparseLayers:
     question_shared: dict[str, Any] = field(default_factory=dict)
 
     def make(self, layer: int) -> SparseLayer:
-        """One layer with its plan; its middle is stored according to the placement."""
+        """Make one layer with its plan; its middle is stored according to the placement."""
         rows, on_disk = self.take_rows(layer), self.config.placement == "disk"
         prepared = self.prepared.take(rows)
         exact, middle = self._exact(rows), self._middle(rows, prepared)
@@ -72,7 +75,7 @@ class SparseLayers:
             question=self._question_search(rows, prepared.selector),
             gather_maker=None if self.gather_makers is None else self.gather_makers(layer),
         )
-        # The selector may keep the file mapped, with the pages that were read to get here.
+        # The selector may keep the file mapped, so release the pages that were read so far.
         for tensor in (*rows.stored.tensors.values(), *parts.mapped) if on_disk else ():
             release_pages(tensor)
         rows.release()
@@ -87,19 +90,22 @@ class SparseLayers:
         return QuestionSearch(question, selector, where, decoding.layout)
 
     def _exact(self, rows: LayerRows) -> Pair:
-        """Keys and values [Hk, sinks + tail, D] of sinks and tail."""
+        """Return the keys and values [Hk, sinks + tail, D] of sinks and tail."""
         sinks, end = self.split.sinks, self.split.sinks + self.split.middle
         parts = [rows.part(tokens, self._placed()) for tokens in (slice(sinks), slice(end, self.split.tokens))]
         keys, values = (torch.cat(both, 1) for both in zip(*parts, strict=True))
         return keys.to(self.device, self.dtype), values.to(self.device, self.dtype)
 
     def _placed(self) -> torch.device:
-        """Where the middle's rows are kept, or read from."""
+        """Return the device on which the middle's rows are kept or from which they are read."""
         return self.device if self.config.placement == "device" else CPU
 
     def _middle(self, rows: LayerRows, prepared: PreparedLayer) -> MiddleRows:
-        """The middle's rows, on a GPU in 8 bits where they are stored so; else they share the keys with the selector if
-        both need them in the same order on one device."""
+        """Make the storage of the middle's rows according to placement and device.
+
+        Rows kept on a GPU stay in int8 if they are stored in int8. Other rows share their keys with the selector if
+        both need the keys in order of position on the same device.
+        """
         layout, where = prepared.selector.layout, self._placed()
         if self.config.placement == "disk":
             return DiskRows(rows.artifact, rows.layer, layout, self.device, self.dtype)

@@ -1,4 +1,4 @@
-"""Decode steps that can be captured as CUDA graphs, of one sequence or of several that share a document."""
+"""Decode steps that can be captured as CUDA graphs, for one sequence or for several that share a document."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,14 +13,17 @@ from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.packed_cache import PackedCache, PackedStep
 from sparsekv.runtime.decoding.threads import all_cores, exclusive
 
-FIRST_ROOM = 256  # own rows of a sequence, so that a graph lasts for a while
+FIRST_ROOM = 256  # rows reserved for each sequence's own tokens, so that a captured graph stays valid for many steps
 
 
 def _captured(
     step: Step, device: torch.device, changed: Sequence[torch.Tensor]
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
-    """A step's CUDA graph and its logits; None if it syncs or cannot be captured. Restores the tensors that trial steps
-    change."""
+    """Capture a step as a CUDA graph; return the graph and its logits.
+
+    Returns None if the step syncs with the GPU or cannot be captured. Trial runs of the step change the tensors in
+    `changed`; these are restored.
+    """
     before = [tensor.clone() for tensor in changed]
 
     def restore() -> None:
@@ -39,7 +42,7 @@ def _captured(
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured step, its logits [B, V], and the room for own rows that there was."""
+    """A captured step, its logits [B, V], and the capacity for own rows per sequence at the time of capture."""
 
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
@@ -47,28 +50,30 @@ class _Graph:
 
 
 class SharedStep:
-    """Feeds one token of each of several sequences to a model; call it within `route_attention`.
+    """Decode step that feeds one token of each of several sequences to a model; call it within `route_attention`.
 
-    There are graphs for all sequences, for a quarter of them, and so on. Where there are fewer, the last one is fed
-    several times, which changes nothing. Graphs are captured anew when the sequences' own rows have outgrown their
-    buffers.
+    Graphs are captured for `slots` sequences, for a quarter of them, and so on. If a step has fewer sequences than its
+    graph, the last sequence is fed several times, which does not change the result. Graphs are captured again when the
+    buffers for the sequences' own rows have grown.
 
     Args:
-        tokens: of the document; a sequence's own tokens follow them.
-        slots: the most sequences of a step.
+        tokens: number of tokens of the document; a sequence's own tokens follow them.
+        slots: maximum number of sequences in a step.
         capture: replay steps as CUDA graphs, if they can be captured and do not sync with the GPU.
     """
 
     def __init__(self, model: PreTrainedModel, cache: PackedCache, tokens: int, slots: int, *, capture: bool):
         self.model, self.cache, self.tokens, self.capture, self.slots = model, cache, tokens, capture, slots
-        # Tokens, slots and rows of the sequences.
+        # [3, slots]: for each sequence its token id, its slot, and the row that the token gets in the slot.
         self.inputs = torch.zeros(3, slots, dtype=torch.int64, device=model.device)
         self.graphs: dict[int, _Graph] = {}
 
     @torch.inference_mode()
     def __call__(self, tokens: list[int], slots: list[int], rows: list[int]) -> torch.Tensor:
-        """Logits [B, V] after one token of each of B sequences, which becomes that row of its slot; the next call may
-        overwrite them."""
+        """Feed one token of each of B sequences; return the logits [B, V], which the next call may overwrite.
+
+        The keys and values of token i are stored in row `rows[i]` of slot `slots[i]`.
+        """
         size, needed = self.size_of(len(slots)), max(rows) + 1
         room = self.cache.reserve(max(needed, FIRST_ROOM) if self.capture else needed)
         fed = torch.tensor([tokens, slots, rows])
@@ -82,7 +87,7 @@ class SharedStep:
         return self.graphs[size].logits[: len(slots)]
 
     def size_of(self, sequences: int) -> int:
-        """How many tokens are fed for so many sequences."""
+        """Return the number of tokens that a step feeds for `sequences` sequences, padding included."""
         if not self.capture:
             return sequences
         size = self.slots
@@ -102,9 +107,9 @@ class SharedStep:
         return logits
 
     def _capture(self, size: int, room: int) -> None:
-        """Capture the step; if that fails, no step is captured any more."""
+        """Capture the step; after a failure no step is captured again."""
         if any(graph.room != room for graph in self.graphs.values()):
-            self.graphs.clear()  # their buffers are no longer in use
+            self.graphs.clear()  # they refer to buffers that were replaced when these grew
         counters = [one for read in self.cache.reads for one in read.counters()]
         with self.cache.uncounted():
             found = _captured(lambda: self._forward(size, room), self.model.device, counters)
@@ -115,16 +120,16 @@ class SharedStep:
             self.graphs[size] = _Graph(*found, room)
 
 
-ROOM = 1024  # rows reserved for new tokens; when they are used up, buffers grow and the step is captured again
+ROOM = 1024  # rows reserved for new tokens; once they are used up, the buffers grow and the step is captured again
 
 
 class DecodeStep:
-    """Feeds each sequence's newest token to the model and returns the logits for the next.
+    """Feeds each sequence's newest token to the model and returns the logits for the next token.
 
-    Call it within `route_attention` and after `begin`. The graph stays with the cache, for the next question.
+    Call it within `route_attention` and after `begin`. The cache keeps the captured graph for the next question.
 
     Args:
-        cache: one that is `capturable`.
+        cache: a cache that is `capturable`.
         batch: number of sequences in the cache, concatenated along the heads.
         capture: replay the step as a CUDA graph, if it can be captured and does not sync with the GPU.
     """
@@ -137,19 +142,19 @@ class DecodeStep:
         self.position = torch.zeros_like(self.tokens[:1]) if held is None else held.position
 
     def begin(self, steps: int) -> None:
-        """Reserve rows for up to `steps` steps; until `release` only this object may feed the cache."""
+        """Reserve rows for up to `steps` steps; until the cache's `release` only this object may append to it."""
         self._ready = False
         self.cache.reserve(max(1, min(steps, ROOM)))
         self.position.fill_(self.cache.get_seq_length())
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, V] after tokens [batch, 1]; the next call may overwrite them."""
+        """Feed tokens [batch, 1]; return the logits [batch, V], which the next call may overwrite."""
         if not self._ready and not self.cache.room_left():
             self.begin(ROOM)
         self.tokens.copy_(tokens)
         logits = self._run()
         self.cache.advance()
-        # Looked up while the device computes, so that it need not wait for this before the next step.
+        # Checked while the device computes this step, so that the next replay can start without these checks.
         graph = self.cache.graph
         self._ready = graph is not None and bool(self.cache.room_left()) and graph.buffers == self.cache.buffers()
         return logits
@@ -179,19 +184,22 @@ class DecodeStep:
         return logits
 
     def _capture(self) -> ModelGraph | None:
-        """The captured step; None if that fails, and it is then not tried again."""
+        """Capture the step; return None if that fails. After a failure capture is not tried again."""
         found = _captured(self._forward, self.model.device, [self.position, *self.cache.counters()])
         self.capture = self.cache.capturing = found is not None
         return None if found is None else ModelGraph(*found, self.tokens, self.position, self.cache.buffers())
 
 
 def captured_step(model: PreTrainedModel, cache: IndexCache, *, batch: int = 1) -> DecodeStep | None:
-    """A step that is captured as a CUDA graph; None where there is no GPU or steps cannot be replayed."""
+    """Return a step that is captured as a CUDA graph; None if there is no GPU or steps cannot be replayed."""
     return DecodeStep(model, cache, batch=batch) if model.device.type == "cuda" and cache.capturable else None
 
 
 def one_step(model: PreTrainedModel, cache: IndexCache, token: torch.Tensor) -> None:
-    """Decode one token [1] over the stored context and forget it: what a first step compiles and captures stays."""
+    """Decode one token [1] over the stored context as a warm-up, then rewind the cache.
+
+    Kernels that this step compiles and the graph that it captures stay.
+    """
     with exclusive(model), route_attention(model, cache.attend), all_cores(model), torch.inference_mode():
         cache.rewind()
         step = captured_step(model, cache)

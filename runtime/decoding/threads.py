@@ -1,4 +1,4 @@
-"""CPU threads of a model's steps, linear layers for few tokens by all cores, and one thread at a time in a model."""
+"""CPU threads: how many a model's steps use, linear layers split among all cores, and exclusive use of a model."""
 
 import math
 import os
@@ -24,23 +24,30 @@ from sparsekv.kernels.common.mask import UnsupportedAttentionError
 from sparsekv.runtime.decoding.compiled import is_compiled
 
 WORTH_IT = 1 << 16
-"""Weights of a layer from which on a second core saves more than it takes to hand work to it."""
+"""Minimum number of weights in a layer for which a second core saves more time than handing work to it costs."""
 
 GAIN = 1.8
-"""How many times as fast the split must be for torch's product to be replaced: it is three times, or half as fast."""
+"""Minimum speedup of the split product at which it replaces torch's product.
+
+Measured speedups are about 3 or about 0.5, depending on the processor.
+"""
 
 FEW = 4
-"""Rows up to which it makes a step faster: one by half or more, four by a tenth, eight not at all."""
+"""Maximum number of rows for which the split product is used.
+
+It makes a step with one row faster by half or more, with four rows by a tenth, and with eight rows not at all.
+"""
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Types of plain weights: others may be quantised, or sharded over ranks."""
+"""Types of plain weights; weights of other types may be quantised, or sharded over ranks."""
 
 
 class FewRowsLinear(TorchFunctionMode):
-    """Within it, a float32 layer's product with few rows is split among torch's threads, by the layer's outputs.
+    """Within this mode, a float32 linear layer with few input rows is split among torch's threads, by its outputs.
 
-    On AMD's processors MKL multiplies few rows on one core, which cannot read memory as fast as all of them: of two, a
-    third as fast. On Intel's it takes all of them. What is no such product is computed as without it.
+    On AMD processors MKL multiplies few rows on a single core, which cannot read memory as fast as several cores. With
+    two cores MKL's product is a third as fast as the split one. On Intel processors MKL uses all cores. All other
+    operations are computed as without this mode.
     """
 
     def __torch_function__(
@@ -56,17 +63,21 @@ class FewRowsLinear(TorchFunctionMode):
 
 
 def all_cores(model: PreTrainedModel) -> AbstractContextManager[object]:
-    """The context for a model's steps; nothing on a GPU, where torch's compiler has them, or where torch's own product
-    is as fast. Not to be held while a generator waits: it is the thread's."""
+    """Return the context in which to run a model's steps: `FewRowsLinear` on a CPU where splitting pays.
+
+    The context does nothing on a GPU, for compiled steps, or if torch's own product is as fast. It applies to the whole
+    thread, so a generator must not hold it across a yield.
+    """
     split = model.device.type == "cpu" and not is_compiled(model) and split_pays(torch.get_num_threads())
     return FewRowsLinear() if split else nullcontext()
 
 
 @cache
 def split_pays(threads: int) -> bool:
-    """Whether this machine's processor multiplies few rows faster when they are split among so many threads.
+    """Whether this machine multiplies few rows faster if the layer is split among `threads` threads.
 
-    Measured, once, on 4 MiB of weights in some 2 ms: what MKL does depends on the processor and on its own version.
+    This is measured once, on 4 MiB of weights in about 2 ms, because MKL's behaviour depends on the processor and on
+    MKL's version.
     """
     if threads == 1:
         return False
@@ -76,7 +87,10 @@ def split_pays(threads: int) -> bool:
 
 
 def _fastest(*products: Callable[[], torch.Tensor]) -> list[float]:
-    """Seconds of the fastest of eight of each, taken in turn: what else runs disturbs them alike."""
+    """Return for each product the seconds of its fastest of eight runs.
+
+    The products run in turn, so that other load disturbs them equally.
+    """
     best = [inf] * len(products)
     for _ in range(8):
         for number, product in enumerate(products):
@@ -87,7 +101,7 @@ def _fastest(*products: Callable[[], torch.Tensor]) -> list[float]:
 
 
 def _parts(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> int:
-    """Into how many equal parts the outputs are split; 1 for what is left to torch."""
+    """Return the number of equal parts to split the outputs into; 1 leaves the product to torch."""
     if type(weight) not in PLAIN or weight.numel() < WORTH_IT or weight.dim() != 2:
         return 1
     few = rows.shape[-1:] == weight.shape[1:] and 0 < rows.numel() <= FEW * weight.shape[1]
@@ -98,7 +112,7 @@ def _parts(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
 
 
 def _in_parts(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int) -> torch.Tensor:
-    # As transposed rows: with other strides, which mean the same, MKL takes four times as long.
+    # The input is passed as transposed rows: with other, equivalent strides MKL takes four times as long.
     columns = rows.reshape(-1, weight.shape[1]).t().expand(parts, -1, -1)
     product = torch.bmm(weight.view(parts, -1, weight.shape[1]), columns).view(len(weight), -1)
     outputs = product.t().reshape(*rows.shape[:-1], -1)
@@ -107,12 +121,13 @@ def _in_parts(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 @contextmanager
 def exclusive(model: PreTrainedModel) -> Iterator[None]:
-    """Within the context other threads that ask the model wait; this one may enter it again.
+    """Hold exclusive use of a model within the context; other threads wait, and this thread may enter again.
 
     Raises:
-        UsageError: an answer's own callback asks, of this model or of another: two threads whose callbacks ask each
-            other's model would wait for ever.
-        SparsekvError: the model attends in a way that no index can follow, as other code of it may since the build.
+        UsageError: this was called from a callback of an answer, of this model or of another. Two threads whose
+            callbacks ask each other's model would deadlock.
+        SparsekvError: the model attends in a way that no index supports, for example because its code has changed
+            since the build.
     """
     _refuse_callback()
     with alone(model):
@@ -124,7 +139,11 @@ def exclusive(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def exclusive_process() -> Iterator[None]:
-    """Within the context other threads that ask any model wait. Raises what `exclusive` raises."""
+    """Hold exclusive use of all models within the context; other threads wait.
+
+    Raises:
+        UsageError: this was called from a callback of an answer.
+    """
     _refuse_callback()
     with all_alone():
         yield
@@ -138,7 +157,7 @@ def _refuse_callback() -> None:
 
 
 INTERVAL = 0.25
-"""Seconds between two looks: the kernel counts in hundredths of a second."""
+"""Minimum seconds between two measurements of CPU use, because the kernel counts in hundredths of a second."""
 
 CHOSEN_BY_USER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables that fix the number of threads."""
@@ -146,14 +165,14 @@ CHOSEN_BY_USER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 COUNTERS = Path("/proc/stat")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 IDLE = (3, 4)
-"""Columns of a core's line of /proc/stat, idle and waiting for a disk."""
+"""Columns of a core's line in /proc/stat that count time not busy: idle, and waiting for a disk."""
 COUNTED = 8
-"""Columns that add up to all of a core's time: guests' are within the user's."""
+"""Number of columns that add up to a core's total time; later columns, of guests, are included in user time."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """A moment, the seconds that some cores were busy until then, and those that this process had of any core."""
+    """CPU use up to `moment`: seconds for which a set of cores was busy, and CPU seconds of this process (`own`)."""
 
     moment: float
     busy: float
@@ -161,7 +180,7 @@ class Usage:
 
 
 def usage() -> Usage | None:
-    """Now, of the cores that this process may use; None where the kernel does not tell."""
+    """Measure the use of the cores that this process may use, up to now; None if /proc/stat cannot be read."""
     try:
         text = COUNTERS.read_text()
     except OSError:
@@ -171,7 +190,10 @@ def usage() -> Usage | None:
 
 
 def busy_seconds(text: str, cores: set[int]) -> float:
-    """Seconds that some cores were busy, by the text of /proc/stat; time that a hypervisor gave to others is busy."""
+    """Return the seconds for which the given cores were busy, from the text of /proc/stat.
+
+    Time that a hypervisor gave to other guests counts as busy.
+    """
     ticks = 0
     for line in text.splitlines():
         name, *columns = line.split()
@@ -181,26 +203,29 @@ def busy_seconds(text: str, cores: set[int]) -> float:
 
 
 def quota(text: str) -> float:
-    """The cores that a control group may use, by the text of its cpu.max; infinite without a limit."""
+    """Return the number of cores that a control group may use, from the text of its cpu.max; infinity if unlimited."""
     most, _, period = text.strip().partition(" ")
     return math.inf if most == "max" else int(most) / int(period)
 
 
 def left_free(before: Usage, now: Usage, cores: int) -> float:
-    """How many of some cores other processes left free, on average, between two moments."""
+    """Return how many of `cores` cores other processes left free, on average, between two measurements."""
     others = (now.busy - before.busy - (now.own - before.own)) / (now.moment - before.moment)
     return cores - max(0.0, others)
 
 
 def threads_for(free: float, most: int) -> int:
-    """How many of `most` threads there are free cores for: up to half a core is none, and one thread is the least."""
+    """Return the number of threads for `free` free cores: at least 1 and at most `most`.
+
+    A fraction of up to half a core is rounded down, and a larger fraction up.
+    """
     return most if free >= most else max(1, math.ceil(free - 0.5))
 
 
 class _Meter:
-    """State that this process's threads share: the last measurement, and torch's thread count before it was lowered.
+    """State that all threads of this process share: the last measurement, and torch's thread count before any change.
 
-    torch keeps one number for threads that are yet to begin, and one in each that has begun.
+    torch keeps one thread count for threads that have not begun, and a separate count in each thread that has begun.
     """
 
     def __init__(self) -> None:
@@ -208,7 +233,7 @@ class _Meter:
         self.last, self.free = usage(), math.inf
 
     def enter(self) -> int:
-        """Torch's own number of threads, until `leave`."""
+        """Register a user until `leave`; return torch's thread count from before the first user's change."""
         with self.lock:
             self.most = torch.get_num_threads() if not self.users else self.most
             self.users += 1
@@ -240,17 +265,17 @@ _meter = _Meter()
 
 
 class FreeCores:
-    """Torch's threads in the thread that made it: `follow` sets them to those that there are cores for.
+    """Adjusts torch's thread count in the thread that made it: `follow` lowers it to the number of free cores.
 
     Args:
-        most: torch's own number, which is never exceeded; 1 to leave it as it is.
+        most: torch's own thread count, which is never exceeded; 1: leave the count as it is.
     """
 
     def __init__(self, most: int):
         self.most = self.threads = most
 
     def follow(self) -> None:
-        """Set the number of threads again, by a measurement that is at most `INTERVAL` old."""
+        """Set the thread count from the last measurement; measure again if that is older than `INTERVAL`."""
         if self.most > 1 and (threads := _meter.threads(self.most)) != self.threads:
             self.threads = threads
             torch.set_num_threads(threads)
@@ -262,10 +287,11 @@ class FreeCores:
 
 @contextmanager
 def free_cores(model: PreTrainedModel) -> Iterator[FreeCores]:
-    """Within the context torch's threads are those that there are cores for, and `follow` keeps them so.
+    """Within the context torch uses at most as many threads as cores are free; `follow` updates the number.
 
-    They stay as they are for a model on a GPU, for compiled steps, which are compiled for a number of threads, where
-    the user has fixed it by `CHOSEN_BY_USER`, and where the kernel does not tell what others use.
+    The number stays unchanged for a model on a GPU and for compiled steps, which are compiled for a fixed number of
+    threads. It also stays unchanged if the user has set a variable of `CHOSEN_BY_USER`, or if the kernel does not
+    report the use of cores.
     """
     fixed = model.device.type != "cpu" or is_compiled(model) or any(os.environ.get(one) for one in CHOSEN_BY_USER)
     most = _meter.enter()
@@ -279,7 +305,7 @@ def free_cores(model: PreTrainedModel) -> Iterator[FreeCores]:
 
 
 class Following(StoppingCriteria):
-    """Ends no answer: follows what cores are free, after each token of transformers' own loop."""
+    """Stopping criterion that never stops: it adjusts the thread count after each token of transformers' own loop."""
 
     def __init__(self, cores: FreeCores):
         self.cores = cores
