@@ -314,7 +314,7 @@ class TracedIndex:
 
     @property
     def _attending(self) -> DecodeConfig:
-        """The config with which the index answers; dense attention runs as the oracle, so that its selection is recorded."""
+        """The config with which the index answers. Dense attention runs as the oracle, so that it can be recorded."""
         return self._everything if isinstance(self.config.attention, Dense) else self.config
 
     @property
