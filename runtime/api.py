@@ -1,4 +1,4 @@
-"""Python API, for notebooks: open an index, ask it, and report what methods keep and read.
+"""Python API for notebooks: open an index, ask questions, and measure what the methods select and read.
 
     import sparsekv
 
@@ -7,9 +7,9 @@
     rows = index.recall_report(["codes", "quest"], budgets=["5%", "10%"])
     pandas.DataFrame(rows)
 
-The commands `generate` and `recall-report` run the same code. Everything raises `SparsekvError` with one line for the
-user, or its subclasses `UsageError` (a wrong argument) and `ArtifactError` (an index that cannot be used); all three
-are in `sparsekv`.
+The commands `generate` and `recall-report` run the same code. Every function raises `SparsekvError` with a message of
+one line. Its subclass `UsageError` means a wrong argument, `ArtifactError` an index that cannot be used. All three
+classes can be imported from `sparsekv`.
 """
 
 import re
@@ -39,7 +39,10 @@ _OPTION = re.compile(r"--([a-z][a-z-]*)")
 
 @contextmanager
 def api_words() -> Iterator[None]:
-    """Within it a UsageError names arguments, `page_size` for `--page-size`; shown commands stay as they are."""
+    """Rewrite the message of a UsageError raised in the context: `--page-size` becomes the argument `page_size`.
+
+    Commands in backticks stay unchanged.
+    """
     try:
         yield
     except UsageError as error:
@@ -49,7 +52,7 @@ def api_words() -> Iterator[None]:
 
 
 def refuse_unknown(given: Iterable[str], own: Iterable[str]) -> None:
-    """Raise UsageError for the name of an argument that no method has, nor the call itself, whose are `own`."""
+    """Raise UsageError for an argument name that is neither a parameter of a method nor in `own`, the call's names."""
     known = [*own, *dict.fromkeys(field.name for method in methods().values() for field in fields(method))]
     for name in given:
         if name not in known:
@@ -59,7 +62,7 @@ def refuse_unknown(given: Iterable[str], own: Iterable[str]) -> None:
 
 T = TypeVar("T")
 ASKING = ("method", "budget", "residual", "placement", "prefill", "prefill_budget", "question")
-"""Arguments of `asker`, and `ask`'s, for one that is mistyped."""
+"""Argument names of `asker` and `ask`, from which the error for a mistyped argument suggests the nearest."""
 
 
 @dataclass(frozen=True)
@@ -89,18 +92,20 @@ class Index:
         prefill_budget: str | float | None = None,
         **parameters: Any,
     ) -> Session:
-        """A session that answers many questions by one config: `asker.ask(question).text`.
+        """Open a session that answers many questions with one config: `asker.ask(question).text`.
 
-        Allocates the document's keys and values where `placement` says: `device`, `host`, or nowhere with `disk`.
+        Allocates the document's keys and values on the GPU (`placement` `device`) or in host memory (`host`). With
+        `disk` it allocates none.
 
         Args:
-            method: by name, or `dense`; by default what `sparsekv tune` found for the index, or its first method.
-            budget: tokens of the document that a step attends to, as on the command line: "5%", 0.05 or 512.
-            residual: centroids represent the tokens that the method does not choose.
-            prefill: what a question's tokens attend to: `dense` for everything, as by default, `own` for what the
-                answer's method selects, or what this method does.
-            prefill_budget: tokens of the document that each chunk of a question attends to, with a method as `prefill`.
-            parameters: of the method, named as its options: `rerank=4`.
+            method: name of a method, or `dense`. Default: the setting that `sparsekv tune` stored in the index, or else
+                the index's first method.
+            budget: tokens of the document that a decode step attends to, as on the command line: "5%", 0.05 or 512.
+            residual: attend to centroids in place of the tokens that the method does not select.
+            prefill: what a question's tokens attend to. `dense` (default): everything. `own`: the selection of the
+                method that answers. The name of a method: the selection of that method.
+            prefill_budget: tokens of the document that each chunk of a question attends to, if `prefill` is a method.
+            parameters: parameters of the method, named as its command-line options: `rerank=4`.
         """
         of_sampling = {one.name for one in fields(Sampling)}
         for name, value in parameters.items():
@@ -126,10 +131,13 @@ class Index:
             return Session.open(self.opened, config)
 
     def ask(self, question: str, sampling: Sampling | None = None, **setting: Any) -> Answer:
-        """Answer one question, greedily by default; `setting` is what `asker` takes. Each call makes its cache anew.
+        """Answer one question, by default with greedy decoding. Each call allocates a new cache.
+
+        Args:
+            setting: the arguments of `asker`.
 
         Raises:
-            UsageError: an empty question or several, or a sampling that is none.
+            UsageError: the question is empty or no text, or `sampling` is no `Sampling`.
         """
         if not isinstance(question, str):
             raise UsageError(f"question is a {type(question).__name__}: give one text; an `asker` answers many in turn")
@@ -150,21 +158,23 @@ class Index:
         residual: bool = False,
         **parameters: Any,
     ) -> list[dict[str, Any]]:
-        """Recall, error and reads of methods against dense attention: one flat dict a row, as `recall-report --json`.
+        """Measure recall, output error and rows read of methods against dense attention.
 
-        `method` is the name, and `variant` what tells a form from the method's others: `without replacement`, `flat
-        threshold`, `page_size=8`. It never repeats the name, and is empty where the name says all.
+        Returns one flat dict per row, as `recall-report --json` prints them. The key `method` holds the method's name.
+        The key `variant` distinguishes the method's forms, such as `without replacement`, `flat threshold` or
+        `page_size=8`. It is empty for a method's default form.
 
         Args:
-            names: methods; by default all that can run.
-            by: rows for each value of `layer`, of `kv_head`, or of both; without it one row averages over all.
-            questions: measure on the queries of these, in place of the document's held-out tail.
-            residual: measure each form also with centroids for the tokens that it does not choose.
-            parameters: of the methods; one that has any is measured so, in place of its usual forms.
+            names: names of methods; by default all methods that can run on the index.
+            by: return a row for each value of `layer`, of `kv_head`, or of both. Default: one row averages over all.
+            questions: measure on the queries of these questions, in place of the document's held-out tail.
+            residual: measure each form a second time with centroids for the tokens that it does not select.
+            parameters: parameters of the methods. A method that has one of them is measured with it only, in place of
+                its usual forms.
         """
         refuse_unknown(parameters, ("names", "budgets", "by", "questions", "residual"))
         artifact, model = self.opened.artifact, self.opened.model
-        with api_words(), exclusive(model):  # on a GPU a captured step forbids all threads to wait for it
+        with api_words(), exclusive(model):  # while CUDA graph capture is on, no other thread may sync with the GPU
             chosen = {name: methods()[name] for name in methods_of(artifact, _several(names))}
             refuse_unused(chosen, parameters)
             if not _several(budgets):
@@ -184,7 +194,7 @@ class Index:
 
 
 def _several(given: Sequence[T]) -> Sequence[T]:
-    """A text or a number where several may be given is one of them."""
+    """Wrap a single text or number in a list; return a sequence unchanged."""
     return cast(Sequence[T], [given]) if isinstance(given, str | int | float) else given
 
 
@@ -196,10 +206,13 @@ def open_index(
     dtype: str = "auto",
     progress: Callable[[str], None] = lambda text: None,
 ) -> Index:
-    """Open an index with the model that built it, or with the `model` named: a local folder or a hub id.
+    """Open an index with the model that built it, or with `model`: a local folder or a hub id.
 
-    Loads the model's weights, while no other thread answers: torch's default dtype is the model's meanwhile. Arguments
-    and errors are those of `load_and_open`, and UsageError for a file.
+    Loads the model's weights. Meanwhile no other thread can answer a question, because torch's default dtype is set to
+    the model's dtype. Takes the arguments of `load_and_open`, and raises what it raises.
+
+    Raises:
+        UsageError: `folder` is a file.
     """
     if Path(folder).is_file():
         raise UsageError(f"{folder} {no_folder(Path(folder))}")

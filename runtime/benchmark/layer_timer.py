@@ -36,7 +36,7 @@ from sparsekv.runtime.selection.registry import DENSE, configure
 
 
 class SettingTimes:
-    """Times a step of one query, choice included, over one layer's own keys and values.
+    """Times a decode step of one query, selection included, over the keys and values of an index's layer.
 
     Memory: the layer's keys and values, and while a form is timed a copy of them in its layout.
     """
@@ -137,11 +137,11 @@ OWN = "sparsekv"
 
 
 class RefusedError(SparsekvError):
-    """A step has no output, or none that is finite, so that a time would mean nothing."""
+    """Raised if a step cannot run or its output is not finite, so that its time would mean nothing."""
 
 
 def refuse_unshared(method: Method, plan: LayerPlan, what: str) -> None:
-    """Raise RefusedError where questions cannot share a step of `what`."""
+    """Raise RefusedError if several questions cannot share a step of `what`."""
     if not method.can_unite():
         raise RefusedError(f"{what} leaves what differs from question to question")
     if not plan.shareable:
@@ -282,7 +282,7 @@ Forms = Callable[[type[Method], MethodRecord | None], dict[str, Method]]
 
 @dataclass
 class Timed:
-    """Rows, and why others are missing; `copy_bandwidth` is in bytes a second."""
+    """Timed rows, and the reasons why others are missing; `copy_bandwidth` is in bytes per second."""
 
     copy_bandwidth: float
     rows: list[StepTiming] = field(default_factory=list)
@@ -291,7 +291,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Timer:
-    """A timed comparison: methods, their indexers, specs and budgets; `tell` is told of each row."""
+    """A timed comparison of methods at budgets; `tell` is called with a line for each row."""
 
     source: Source
     methods: Mapping[str, type[Method]]
@@ -339,14 +339,14 @@ class Timer:
 
 
 def check_runs(runs: int) -> int:
-    """The same; UsageError for so few that there is no spread."""
+    """Return the number of runs; raise UsageError for fewer than 2, which have no spread."""
     if runs < 2:
         raise UsageError(f"--runs {runs}: give at least 2, for a spread")
     return runs
 
 
 def configured(parameters: Mapping[str, Any], method: type[Method], record: MethodRecord | None) -> dict[str, Method]:
-    """A method as a person set it; what was set is its variant."""
+    """Create a method with the parameters that the user set; the variant name lists these parameters."""
     names = [one.name for one in fields(method) if parameters.get(one.name) is not None]
     variant = ", ".join(f"{name} {parameters[name]}" for name in names)
     return {variant: configure(method, parameters)}

@@ -1,4 +1,4 @@
-"""Layers to time decode steps on: of a synthetic mixture or of an index on disk."""
+"""Sources of the layers on which decode steps are timed: a synthetic mixture, or an index on disk."""
 
 import re
 from abc import ABC, abstractmethod
@@ -32,7 +32,7 @@ class Indexed:
 
 
 class LayerIndexer(ABC):
-    """Builds a method's tensors of a layer that is in memory; handed in, because a step needs nothing else of building.
+    """Builds a method's tensors of a layer in memory. Callers pass it in, so that this module does not need indexing.
 
     `parameters` is a dataclass of what it builds with.
     """
@@ -41,11 +41,11 @@ class LayerIndexer(ABC):
 
     @abstractmethod
     def queries_wanted(self) -> int:
-        """How many of the contexts' own queries, per KV head, it builds from; 0: none."""
+        """Number of the contexts' own queries, per KV head, from which it builds; 0: none."""
 
     @abstractmethod
     def build(self, data: LayerData) -> Tensors:
-        """The tensors of a layer, by name."""
+        """Build the tensors of a layer, by name."""
 
     @abstractmethod
     def record(self, tensors: Tensors, data: LayerData) -> MethodRecord:
@@ -61,7 +61,7 @@ def index_mixture(data: LayerData, indexer: LayerIndexer | None) -> Indexed:
         return Indexed(data.context({}), None)
     pieces = [data.of_heads(heads) for heads in _pieces(len(data.keys))]
     built = [indexer.build(piece) for piece in pieces]
-    # Of some heads: what is calibrated holds for all layers of a model.
+    # Some heads are enough for the calibration, because it holds for all layers of a model.
     some = min(1, len(pieces) - 1)
     record = indexer.record(built[some], pieces[some])
     return Indexed(data.context(_join(built), record.calibration, record.parameters), record)
@@ -132,10 +132,10 @@ def layer_of(artifact: Artifact, number: int, device: torch.device, dtype: torch
 
 
 def asked(data: LayerData, questions: int) -> LayerData:
-    """A stored layer with so many of its queries, the last and others evenly spaced before it.
+    """Return a stored layer with `questions` of its queries: the last one, and others evenly spaced before it.
 
     Raises:
-        UsageError: it has fewer.
+        UsageError: the layer has fewer queries.
     """
     known = data.questions
     if not 1 <= questions <= known:
@@ -191,7 +191,7 @@ LARGE = Sizes(("128K",), 32, 8, 128, "bfloat16")
 
 
 class Mixtures:
-    """Every context with every batch; indices are built on the spot, for methods that are in `indexed` or need none."""
+    """Synthetic layers for every context length and batch. Indices are built when needed, for methods in `indexed`."""
 
     def __init__(self, wanted: Wanted, device: torch.device, indexed: Sequence[str]):
         self.indexed = indexed
@@ -226,13 +226,13 @@ class Mixtures:
         return choose_methods(names or list(DEFAULT_METHODS), list(self.indexed))
 
     def layers(self, built: Mapping[str, LayerIndexer]) -> Iterator[LayerData]:
-        """One at a time; each is made when it is asked for."""
+        """Yield the layers one at a time; each is generated when it is needed."""
         for context in dict.fromkeys(self.contexts):
             for batch in dict.fromkeys(self.batches):
                 yield self.layer(context, batch, built)
 
     def layer(self, context: int, batch: int, built: Mapping[str, LayerIndexer], number: int = 0) -> LayerData:
-        """One layer; those of other numbers are drawn from other seeds."""
+        """Generate one layer; layers with different `number` have different seeds."""
         sampled = max((indexer.queries_wanted() for indexer in built.values()), default=0)
         shape = Shape(context, self.heads, self.kv_heads, self.head_dim)
         contexts, questions = (1, batch) if self.shared else (batch, 1)
@@ -283,11 +283,11 @@ class StoredLayerSource:
 
 
 Source = Mixtures | StoredLayerSource
-"""Layers and what methods choose from in them."""
+"""A source of layers, and of the methods' indices of them."""
 
 
 def _tokens(text: str) -> int:
-    """`32768`, `32K` and `1M`."""
+    """Parse a number of tokens such as `32768`, `32K` or `1M`."""
     found = re.fullmatch(r"(\d+)([KM]?)", text.upper())
     tokens = int(found[1]) * UNITS[found[2]] if found else 0
     if tokens < LEAST_CONTEXT:

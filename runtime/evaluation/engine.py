@@ -1,4 +1,4 @@
-"""Evaluation of every question over an index built once per document, with each method, budget and prefill."""
+"""Evaluation: answers every question with each method, budget and prefill, over one index per document and prefill."""
 
 import math
 import shutil
@@ -34,40 +34,43 @@ from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
 from sparsekv.runtime.selection.registry import DENSE
 
 Progress = Callable[[str, int, int], None]
-"""Called with a stage, how many of its steps are done, and how many it has."""
+"""Called with a stage's name, the number of its steps done, and their total."""
 
 
 class Builder(Protocol):
-    """Builds an index of each context; handed in, because answering needs nothing else of building."""
+    """Builds an index of each context. The caller passes it in, so that this module does not depend on indexing."""
 
     @property
     def prefills(self) -> Iterable[str]:
-        """The ways to prefill, by name."""
+        """Names of the prefills with which each index is built."""
 
     @property
     def parameters(self) -> Mapping[str, dict[str, Any]]:
-        """Build parameters of each method that has tensors."""
+        """Build parameters of each method that stores tensors in the index."""
 
     @property
     def queries(self) -> int:
-        """How many of a document's queries the methods are made of at most."""
+        """Largest number of a document's queries from which the methods' tensors are built."""
 
     def decides(self, prefill: str) -> dict[str, Any]:
-        """Settings that decide an index, beside its prompt and the model."""
+        """Return the settings that determine an index, in addition to its prompt and the model."""
 
     def sample_of(self, name: str) -> dict[str, int]:
-        """The number of queries of a method's tensors, where another method wants more."""
+        """Return the number of queries from which a method's tensors are built, if another method uses more."""
 
     def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:
-        """Build the index of a prompt, or resume it; errors are those of building."""
+        """Build the index of a prompt, or resume an interrupted build. Raises what building an index raises."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The configurations that answer each question: dense attention and methods at budgets, over each prefill.
+    """The configurations that answer each question: dense attention and the methods at each budget, for each prefill.
 
-    The builder has what the methods need, and the prefills; with `residual`, each method is run once more with it;
-    `keep` keeps the indices. So many questions of a context are answered `together`.
+    Attributes:
+        builder: builds the indices with the tensors of the methods, for each of its prefills.
+        residual: run each method a second time with a residual.
+        keep: keep the indices after the evaluation.
+        together: number of questions of a context that are answered in one batch.
     """
 
     loaded: LoadedModel
@@ -83,16 +86,18 @@ class Comparison:
     together: int = 1
 
     def count(self, text: str) -> int:
-        """Tokens of a document as it is indexed."""
+        """Count the tokens of a document's prompt, as it is indexed."""
         return len(self.prompt(text, bare=False).input_ids)
 
     def prompt(self, text: str, *, bare: bool) -> FixedPrompt:
-        """A document as it is indexed."""
+        """Encode a document's prompt, as it is indexed."""
         return encode_prompt(self.loaded.tokenizer, text, raw=self.raw or bare)
 
     def question_ids(self, context: Context, question: Question, prompt: FixedPrompt) -> torch.Tensor:
-        """Token ids [Q] after the document: the question in the chat template if there is one, and its answer's
-        beginning; of a continuation its first tokens."""
+        """Encode the tokens after the document [Q]: the question, in the chat template if there is one, and the prefix.
+
+        For a `continuation` metric: the first tokens of the text that follows the document.
+        """
         tokenizer, border = self.loaded.tokenizer, prompt.border
         if METRICS[question.metric].continuation:
             return torch.tensor(
@@ -105,16 +110,18 @@ class Comparison:
         return torch.tensor(encode_question(tokenizer, border, None, *parts))
 
     def longest(self, question: Question) -> int:
-        """Tokens that an answer may have."""
+        """Return the largest number of tokens of the answer to a question."""
         if METRICS[question.metric].continuation or self.max_new_tokens is None:
             return question.max_new_tokens
         return self.max_new_tokens
 
     def room(self, context: Context, document: int | None = None) -> int | None:
-        """Tokens that a document may have, so that each of its questions and answers fits behind it; None for any.
+        """Return the largest number of tokens of a document after which each question with its answer still fits.
+
+        Returns None if the model has no limit.
 
         Args:
-            document: the tokens it has, which decide where some models' positions change; None if they are not known.
+            document: number of tokens of the document, on which the positions of some models depend; None: unknown.
         """
         config = self.loaded.model.config
         positions = positions_of(config) if document is None else positions_after(config, document)
@@ -125,7 +132,7 @@ class Comparison:
         return positions - max(asked)
 
     def ways(self) -> list[Variant]:
-        """Every way in which a question is answered, dense attention first."""
+        """Return all variants with which a question is answered: per prefill, dense attention first."""
         found, variants = [], ["", "residual"] if self.residual else [""]
         for prefill in self.builder.prefills:
             sparse = product(self.methods, variants, self.budgets)
@@ -134,7 +141,7 @@ class Comparison:
 
 
 def check_room(comparison: Comparison, contexts: list[Context]) -> None:
-    """Raise UsageError where a document, its question and the answer are more than the model has positions."""
+    """Raise UsageError if a document, its question and the answer together need more positions than the model has."""
     for context in contexts:
         tokens = len(comparison.prompt(context.text, bare=context.bare).input_ids)
         room = comparison.room(context, tokens)
@@ -150,7 +157,7 @@ DENSELY = {"name": DENSE, "method": None, "budget": asdict(Budget.parse(QUESTION
 
 
 def evaluate(comparison: Comparison, contexts: list[Context], work: Path, show: Progress) -> Iterator[Result]:
-    """Answer every question in every way, taking over answers that are in `work` already.
+    """Answer every question with every variant. Answers that are stored in the folder `work` are reused.
 
     Raises:
         UsageError: a document does not fit the model.
@@ -171,7 +178,7 @@ def evaluate(comparison: Comparison, contexts: list[Context], work: Path, show: 
 
 
 def unanswered(comparison: Comparison, contexts: list[Context], answers: Answers, work: Path) -> list[Context]:
-    """The contexts that have a question which some way has not answered yet."""
+    """Return the contexts with a question that at least one variant has not answered yet."""
     ways = comparison.ways()
 
     def is_missing(context: Context) -> bool:
@@ -188,7 +195,7 @@ def unanswered(comparison: Comparison, contexts: list[Context], answers: Answers
 
 @dataclass
 class _Asking:
-    """One context with one prefill. Its index is built when the first answer that is not cached needs it."""
+    """Answers the questions of one context with one prefill. Its index is built only if an answer is not cached."""
 
     comparison: Comparison
     context: Context
@@ -209,22 +216,24 @@ class _Asking:
                 yield Result(self.context, question, way, self.answers.known[key], len(self.prompt.input_ids))
         if self.opened is not None:
             self.opened, kept = None, self._folder().with_suffix(".kept")
-            # What one run was told to keep, no other removes.
+            # The file `.kept` marks an index that a run had to keep, so that later runs do not remove it.
             if self.comparison.keep:
                 kept.touch()
             elif not kept.exists():
                 shutil.rmtree(self._folder())
 
     def key(self, way: Variant, question: Question) -> str:
-        """Under which an answer is known: a hash of everything that determines it."""
+        """Return the key under which an answer is stored: a hash of everything that determines the answer."""
         return hash_json(self._decides(way, question))
 
     def _answered(
         self, way: Variant, asked: list[tuple[Question, str]], show: Progress
     ) -> Iterator[tuple[Question, str, ScoredAnswer]]:
-        """Answers that are not known, as they come, one for questions that are the same; several questions at once
-        where the comparison and the method allow it. Those that share what steps select are then all asked again: an
-        answer depends on those beside it."""
+        """Yield the answers that are not stored yet, in order of completion, one for each distinct question.
+
+        Several questions are answered in one batch if the comparison and the method allow it. If the questions of a
+        batch share selections, an answer depends on the other questions. Then all of them are asked again.
+        """
         asked = list({one[1]: one for one in asked}.values())
         self.opened = self.opened or self._open(show)
         config = self._config(way)
@@ -284,27 +293,33 @@ class _Asking:
 
     @cached_property
     def _beside(self) -> str:
-        """The context's questions that are answered several at once."""
+        """Hash of the context's questions that are answered in batches."""
         some = [one for one in self.context.questions if not METRICS[one.metric].continuation]
         ids = [self.comparison.question_ids(self.context, one, self.prompt).tolist() for one in some]
         return hash_json([ids, [self.comparison.longest(one) for one in some]])
 
     def _shares(self, question: Question, method: Method | None) -> bool:
-        """Whether the answer depends on the questions beside it: not dense attention's, nor a continuation."""
+        """Whether the answer depends on the other questions of its batch.
+
+        It does not with dense attention, or for a continuation.
+        """
         return method is not None and self.comparison.together > 1 and not METRICS[question.metric].continuation
 
     def _question_prefill(self, sparse: bool) -> dict[str, Any] | None:
-        """Of a method's questions; dense attention's are prefilled densely."""
+        """Settings with which a question is prefilled, as a part of the answer's key.
+
+        Returns None if the answering method prefills the question itself, and for dense attention.
+        """
         question, builder = self.comparison.question, self.comparison.builder
         if isinstance(question, Own) or not sparse:
             return None
-        # Keys of stored answers have a budget for dense attention, too.
+        # In the keys of stored answers dense attention has a budget, too.
         asked = asdict(question) if isinstance(question, QuestionPrefill) else DENSELY
         return asked | {"indexer": builder.parameters.get(question.name)} | builder.sample_of(question.name)
 
     def _folder(self) -> Path:
         model = self.comparison.identity[0]
-        # What is in the folder stays as it is: methods of an earlier call may be made of another sample of queries.
+        # The name includes the number of sampled queries, because a call with another sample must not reuse the index.
         sample = [self.prefill, self.comparison.builder.queries]
         built = [hash_tokens(self.prompt.input_ids.tolist()), *sample, model.config_hash, model.weights_hash]
         return self.work / INDICES / f"{hash_json(built)[:16]}.skv"
@@ -334,7 +349,10 @@ class _Asking:
 
 
 def _takes_steps(cache: IndexCache, tokens: int) -> bool:
-    """Whether a method's steps are counted for so many tokens; dense attention reads all without a count."""
+    """Whether the KV fraction of an answer with `tokens` tokens is known.
+
+    A sparse layer counts only decode steps, so the answer needs more than one token. Dense layers read everything.
+    """
     return tokens > 1 or all(layer.read is None for layer in cache.stored_layers)
 
 
@@ -343,26 +361,26 @@ FOLDER = "parts"
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts in a work folder: one a context."""
+    """The parts of an evaluation in a work folder, one per context, which other processes may evaluate."""
 
     work: Path
 
     def of(self, context: Context) -> Path:
-        """Where the answers to a context's questions go; whoever resumes them finds them there."""
+        """Return the folder of a context's answers. It is the same in each run, so that a later run can resume."""
         return self.work / FOLDER / hash_json([context.name, context.task, context.length, context.text])[:16]
 
     def take(self, context: Context, answers: Answers) -> None:
-        """Take over what a context's part has, if it has any.
+        """Copy the answers of a context's part to `answers`, if the part exists.
 
         Raises:
-            SparsekvError: its answers are damaged, in use by another process, or cannot be written.
+            SparsekvError: the part's answers are damaged, in use by another process, or cannot be written.
         """
         if (part := self.of(context)).is_dir():
             with Answers(part) as theirs:
                 answers.take_over(theirs)
 
     def finish(self, context: Context) -> None:
-        """Remove a context's part, of which all answers have been taken over; indices that were kept are kept."""
+        """Remove a context's part after its answers were copied. Its indices are moved to the evaluation's folder."""
         part = self.of(context)
         for index in part.glob(f"{INDICES}/*"):
             kept = self.work / INDICES / index.name

@@ -17,9 +17,10 @@ ScoreFunction = Callable[[str, Question], float]
 
 @dataclass(frozen=True)
 class Metric:
-    """A score of one answer; a mean of scores is reported as `summary` of it, in `unit`.
+    """A score of one answer. Reports apply `summary` to the mean of the scores and show it in `unit`.
 
-    A `continuation` is not generated but scored as given text: by its mean negative log-likelihood per token, in nats.
+    With `continuation` no answer is generated. The expected text is scored by its mean negative log-likelihood per
+    token, in nats.
     """
 
     score: ScoreFunction
@@ -29,23 +30,26 @@ class Metric:
 
 
 def match_all(answer: str, question: Question) -> float:
-    """RULER's `string_match_all`: the share of the expected strings that the answer contains, ignoring case."""
+    """Compute RULER's `string_match_all`: the share of expected strings that the answer contains, ignoring case."""
     return sum(expected.lower() in answer.lower() for expected in question.answers) / len(question.answers)
 
 
 def match_part(answer: str, question: Question) -> float:
-    """RULER's `string_match_part`: 1 if the answer contains any of the expected strings, ignoring case."""
+    """Compute RULER's `string_match_part`: 1 if the answer contains any of the expected strings, ignoring case."""
     return float(any(expected.lower() in answer.lower() for expected in question.answers))
 
 
 def normalise(text: str) -> str:
-    """SQuAD's normalisation: lower case, no punctuation, no articles, single spaces."""
+    """Normalise as SQuAD does: lower case, no punctuation, no articles, single spaces."""
     bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
 
 def f1(answer: str, question: Question) -> float:
-    """SQuAD's and LongBench's F1: harmonic mean of precision and recall over words, best of the expected answers."""
+    """Compute SQuAD's and LongBench's F1 over words: harmonic mean of precision and recall.
+
+    Returns the highest score among the expected answers.
+    """
     return max(_f1(normalise(answer).split(), normalise(expected).split()) for expected in question.answers)
 
 
@@ -55,7 +59,7 @@ def _f1(answer: list[str], expected: list[str]) -> float:
 
 
 def rouge_l(answer: str, question: Question) -> float:
-    """F1 over the longest common subsequence of words, best of the expected answers."""
+    """Compute ROUGE-L: F1 over the longest common subsequence of words, the highest among the expected answers."""
     return max(_rouge_l(answer.split(), expected.split()) for expected in question.answers)
 
 
@@ -65,7 +69,10 @@ def _rouge_l(answer: list[str], expected: list[str]) -> float:
 
 
 def classification(answer: str, question: Question) -> float:
-    """LongBench's classification score: 1 / the number of labels in the first line, if the right one is among them."""
+    """Compute LongBench's classification score of the answer's first line.
+
+    It is 1 / the number of labels in the line if the expected label is among them, else 0.
+    """
     line = first_line(answer)
     return max(_class(line, expected, question.classes) for expected in question.answers)
 
@@ -76,13 +83,13 @@ def _class(line: str, expected: str, classes: tuple[str, ...]) -> float:
 
 
 def retrieval(answer: str, question: Question) -> float:
-    """LongBench's retrieval score: the share of the numbers in the answer that are the right paragraph's."""
+    """Compute LongBench's retrieval score: the share of the answer's numbers that are the right paragraph's."""
     numbers = [number for expected in question.answers for number in re.findall(r"\d+", expected)[:1]]
     return max((_share_of_numbers(answer, number) for number in numbers), default=0.0)
 
 
 def count(answer: str, question: Question) -> float:
-    """LongBench's count score: the share of the numbers in the answer that are the expected one."""
+    """Compute LongBench's count score: the share of numbers in the answer that equal the expected number."""
     return max(_share_of_numbers(answer, expected) for expected in question.answers)
 
 
@@ -92,26 +99,26 @@ def _share_of_numbers(answer: str, expected: str) -> float:
 
 
 def code_similarity(answer: str, question: Question) -> float:
-    """LongBench's code score: edit similarity of the first line that is neither a comment nor Markdown."""
+    """Compute LongBench's code score: edit similarity of the first line that is neither a comment nor Markdown."""
     lines = answer.lstrip("\n").split("\n")
     line = next((one for one in lines if not any(mark in one for mark in ("`", "#", "//"))), "")
     return max(fuzz.ratio(line, expected) / 100 for expected in question.answers)
 
 
 def choice(answer: str, question: Question) -> float:
-    """LongBench-v2's score: 1 if the letter after "The correct answer is" is right; 0 without such a letter."""
+    """Compute LongBench-v2's score: 1 if the letter after "The correct answer is" is right, else 0."""
     text = answer.replace("*", "")
     found = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(r"The correct answer is ([A-D])", text)
     return float(found is not None and found.group(1) in question.answers)
 
 
 def first_line(text: str) -> str:
-    """The first line that is not empty."""
+    """Return the text's first line after leading line breaks."""
     return text.lstrip("\n").split("\n")[0]
 
 
 def _of_first_line(score: ScoreFunction) -> ScoreFunction:
-    """A score of the first line, for few-shot prompts, after whose answer a model continues with more examples."""
+    """Restrict a score to the answer's first line, because after a few-shot prompt a model continues with examples."""
     return lambda answer, question: score(first_line(answer), question)
 
 

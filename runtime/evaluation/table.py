@@ -1,4 +1,4 @@
-"""Answers on disk, and their table of scores with confidence intervals."""
+"""Storage of answers on disk, and the table of their scores with confidence intervals."""
 
 import json
 import os
@@ -33,10 +33,10 @@ class Interval:
 
 
 def interval(scores: Scores, summary: Callable[[float], float] = float, *, seed: int = 0) -> Interval:
-    """The confidence interval of the mean over all questions.
+    """Compute the confidence interval of the mean over all questions, by bootstrap.
 
     Args:
-        summary: an increasing function of the mean, whose value and interval are returned.
+        summary: increasing function of the mean, whose value and interval are returned.
     """
     means = _means([scores], seed)[0]
     return _interval(summary(_mean_score(scores)), np.vectorize(summary)(means))
@@ -45,9 +45,9 @@ def interval(scores: Scores, summary: Callable[[float], float] = float, *, seed:
 def paired_difference(
     scores: Scores, baseline: Scores, summary: Callable[[float], float] = float, *, seed: int = 0
 ) -> Interval:
-    """The interval of the difference of two means (scores minus baseline) on the same questions.
+    """Compute the confidence interval of the difference of two means, scores minus baseline, on the same questions.
 
-    Each replicate draws the same questions for both, so that a question's difficulty cancels.
+    Each bootstrap replicate draws the same questions for both, so that a question's difficulty cancels.
 
     Raises:
         ValueError: the scores are not for the same questions.
@@ -69,7 +69,7 @@ def _interval(value: float, replicates: NDArray[np.float64]) -> Interval:
 
 
 def _means(paired: Sequence[Scores], seed: int) -> list[NDArray[np.float64]]:
-    """Means [replicates] for each of `paired`, over the same contexts and questions drawn with replacement."""
+    """Draw contexts and questions with replacement; return the means [replicates] of each of `paired` over them."""
     sizes = np.array([len(one) for one in paired[0]])
     tables = [np.zeros((len(sizes), sizes.max())) for _ in paired]
     for table, scores in zip(tables, paired, strict=True):
@@ -90,7 +90,7 @@ FILE = "answers.jsonl"
 class ScoredAnswer:
     """A model's answer to one question: a text, or for a continuation the mean loss per token, in nats.
 
-    `kv_fraction` is None for one token, which takes no step, but with dense attention.
+    `kv_fraction` is None for an answer of one token by a sparse method, because it takes no decode step.
     """
 
     text: str
@@ -100,7 +100,7 @@ class ScoredAnswer:
 
 
 class Answers:
-    """The answers in a folder, by key. Use it as a context manager; one process at a time."""
+    """Stores answers by key in a folder. Use it as a context manager; only one process at a time can open a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
@@ -123,13 +123,13 @@ class Answers:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             if self._file is not None:
-                with suppress(OSError):  # of a disk that is full, which was told when the answer was added
+                with suppress(OSError):  # the disk is full; `add` has already raised an error for that
                     self._file.close()
         finally:
             self._lock.release()
 
     def add(self, key: str, given: ScoredAnswer, told: dict[str, Any]) -> None:
-        """Write an answer to disk at once (fsync); `told` are extra fields for people who read the file.
+        """Write an answer to disk at once (fsync). `told` are extra fields for people who read the file.
 
         Raises:
             SparsekvError: the disk is full or gone.
@@ -138,7 +138,7 @@ class Answers:
         self.known[key] = given
 
     def take_over(self, other: "Answers") -> None:
-        """Write another folder's answers, which is open too, but for those that are known.
+        """Copy the answers of another open folder that this folder does not have.
 
         Raises:
             SparsekvError: the disk is full or gone.
@@ -159,7 +159,7 @@ class Answers:
             raise SparsekvError(f"cannot write {self._path}: {error.strerror or error}") from None
 
     def _load(self, file: IO[bytes]) -> None:
-        """Read all answers; an incomplete last line, left by a killed run, is removed."""
+        """Read all answers, and remove an incomplete last line, which a killed run left."""
         file.seek(0)
         data = file.read()
         whole = data.rfind(b"\n") + 1
@@ -178,8 +178,10 @@ class Answers:
 
 @dataclass(frozen=True)
 class Variant:
-    """How questions are answered: the context's prefill, and the decoding method with variant and budget. No budget
-    means dense attention."""
+    """How questions are answered: the context's prefill, and the decoding method with variant and budget.
+
+    No budget means dense attention.
+    """
 
     prefill: str
     method: str
@@ -187,13 +189,13 @@ class Variant:
     budget: Budget | None = None
 
     def record(self) -> dict[str, Any]:
-        """The fields of a row. A budget is a number there: an int of tokens, or a float of the document."""
+        """Return the fields of a table row. The budget is an int (tokens) or a float (share of the document)."""
         return {**asdict(self), "budget": None if self.budget is None else self.budget.value}
 
 
 @dataclass(frozen=True)
 class Result:
-    """One question's answer in one way; `tokens`: those of its context, as it was indexed."""
+    """The answer to one question with one variant; `tokens` is the token count of its context, as it was indexed."""
 
     context: Context
     question: Question
@@ -203,7 +205,7 @@ class Result:
 
     @property
     def score(self) -> float:
-        """The score by the question's metric; for a continuation its loss in nats."""
+        """Score of the answer by the question's metric; for a continuation its loss in nats."""
         if self.given.loss is not None:
             return self.given.loss
         return METRICS[self.question.metric].score(self.given.text, self.question)
@@ -211,9 +213,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Score:
-    """One task at one length in one way: score and difference from dense attention in the metric's unit, with the
-    bounds of their 95% intervals. The difference is None for dense attention itself. `length` is what was asked for,
-    `tokens` what a context has in the mean: it ends with a sentence, and a text may be shorter."""
+    """Score of one variant on one task at one length, in the metric's unit, with the bounds of its 95% interval.
+
+    `difference` is the score minus that of dense attention; it is None for dense attention itself. `length` is the
+    requested number of tokens. `tokens` is the mean number of a context, which ends with a sentence and may be shorter.
+    """
 
     task: str
     length: int | None
@@ -238,7 +242,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Cell:
-    """Mean score of needles at one length and depth in one way; `depth` is the centre of a bin of width 0.1."""
+    """Mean score of one variant on needles at one length and depth; `depth` is the centre of a bin of width 0.1."""
 
     task: str
     length: int
@@ -252,9 +256,10 @@ class Cell:
 
 
 def rows(results: Iterable[Result], seed: int = 0) -> list[Score]:
-    """The table, grouped by task, length and metric; within a group, ways are in the order of their first result.
+    """Compute the table, grouped by task, length and metric. In a group, variants are in order of their first result.
 
-    Questions that were not answered in every way of their group are left out, so that all ways are scored on the same.
+    Questions that some variant of the group has not answered are left out, so that all variants are scored on the same
+    questions.
     """
     groups: dict[tuple[str, int | None, str], list[Result]] = {}
     for result in results:
@@ -304,7 +309,7 @@ def _group(task: str, length: int | None, metric: str, results: list[Result], se
 
 
 def _shared(ways: list[dict[Context, dict[Question, Result]]]) -> dict[Context, list[Question]]:
-    """For each context, the questions that were answered in every way."""
+    """Return the questions of each context that were answered with every variant."""
     shared = {}
     for context, asked in ways[0].items():
         kept = [question for question in asked if all(question in way.get(context, {}) for way in ways)]
@@ -314,7 +319,7 @@ def _shared(ways: list[dict[Context, dict[Question, Result]]]) -> dict[Context, 
 
 
 def cells(results: Iterable[Result]) -> list[Cell]:
-    """Mean scores by length and depth, of the questions whose answer has a depth."""
+    """Compute mean scores by length and depth, of the questions whose answer has a depth."""
     found: dict[tuple[Any, ...], list[float]] = {}
     for result in results:
         depth, length = result.question.depth, result.context.length
@@ -329,7 +334,7 @@ def cells(results: Iterable[Result]) -> list[Cell]:
 
 
 def _read(shares: Sequence[float | None]) -> float | None:
-    """The mean of answers that took a step; None where none did."""
+    """Mean KV fraction of the answers that took a decode step; None if no answer did."""
     of_steps = [share for share in shares if share is not None]
     return _mean(of_steps) if of_steps else None
 

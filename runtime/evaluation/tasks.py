@@ -1,4 +1,4 @@
-"""The contexts and questions of an evaluation, and the registry of tasks that generate them: one family per file."""
+"""Contexts and questions of an evaluation, and the registry of the tasks that generate them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,16 +15,16 @@ QUESTIONS = 5
 
 @dataclass(frozen=True)
 class Question:
-    """One question about a context, and how its answer is scored.
+    """One question about a context, with the metric and the expected answers that score it.
 
     Attributes:
-        text: the text after the document.
-        answers: the expected answers, as the metric uses them; for a `continuation` metric the text that follows.
-        metric: a name in `metrics.METRICS`.
-        max_new_tokens: where an answer is cut off.
-        prefix: the beginning of the answer, which the model continues.
-        depth: where the answer is in the document, from 0 to 1; None if it is in no single place.
-        classes: the labels of a classification.
+        text: the question's text after the document.
+        answers: the expected answers. For a `continuation` metric: the text that follows the document.
+        metric: name in `metrics.METRICS`.
+        max_new_tokens: largest number of tokens of an answer.
+        prefix: beginning of the answer, which the model continues.
+        depth: place of the answer in the document, from 0 to 1; None if it is in no single place.
+        classes: labels of a classification.
     """
 
     text: str
@@ -40,8 +40,8 @@ class Question:
 class Context:
     """One document, which is indexed once, and the questions about it.
 
-    `length` is the requested number of tokens, None for a document of published data. `bare`: never use a chat
-    template.
+    `length` is the requested number of tokens, or None for a document of published data. With `bare` no chat template
+    is used.
     """
 
     task: str
@@ -54,10 +54,11 @@ class Context:
 
 @dataclass(frozen=True)
 class Request:
-    """The contexts to make: `contexts` of `length` tokens with up to `questions` questions each.
+    """The contexts to generate: `contexts` contexts of `length` tokens, with up to `questions` questions each.
 
-    The default is five questions, or all of the user's `pairs`: questions and answers about the text, for tasks that
-    need them. Needles are placed at `depths`, from 0 to 1, in turn; evenly without any.
+    `pairs` are the user's questions and answers about the text, for tasks that need them. By default a context has five
+    questions, or all of these pairs. Needles are placed at each of `depths`, from 0 to 1, in turn. Without `depths`
+    they are placed evenly.
     """
 
     text: str
@@ -79,11 +80,11 @@ class Request:
                 raise UsageError(f"--depth {100 * depth:g}: give a percentage from 0 to 100")
 
     def asked(self) -> int:
-        """The number of questions for a task that can generate any number."""
+        """Number of questions of a context, for a task that can generate any number of them."""
         return QUESTIONS if self.questions is None else self.questions
 
     def depth(self, number: int, of: int) -> float:
-        """Depth of the `number`-th of `of` needles."""
+        """Depth, from 0 to 1, of needle `number` out of `of` needles, counted from 0."""
         return self.depths[number % len(self.depths)] if self.depths else (number + 0.5) / of
 
 
@@ -92,7 +93,7 @@ class Task(ABC):
 
     @abstractmethod
     def make(self, request: Request) -> list[Context]:
-        """Contexts with questions; deterministic for a request.
+        """Generate contexts with questions. The same request always gives the same contexts.
 
         Raises:
             UsageError: the text is too short, or the length too small for the task.
@@ -100,21 +101,21 @@ class Task(ABC):
 
 
 class DrawnTask(Task):
-    """A task each of whose contexts is drawn by random numbers of its own."""
+    """A task that draws each context separately, with its own random numbers."""
 
     def make(self, request: Request) -> list[Context]:
         return [self.draw(request, number) for number in range(request.contexts)]
 
     @abstractmethod
     def draw(self, request: Request, number: int) -> Context:
-        """The context of this number; raises what `make` raises."""
+        """Draw the context of an index, counted from 0. Raises what `make` raises."""
 
 
 tasks: Registry[Task] = Registry("task", "sparsekv.runtime.evaluation")
 
 
 def choose_task(name: str) -> Task:
-    """The task of that name; UsageError if there is none."""
+    """Return the task of a name; raise UsageError if no task has this name."""
     if name not in tasks():
         raise UsageError(f"no task '{name}'; there are: {', '.join(tasks())}{suggestion(name, tasks())}")
     return tasks()[name]

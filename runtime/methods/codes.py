@@ -1,6 +1,6 @@
-"""Codes, online: a code of every key, or of those in the best clusters, says which tokens are attended.
+"""Codes, online: product-quantisation codes of all keys, or of those in the best clusters, select the tokens.
 
-The clusters' centroids, with fitted masses and values, stand for all tokens that are not. One softmax has both.
+The clusters' centroids, with fitted masses and values, represent all other tokens. One softmax covers both.
 """
 
 import math
@@ -41,7 +41,7 @@ from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.token_choice import check_rerank, token_logits
 from sparsekv.runtime.selection.wrappers import residual_clusters
 
-PIECE = 32  # tokens of a question that share a choice
+PIECE = 32  # largest number of a question's tokens that share a selection
 
 
 @methods.register("codes")
@@ -73,12 +73,12 @@ class Codes(Method):
         return self.replace
 
     def can_unite(self) -> bool:
-        """True: the clusters represent whatever several queries leave."""
+        """Return True: the clusters can represent the tokens that none of the queries selects."""
         return True
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """With the replacement, and without it."""
+        """Return the form that attends to centroids of the rest, and the form that does not."""
         return {"": cls(), "without replacement": cls(replace=False)}
 
     @classmethod
@@ -86,9 +86,12 @@ class Codes(Method):
         return describe_clusters(context.tensors, context.keys, values, context.first_token, biggest)
 
     def prepare(self, context: MiddleContext) -> "CodesSelector":
-        """Allocates codebooks in float32, each token's cluster, and for `scan` 1 the codes again, on a CPU as int32,
-        for kernels with the clusters as int16 or int32; a selection the logits of what it scans, a few times, or with
-        kernels a byte a token, and where several queries choose each by itself one for each."""
+        """Allocates the codebooks in float32 and each token's cluster.
+
+        For `scan` 1 it also allocates a second copy of the codes: on a CPU as int32, for GPU kernels with the clusters
+        as int16 or int32. A selection allocates the logits of what it scans a few times. With kernels it allocates one
+        byte per token, and if several queries select each for itself, one byte per token and query.
+        """
         return CodesSelector(context, self)
 
 
@@ -100,7 +103,7 @@ class CodesSelector(Selector):
     def __init__(self, context: MiddleContext, method: Codes):
         tensors = context.tensors
         self.facts, self.method = context.facts, method
-        # Only read where they are looked at: of an index in 8 bits they would be restored, and kept.
+        # Keys are loaded only for re-ranking, because loading from an int8 index restores and keeps all of them.
         self.keys = context.keys if method.rerank > 1 else None
         self.estimates = CodeEstimates(tensors, context.facts)
         self.codes, self.order = tensors["codes"], tensors["token_order"].long()
@@ -118,7 +121,7 @@ class CodesSelector(Selector):
 
     @cached_property
     def step_codes(self) -> StepCodes:
-        """Input of a CPU's compiled step, and the step itself, if there is one."""
+        """Inputs of the compiled step of a CPU, and the step itself if it could be compiled."""
         return StepCodes(
             turn=self.estimates.turn.contiguous(),
             books=self.estimates.codebooks.contiguous(),
@@ -134,7 +137,7 @@ class CodesSelector(Selector):
 
     @cached_property
     def gpu_scan(self) -> CodeScan:
-        """Made by the first step that can use it, which is none where rows lie elsewhere."""
+        """Scan by GPU kernels, created by the first step that uses it. None does if the rows are on another device."""
         return CodeScan(self.tensors, self.clusters, self.facts)
 
     def replace_by_own(self) -> bool:
@@ -142,7 +145,10 @@ class CodesSelector(Selector):
         return True
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """The tokens of highest estimated probability, of the candidates of highest exact one; reads all clusters."""
+        """Select the tokens of highest estimated probability; with re-ranking, the best by exact probability.
+
+        Reads all clusters.
+        """
         tokens = budget.tokens(self.middle)
         if tokens == self.middle:
             return self._everything(1 if queries.joint else queries.query.shape[2])
@@ -175,7 +181,7 @@ class CodesSelector(Selector):
         return SelectorKernels(self.attend_fused, choose_for_each=self.choose_for_each)
 
     def choose_for_each(self, queries: Queries, budget: Budget, counter: torch.Tensor) -> Selection | None:
-        """Where the codes of all keys are read, and no key is looked at again."""
+        """Select for each query on a GPU; None unless the codes of all keys are scanned without re-ranking."""
         tokens = budget.tokens(self.middle)
         if self.method.rerank > 1 or tokens == self.middle or not self.has_gpu_scan:
             return None
@@ -191,7 +197,7 @@ class CodesSelector(Selector):
     def attend_fused(
         self, query: torch.Tensor, rows: Pair, exact: Pair, budget: Budget, sink_logits: torch.Tensor | None
     ) -> tuple[torch.Tensor, float] | None:
-        """Only where the codes of all keys are read, and no key is looked at again."""
+        """Select and attend with the compiled step; None unless all keys are scanned without re-ranking."""
         tokens = budget.tokens(self.middle)
         if self.method.scan < 1 or (self.method.rerank > 1 and tokens < self.middle) or not self._is_compiled(query):
             return None
@@ -200,16 +206,19 @@ class CodesSelector(Selector):
         return output, 2.0 * tokens + (self._read(self.middle, 0) if tokens < self.middle else 0.0)
 
     def _is_compiled(self, query: torch.Tensor) -> bool:
-        """Whether the compiled step takes a query: without it torch looks up codes faster than by its definition."""
+        """Whether the compiled step supports a query. If not, torch's own operations look up codes faster."""
         return query.dtype == torch.float32 and not query.is_cuda and self.step_codes.compiled is not None
 
     def _total(self, logits: torch.Tensor, queries: Queries) -> torch.Tensor:
-        """[Hk, G, Q], given the clusters' logits: the log-sum-exp of all that is attended, an estimate."""
+        """Estimate the log-sum-exp of the logits on all tokens [Hk, G, Q] from the clusters' logits."""
         return torch.logaddexp((logits + self.log_masses[:, None, None]).logsumexp(-1), queries.exact_logsumexp())
 
     def _choose_compiled(self, queries: Queries, tokens: int) -> torch.Tensor | None:
-        """The tokens [Hk, Q, K] that the compiled step chooses for each query; None where it is not there for that. It
-        takes one query after another, each with all cores: torch's look-ups for several take many times as long."""
+        """Choose tokens [Hk, Q, K] for each query with the compiled step; None if it does not support the queries.
+
+        The step takes one query after another, each with all cores. Torch's look-ups for several queries take many
+        times as long.
+        """
         Hk, _, Q, _ = queries.query.shape
         if (queries.joint and Q > 1) or Hk != len(self.codes) or not self._is_compiled(queries.query):
             return None
@@ -219,12 +228,12 @@ class CodesSelector(Selector):
     def _selection(
         self, chosen: torch.Tensor, logits: Callable[[], torch.Tensor], scanned: int, more: int
     ) -> Selection:
-        """Of tokens [Hk, Q or 1, K], with the clusters' logits; `more` keys were read beside what was scanned."""
+        """Build the selection of tokens [Hk, Q or 1, K]. `more` keys were read in addition to what was scanned."""
         rest = Residual(lambda: self._rest(chosen, logits()), attended=self.replace)
         return Selection(single_rows(chosen), Cost(self._read(scanned, more)), rest)
 
     def _everything(self, queries: int) -> Selection:
-        """All tokens, for which nothing is read to choose."""
+        """Select all tokens, without reading the index."""
         rows = torch.arange(self.middle, device=self.codes.device).expand(len(self.codes), queries, -1)
         return Selection(single_rows(rows), Cost(0.0), Residual(lambda: self._rest(rows), attended=self.replace))
 
@@ -240,7 +249,7 @@ class CodesSelector(Selector):
         )
 
     def _read(self, scanned: int, more: int) -> float:
-        """D-sized rows of the index that a choice reads, and of `more` keys."""
+        """Number of D-sized rows that a selection reads of the index, plus `more` keys."""
         clusters = (2 if self.replace else 1) * self.counts.shape[1]
         return self.stored_rows + clusters + scanned * self.codes.shape[2] / self.row_bytes + more
 
@@ -248,7 +257,7 @@ class CodesSelector(Selector):
         return attention_logits(query, keys, *self.facts.scaling)
 
     def _members(self, scores: torch.Tensor, wanted: int) -> torch.Tensor:
-        """The tokens [Hk, Q or 1, wanted] of the clusters of highest score [Hk, Q or 1, C]."""
+        """Return the tokens [Hk, Q or 1, wanted] of the clusters of highest score [Hk, Q or 1, C]."""
         order = scores.argsort(-1, descending=True)
         of_each = [one[:, None].expand_as(order).gather(-1, order) for one in (self.starts, self.counts)]
         rows, _ = expand_runs(of_each[0], fill_budget(of_each[1], wanted), wanted)
@@ -263,8 +272,10 @@ class CodesSelector(Selector):
         return Residual(lambda: (self._centroids_left(left),), attended=True)
 
     def _rest(self, chosen: torch.Tensor, logits: torch.Tensor | None = None) -> tuple[CentroidSegment, ...]:
-        """Of the tokens beside those chosen [Hk, Q or 1, K], with the clusters' logits [Hk, G, Q, C], if there are any,
-        for one query."""
+        """Return the centroids of the tokens other than those selected [Hk, Q or 1, K].
+
+        They come with the clusters' logits [Hk, G, Q, C], if these are passed and there is one query.
+        """
         labels = self.clusters.labels[:, None].expand(-1, chosen.shape[1], -1)
         part = self._centroids_left(self.clusters.left(labels.gather(-1, chosen)))
         if logits is not None and logits.shape[2] == 1:
@@ -272,5 +283,5 @@ class CodesSelector(Selector):
         return (part,)
 
     def _centroids_left(self, left: torch.Tensor) -> CentroidSegment:
-        """For so many tokens of each cluster [Hk, Q or 1, C]."""
+        """Return the centroids, each for `left` tokens of its cluster [Hk, Q or 1, C]."""
         return CentroidSegment(self.clusters.keys, left.log() + self.bias[:, None], self.values)

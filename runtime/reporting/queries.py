@@ -1,4 +1,4 @@
-"""Queries and rows of each layer that a report measures on, with their files' checksums verified."""
+"""Queries, keys and values of each layer for reports, with verified checksums of their files."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,15 +16,16 @@ CHECKED_AHEAD = 8  # layers whose files are checked while one is measured
 def checked_rows(
     artifact: Artifact, names: Iterable[str], layers: list[int], device: torch.device
 ) -> Iterator[LayerRows]:
-    """Keys and values of each layer on a device; those of the next layer are read meanwhile.
+    """Yield keys and values of each layer on a device, and prefetch those of the next layer.
 
-    Threads check the files of several layers at once: a GPU measures a layer sooner than one core has hashed its keys.
+    Threads verify the checksums of several layers at once, because a GPU measures a layer faster than one core hashes
+    its keys.
 
     Args:
         names: methods whose files are checked too.
 
     Raises:
-        ArtifactError: a file whose content has changed.
+        ArtifactError: the content of a file has changed.
     """
     names = list(names)
 
@@ -41,7 +42,7 @@ def checked_rows(
 
 
 def measured_files(artifact: Artifact, names: Iterable[str], layers: Iterable[int]) -> list[str]:
-    """Names of the files that are read to measure methods on some layers."""
+    """Return the names of the files that are read to measure methods on some layers."""
     folders = ["context", "queries", *(name for name in names if name in artifact.manifest.methods)]
     return [layer_file(folder, layer) for folder in folders for layer in layers]
 
@@ -50,8 +51,8 @@ def measured_files(artifact: Artifact, names: Iterable[str], layers: Iterable[in
 class QueryBlock:
     """Queries [Hq, Q, D] of one layer, with keys and values [Hk, E, D] of their own tokens (E = 0 for the tail).
 
-    `visible` [Q] is the number of tail and new tokens that each query sees; every query sees all sinks and the whole
-    middle.
+    Every query sees all sinks and the whole middle. `visible` [Q] is the number of tail and new tokens that each query
+    sees in addition.
     """
 
     queries: torch.Tensor
@@ -67,7 +68,7 @@ class QueryBlock:
 
 
 def tail_block(artifact: Artifact, layer: int, *, calibration: bool = False) -> QueryBlock:
-    """The tail's second half, which nothing was calibrated on; with `calibration` its first half."""
+    """Queries of the tail's second half, which are held out; with `calibration` those of its first half."""
     stored, tail = artifact.queries(layer), artifact.manifest.split.tail
     keys, values = artifact.context_rows(layer).part(slice(0, 0))
     first, stop = (0, tail // 2) if calibration else (tail // 2, tail)
@@ -81,8 +82,10 @@ def tail_block(artifact: Artifact, layer: int, *, calibration: bool = False) -> 
 
 
 def seen_block(artifact: Artifact, layer: int) -> QueryBlock | None:
-    """The last document queries that indexers were given, as many as a report measures on, treated as if they followed
-    the middle. None if the index keeps none."""
+    """The last document queries from which indexers built the index, as many as a report measures on.
+
+    They are treated as if they followed the middle. Returns None if the index stores no queries.
+    """
     name = layer_file("samples", layer)
     if name not in artifact.manifest.files:
         return None
@@ -98,10 +101,10 @@ def seen_block(artifact: Artifact, layer: int) -> QueryBlock | None:
 
 
 class MeasuredQueries:
-    """The queries of a report: of the tail, or those given, of some questions. `blocks(layer)` are one layer's.
+    """The queries of a report: those of the tail, or those of questions. `blocks(layer)` returns one layer's queries.
 
     Args:
-        given: each layer's queries of each question.
+        given: the queries of each question, by layer; None: the queries of the tail.
     """
 
     def __init__(self, artifact: Artifact, given: Mapping[int, Sequence[QueryBlock]] | None = None):

@@ -1,4 +1,4 @@
-"""Runs the user's own questions through the model, for their queries to be measured on."""
+"""Runs the user's questions through the model and records their queries, on which a report measures methods."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,15 +16,17 @@ from sparsekv.runtime.reporting.queries import MeasuredQueries, QueryBlock
 def question_queries(
     index: OpenIndex, questions: Iterable[str], *, special_tokens: bool = False, last: bool = False
 ) -> MeasuredQueries:
-    """The queries of questions, which are prefilled with dense attention one after another; without any, the tail's.
+    """Record the queries of questions, prefilled one after another with dense attention.
 
-    Raises:
-        UsageError: a question is longer than the model has positions for.
+    Without questions the queries are those of the document's tail.
 
     Args:
-        last: measure one query of each question: that of its last token before what all of them end with, such as a
-            chat template's end. All are in one block, so that they can share what they select; the rows of the
-            questions' own tokens are left out.
+        last: record one query of each question: that of the last token before the tokens with which all questions end,
+            such as a chat template's end. All queries are in one block, so that they can share a selection. Keys and
+            values of the questions' own tokens are left out.
+
+    Raises:
+        UsageError: the model has too few positions for a question.
     """
     with exclusive(index.model):
         asked = [question_ids(index, question, special_tokens=special_tokens) for question in questions]
@@ -36,7 +38,7 @@ def question_queries(
 
 
 def _same_end(questions: Sequence[torch.Tensor]) -> int:
-    """How many last tokens all questions have in common; at least one of each question is not among them."""
+    """Count the tokens at the end that all questions share; at least one token of each question is not counted."""
     shortest = min((len(one) for one in questions), default=1)
     if len(questions) < 2:
         return 0
@@ -51,8 +53,10 @@ def _joined(each: list[QueryBlock]) -> QueryBlock:
 
 @dataclass
 class _QuestionRecorder:
-    """Runs questions with dense attention and records each layer's queries and new keys and values; with `but` one
-    query of each question alone, that of its last token but so many."""
+    """Runs questions with dense attention and records the queries and the new keys and values of each layer.
+
+    With `but` it records only one query of each question: that of the token with `but` tokens after it.
+    """
 
     index: OpenIndex
     but: int | None = None
@@ -69,7 +73,7 @@ class _QuestionRecorder:
             if self.but is not None:
                 at = len(question) - 1 - self.but
                 nothing = block.keys[:, :0], block.values[:, :0]
-                # As many as it would see, for its position, though the rows of its own are left out.
+                # `visible` still counts the question's own tokens, because the query's position follows from it.
                 block = QueryBlock(block.queries[:, at : at + 1], *nothing, visible[at : at + 1], sinks)
             self.blocks.setdefault(call.layer, []).append(block)
             return cache.attend(call)

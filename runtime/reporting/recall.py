@@ -1,4 +1,4 @@
-"""Recall, attention mass and output error of methods against dense attention on one layer."""
+"""Measures recall, attention mass and output error of methods against dense attention on one layer."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,11 +28,13 @@ from sparsekv.runtime.selection.wrappers import unite_groups
 
 @dataclass(frozen=True)
 class MeasuredSetting:
-    """A form of a method at a budget.
+    """A form of a method at a budget, with the options of its measurement.
 
-    A `guard` limits the missed share of a head. Recall and `list_coverage` count the oracle's tokens at the `reference`
-    budget, by default the form's own. Without `outputs` attention outputs are not computed, and output error and
-    missed estimate are NaN. So many queries `together` attend to what any of them chooses.
+    Attributes:
+        guard: limits the missed share of a head.
+        reference: budget of the oracle's tokens that recall and `list_coverage` count; None: `budget`.
+        outputs: compute attention outputs. Otherwise output error and missed estimate are NaN.
+        together: number of queries that share the union of their selections.
     """
 
     form: MethodSpec
@@ -45,34 +47,38 @@ class MeasuredSetting:
 
 @dataclass
 class Measures:
-    """Sums over queries of each measure, by name, per KV head [Hk] float64."""
+    """Sums of each measure over queries, by name, per KV head [Hk] float64."""
 
     queries: int = 0
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def add(self, **per_query: torch.Tensor) -> None:
-        """Add values [Hk, Q] of each measure; NaN where it is not measured."""
+        """Add values [Hk, Q] of each measure. A measure that is not known has the value NaN."""
         self.queries += next(iter(per_query.values())).shape[1]
         for name, values in per_query.items():
             self.sums[name] = self.sums.get(name, 0) + values.double().sum(1)
 
     def means(self) -> dict[str, torch.Tensor]:
-        """Mean over queries of each measure, [Hk] on the CPU; one sync."""
+        """Compute the mean of each measure over queries, [Hk] on the CPU, with one sync."""
         means = torch.stack([*self.sums.values()]).cpu() / self.queries
         return dict(zip(self.sums, means, strict=True))
 
 
 LOGITS_AT_ONCE = 64 * 2**20  # elements of [Hq, Q, N] float32 logits: 256 MB
-PIECE = 4096  # tokens of one sum
+PIECE = 4096  # tokens that one matrix product of a long sum covers on a GPU
 
 
 @dataclass(frozen=True)
 class Truth:
     """Queries and their dense attention.
 
-    logits [Hk, G, Q, M] and probability [Hk, Q, M] (the group's mean) are of the middle; exact_logsumexp [Hk, G, Q] and
-    exact_output [Hk, G, Q, D] are the log-sum-exp and the output of attention to exact rows and learned sinks alone;
-    output [Hk, G, Q, D] is of everything. `oracles` caches the oracle's choices by number of tokens.
+    Attributes:
+        logits: [Hk, G, Q, M], logits on the middle.
+        exact_logsumexp: [Hk, G, Q], log-sum-exp of the logits on exact rows and learned sinks alone.
+        exact_output: [Hk, G, Q, D], output of attention to exact rows and learned sinks alone.
+        probability: [Hk, Q, M], attention probability of the middle's tokens, mean over the group.
+        output: [Hk, G, Q, D], output of dense attention.
+        oracles: cache of the oracle's selections by number of tokens.
     """
 
     queries: Queries
@@ -86,7 +92,7 @@ class Truth:
     oracles: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def oracle(self, tokens: int) -> torch.Tensor:
-        """[Hk, Q, M] bool: the `tokens` tokens of highest probability."""
+        """Mark the `tokens` tokens of highest probability: [Hk, Q, M] bool."""
         if tokens not in self.oracles:
             best = self.probability.topk(tokens, -1).indices
             self.oracles[tokens] = torch.zeros_like(self.probability, dtype=torch.bool).scatter_(-1, best, True)
@@ -94,8 +100,10 @@ class Truth:
 
 
 def truths(rows: LayerRows, blocks: Iterable[QueryBlock], device: torch.device, at_least: int = 1) -> Iterator[Truth]:
-    """Dense attention of all blocks' queries, numbered as batches: as many at a time as `LOGITS_AT_ONCE` allows, and
-    `at_least` so many."""
+    """Compute dense attention of all blocks' queries, batch by batch, with batch numbers from 0.
+
+    A batch has as many queries of a block as `LOGITS_AT_ONCE` allows, but at least `at_least` queries.
+    """
     batches, tokens = count(), rows.artifact.manifest.split.tokens
     for block in blocks:
         Hq, queries, _ = block.queries.shape
@@ -134,21 +142,21 @@ def _truth(rows: LayerRows, block: QueryBlock, batch: int) -> Truth:
 
 
 def joint_softmax(parts: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """The weights of one softmax over several parts [..., T] of the logits, part by part, and its log-sum-exp."""
+    """Compute one softmax over several parts [..., T] of the logits; return each part's weights and the log-sum-exp."""
     weights, total = softmax_with_logsumexp(torch.cat(parts, -1))
     return weights.split([part.shape[-1] for part in parts], -1), total
 
 
 def weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[Hk, G, Q, D]: values [Hk, T, D] summed with weights [Hk, G, Q, T], in float32."""
+    """Sum values [Hk, T, D] with weights [Hk, G, Q, T] in float32: [Hk, G, Q, D]."""
     Hk, G, Q, tokens = weights.shape
-    # A GPU gives one long sum to a dozen of its many units.
+    # A GPU computes one long sum on about a dozen of its many multiprocessors.
     piece = PIECE if weights.is_cuda else tokens
     return sum_in_pieces(weights.flatten(1, 2), values.float(), piece).view(Hk, G, Q, -1)
 
 
 def sum_in_pieces(weights: torch.Tensor, values: torch.Tensor, piece: int) -> torch.Tensor:
-    """[Hk, R, D]: values [Hk, T, D] summed with weights [Hk, R, T], `piece` tokens at a time and then these sums."""
+    """Sum values [Hk, T, D] with weights [Hk, R, T] over pieces of `piece` tokens, then add these sums: [Hk, R, D]."""
     whole = values.shape[1] // piece * piece if piece < values.shape[1] else 0
     sums = torch.bmm(weights[..., whole:], values[:, whole:])
     if whole:
@@ -158,7 +166,7 @@ def sum_in_pieces(weights: torch.Tensor, values: torch.Tensor, piece: int) -> to
 
 
 SharedStates = dict[tuple[str, str], dict[str, Any]]
-"""The state shared by all layers, for each method and variant."""
+"""State that all layers share, by method and variant."""
 
 
 def measure_layer(
@@ -170,10 +178,10 @@ def measure_layer(
 ) -> dict[MeasuredSetting, Measures]:
     """Measure all methods and budgets on one layer, on a device.
 
-    Allocates 256 MB of logits at a time, a few times over; on a GPU also the layer's keys and values.
+    Allocates 256 MB of logits at a time, a few times over. On a GPU it also allocates the layer's keys and values.
 
     Args:
-        states: state shared with the layers measured before this one.
+        states: state shared with the layers that were measured before this one.
     """
     states = {} if states is None else states
     selectors: dict[MethodSpec, Selector] = {}
@@ -210,15 +218,15 @@ def _measure(one: MeasuredSetting, selector: Selector, truth: Truth, into: Measu
 
 
 def step_measures(attempt: Attempt, truth: Truth, wanted: int) -> dict[str, torch.Tensor]:
-    """Measures of one attempt against dense attention, by name, [Hk, Q] each.
+    """Compute the measures of one attempt against dense attention, by name, [Hk, Q] each.
 
     Args:
-        attempt: as `attempt_of` gives it.
-        wanted: how many of the oracle's tokens count for recall.
+        attempt: the result of `attempt_of`.
+        wanted: number of the oracle's tokens that recall counts.
     """
     (chosen, output), dense = attempt.results, truth.output.transpose(1, 2)
     apart, size = (output - dense).norm(dim=-1), dense.norm(dim=-1)
-    # A head may have no values: then what it gives is right, or all wrong.
+    # If the dense output of a head is zero, the relative error is 0 for an output of zero, and 1 for any other.
     error = torch.where((size == 0) & ~apart.isnan(), (apart > 0).to(apart.dtype), apart / size)
     seen, whole = (truth.probability * chosen).sum(-1), truth.probability.sum(-1)
     return {
@@ -233,7 +241,7 @@ def step_measures(attempt: Attempt, truth: Truth, wanted: int) -> dict[str, torc
 
 
 def _coverage(selector: Selector, truth: Truth, wanted: int) -> torch.Tensor:
-    """[Hk, Q]: the share of the oracle's tokens that the selector scores; NaN where it scores all."""
+    """Share of the oracle's tokens that the selector scores, [Hk, Q]; NaN if it scores all tokens."""
     report = selector.report
     if report is None or report.covered is None:
         return torch.full_like(truth.probability[..., 0], torch.nan)
@@ -248,10 +256,10 @@ def _attempt(selector: Selector, truth: Truth, budget: Budget, *, outputs: bool,
 
 
 def attempt_of(selection: Selection, layout: torch.Tensor | None, truth: Truth, *, outputs: bool = True) -> Attempt:
-    """The choice of a selection for the queries of `truth` [Hk, Q, M] bool, by position, and its output [Hk, Q, G, D].
+    """Compute the selected tokens [Hk, Q, M] bool, by position, and the attention output [Hk, Q, G, D] of a selection.
 
-    Without `outputs` output and missed share are NaN; the missed share also without centroids of the
-    rest.
+    The selection is for the queries of `truth`. Without `outputs`, the output and the missed share are NaN. The missed
+    share is also NaN if the selection has no centroids of the rest.
     """
     positions = chosen_positions(selection.rows, layout, truth.logits.shape[-1])
     chosen = _chosen(positions, truth.probability)
@@ -274,8 +282,10 @@ def _whole(truth: Truth) -> Attempt:
 
 
 def chosen_positions(rows: RowSet, layout: torch.Tensor | None, middle: int) -> torch.Tensor:
-    """[Hk, Q or 1, capacity] middle positions of the chosen rows; unused slots are M, one past the last position, so
-    that scattering to them changes no token."""
+    """Return the middle positions of the selected rows [Hk, Q or 1, capacity].
+
+    Unused slots have the value M, one past the last position, so that scattering to them changes no token.
+    """
     positions, valid = rows.expand()
     if layout is not None:
         positions = layout[:, None].expand(-1, positions.shape[1], -1).gather(-1, positions)
@@ -283,7 +293,7 @@ def chosen_positions(rows: RowSet, layout: torch.Tensor | None, middle: int) -> 
 
 
 def _chosen(positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[Hk, Q, M] bool: whether each token is among the chosen positions, in order of position."""
+    """Mark the tokens at the selected positions: [Hk, Q, M] bool, in order of position."""
     chosen = like.new_zeros(*like.shape[:-1], like.shape[-1] + 1, dtype=torch.bool)
     return chosen.scatter_(-1, positions.expand(-1, like.shape[1], -1), True)[..., :-1]
 
@@ -295,8 +305,10 @@ def _sparse_output(
     positions: torch.Tensor,
     rest: Sequence[CentroidSegment],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [Hk, G, Q, D] and log-sum-exp [Hk, G, Q] of one softmax over chosen tokens, exact rows and centroids of
-    the rest."""
+    """Compute one softmax over selected tokens, exact rows and centroids of the rest.
+
+    Returns its output [Hk, G, Q, D] and its log-sum-exp [Hk, G, Q].
+    """
     logits = truth.logits.masked_fill(~chosen[:, None], -torch.inf)
     if log_weights is not None:
         weights = logits.new_zeros(*logits.shape[:-1], logits.shape[-1] + 1)

@@ -1,4 +1,4 @@
-"""The recall report of every method, variant and budget on all layers, and its Pareto front."""
+"""Recall report: measures every method, variant and budget on all layers, and finds the Pareto front."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from sparsekv.runtime.selection.registry import methods
 
 @dataclass(frozen=True)
 class LayerDescription:
-    """One layer of one method: statistics of its clusters and posting lists; None where it has none."""
+    """Statistics of one layer's clusters and posting lists for one method; None where the method has none."""
 
     layer: int
     clusters: Clustering | None
@@ -34,7 +34,7 @@ class LayerDescription:
 def describe_layers(
     artifact: Artifact, name: str, biggest: int, device: torch.device = CPU
 ) -> Iterator[LayerDescription]:
-    """Descriptions of each indexed layer for the method called `name`, made on a device.
+    """Describe each indexed layer for the method `name`, computed on a device.
 
     Reads the whole context and the method's tensors, one layer at a time.
     """
@@ -48,18 +48,22 @@ def describe_layers(
 
 
 GROUPS = ("layer", "kv_head")
-"""Fields by whose values rows can be grouped and averaged."""
+"""Fields by which rows can be grouped before they are averaged."""
 
 
 @dataclass(frozen=True)
 class RecallRow:
-    """One method at one budget; layer and kv_head are None in a row that averages over all of them.
+    """One method at one budget. Layer and kv_head are None in a row that averages over all of them.
 
-    Some measures are None for methods that lack them: `missed_estimate` without centroids of the rest; `recall_seen`,
-    recall on the document queries that the index was built from, for an index built without queries; `list_coverage`,
-    the share of the oracle's tokens that are in the posting lists read, without posting lists; `raised` and `dense`,
-    the shares of a head's queries with a budget raised by the guard and with dense attention, without a guard.
-    `together`: how many queries attend to what any of them selects.
+    Some measures are None for methods that lack them.
+
+    Attributes:
+        missed_estimate: estimated missed share; None without centroids of the rest.
+        recall_seen: recall on the document queries from which the index was built; None if it was built without them.
+        list_coverage: share of the oracle's tokens that are in the posting lists read; None without posting lists.
+        raised: share of a head's queries whose budget the guard raised; None without a guard.
+        dense: share of a head's queries to which the guard gave dense attention; None without a guard.
+        together: number of queries that share the union of their selections.
     """
 
     method: str
@@ -83,19 +87,22 @@ class RecallRow:
 
     @property
     def name(self) -> str:
-        """Of a line or a row: the method, its variant, and how many queries share a choice."""
+        """Label of a line or row: the method, its variant, and the number of queries that share a selection."""
         shared = f"{self.together} together" if self.together > 1 else ""
         return " ".join(part for part in (self.method, self.variant, shared) if part)
 
 
 MEASURES = tuple(one.name for one in fields(RecallRow) if one.type in (float, float | None))
-"""Fields that are averaged."""
+"""The measures: fields of a row that are averaged."""
 
 
 @dataclass(frozen=True)
 class RecallReport:
-    """A whole report: `rows` has one row per method, variant, budget, layer and KV head; `prefill` is how the index's
-    context was prefilled, `kv_storage` what storing its keys and values costs, None where that is nothing."""
+    """A whole report, with one row per method, variant, budget, layer and KV head.
+
+    `prefill` is the method with which the index's context was prefilled. `kv_storage` is the error of storing keys and
+    values in fewer bits, None if they are stored exactly.
+    """
 
     index: str
     model: str
@@ -107,7 +114,7 @@ class RecallReport:
     rows: list[RecallRow]
 
     def by(self, *names: str) -> list[RecallRow]:
-        """Rows averaged per `layer`, per `kv_head`, or per both; without names, over everything."""
+        """Average rows per `layer`, per `kv_head`, or per both; without names, over everything."""
         groups: dict[RecallRow, list[RecallRow]] = {}
         for row in self.rows:
             group: dict[str, Any] = dict.fromkeys(MEASURES, 0.0)
@@ -116,13 +123,17 @@ class RecallReport:
         return [_mean(group, rows) for group, rows in groups.items()]
 
     def best_within(self, kv_fraction: float) -> RecallRow | None:
-        """The averaged row of lowest output error with at most this KV fraction, bounds and rows of several queries
-        together excluded; None if none has."""
+        """Return the averaged row of lowest output error with at most this KV fraction, or None.
+
+        Bounds and rows in which several queries share a selection are excluded.
+        """
         return next(iter(self.ranked_within(kv_fraction)), None)
 
     def ranked_within(self, kv_fraction: float) -> list[RecallRow]:
-        """The averaged rows with at most this KV fraction by their output error, without those that `best_within`
-        excludes."""
+        """Return the averaged rows with at most this KV fraction, sorted by output error.
+
+        Rows that `best_within` excludes are left out.
+        """
         alone = [row for row in self.by() if row.together == 1 and not methods()[row.method].is_bound]
         return sorted((row for row in alone if row.kv_fraction <= kv_fraction), key=lambda row: row.output_error)
 
@@ -150,19 +161,20 @@ def recall_report(
     together: Sequence[int] = (1,),
     device: torch.device = CPU,
 ) -> RecallReport:
-    """Measure methods by name at each budget, layer by layer, on a device; needs the memory of one layer.
+    """Measure methods by name at each budget, layer by layer, on a device. Needs the memory of one layer.
 
     Args:
-        queries: of the held-out tail, or of the user's questions; the same for every method.
+        queries: queries of the held-out tail, or of the user's questions. Every method is measured on the same queries.
         progress: called with the number of layers done and the total.
-        residual: measure each variant also with centroids for the tokens that it does not choose.
-        guard: measure each variant whose missed share can be estimated also under this guard.
-        together: how many queries share what any of them selects, the furthest apart of the tail; each number is
-            measured, but for methods that cannot share, and under a guard.
-        configured: for some methods, by name, a label and the one form to measure; the others' variants are measured.
+        residual: measure each variant a second time with centroids for the tokens that it does not select.
+        guard: measure each variant whose missed share can be estimated a second time under this guard.
+        together: numbers of queries that share the union of their selections. The queries of a group are the furthest
+            apart of the tail. Methods that cannot share, and variants under a guard, are measured only with 1.
+        configured: for some methods, by name, a label and the only form to measure. Of other methods all variants are
+            measured.
 
     Raises:
-        UsageError: `residual`, and the index has no value centroids.
+        UsageError: `residual` is set, and the index has no value centroids.
     """
     manifest = artifact.manifest
     compared = [
@@ -201,8 +213,10 @@ def recall_report(
 def forms(
     artifact: Artifact, name: str, configured: tuple[str, Method] | None = None, *, residual: bool
 ) -> list[MethodSpec]:
-    """The forms of a method to compare: the configured one, or its variants. With `residual` also each of them with a
-    residual, unless the method has a replacement of its own."""
+    """Return the forms of a method to compare: the configured form, or else the method's variants.
+
+    With `residual`, each form follows once more with a residual, unless a variant has a replacement of its own.
+    """
     record = artifact.manifest.methods.get(name)
     variants = dict([configured]) if configured else methods()[name].variants(record)
     found = [MethodSpec(name, variant, method) for variant, method in variants.items()]
@@ -212,7 +226,7 @@ def forms(
 
 
 def _measured(compared: list[MethodSpec], budgets: list[Budget], guard: Guard | None) -> list[MeasuredSetting]:
-    """Each form at each budget; a method's forms again under the guard, where their missed share can be estimated."""
+    """List each form at each budget. A form whose missed share can be estimated is listed again under the guard."""
     measured: list[MeasuredSetting] = []
     for _, of_method in groupby(compared, lambda form: form.name):
         plain = list(of_method)
@@ -230,7 +244,7 @@ def _measured(compared: list[MethodSpec], budgets: list[Budget], guard: Guard | 
 def _recall_seen(
     rows: LayerRows, measured: list[MeasuredSetting], device: torch.device
 ) -> dict[MeasuredSetting, torch.Tensor]:
-    """Recall [Hk] on the document queries that indices were built from, for the methods that learn from queries."""
+    """Measure recall [Hk] on the document queries of which the index was built, for methods that learn from them."""
     learned = [one for one in measured if one.form.method.learns_queries]
     block = seen_block(rows.artifact, rows.layer) if learned else None
     if block is None:
@@ -240,7 +254,7 @@ def _recall_seen(
 
 
 def _rows(one: MeasuredSetting, middle: int, layer: int, means: dict[str, torch.Tensor]) -> list[RecallRow]:
-    """One row for each KV head, from means [Hk] of each measure."""
+    """Create one row for each KV head from the means [Hk] of each measure."""
     of_head: list[dict[str, Any]] = [
         {name: _known(float(values[kv_head])) for name, values in means.items()}
         for kv_head in range(len(means["recall"]))
@@ -265,10 +279,10 @@ def _known(value: float) -> float | None:
 
 
 def pareto_front(rows: Sequence[RecallRow]) -> list[RecallRow]:
-    """Rows for which no other reads at most as much and errs at most as much, and less of one of the two.
+    """Return the Pareto front in KV fraction and output error: the rows that no other row dominates.
 
-    Compared are rows of the same layer, KV head and number of queries together. Bounds, such as the oracle, are no
-    methods to take and are left out.
+    Only rows of the same layer, KV head and number of queries together are compared. Bounds such as the oracle are left
+    out, because no one can use them.
     """
     groups: dict[tuple[int | None, int | None, int], list[RecallRow]] = {}
     for row in rows:
@@ -290,13 +304,13 @@ def _costs(row: RecallRow) -> tuple[float, float]:
 
 
 def row_records(rows: Sequence[RecallRow]) -> list[dict[str, Any]]:
-    """Rows as flat dicts, in the order they are given in, each with `front`: whether it is on the Pareto front."""
+    """Convert rows to flat dicts, in the same order. The key `front` holds whether a row is on the Pareto front."""
     front = set(pareto_front(rows))
     return [{**asdict(row), "front": row in front} for row in rows]
 
 
 def in_order(rows: Sequence[RecallRow]) -> list[RecallRow]:
-    """Rows by layer, KV head, budget, queries together and error."""
+    """Sort rows by layer, KV head, budget, number of queries together, and output error."""
 
     def key(row: RecallRow) -> tuple[float, ...]:
         place = [-1 if number is None else number for number in (row.layer, row.kv_head)]

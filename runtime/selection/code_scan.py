@@ -1,4 +1,4 @@
-"""Selection by product codes of all keys, and estimated logits of the keys."""
+"""Scan of all keys' product-quantisation codes: estimates the keys' logits and selects the best tokens."""
 
 from functools import cached_property
 
@@ -24,14 +24,16 @@ from sparsekv.kernels.posting_lists.types import ExactKeys, KeyGroups
 from sparsekv.kernels.scores.logits import softcapped
 from sparsekv.runtime.selection.wrappers import ResidualClusters
 
-MOST = 60.0  # of a logit above its log-sum-exp: its exponential, summed, is a float32
+MOST = 60.0  # largest excess of a logit over the log-sum-exp, so that sums of exponentials do not overflow float32
 
 
 class CodeEstimates:
-    """One layer's codes [Hk, M, m] uint8 and what they name: turn [Hk, D, D], codebooks [Hk, m, C, D / m] float32.
+    """Estimates logits from one layer's codes [Hk, M, m] uint8.
+
+    The codes index the codebooks [Hk, m, C, D / m] float32. `turn` [Hk, D, D] float32 rotates queries.
 
     Args:
-        tensors: of the index; see `CodesIndexer.build_layer`.
+        tensors: tensors of the index; see `CodesIndexer.build_layer`.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor], facts: LayerFacts):
@@ -39,7 +41,7 @@ class CodeEstimates:
         self.codes, self.facts = tensors["codes"], facts
 
     def of(self, query: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Estimated logits [Hk, G, Q, S] float32 of queries [Hk, G, Q, D] on tokens [Hk, Q or 1, S]."""
+        """Estimate logits [Hk, G, Q, S] float32 of queries [Hk, G, Q, D] on tokens [Hk, Q or 1, S]."""
         codes = self.codes.gather(1, tokens.flatten(1)[..., None].expand(-1, -1, self.codes.shape[2]))
         codes = codes.view(*tokens.shape, -1)[:, None]
         logits = torch.zeros(*query.shape[:3], tokens.shape[-1], device=query.device)
@@ -48,7 +50,7 @@ class CodeEstimates:
         return self._capped(logits)
 
     def of_all(self, query: torch.Tensor) -> torch.Tensor:
-        """The same of all tokens [Hk, G, Q, M], on a CPU as sums of tables' rows, for which torch has an operation."""
+        """Estimate logits on all tokens [Hk, G, Q, M]; a CPU uses torch's `embedding_bag`, which sums table rows."""
         Hk, G, Q, _ = query.shape
         if query.is_cuda:
             return self.of(query, torch.arange(self.codes.shape[1], device=query.device).expand(Hk, 1, -1))
@@ -58,13 +60,13 @@ class CodeEstimates:
 
     @cached_property
     def places(self) -> torch.Tensor:
-        """[Hk * M, m] int32: the rows of each token's codes among all heads' and parts' tables."""
+        """Row of each token's codes in the concatenated tables of all heads and parts [Hk * M, m] int32."""
         (Hk, _, m), C = self.codes.shape, self.codebooks.shape[2]
         tables = C * torch.arange(Hk * m, dtype=torch.int32).view(Hk, 1, m)
         return (self.codes + tables).flatten(0, 1)
 
     def _tables(self, query: torch.Tensor) -> torch.Tensor:
-        """Products [Hk, G, Q, m, C] of each part of the turned queries with its centroids."""
+        """Compute look-up tables: products [Hk, G, Q, m, C] of each part of the rotated queries with its centroids."""
         turned = torch.einsum("hgqd,hde->hgqe", query.float(), self.turn)
         parts = turned.unflatten(-1, (self.codebooks.shape[1], -1))
         return torch.einsum("hgqpd,hpcd->hgqpc", parts, self.codebooks)
@@ -74,23 +76,26 @@ class CodeEstimates:
 
 
 def probability(logits: torch.Tensor, total: torch.Tensor, *, joint: bool) -> torch.Tensor:
-    """Probabilities [Hk, Q, S] of logits [Hk, G, Q, S], the mean over the group; of a joint selection [Hk, 1, S], the
-    mean over its queries too. `total` [Hk, G, Q]: the log-sum-exp of all that is attended."""
-    # That is an estimate, above which a logit can be.
+    """Compute probabilities [Hk, Q, S] from logits [Hk, G, Q, S], as the mean over the group.
+
+    For a joint selection the result is the mean over its queries, too: [Hk, 1, S]. `total` [Hk, G, Q] is the
+    log-sum-exp of the logits on everything that is attended to.
+    """
+    # `total` is an estimate, so that a logit can exceed it.
     probability = (logits - total[..., None]).clamp(max=MOST).exp().mean(1)
     return probability.mean(1, keepdim=True) if joint else probability
 
 
-MOST_PARTS, MOST_CHANNELS = 64, 64  # that kernels serve
-MOST_SHORT = 2**15  # clusters that a number of two bytes, which are signed, tells apart
+MOST_PARTS, MOST_CHANNELS = 64, 64  # largest number of parts, and of channels of a part, that kernels support
+MOST_SHORT = 2**15  # largest number of clusters whose indices fit int16
 FEWEST_KEYS = 2**14  # with fewer keys launch overhead dominates a step
 
 
 class CodeScan:
-    """One layer's codes, laid out for a scan; a second copy of them.
+    """A second copy of one layer's codes in a layout for a scan on a GPU.
 
     Args:
-        tensors: of the index; see `CodesIndexer.build_layer`.
+        tensors: tensors of the index; see `CodesIndexer.build_layer`.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor], clusters: ResidualClusters, facts: LayerFacts):
@@ -99,13 +104,13 @@ class CodeScan:
         self.codes = LaidOutCodes(turn, books, lay_out(codes), codes.shape[1])
         counts, bias = clusters.counts.int().contiguous(), tensors["rest_bias"].float().contiguous()
         self.clusters = WeighedClusters(clusters.keys.contiguous(), counts, bias)
-        # Read for all keys in each step.
+        # Each step reads the labels of all keys, so they are stored in few bytes.
         short = torch.int16 if counts.shape[1] <= MOST_SHORT else torch.int32
         self.values, self.labels = tensors["rest_values"], clusters.labels.to(short).contiguous()
 
     @staticmethod
     def serves(tensors: dict[str, torch.Tensor]) -> bool:
-        """Whether there are kernels for such codes, and keys enough that they pay."""
+        """Whether kernels support these codes, and there are enough keys that a scan pays."""
         codes, (_, parts, centroids, size) = tensors["codes"], tensors["codebooks"].shape
         # Look-ups are unrolled over the parts, and a part of the turn is in shared memory.
         fits = parts % IN_WORD == 0 and parts <= MOST_PARTS and size <= MOST_CHANNELS
@@ -114,11 +119,12 @@ class CodeScan:
     def choose_for_each(
         self, query: torch.Tensor, beside: torch.Tensor, tokens: int
     ) -> tuple[JoinedKeys, torch.Tensor]:
-        """The union of T queries' choices, each the best tokens by itself, and counts of each cluster [Hk, C] int32.
+        """Select the union of the best tokens of T queries, and count its tokens in each cluster [Hk, C] int32.
 
         Args:
             query: [Hk, G, T, D].
-            beside: [Hk, G, T], the log-sum-exps of each one's logits on what it attends to beside the middle.
+            beside: [Hk, G, T], log-sum-exp of each query's logits on the exact rows.
+            tokens: number of tokens of each query's selection.
         """
         Hk, G, T, D = query.shape
         each, nothing = query.transpose(1, 2).reshape(Hk * T, G, D), query.new_empty(Hk, 0, D)
@@ -131,12 +137,13 @@ class CodeScan:
     def choose(
         self, query: torch.Tensor, exact: ExactKeys, keys: torch.Tensor | None, tokens: int, candidates: int
     ) -> tuple[torch.Tensor, ScoredCentroids]:
-        """The best tokens [Hk, K] int32, in order of position, and what stands for all others.
+        """Select the best tokens [Hk, K] int32, in order of position; return centroids for all others, too.
 
         Args:
             query: [Hk, G, D]
-            keys: [Hk, M, D] of the middle; None: the candidates are those that are chosen.
-            tokens: K; candidates: at least as many, of which the best by exact logits are chosen.
+            keys: keys of the middle [Hk, M, D], to re-rank candidates by exact logits; None: no re-ranking.
+            tokens: number of tokens K to select.
+            candidates: number of tokens to re-rank, at least K.
         """
         found = rank_codes(query, self.codes, self.clusters, exact, candidates, *self.facts.scaling)
         groups = KeyGroups(self.labels, found.taken)
@@ -151,10 +158,10 @@ class CodeScan:
 
 
 class QuestionScan:
-    """One layer's codes as they are stored, for a question's tokens together; copies none of them.
+    """Scan of one layer's codes for all tokens of a question together. It reads the stored codes without a copy.
 
     Args:
-        tensors: of the index; see `CodesIndexer.build_layer`.
+        tensors: tensors of the index; see `CodesIndexer.build_layer`.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor], facts: LayerFacts):
@@ -163,14 +170,16 @@ class QuestionScan:
 
     @staticmethod
     def serves(tensors: dict[str, torch.Tensor]) -> bool:
-        """Whether there is a kernel for such codes, and keys enough that it pays."""
-        # Its tiles have all parts, their sizes are powers of two, and a product takes at least 16 channels.
+        """Whether the kernel supports these codes, and there are enough keys that a scan pays."""
+        # A tile of the kernel holds all parts. Its sizes are powers of two, and a product has at least 16 channels.
         _, parts, _, size = tensors["codebooks"].shape
         fits = all(power_of_two(number) == number for number in (parts, size)) and parts * size >= 16
         return CodeScan.serves(tensors) and fits
 
     def choose(self, query: torch.Tensor, totals: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The best tokens [Hk, K] int32 for queries [Hk, G, T, D] together, in order of position; totals [Hk, G, T]:
-        the log-sum-exps of all that each attends to."""
+        """Select the best tokens [Hk, K] int32 for queries [Hk, G, T, D] together, in order of position.
+
+        `totals` [Hk, G, T] are the log-sum-exps of each query's logits on everything that it attends to.
+        """
         ranks = rank_jointly(query.flatten(1, 2), totals.flatten(1), self.codes, tokens, *self.facts.scaling)
         return top_ranked(ranks, tokens)

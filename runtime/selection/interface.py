@@ -1,5 +1,4 @@
-"""The interface of methods: `Method` prepares a `Selector` for each layer, which selects rows for queries to a
-budget."""
+"""The interface of methods: a `Method` prepares a `Selector` for each layer, which selects KV rows within a budget."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +22,7 @@ from sparsekv.runtime.selection.cluster_statistics import Clustering, ListShape
 class RowIndices:
     """Row indices that a kernel has written: rows [Hk, capacity] int32, of which the first used [Hk] int32 are valid.
 
-    `queue` [Hk] int32 zeros, if there is one, is a work counter for the attention kernel.
+    `queue` [Hk] int32 is a work counter for the attention kernel, initialised to zeros. None: the kernel needs none.
     """
 
     rows: torch.Tensor
@@ -35,10 +34,13 @@ class RowIndices:
 class RowSet:
     """Rows of the middle, as runs of consecutive rows in the selector's layout: starts, run_lengths [Hk, Q or 1, R].
 
-    run_lengths: None where every run is one row. `capacity` is an upper bound of the rows of any one query. `total`:
-    how many rows each query has, where the host knows it without a sync; 0 where kernels count them. `indices`: the
-    same rows as plain indices, for one query or several that share them. log_weights [Hk, G, Q or 1, capacity] float32:
-    added to the logits of rows that were sampled instead of ranked, in the order of the runs.
+    Attributes:
+        run_lengths: length of each run; None if every run is one row.
+        capacity: upper bound of the number of rows of any query.
+        total: number of rows of each query, if the host knows it without a sync; 0 if kernels count the rows.
+        indices: the same rows as plain indices, for one query or for several queries that share the rows.
+        log_weights: [Hk, G, Q or 1, capacity] float32, in the order of the runs. They are added to the logits of rows
+            that were sampled instead of ranked.
     """
 
     starts: torch.Tensor
@@ -49,12 +51,12 @@ class RowSet:
     log_weights: torch.Tensor | None = None
 
     def has_all(self, used: int) -> bool:
-        """Whether it is one run of all `used` rows, for one query or several that share them."""
+        """Whether the set is one run of all `used` rows, for one query or for several queries that share it."""
         return self.starts.shape[1:] == (1, 1) and self.total == used and self.run_lengths is not None
 
     @property
     def lengths(self) -> torch.Tensor:
-        """[Hk, Q or 1, R]."""
+        """Length of each run [Hk, Q or 1, R]; ones if every run is one row."""
         return torch.ones_like(self.starts) if self.run_lengths is None else self.run_lengths
 
     def counts(self) -> torch.Tensor | int:
@@ -62,7 +64,7 @@ class RowSet:
         return self.lengths.sum(-1) if self.total is None else self.total
 
     def expand(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Row indices [Hk, Q or 1, capacity] int64, and which of them count, bool; None: all."""
+        """Return row indices [Hk, Q or 1, capacity] int64 and a bool mask of the valid ones; None: all are valid."""
         if self.run_lengths is None:
             return self.starts.long(), None
         if self.total == self.capacity and not self.starts.is_cuda:
@@ -71,17 +73,19 @@ class RowSet:
 
 
 def single_rows(rows: torch.Tensor, log_weights: torch.Tensor | None = None) -> RowSet:
-    """A row set of single rows [Hk, Q or 1, K]."""
+    """Build a row set in which each run is one of `rows` [Hk, Q or 1, K]."""
     return RowSet(rows, None, rows.shape[-1], rows.shape[-1], log_weights=log_weights)
 
 
 @dataclass(frozen=True)
 class CentroidSegment:
-    """Centroids that represent tokens which are not attended one by one: keys, values [Hk, C, D].
+    """Centroids that represent tokens which are not attended to individually: keys, values [Hk, C, D].
 
-    log_counts [Hk, Q or 1, C] float32: the logarithm of the number of tokens that each represents. `scored`: the same
-    with the logits of one decode step's query on the keys, where the selection has computed them already. `clusters`
-    [Hk, C]: the number of each one's cluster; None: they are all clusters of a level, in order.
+    Attributes:
+        log_counts: [Hk, Q or 1, C] float32, logarithm of the number of tokens that each centroid represents.
+        scored: the same centroids with the logits of a decode step's query on their keys, if the selection has computed
+            these logits.
+        clusters: [Hk, C], index of each centroid's cluster. None: the centroids are all clusters of a level, in order.
     """
 
     keys: torch.Tensor
@@ -91,7 +95,7 @@ class CentroidSegment:
     clusters: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "CentroidSegment":
-        """The same on another device."""
+        """Return the segment on a device. A copy to another device has no `scored`."""
         if self.keys.device == device:
             return self
         clusters = None if self.clusters is None else self.clusters.to(device)
@@ -101,11 +105,13 @@ class CentroidSegment:
 
 @dataclass(frozen=True)
 class Residual:
-    """The tokens that were not chosen: each is represented by one centroid of `segments()`.
+    """Residual: the tokens that were not selected, each represented by one centroid of `segments()`.
 
-    attended: the centroids are attended instead of their tokens (Multipole Attention, equation 2); otherwise they only
-    serve to estimate the missed attention. `in_place`: the same with logits, for kernels that attend in place.
-    index_rows: D-sized rows read for the centroids beside those that scoring has read.
+    Attributes:
+        attended: whether the query attends to the centroids in place of their tokens (Multipole Attention, equation 2).
+            Otherwise the centroids only serve to estimate the missed attention.
+        in_place: the same centroids with their logits, for kernels that attend in place.
+        index_rows: D-sized rows read for the centroids, in addition to the rows that scoring has read.
     """
 
     segments: Callable[[], tuple[CentroidSegment, ...]]
@@ -116,9 +122,10 @@ class Residual:
 
 @dataclass(frozen=True)
 class Cost:
-    """D-sized index rows that were read per KV head to make a selection: a number, or [Hk, Q or 1].
+    """Cost of a selection: D-sized index rows that were read per KV head, a number or [Hk, Q or 1].
 
-    per_count: rows to add for each count in the counter that kernels were given, where they counted what was read.
+    Kernels may count reads on the device in a counter that is passed to them. `per_count` is the number of rows to add
+    for each count.
     """
 
     index_rows: torch.Tensor | float
@@ -127,23 +134,26 @@ class Cost:
 
 @dataclass(frozen=True)
 class Selection:
-    """Rows to attend to, the cost of selecting them, and centroids of the rest; None: there are none."""
+    """Rows to attend to, the cost of selecting them, and centroids of the rest; None: no centroids."""
 
     rows: RowSet
     cost: Cost
     rest: Residual | None = None
 
     def rows_read(self) -> torch.Tensor | float:
-        """D-sized rows read per KV head: chosen keys and values, and the index; [Hk, Q or 1] or a number."""
-        # Numbers stay Python numbers: copying one to the GPU as a tensor would wait for the GPU's pending work.
+        """Number of D-sized rows read per KV head, of selected keys and values and of the index.
+
+        Returns a number or [Hk, Q or 1].
+        """
+        # Numbers stay Python numbers, because copying one to the GPU as a tensor waits for the GPU's pending work.
         return 2 * self.rows.counts() + self.cost.index_rows
 
     def attended_segments(self) -> tuple[CentroidSegment, ...]:
-        """The centroids that are attended for the tokens that were not chosen."""
+        """Return the centroids that are attended to in place of the tokens that were not selected."""
         return self.rest.segments() if self.rest is not None and self.rest.attended else ()
 
     def of_queries(self, queries: slice) -> "Selection":
-        """The same for some of its queries; what all of them share stays as it is."""
+        """Return the selection of a slice of its queries. Tensors that all queries share stay as they are."""
 
         def some(rows: torch.Tensor, axis: int = 1) -> torch.Tensor:
             return rows[(slice(None),) * axis + (queries,)] if rows.shape[axis] > 1 else rows
@@ -171,41 +181,46 @@ class Selection:
 
 @dataclass(frozen=True)
 class InPlace:
-    """Asks for a selection for one query that kernels on the same device will attend to in place.
+    """Requests a selection for one query to which kernels on the same device will attend in place.
 
-    counter: [Hk] int64, to which selection kernels may add counts that only the device knows. exact: the keys that are
-    always attended.
+    Attributes:
+        counter: [Hk] int64. Selection kernels may add counts to it that only the device knows.
+        exact: the keys that are always attended to.
     """
 
     counter: torch.Tensor
     exact: ExactKeys
 
 
-_PIECES = 2**20  # more than sequences that are decoded together
+_PIECES = 2**20  # above any batch index of decoding: never so many sequences are decoded together
 
 
 def piece_batch(start: int) -> int:
-    """The batch offset of a question's piece that begins with query `start`.
+    """Return the `batch` of the piece of a question that begins with query `start`.
 
-    Layers attend to the pieces one after another, so each piece needs a ranking of its own.
+    A layer attends to all pieces, one after another, before the next layer does. So each piece needs its own ranking.
     """
     return (start + 1) * _PIECES
 
 
 def is_piece(batch: int) -> bool:
-    """Whether a batch is that of a question's piece."""
+    """Whether `batch` belongs to a piece of a question, and not to decoding."""
     return batch >= _PIECES
 
 
 @dataclass(frozen=True)
 class Queries:
-    """query [Hk, G, Q, D], after RoPE.
+    """Queries of one layer, after RoPE: query [Hk, G, Q, D].
 
-    `positions()` [Q] int64 are the queries' positions in the sequence; `exact_logsumexp()` [Hk, G, Q] is the
-    log-sum-exp of their logits on the rows that are always attended (sinks, tail, new tokens), and of learned sinks
-    (GPT-OSS). Both are computed only when a method calls them. `joint`: one selection for all Q queries together, as in
-    a question's prefill. `batch` is a number for these tokens, the same in every layer, by which layers find a ranking
-    they share (0 in decoding; see `piece_batch`).
+    `positions()` and `exact_logsumexp()` are computed only when a method calls them.
+
+    Attributes:
+        positions: returns the queries' positions in the sequence, [Q] int64.
+        exact_logsumexp: returns the log-sum-exp of their logits on the rows that are always attended to (sinks, tail,
+            new tokens), and of learned sinks (GPT-OSS), [Hk, G, Q].
+        joint: whether all Q queries share one selection, as in a question's prefill.
+        batch: key of these tokens, the same in every layer, under which layers share a ranking. It is 0 in decoding;
+            see `piece_batch`.
     """
 
     query: torch.Tensor
@@ -216,7 +231,7 @@ class Queries:
     in_place: InPlace | None = None
 
     def to(self, device: torch.device) -> "Queries":
-        """The same on another device; itself if it is already there. Drops `in_place` when it moves."""
+        """Return the queries on a device. A copy to another device has no `in_place`."""
         if self.query.device == device:
             return self
         positions, exact = self.positions, self.exact_logsumexp
@@ -232,18 +247,18 @@ class Budget:
     is_share: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        # Kept as a field so that everything (1.0) and one token (1) do not compare equal.
+        # A field, so that the share 1.0 (everything) and the count 1 (one token) do not compare equal.
         object.__setattr__(self, "is_share", isinstance(self.value, float))
 
     @classmethod
     def parse(cls, text: str, option: str = "--budget") -> "Budget":
-        """`0.05` and `5%` are shares, `1.0` and `100%` everything, `300` a number of tokens.
+        """Parse a budget: `0.05` and `5%` are shares, `1.0` and `100%` everything, `300` a count of tokens.
 
         Args:
-            option: the option that an error message names.
+            option: command-line option that an error message names.
 
         Raises:
-            UsageError: not a number, not above 0, or a share above 1.
+            UsageError: the text is no number, not above 0, or a share above 1.
         """
         try:
             percent = text.endswith("%")
@@ -258,11 +273,11 @@ class Budget:
 
     @classmethod
     def parse_each(cls, texts: Iterable[str]) -> list["Budget"]:
-        """Budgets in the order given, each once: 5% and 0.05 are the same. Raises what `parse` raises."""
+        """Parse texts and return the distinct budgets in order; 5% and 0.05 are equal. Raises what `parse` raises."""
         return list(dict.fromkeys(cls.parse(text) for text in texts))
 
     def tokens(self, middle: int) -> int:
-        """The budget in tokens for a middle of M tokens; at least 1, at most M."""
+        """Number of tokens that the budget allows for a middle of M tokens: at least 1, at most M."""
         count = self.value if isinstance(self.value, int) else round(self.value * middle)
         return max(1, min(middle, count))
 
@@ -279,10 +294,10 @@ _WANTED = "give a share of the document such as 0.05 or 5%, at most 1.0, or a nu
 
 @dataclass(frozen=True)
 class LayerPosition:
-    """A layer's number among the indexed layers, counted from 0, and how many there are.
+    """A layer's index among the indexed layers, counted from 0, and the number of indexed layers.
 
-    `shared` is state shared by all layers of one cache or report: later layers read what earlier ones write under a
-    method's name.
+    `shared` is state that all layers of one cache or report share. An earlier layer writes an entry under its method's
+    name, and later layers read it.
     """
 
     number: int = 0
@@ -294,12 +309,18 @@ class LayerPosition:
 class MiddleContext:
     """One layer's middle, its attention settings, and the tensors, calibration and parameters of a method's indexer.
 
-    `load_keys()` and `load_values()` read keys and values [Hk, M, D], in order of position, to the device of `tensors`;
-    `load_observed()` reads the queries [Hk, G, W, D] of the tail's first half there: a method may learn from them, for
-    reports measure on the second half. Positions in `token_order` are counted from the first middle token, whose own
-    position in the prompt is `first_token`; those of other tensors are as the indexer gave them. `centroids_in_8_bits`:
-    those of the finest clusters as kernels may read them, where they are stored so; `tensors` has what they mean.
-    `mapped`: the views of the index's files in it.
+    Positions in the tensor `token_order` are counted from the first middle token. Positions in other tensors are as the
+    indexer stored them.
+
+    Attributes:
+        load_keys: reads the keys [Hk, M, D], in order of position, to the device of `tensors`.
+        load_values: reads the values in the same way.
+        load_observed: reads the queries [Hk, G, W, D] of the tail's first half to that device. A method may learn from
+            them, because reports measure on the second half.
+        first_token: position in the prompt of the first middle token.
+        centroids_in_8_bits: int8 centroids of the finest clusters for kernels, if the index stores them. `tensors` has
+            the values that they encode.
+        mapped: the tensors of this context that are views of memory-mapped index files.
     """
 
     load_keys: Callable[[], torch.Tensor]
@@ -316,7 +337,7 @@ class MiddleContext:
 
     @cached_property
     def keys(self) -> torch.Tensor:
-        """[Hk, M, D], read at first use and cached."""
+        """Keys of the middle [Hk, M, D], read at first use and cached."""
         return self.load_keys()
 
 
@@ -327,24 +348,25 @@ ChooseTogether = Callable[[Queries, torch.Tensor, torch.Tensor, Budget, torch.Te
 
 @dataclass(frozen=True)
 class SelectorKernels:
-    """Kernels that do more than select for one query; None: there is none.
+    """Kernels that do more than select for one query; None: the selector has no such kernel.
 
-    `attend` runs on a CPU, the others on a GPU, where they sync with nothing and add the number of rows chosen to a
-    counter [Hk] int64, if they are given one.
+    `attend` runs on a CPU, the others on a GPU. Those on a GPU cause no sync. They add the number of selected rows to a
+    counter [Hk] int64, if one is passed.
 
     Args:
         attend: selects and attends for one query [Hk, G, D]. Takes the query, the middle's keys and values [Hk, M, D]
-            in layout order, exact keys and values [Hk, E, D], the budget, and sink logits [Hk, G] or None. Returns
-            attention [Hk, G, D] to the rows that `select` would choose, to centroids if they replace the rest, and to
-            exact rows; and how many D-sized rows of the middle and the index were read for each head. None where no
-            kernel does all of it.
-        choose_for_each: one selection of all rows that at least one of the queries chooses for itself; None where no
-            kernel does it.
-        choose_together: one selection of all rows that at least one of several sequences chooses. Takes queries
-            [Hk, G, T, D], the tokens of one sequence after another; after which token each ends, [B] int32; whether its
-            tokens are a question's, which share a choice, or one of an answer, [B] bool; budget and counter.
-        chooses_together: whether `choose_together` covers a budget.
-        rows_in_8_bits: how many keys and values of each head's centroids a step reads in int8.
+            in layout order, exact keys and values [Hk, E, D], the budget, and sink logits [Hk, G] or None. Returns the
+            attention output [Hk, G, D] and the number of D-sized rows of the middle and the index read for each head.
+            The output covers the rows that `select` would choose, the exact rows, and centroids if they replace the
+            rest. Returns None if no kernel supports the call.
+        choose_for_each: returns one selection of all rows that at least one of the queries chooses for itself. Returns
+            None if no kernel supports the call.
+        choose_together: returns one selection of all rows that at least one of several sequences chooses. Takes queries
+            [Hk, G, T, D], in which the tokens of one sequence follow those of another; the end of each sequence in
+            them, [B] int32; and which sequences are questions, [B] bool. It also takes budget and counter. The tokens
+            of a question share a selection; any other sequence is one token of an answer.
+        chooses_together: whether `choose_together` supports a budget.
+        rows_in_8_bits: number of centroid keys and values of each head that a step reads in int8.
     """
 
     attend: AttendStep
@@ -356,12 +378,12 @@ class SelectorKernels:
 
 @dataclass(frozen=True)
 class ConversationState:
-    """State that a question and its answer leave in a selector. Sequences decoded together need a copy of it each.
+    """State that a question and its answer leave in a selector. Sequences decoded together need a copy each.
 
     Args:
         forget: discards the state, before another question and when the cache is rewound.
-        observe: records a question's queries for the answer that follows, when another method selects for the question
-            itself. None: only steps of an answer leave a state.
+        observe: records a question's queries for the answer that follows, if another method selects for the question
+            itself. None: only decode steps of an answer change the state.
     """
 
     forget: Callable[[], None]
@@ -370,8 +392,10 @@ class ConversationState:
 
 @dataclass(frozen=True)
 class Appended:
-    """The new order [Hk, T] of the rows passed to `append`, as indices into them, and `index_rows`, the D-sized rows
-    of each head that were read to compute it."""
+    """The new `order` [Hk, T] of the rows passed to `append`, as indices into these rows.
+
+    `index_rows` is the number of D-sized rows of each head that were read to compute the order.
+    """
 
     order: torch.Tensor
     index_rows: float
@@ -379,15 +403,15 @@ class Appended:
 
 @dataclass(frozen=True)
 class Appending:
-    """Appends the tokens that follow the middle to a layer's index, so that they need not all be attended exactly.
+    """Appends the tokens that follow the middle to a layer's index, so that queries need not attend to all of them.
 
     Args:
-        size: how many tokens are appended at a time.
-        open_row: the first row of the layout that moves when tokens are appended.
-        append: appends tokens; the middle grows by as many. Takes keys and values [Hk, T, D]: the rows from `open_row`
-            on, in layout order, then `size` new ones.
-        remove: restores the stored index. Returns [Hk, T], the stored order of the rows from `open_row` (its restored
-            value) on, as indices into the rows that lay there before the call; None when nothing was appended.
+        size: number of tokens that one call appends.
+        open_row: returns the first row of the layout that moves when tokens are appended.
+        append: appends `size` tokens to the middle. Takes keys and values [Hk, T, D]: the rows from `open_row` on, in
+            layout order, then the `size` new rows.
+        remove: restores the stored index. Returns the stored order [Hk, T] of the rows from the restored `open_row` on,
+            as indices into the rows that lay there before the call. Returns None if nothing was appended.
     """
 
     size: int
@@ -398,13 +422,14 @@ class Appending:
 
 @dataclass(frozen=True)
 class SelectorReport:
-    """Facts about a selector's choices that reports and traces show; None: not known of this selector.
+    """Facts about a selector's choices for reports and traces; None: the selector does not know the fact.
 
     Args:
-        covered: [Hk, Q, M] bool, in order of position: the tokens that have a score when each of these queries selects
-            for itself, such as those in the posting lists read. None: all have.
-        centroid_of: [Hk, M] int64, in order of position: the centroid that represents each token of the middle, counted
-            through the segments of a selection's rest; anything for tokens that were chosen.
+        covered: returns [Hk, Q, M] bool, in order of position: which tokens get a score when each query selects for
+            itself, such as the tokens of the posting lists that it reads. None: all tokens get a score.
+        centroid_of: returns [Hk, M] int64, in order of position: the index of the centroid that represents each token
+            of the middle, counted through the segments of a selection's rest. The index is arbitrary for tokens that
+            were selected.
     """
 
     covered: Callable[[Queries], torch.Tensor] | None = None
@@ -414,15 +439,18 @@ class SelectorReport:
 class Selector(ABC):
     """One method prepared for one layer: selects rows.
 
-    What only some selectors have is in four parts: `kernels`, `conversation`, `append` and `report`. A part is made
-    when it is read and not kept in the selector, because a shallow copy of the selector must have parts of its own.
+    Optional abilities are in four properties: `kernels`, `conversation`, `append` and `report`. Each read of such a
+    property creates a new object. The selector does not store it, because a shallow copy of the selector must get
+    objects that refer to the copy.
     """
 
     layout: torch.Tensor | None = None
-    """[Hk, M] int64: the middle position of each stored row, ordered to make runs contiguous; None: by position."""
+    """Middle position of each stored row [Hk, M] int64, ordered to make runs contiguous; None: in order of position."""
     question_piece: int | None = None
-    """How many of a question's tokens share a selection at most, within the budget of all of them; None: each prefill
-    step has one selection, within the budget of one token."""
+    """Largest number of a question's tokens that share a selection, whose budget is the sum of their budgets.
+
+    None: each prefill step has one selection, within the budget of one token.
+    """
 
     @abstractmethod
     def select(self, queries: Queries, budget: Budget) -> Selection:
@@ -430,37 +458,43 @@ class Selector(ABC):
 
     @property
     def kernels(self) -> SelectorKernels | None:
-        """Kernels that also attend, or choose for several sequences; None: `select` is all there is."""
+        """Kernels that also attend, or that select for several sequences; None: the selector has only `select`."""
         return None
 
     @property
     def conversation(self) -> ConversationState | None:
-        """State of the current question; None: a selection depends on its own queries alone."""
+        """State of the current question; None: a selection depends only on its own queries."""
         return None
 
     @property
     def append(self) -> Appending | None:
-        """How new tokens are appended to the index; None: they stay exact."""
+        """Functions that append new tokens to the index; None: every query attends to all new tokens."""
         return None
 
     @property
     def report(self) -> SelectorReport | None:
-        """Facts about its choices; None: it scores all tokens, and no centroids represent the rest."""
+        """Facts about the selections; None: all tokens are scored, and no centroids represent the rest."""
         return None
 
     def graph_state(self) -> int | None:
-        """Whether a captured decode step (a CUDA graph) can be replayed: a number that changes when steps read other
-        tensors, or None where steps launch different kernels."""
+        """Version of the captured decode step (a CUDA graph): it changes when decode steps read other tensors.
+
+        Returns None if decode steps launch different kernels, so that no captured step can be replayed.
+        """
         return 0
 
     def replace_by_own(self) -> bool:
-        """Represent the tokens that are not chosen by the centroids that selecting scores; False where there are no
-        value centroids."""
+        """Represent the tokens that are not selected by the centroids that `select` scores.
+
+        Returns False if the index has no value centroids.
+        """
         return False
 
     def rest_of(self, chosen: torch.Tensor) -> Residual:
-        """Centroids for the tokens that are False in `chosen` [Hk, M], which is in the layout's order. Selectors that
-        replace these tokens have it, if queries can unite."""
+        """Return centroids for the tokens that are False in `chosen` [Hk, M], which is in the layout's order.
+
+        A selector implements this if it attends to centroids in place of these tokens and its method `can_unite`.
+        """
         raise NotImplementedError
 
 
@@ -470,40 +504,43 @@ class Method(ABC):
 
     needs_index: ClassVar[bool] = False
     default_budget: ClassVar[float] = 0.1
-    """The share of the middle that answers attend to where a person names no budget."""
+    """Default budget of answers, as a share of the middle."""
     estimates_missed: ClassVar[bool] = False
     """Whether its selections have centroids of the rest, from which the missed share is estimated."""
     learns_queries: ClassVar[bool] = False
     """Whether its index is built from the document's queries, so that it may do better on these than on others."""
     searched_on_host: ClassVar[bool] = False
-    """Whether its index, being big, stays in host memory and is searched there when the rows are kept there too."""
+    """Whether its large index stays in host memory and is searched there if keys and values are in host memory too."""
     is_bound: ClassVar[bool] = False
-    """Whether it is an upper bound for selections and no usable method: the rows it counts are known in hindsight."""
+    """Whether it is only an upper bound for other methods: the rows that it counts are known only in hindsight."""
     reads_all_keys: ClassVar[bool] = False
-    """Whether a decode step reads every key to choose."""
+    """Whether each decode step reads every key to select rows."""
     merges_heads: ClassVar[bool] = False
-    """Whether one choice serves all KV heads, so that a process with only some of them cannot make it."""
+    """Whether all KV heads share one selection, which a process that has only some of the heads cannot compute."""
 
     @abstractmethod
     def prepare(self, context: MiddleContext) -> Selector:
-        """The selector of one layer. Implementations say in their docstring what they allocate."""
+        """Prepare the selector of one layer. Implementations document in their docstring what they allocate."""
 
     def replaces(self) -> bool:
-        """Whether centroids are attended for the tokens that the method does not choose."""
+        """Whether queries attend to centroids in place of the tokens that the method does not select."""
         return False
 
     def can_unite(self) -> bool:
-        """Whether several queries can share the rows that any of them chooses; not where the rest is represented by
-        the weights of a query's sample, or by the mean of what one query left."""
+        """Whether several queries can share the union of their selections.
+
+        They cannot if the weights of a query's sample, or the mean of the tokens that one query left, represent the
+        rest.
+        """
         return not self.replaces()
 
     def cycle(self) -> int:
-        """Decode steps from one search to the next; the others reuse its selection."""
+        """Number of decode steps per search of the index; the steps between two searches reuse the last selection."""
         return 1
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """The forms that a recall report compares, by name, the default first.
+        """Return the forms of the method that a recall report compares, by variant name, the default form first.
 
         Args:
             record: the method's record in the manifest; None if the index was built without it.
@@ -512,30 +549,30 @@ class Method(ABC):
 
     @classmethod
     def describe_clusters(cls, context: MiddleContext, values: torch.Tensor, biggest: int) -> Clustering | None:
-        """Statistics of one layer's clusters for `inspect`; None: the indexer builds no clusters.
+        """Compute statistics of one layer's clusters for `inspect`; None: the indexer builds no clusters.
 
         Args:
-            values: [Hk, M, D] of the middle, in order of position.
-            biggest: how many of the biggest clusters to list.
+            values: values of the middle [Hk, M, D], in order of position.
+            biggest: number of the biggest clusters to list.
         """
         return None
 
     @classmethod
     def describe_lists(cls, context: MiddleContext, queries: torch.Tensor) -> ListShape | None:
-        """Statistics of one layer's posting lists for `inspect`; None: the indexer builds no posting lists.
+        """Compute statistics of one layer's posting lists for `inspect`; None: the indexer builds no posting lists.
 
         Args:
-            queries: [Hk, G, R, D], held out, to measure each subspace's share in the ranking of keys.
+            queries: held-out queries [Hk, G, R, D], to measure each subspace's share in the ranking of keys.
         """
         return None
 
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A registered method with its parameters; a budget is all that a decode step needs beside it.
+    """A registered method with its parameters. A decode step needs only a budget in addition.
 
-    `variant` names the form among those of the method, empty for its only one. With `residual`, centroids represent
-    the tokens that the method does not choose.
+    `variant` names the form among the forms of the method; it is empty for the default form. With `residual`, centroids
+    represent the tokens that the method does not select.
     """
 
     name: str
@@ -545,5 +582,5 @@ class MethodSpec:
 
     @property
     def title(self) -> str:
-        """Method and variant, as tables show them."""
+        """Method name and variant, as tables show them."""
         return f"{self.name} {self.variant}".strip()

@@ -1,4 +1,4 @@
-"""Selecting tokens by query-centric posting lists, with a search schedule and streaming insertion of new keys."""
+"""Selection of tokens by query-centric posting lists, with a search schedule and streaming insertion of new keys."""
 
 import math
 from dataclasses import dataclass, replace
@@ -41,10 +41,10 @@ FEWEST_KEYS = 2**14  # with fewer keys launch overhead dominates a step, so the 
 
 
 class ListSearch:
-    """One layer's posting lists, laid out by token: a four-bit code for every middle key in each list.
+    """One layer's posting lists in a layout by token: each list has a four-bit code for every key of the middle.
 
     Args:
-        tables: the posting lists to encode, and the centroids, which are kept.
+        tables: the posting lists to encode, and their centroids.
         scoring, weights: see `estimate_part` and `look_up`.
     """
 
@@ -54,12 +54,12 @@ class ListSearch:
     def select(
         self, query: torch.Tensor, exact: ExactKeys, keys: torch.Tensor, tokens: int, rerank: float = 1.0
     ) -> Selection:
-        """The best tokens, in order of position; the cost counts the reads of each query head of a group separately.
+        """Select the best tokens, in order of position. The cost counts the reads of each query head separately.
 
         Args:
             query: [Hk, G, D].
-            keys: [Hk, M, D] of the middle.
-            rerank: candidates per chosen token, which are re-ranked by exact logits; 1: no re-ranking.
+            keys: keys of the middle [Hk, M, D].
+            rerank: number of candidates per selected token, which are re-ranked by exact logits; 1: no re-ranking.
         """
         candidates = min(self.lists.keys, math.ceil(tokens * rerank))
         ranked = rank_tokens(query, self.lists, exact, candidates, *self.facts.scaling)
@@ -76,14 +76,17 @@ class ListSearch:
 
 ENTRY_BYTES = 6  # int32 position, float16 score
 CENTROID_BYTES = 2  # per channel, float16
-NEW_CENTROIDS, NEW_ITERATIONS = 8, 5  # for the queries that come with each batch of appended tokens
+NEW_CENTROIDS, NEW_ITERATIONS = 8, 5  # centroids, and k-means iterations, for each batch of appended tokens' queries
 LOGITS_AT_ONCE = 2**25  # elements of [Hk, R, M] float32 estimates: 128 MB
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Queries [Hk, G, Q, D], the log-sum-exp [Hk, G, Q] of the rows that they always attend to, and whether they select
-    jointly."""
+    """Piece of a search's queries [Hk, G, Q, D].
+
+    `beside` [Hk, G, Q] is the log-sum-exp of their logits on the rows that are always attended to. `shared`: whether
+    the queries select jointly.
+    """
 
     query: torch.Tensor
     beside: torch.Tensor
@@ -92,7 +95,7 @@ class _Piece:
 
 @dataclass
 class _Held:
-    """The last search's selection, and how many steps have used it."""
+    """The last search's selection, and the number of decode steps that have used it."""
 
     selection: Selection
     steps: int = 1
@@ -103,11 +106,11 @@ class TableSelector(Selector):
 
     Args:
         scoring: see `estimate_part`.
-        rerank: candidates per token of the budget, which are re-ranked by exact logits; 1: no re-ranking.
+        rerank: number of candidates per token of the budget, which are re-ranked by exact logits; 1: no re-ranking.
         fitted: weight the subspaces by the index's fitted weights.
-        backoff: a query's part whose best cosine is below this reads two lists; None: always one.
-        step: search every `step` queries, and reuse the selection in between.
-        append_size: how many new tokens are inserted into the lists at a time; 0: none.
+        backoff: cosine to the nearest centroid below which a query reads two lists in a subspace; None: always one.
+        step: search every `step` decode steps, and reuse the selection in between.
+        append_size: number of new tokens that are inserted into the lists at a time; 0: none are inserted.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class TableSelector(Selector):
 
     @property
     def conversation(self) -> ConversationState | None:
-        """Selections of a schedule, which the steps after a search reuse."""
+        """State of the search schedule: the selection that the steps after a search reuse."""
         return None if self.step == 1 else ConversationState(self.held.clear)
 
     @property
@@ -145,11 +148,11 @@ class TableSelector(Selector):
         return Appending(self.append_size, lambda: self.open_row, self.append_tokens, self.remove_appended)
 
     def graph_state(self) -> int | None:
-        """None with a schedule: some steps search, others reuse an earlier selection."""
+        """Return None with a search schedule, because some steps search and others reuse a selection."""
         return 0 if self.step == 1 else None
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Allocates the estimated logits, at most 128 MB at a time."""
+        """Select tokens, or reuse the last search's selection. Allocates at most 128 MB of logits at a time."""
         if self.append_size and not any(queries.query is query for query in self.recent[-1:]):
             self.recent.append(queries.query)
         if queries.joint or self.step == 1:
@@ -164,7 +167,7 @@ class TableSelector(Selector):
         return replace(held.selection, cost=Cost(0.0))
 
     def _search_some(self, queries: Queries, budget: Budget) -> Selection:
-        """The selections of Q consecutive decode steps: every `step`-th one searches, the others reuse its rows."""
+        """Select for Q consecutive decode steps: every `step`-th step searches, the others reuse its rows."""
         query, Q = queries.query, queries.query.shape[2]
         some = replace(
             queries,
@@ -190,7 +193,10 @@ class TableSelector(Selector):
         return Selection(single_rows(starts), Cost(rows))
 
     def _choose(self, pieces: list["_Piece"], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows [Hk, Q or 1, K], ascending, for the queries of one piece or jointly for all, and D-sized rows read."""
+        """Choose rows [Hk, Q or 1, K], ascending, for the queries of one piece, or jointly for several pieces.
+
+        Returns the number of D-sized rows read, too.
+        """
         estimated = [self._estimate(piece) for piece in pieces]
         probability, lists = (torch.stack(parts).sum(0) for parts in zip(*(one[:2] for one in estimated), strict=True))
         candidates = _best(probability, min(self.tables.keys, math.ceil(tokens * self.rerank)))
@@ -202,8 +208,11 @@ class TableSelector(Selector):
         return candidates, self._rows(lists) + more
 
     def _estimate(self, piece: "_Piece") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Estimated probabilities [Hk, Q or 1, M], summed over the group and, if joint, the queries; lists read
-        [Hk, Q or 1]; and the log-sum-exps [Hk, G, Q] of the softmax, which include the rows always attended."""
+        """Estimate probabilities [Hk, Q or 1, M], summed over the group and, if joint, over the queries.
+
+        Also returns the number of lists read [Hk, Q or 1], and the log-sum-exps [Hk, G, Q] of the softmax. These
+        include the rows that are always attended to.
+        """
         Hk, G, Q, D = piece.query.shape
         lookup = look_up(self.tables, piece.query.transpose(1, 2).reshape(Hk, Q * G, D), self.backoff, self.weights)
         estimates = estimate_logits(self.tables, lookup, self.scoring) * self.facts.softmax_scale
@@ -216,7 +225,10 @@ class TableSelector(Selector):
         return probability, lists, totals.unflatten(1, (Q, G)).transpose(1, 2)
 
     def _exact(self, piece: "_Piece", totals: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-        """Probabilities of candidates [Hk, Q or 1, S] by exact logits, summed over the group and, if joint, queries."""
+        """Compute probabilities of candidates [Hk, Q or 1, S] from exact logits.
+
+        They are summed over the group and, if joint, over the queries.
+        """
         logits = token_logits(piece.query, self.keys.rows, candidates, self.facts)
         # The estimated log-sum-exp may be below the exact one of the candidates alone.
         totals = torch.maximum(totals, logits.logsumexp(-1))
@@ -224,7 +236,7 @@ class TableSelector(Selector):
         return probability.sum(1, keepdim=True) if piece.shared else probability
 
     def _rows(self, lists: torch.Tensor) -> torch.Tensor:
-        """D-sized rows of a search that reads `lists` [Hk, Q or 1] lists: all centroids, and each list once."""
+        """Number of D-sized rows that a search reads: all centroids, and each of `lists` [Hk, Q or 1] lists once."""
         centroids = self.tables.centroids[0].numel() * CENTROID_BYTES
         return (lists * self.tables.tokens.shape[-1] * ENTRY_BYTES + centroids) / self.row_bytes
 
@@ -233,7 +245,7 @@ class TableSelector(Selector):
         return SelectorReport(covered=self.covered)
 
     def covered(self, queries: Queries) -> torch.Tensor:
-        """The tokens in the posting lists of a query's nearest centroids, over its group."""
+        """Mark the tokens in the posting lists that the query heads of a group read: [Hk, Q, M] bool."""
         Hk, G, Q, D = queries.query.shape
         lookup = look_up(self.tables, queries.query.transpose(1, 2).reshape(Hk, Q * G, D), self.backoff, self.weights)
         named = torch.zeros(Hk, Q * G, self.tables.keys, dtype=torch.bool, device=queries.query.device)
@@ -244,10 +256,10 @@ class TableSelector(Selector):
         return by_group
 
     def append_tokens(self, keys: torch.Tensor, values: torch.Tensor) -> Appended:
-        """Insert new keys into each list where they beat the lowest score, and add lists for the queries since.
+        """Insert new keys into each list whose lowest score they beat, and add lists for the queries seen since.
 
-        Without new lists, queries at new positions match only centroids of older ones: on a real document recall then
-        falls by a sixth within a thousand tokens. Reads all lists and all keys. Allocates new tables.
+        Without new lists, queries at new positions would match only centroids of older queries. On a real document
+        recall then falls by a sixth within a thousand tokens. Reads all lists and all keys. Allocates new tables.
         """
         old, new = self.tables, keys.shape[1]
         parts = split_channels(keys, old.channels)
@@ -261,7 +273,7 @@ class TableSelector(Selector):
         self.tables = replace(old, tokens=tokens, scores=kept, key_mean=mean, keys=old.keys + new)
         self.keys.write(old.keys, keys)
         self.open_row = self.tables.keys
-        self.held.clear()  # a choice made before has none of these tokens, which are attended exactly no more
+        self.held.clear()  # an earlier selection lacks the appended tokens, which are no longer always attended to
         read = old.tokens[0].numel() * ENTRY_BYTES / self.row_bytes
         if self.recent:
             self.tables = self._with_lists_of(torch.cat(self.recent, 2))
@@ -270,7 +282,7 @@ class TableSelector(Selector):
         return Appended(order, read)
 
     def _with_lists_of(self, query: torch.Tensor) -> Tables:
-        """The tables with a few more centroids, clustered from queries [Hk, G, Q, D], and their lists of all keys."""
+        """Add a few centroids, clustered from queries [Hk, G, Q, D], to the tables, and their lists over all keys."""
         tables = self.tables
         parts = split_channels(query.flatten(1, 2), tables.channels)
         generator = torch.Generator(query.device).manual_seed(tables.keys)
@@ -287,7 +299,7 @@ class TableSelector(Selector):
         )
 
     def remove_appended(self) -> torch.Tensor | None:
-        """Restore the stored tables."""
+        """Restore the stored tables. Returns an empty order, or None if nothing was appended."""
         self.recent = []
         if self.tables is self.stored:
             return None

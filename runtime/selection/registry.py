@@ -1,4 +1,4 @@
-"""Methods, indexers and prefills by name, with the parameters that a user set."""
+"""Look-up of methods by name, and their configuration with the parameters that a user set."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
@@ -14,14 +14,17 @@ T = TypeVar("T")
 
 
 def configure(method: type[T], parameters: Mapping[str, Any]) -> T:
-    """An instance of a method with those of the given parameters that it has and that the user set (not None)."""
+    """Create a method with those of `parameters` that are its fields and that the user set (not None)."""
     known = {field.name: field for field in fields(method)}  # type: ignore[arg-type]  # methods are dataclasses
     given = {name: value for name, value in parameters.items() if name in known and value is not None}
     return method(**{name: _parse(known[name], value) for name, value in given.items()})
 
 
 def configured_form(method: type[T], parameters: Mapping[str, Any]) -> tuple[str, T] | None:
-    """A name and an instance of a method with the parameters that the user set for it; None if the user set none."""
+    """Create a method with the parameters that the user set for it, and a name such as `rerank=4`.
+
+    Returns None if the user set none of its parameters.
+    """
     names = {field.name for field in fields(method)}  # type: ignore[arg-type]  # methods are dataclasses
     given = [f"{name}={value}" for name, value in parameters.items() if name in names and value is not None]
     return (" ".join(given), configure(method, parameters)) if given else None
@@ -33,7 +36,7 @@ def refuse_unused(
     """Raise UsageError for an option that the user set and that none of the chosen methods has.
 
     Args:
-        among: what could be chosen, to name what has the option.
+        among: all methods that could be chosen, from which the error message names those that have the option.
     """
     used = {field.name for method in chosen.values() for field in fields(method)}
     for name, value in parameters.items():
@@ -44,12 +47,12 @@ def refuse_unused(
 
 
 def form_options(form: MethodSpec) -> list[str]:
-    """The options by which a form is chosen besides its method's name: parameters that are not as by default."""
+    """Return the options that configure a form: `--residual` and parameters that differ from the default."""
     return [*(["--residual"] if form.residual else []), *changed_options(form.method)]
 
 
 def changed_options(*methods: object) -> list[str]:
-    """The options by which methods, or their indexers, are not as by default; what several have, once."""
+    """Return the command-line options by which methods or indexers differ from their defaults; shared options once."""
     options: dict[str, list[str]] = {}
     for method in methods:
         usual = type(method)()
@@ -65,7 +68,7 @@ def changed_options(*methods: object) -> list[str]:
 
 
 def _parse(field: Field[Any], value: Any) -> Any:
-    """An option's value as its field's type: tuples of numbers arrive as text with commas."""
+    """Convert an option's value to its field's type; a tuple of numbers arrives as a text with commas."""
     if not isinstance(field.default, tuple) or not isinstance(value, str):
         return value
     kind = type(field.default[0])
@@ -77,7 +80,7 @@ def _parse(field: Field[Any], value: Any) -> Any:
 
 
 def show_default(field: Field[Any]) -> str:
-    """A field's default as it is given on the command line."""
+    """Format a field's default as the command line accepts it."""
     value = field.default if field.default is not MISSING else ""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
@@ -85,11 +88,11 @@ def show_default(field: Field[Any]) -> str:
 methods: Registry[type[Method]] = Registry("method", "sparsekv.runtime.methods", "sparsekv.methods", Method)
 
 DENSE = "dense"
-"""The name of attention to everything, which all methods are compared with, and which is none of them."""
+"""The name of dense attention, with which all methods are compared. It is no registered method."""
 
 
 def methods_of(artifact: Artifact, names: Sequence[str] = (), beside: Sequence[str] = ()) -> list[str]:
-    """`choose_methods` for an index; the error for a method that it lacks shows how to add it."""
+    """Choose methods of an index, as `choose_methods` does; the error for a missing method shows how to add it."""
 
     def how(name: str) -> str:
         return f"add it with {add_methods_hint(artifact.folder, [name])}"
@@ -98,7 +101,7 @@ def methods_of(artifact: Artifact, names: Sequence[str] = (), beside: Sequence[s
 
 
 def method_of(artifact: Artifact, name: str, beside: Sequence[str] = ()) -> str:
-    """`methods_of` for the name of one; raises UsageError for `all`, too."""
+    """Check the name of one method as `methods_of` does; raise UsageError for `all`, too."""
     if name == "all":
         raise UsageError(f"name one method, not all; there are: {', '.join([*methods_of(artifact), *beside])}")
     return methods_of(artifact, [name], beside)[0]
@@ -110,14 +113,16 @@ def choose_methods(
     how: Callable[[str], str] = "build {} too".format,
     beside: Sequence[str] = (),
 ) -> list[str]:
-    """Names of the methods to run on an index built with `indexed`; an empty list or `all` means every usable one.
+    """Return the names of the methods to run on an index built with the methods `indexed`.
+
+    An empty list, or `all` among the names, means every usable method.
 
     Args:
-        how: says how a method that the index lacks gets into it.
-        beside: what else could have been named there, and is told of beside the methods.
+        how: returns the instruction that adds a missing method to the index.
+        beside: other accepted names, which an error message lists with the methods.
 
     Raises:
-        UsageError: a method that does not exist, or that this index was not built with.
+        UsageError: a method does not exist, or this index was not built with it.
     """
     known = methods()
     usable = [name for name, method in known.items() if not method.needs_index or name in indexed]

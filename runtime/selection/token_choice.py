@@ -26,7 +26,7 @@ from sparsekv.runtime.selection.interface import (
 
 
 def ranking(scores: torch.Tensor) -> torch.Tensor:
-    """Tokens [..., M] by descending score [..., M]; ties in order of position."""
+    """Rank tokens [..., M] by descending score [..., M], ties in order of position."""
     return scores.argsort(dim=-1, descending=True, stable=True)
 
 
@@ -40,14 +40,14 @@ class KeptTokens(Selector):
         self.order = order
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """The same tokens for every query."""
+        """Select the same tokens for every query: the first of the ranking up to the budget."""
         tokens = budget.tokens(self.order.shape[1])
         starts = self.order[:, None, :tokens].expand(-1, 1 if queries.joint else queries.query.shape[2], -1)
         return Selection(single_rows(starts), Cost(0.0))
 
 
 FULL_LAYERS = 2
-RULE_OF_THUMB = 13 / 32  # the published code ranks again at layer 13 of 32
+RULE_OF_THUMB = 13 / 32  # depth of the second ranking layer: layer 13 of 32 in the published code
 Rankings = dict[int, torch.Tensor]
 
 
@@ -71,10 +71,10 @@ class LayerSharing(Method):
             )
 
     def selecting_layers(self, position: LayerPosition) -> tuple[int, int]:
-        """The two layers that rank; the same one twice in a model of few layers.
+        """Return the two layers that rank tokens; in a model of few layers they can be the same layer.
 
         Raises:
-            UsageError: there is no such layer.
+            UsageError: the index has no layer `select_layer`.
         """
         if self.select_layer >= position.layers:
             raise UsageError(
@@ -84,7 +84,7 @@ class LayerSharing(Method):
 
 
 class SharingSelector(Selector):
-    """One layer's selector; keys [Hk, M, D]. Layers share int32 rankings by batch, which each decode step replaces."""
+    """Selector of one layer, with keys [Hk, M, D]. Layers share int32 rankings, one per batch."""
 
     def __init__(self, method: LayerSharing, context: MiddleContext, name: str):
         position = context.position
@@ -96,21 +96,21 @@ class SharingSelector(Selector):
 
     @abstractmethod
     def rank(self, queries: Queries) -> torch.Tensor:
-        """The middle's tokens, best first: [Hk or 1, Q, M], or [Hk or 1, 1, M] for a joint selection."""
+        """Rank the middle's tokens, best first: [Hk or 1, Q, M], or [Hk or 1, 1, M] for a joint selection."""
 
     def best(self, order: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The K tokens [..., K] to attend to, from a ranking [..., M]."""
+        """Return the K tokens [..., K] to attend to from a ranking [..., M]."""
         return order[..., :tokens]
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Everything in the first and the ranking layers, else the best of the last ranking."""
+        """Select everything in the first layers and in the ranking layers, else the best tokens of the last ranking."""
         if self.ranks:
             self.rankings[queries.batch] = self.rank(queries).int()
         if self.full:
             return self._everything(queries)
         order, index_rows = self.rankings.get(queries.batch), 0.0
         if self.last and is_piece(queries.batch):
-            self.rankings.pop(queries.batch, None)  # nobody comes after this layer
+            self.rankings.pop(queries.batch, None)  # no later layer needs this ranking
         if order is None:
             order, index_rows = self.rank(queries), float(self.keys.shape[1])
         tokens = budget.tokens(self.keys.shape[1])
@@ -125,9 +125,9 @@ class SharingSelector(Selector):
 
 
 def group_probability(logits: torch.Tensor, queries: Queries) -> torch.Tensor:
-    """Softmax probabilities of the middle's tokens, averaged over the group and over queries that select jointly.
+    """Compute softmax probabilities of the middle's tokens, averaged over the group and over queries selecting jointly.
 
-    The softmax includes the rows that are attended exactly, so that heads and queries are weighted correctly.
+    The softmax includes the rows that are always attended to, so that heads and queries are weighted correctly.
 
     Args:
         logits: [Hk, G, Q, M] float32.
@@ -140,7 +140,7 @@ def group_probability(logits: torch.Tensor, queries: Queries) -> torch.Tensor:
 
 
 def token_logits(query: torch.Tensor, keys: torch.Tensor, tokens: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
-    """Exact logits of the queries on candidate tokens.
+    """Compute exact logits of the queries on candidate tokens.
 
     Args:
         query: [Hk, G, Q, D].
@@ -161,18 +161,18 @@ def token_logits(query: torch.Tensor, keys: torch.Tensor, tokens: torch.Tensor, 
 
 
 def check_rerank(rerank: float) -> None:
-    """Raise UsageError unless a method can read so many times the budget's keys."""
+    """Raise UsageError unless `rerank`, the number of candidates per token of the budget, is finite and at least 1."""
     if not 1 <= rerank < math.inf:
         raise UsageError(f"--rerank {rerank:g}: give at least 1, such as 2")
 
 
 def top_tokens(scores: torch.Tensor, tokens: int, index_rows: torch.Tensor | float) -> Selection:
-    """The selection of the tokens with the highest scores.
+    """Select the tokens with the highest scores.
 
     Args:
         scores: [Hk, Q, M].
-        tokens: how many, at most M.
-        index_rows: D-sized rows of each head that were read to score them.
+        tokens: number of tokens to select, at most M.
+        index_rows: D-sized rows of each head that were read to compute the scores.
     """
     starts = best_tokens(scores, tokens)
     return Selection(single_rows(starts), Cost(index_rows))

@@ -1,5 +1,4 @@
-"""Selectors around another selector: centroids for all tokens that it does not select, and one selection for several
-queries."""
+"""Extensions of any selector: centroids for the tokens that it does not select, and a union of several selections."""
 
 from copy import copy
 from dataclasses import dataclass, replace
@@ -23,15 +22,15 @@ from sparsekv.runtime.selection.interface import (
 
 
 def unite(selection: Selection, selector: Selector, middle: int, capacity: int | None = None) -> Selection:
-    """One selection for all queries of a selection; the same where these share one already.
+    """Unite the selections of all queries to one selection that they share.
 
-    Its cost counts what all queries read in the index once, where that is a number, and otherwise adds up what each
-    reads: an upper bound, because two of them may read the same.
+    If the cost is a number, it is counted once for all queries. If it is a tensor, the costs of the queries are added
+    up. This is an upper bound, because two queries may read the same rows.
 
     Args:
-        selector: the one that made it; its method's queries can unite.
-        middle: M.
-        capacity: of the rows; None: as many as there are, for which it syncs.
+        selector: the selector that made the selection; its method `can_unite`.
+        middle: number of tokens M of the middle.
+        capacity: number of row slots to allocate. None: as many as the union needs, which takes a sync.
     """
     chosen = chosen_rows(selection.rows, middle)
     used, place = chosen.sum(-1, dtype=torch.int32), chosen.cumsum(-1) - 1
@@ -55,7 +54,7 @@ def unite(selection: Selection, selector: Selector, middle: int, capacity: int |
 
 
 def chosen_rows(rows: RowSet, middle: int) -> torch.Tensor:
-    """[Hk, M] bool, in the layout's order: the rows that at least one query chooses."""
+    """Mark the rows that at least one query selects: [Hk, M] bool, in the layout's order."""
     places, valid = rows.expand()
     places = places if valid is None else torch.where(valid, places, middle)
     chosen = torch.zeros(len(places), middle + 1, dtype=torch.bool, device=places.device)
@@ -63,8 +62,10 @@ def chosen_rows(rows: RowSet, middle: int) -> torch.Tensor:
 
 
 def unite_groups(selection: Selection, selector: Selector, middle: int, together: int) -> Selection:
-    """A selection for each of Q queries [Hk, Q, ...], of which every `together` share one, those furthest apart; where
-    Q is no multiple of it, some share with a few more."""
+    """Unite the selections of Q queries [Hk, Q, ...] in groups of `together` queries that are furthest apart.
+
+    If Q is no multiple of `together`, some groups are larger.
+    """
     Q = selection.rows.starts.shape[1]
     groups = max(1, Q // together)
     united = [unite(selection.of_queries(slice(group, None, groups)), selector, middle) for group in range(groups)]
@@ -90,8 +91,10 @@ def _rest_of_groups(united: list[Selection], group_of: torch.Tensor) -> Residual
 
 @dataclass(frozen=True)
 class ResidualClusters:
-    """Clusters with every middle token in exactly one: key and value centroids [Hk, C, D], token counts [Hk, C], and
-    each token's cluster, labels [Hk, M]."""
+    """Clusters of a residual: each middle token is in exactly one cluster.
+
+    The fields are key and value centroids [Hk, C, D], token counts [Hk, C], and `labels` [Hk, M], each token's cluster.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -99,15 +102,19 @@ class ResidualClusters:
     labels: torch.Tensor
 
     def left(self, clusters: torch.Tensor, chosen: torch.Tensor | None = None) -> torch.Tensor:
-        """How many tokens of each cluster are left [Hk, Q or 1, C] float32 of those chosen, given the cluster of each
-        [Hk, Q or 1, K], and which of them count, if not all do."""
+        """Count the tokens of each cluster that are not selected: [Hk, Q or 1, C] float32.
+
+        Args:
+            clusters: [Hk, Q or 1, K], the cluster of each selected token.
+            chosen: [Hk, Q or 1, K] bool, which of these tokens are valid; None: all are.
+        """
         each = torch.ones_like(clusters, dtype=torch.float32) if chosen is None else chosen.float()
         counts = self.counts[:, None].expand(-1, clusters.shape[1], -1).float()
         return counts.scatter_add(-1, clusters, -each)
 
 
 def residual_clusters(tensors: dict[str, torch.Tensor]) -> ResidualClusters:
-    """The finest clusters in a method's tensors, whose token positions are counted from the first middle token."""
+    """Read the finest clusters from a method's tensors; token positions are counted from the first middle token."""
     order, counts = tensors["token_order"].long(), tensors["token_offsets"].diff(dim=1)
     numbers = torch.arange(counts.shape[1], device=order.device).expand_as(counts)
     cluster = numbers.flatten().repeat_interleave(counts.flatten(), output_size=order.numel()).view_as(order)
@@ -120,11 +127,11 @@ def residual_clusters(tensors: dict[str, torch.Tensor]) -> ResidualClusters:
 
 
 class ResidualSelector(Selector):
-    """Another selector's choice, plus centroids: each cluster represents those of its tokens that were not chosen.
+    """Adds a residual to another selector: each centroid represents the tokens of its cluster that were not selected.
 
-    Graph state, conversation, coverage and pieces of questions are the inner selector's. It cannot append, because new
-    tokens are in no cluster. It has no kernels, because those of the inner selector attend to no centroids of these
-    clusters.
+    Graph state, conversation, coverage and pieces of questions are the inner selector's. This selector cannot append,
+    because new tokens are in no cluster. It has no kernels, because the inner selector's kernels do not attend to the
+    centroids of these clusters.
     """
 
     def __init__(self, inner: Selector, clusters: ResidualClusters):
@@ -142,12 +149,12 @@ class ResidualSelector(Selector):
 
     @property
     def report(self) -> SelectorReport:
-        """The clusters number the centroids; coverage is the inner selector's."""
+        """Facts for reports: each token's centroid is that of its cluster; coverage is the inner selector's."""
         inner = self.inner.report
         return SelectorReport(None if inner is None else inner.covered, lambda rest: self.clusters.labels)
 
     def __copy__(self) -> "ResidualSelector":
-        """One whose inner selector has a conversation of its own."""
+        """Copy the inner selector too, so that the copy has a conversation state of its own."""
         return ResidualSelector(copy(self.inner), self.clusters)
 
     def rest_of(self, chosen: torch.Tensor) -> Residual:
@@ -156,7 +163,7 @@ class ResidualSelector(Selector):
         return Residual(lambda: (centroids,), attended=True)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Reads all key and value centroids, in addition to the inner selector's reads."""
+        """Select what the inner selector selects; reads all key and value centroids in addition."""
         chosen = self.inner.select(queries, budget)
         rows, valid = chosen.rows.expand()
         cluster = self.labels[:, None].expand(-1, rows.shape[1], -1).gather(-1, rows)

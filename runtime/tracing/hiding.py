@@ -1,4 +1,4 @@
-"""Attention as if some tokens of the document were not there, as far as that can be had without another prefill."""
+"""Attention that ignores some tokens of the document, as far as this is possible without another prefill."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,14 +13,14 @@ from sparsekv.runtime.selection.interface import CentroidSegment, Selection, Sel
 
 
 class HidingExecutor(GatherExecutor):
-    """Selects as a `GatherExecutor` does, and gives hidden tokens no weight.
+    """Executor that selects as a `GatherExecutor` does and gives hidden tokens no attention.
 
-    Chosen rows and exact rows of hidden tokens are masked. A centroid that represents some of them counts as many
-    tokens less; its key and value, which are means, stay as they are.
+    Selected rows and exact rows of hidden tokens are masked. The token count of a centroid is reduced by the hidden
+    tokens that it represents. Its key and value, which are means, stay unchanged.
 
     Args:
         hidden: [N] bool, in order of position.
-        sinks: how many of the N tokens come before the middle.
+        sinks: number of the N tokens that come before the middle.
     """
 
     def __init__(self, *layer: Any, hidden: torch.Tensor, sinks: int, **options: Any):
@@ -40,7 +40,7 @@ class HidingExecutor(GatherExecutor):
         return LayerOutput(output, fetched.rows_read)
 
     def _without(self, fetched: Fetched, selection: Selection, selector: Selector, hidden: torch.Tensor) -> Fetched:
-        """The same rows, of which those of hidden tokens [M] are not valid, and centroids of fewer tokens."""
+        """Mark the fetched rows of hidden tokens [M] as not valid, and reduce the token counts of the centroids."""
         positions = chosen_positions(selection.rows, self.selector.layout, len(hidden)).to(hidden.device)
         shown = ~torch.cat([hidden, hidden.new_ones(1)])[positions]
         valid = shown if fetched.valid is None else shown & fetched.valid
@@ -53,7 +53,7 @@ class HidingExecutor(GatherExecutor):
 
 
 def _masked(exact: Segment, hidden: torch.Tensor) -> Segment:
-    """Rows of sinks, tail and new tokens, without the hidden ones of the first two [E]."""
+    """Mask the hidden tokens [E] among the rows of sinks and tail; the rows of new tokens follow them."""
     shown = torch.ones(exact.keys.shape[1], dtype=torch.bool, device=hidden.device)
     shown[: len(hidden)] = ~hidden
     return replace(exact, mask=shown if exact.mask is None else exact.mask & shown)
@@ -62,11 +62,11 @@ def _masked(exact: Segment, hidden: torch.Tensor) -> Segment:
 def _fewer(
     rest: tuple[CentroidSegment, ...], numbers: torch.Tensor, left: torch.Tensor, hidden: torch.Tensor
 ) -> tuple[CentroidSegment, ...]:
-    """Centroids of as many tokens less as are hidden among those that they represent.
+    """Reduce the token count of each centroid by the hidden tokens that it represents.
 
     Args:
-        numbers: [Hk, M] int64, the centroid of each token, counted through the segments.
-        left: [Hk, M], 1 where a centroid represents it, else 0.
+        numbers: [Hk, M] int64, index of each token's centroid, counted through the segments.
+        left: [Hk, M], 1 for a token that a centroid represents, else 0.
     """
     sizes = [part.keys.shape[1] for part in rest]
     none = torch.zeros(len(numbers), sum(sizes), device=left.device)

@@ -1,4 +1,4 @@
-"""Recording of what each layer attends to, reduced to shares of passages in each step."""
+"""Recorder of what each layer attends to in each step, reduced to shares of the document's passages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,9 +18,14 @@ from sparsekv.runtime.selection.interface import Selection, Selector
 
 @dataclass(frozen=True)
 class AttendedStep:
-    """One layer's step as it was attended to, of Q queries that share a choice: a selector's selection, in a layout's
-    rows, what was fetched of it, and the weights [Hk, G, Q, T] of chosen rows, exact rows, centroids that stand for the
-    rest, and learned sink logits, in this order."""
+    """One layer's attention in a step of Q queries that share a selection.
+
+    Attributes:
+        selection: the selector's selection, as rows of `layout`.
+        fetched: the keys and values fetched for the selection.
+        weights: attention weights [Hk, G, Q, T] of selected rows, exact rows, centroids of the rest, and learned sink
+            logits, in this order.
+    """
 
     step: Step
     selection: Selection
@@ -32,11 +37,15 @@ class AttendedStep:
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of a step's last query's attention, mean over the query heads of each KV head, which add up to one.
+    """Attention shares of a step's last query, mean over the query heads of each KV head. They add up to one.
 
-    exact [Hk]: of sinks, tail and new tokens; chosen [Hk, R]: of chosen tokens, at positions [Hk, R] int64,
-    which are M in unused slots; others [1 or 2, Hk, M]: of each token of the middle what was stood for, and what was
-    missed, where that is known; nowhere [Hk]: of centroids whose tokens are not known, which is stood for, too.
+    Attributes:
+        exact: [Hk], share of sinks, tail and new tokens.
+        positions: [Hk, R] int64, positions in the middle of the selected tokens; M in unused slots.
+        chosen: [Hk, R], share of each selected token.
+        others: [1 or 2, Hk, M], for each token of the middle the share that a centroid stood for, and the share that
+            was missed, if it is known.
+        nowhere: [Hk], share of centroids whose tokens are not known. It counts as stood for.
     """
 
     exact: torch.Tensor
@@ -46,13 +55,13 @@ class Shares:
     nowhere: torch.Tensor
 
     def totals(self) -> torch.Tensor:
-        """[3 or 4, Hk]: exact, chosen, stood for, missed."""
+        """Sum over tokens [3 or 4, Hk]: exact, chosen, stood for and, if it is known, missed."""
         stood_for, *missed = self.others.sum(-1)
         return torch.stack([self.exact, self.chosen.sum(-1), stood_for + self.nowhere, *missed])
 
 
 def own_shares(one: AttendedStep, middle: int) -> Shares:
-    """The weights that the step itself gives; a centroid's is spread evenly over the tokens that it represents."""
+    """Compute shares from the step's own weights. A centroid's weight is spread evenly over its tokens."""
     rows, exact, weights = one.fetched.keys.shape[1], one.step.exact.keys.shape[1], one.weights[:, :, -1].mean(1)
     rest = sum(part.keys.shape[1] for part in one.fetched.rest) if one.fetched.rest_attended else 0
     chosen, beside, of_rest = weights[:, :rows], weights[:, rows : rows + exact].sum(1), weights[:, rows + exact :]
@@ -68,12 +77,14 @@ def own_shares(one: AttendedStep, middle: int) -> Shares:
 
 
 def dense_shares(own: Shares, dense: torch.Tensor) -> Shares:
-    """The weights that dense attention gives: of a token that was not chosen the smaller of its weight and of what
-    centroids give it is stood for, what is above that is missed.
+    """Compute shares from the weights of dense attention.
+
+    The weight of a token that was not selected is split in two. Up to the weight that centroids give the token it is
+    stood for; the part above that is missed.
 
     Args:
-        own: of the step.
-        dense: [Hk, M], mean over the query heads.
+        own: the step's own shares.
+        dense: [Hk, M], weights of dense attention, mean over the query heads.
     """
     padded = torch.nn.functional.pad(dense, (0, 1))
     left = padded.scatter(1, own.positions, 0.0)[:, :-1]
@@ -85,34 +96,41 @@ def dense_shares(own: Shares, dense: torch.Tensor) -> Shares:
 
 
 def spread(weights: torch.Tensor, numbers: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-    """[Hk, M]: the weights [Hk, C] of centroids, each spread evenly over its tokens.
+    """Spread the weight of each centroid [Hk, C] evenly over its tokens: [Hk, M].
 
     Args:
-        numbers: [Hk, M] int64, the centroid of each token.
-        left: [Hk, M], 1 where a centroid represents it, else 0.
+        numbers: [Hk, M] int64, index of each token's centroid.
+        left: [Hk, M], 1 for a token that a centroid represents, else 0.
     """
     counts = torch.zeros_like(weights).scatter_add_(1, numbers, left)
     return (weights / counts.clamp(min=1)).gather(1, numbers) * left
 
 
 MOST_IN_RECORD, MOST_IN_MEAN = 16, 64
-"""Passages that a record lists, and a mean."""
+"""Number of passages that a record lists, and that a mean lists."""
 MOST_CHOSEN, MOST_MISSED = 8, 4
-"""Tokens that a record lists."""
+"""Number of selected tokens, and of missed tokens, that a record lists."""
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest shares, the largest first: places [..., K] int64, of passages or of tokens of the middle, and their
-    shares [1, ..., K], of passages what was chosen, stood for and missed [2 or 3, ..., K]."""
+    """The largest shares, the largest first.
+
+    Attributes:
+        places: [..., K] int64, indices of passages or of tokens of the middle.
+        shares: [1, ..., K] for tokens. For passages [2 or 3, ..., K]: what was chosen, stood for and, if it is known,
+            missed.
+    """
 
     places: torch.Tensor
     shares: torch.Tensor
 
 
 def largest(shares: torch.Tensor, most: int, positions: torch.Tensor | None = None) -> Largest:
-    """The `most` largest of shares [..., R], zeros where there are fewer; at positions [..., R], or by default as they
-    are counted."""
+    """Return the `most` largest of shares [..., R], padded with zeros if there are fewer.
+
+    Their places are taken from positions [..., R]; by default they are the indices in the last axis.
+    """
     values, places = shares.topk(min(most, shares.shape[-1]))
     places = places if positions is None else positions.gather(-1, places)
     if (short := most - places.shape[-1]) > 0:
@@ -121,7 +139,7 @@ def largest(shares: torch.Tensor, most: int, positions: torch.Tensor | None = No
 
 
 def largest_passages(shares: torch.Tensor, most: int) -> Largest:
-    """The passages of the largest sums, from what was chosen, stood for and missed [2 or 3, ..., P] of each."""
+    """Return the passages with the largest total of the shares chosen, stood for and missed [2 or 3, ..., P]."""
     places = shares.sum(0).topk(min(most, shares.shape[-1])).indices
     return Largest(places, shares.gather(-1, places.expand(len(shares), *places.shape)))
 
@@ -130,10 +148,10 @@ MEASURES = ("recall", "attention_mass", "output_error", "kv_fraction")
 
 
 class RecordingExecutor(GatherExecutor):
-    """Attends as a `GatherExecutor` does, and passes on what it attended to.
+    """Executor that attends as a `GatherExecutor` does and passes what it attended to on to a recorder.
 
     Args:
-        record: called once a step; of a question, which may be attended to piece by piece, with its last piece.
+        record: called once per step. If a question is attended to piece by piece, it is called with the last piece.
     """
 
     def __init__(self, *layer: Any, record: Callable[[AttendedStep], None], **options: Any):
@@ -153,7 +171,7 @@ class RecordingExecutor(GatherExecutor):
 
 
 def _attend(step: Step, fetched: Fetched) -> Weighed:
-    """As a step is attended to elsewhere, on a CPU in few operations where that can be."""
+    """Attend to a step's rows and return output and weights. Use fewer operations for decode steps on a CPU."""
     if step.query.shape[2] == 1 and not step.query.is_cuda and (scored := fetched.scored_rest()) is not None:
         rows = (fetched.keys, fetched.values), (step.keys, step.values)
         once = attend_once_with_weights(step.query.squeeze(2), rows, scored, *step.how)
@@ -163,11 +181,14 @@ def _attend(step: Step, fetched: Fetched) -> Weighed:
 
 @dataclass(frozen=True)
 class Reduced:
-    """One layer's step: its shares without those of single tokens that were not chosen.
+    """Reduced record of one layer's step: shares of passages in place of shares of single tokens.
 
-    by_passage [2 or 3, Hk, P]: what of each passage was chosen, stood for and, where that is known, missed; missed: the
-    tokens [Hk, 4] of which most was, and how much, or None; measures: `MEASURES` [4, Hk] float64, or None, and then
-    rows_read, the D-sized rows that were read for each KV head, a number or [Hk].
+    Attributes:
+        shares: the step's shares, without those of tokens that were not selected.
+        by_passage: [2 or 3, Hk, P], the share of each passage that was chosen, stood for and, if it is known, missed.
+        missed: the tokens [Hk, 4] with the largest missed shares; None if these are not known.
+        measures: `MEASURES` [4, Hk] float64; None without dense attention.
+        rows_read: D-sized rows read for each KV head, a number or [Hk].
     """
 
     shares: Shares
@@ -179,14 +200,14 @@ class Reduced:
 
 @dataclass
 class LayerRecorder:
-    """Reduces the steps of one layer to passages.
+    """Reduces the steps of one layer to shares of passages.
 
     Args:
-        lengths: [P] int64, the tokens of the middle that each passage has; passage_of: [M + 1] int64, the passage of
-            each of these tokens, and P for none.
-        wanted: tokens that the layer's budget allows.
-        rows: the document's keys and values, for dense attention of the same queries; None: not computed.
-        step_done: called with each step.
+        lengths: [P] int64, number of tokens of the middle in each passage.
+        passage_of: [M + 1] int64, the passage of each token of the middle. The last entry is P, for unused slots.
+        wanted: number of tokens that the layer's budget allows.
+        rows: the document's keys and values, for dense attention of the same queries; None: it is not computed.
+        step_done: called with each reduced step.
     """
 
     lengths: torch.Tensor
@@ -196,7 +217,7 @@ class LayerRecorder:
     step_done: Callable[[Reduced], None]
 
     def __call__(self, one: AttendedStep) -> None:
-        """Reduce a step; allocates [2, Hk, M] float32 a few times over, and with `rows` the logits on all tokens."""
+        """Reduce a step. Allocates [2, Hk, M] float32 a few times, and with `rows` the logits on all tokens."""
         shares, measures = own_shares(one, len(self.passage_of) - 1), None
         if self.rows is not None:
             (truth,) = truths(self.rows, [last_query(one.step, self.rows)], shares.exact.device)
@@ -220,7 +241,7 @@ class LayerRecorder:
 
 
 def last_query(step: Step, rows: LayerRows) -> QueryBlock:
-    """A step's last query with the tokens after the stored ones, as a report measures it."""
+    """Return a step's last query, and keys and values of the tokens after the document, in the format of a report."""
     split, sinks = rows.artifact.manifest.split, step.how[2]
     stored = split.sinks + split.tail
     return QueryBlock(

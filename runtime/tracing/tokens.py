@@ -1,4 +1,4 @@
-"""Tokens, their texts and the passages that they form, with what each answer token attended to."""
+"""Texts of tokens, the passages that they form, and records of what each answer token attended to."""
 
 import re
 from bisect import bisect_left
@@ -21,7 +21,7 @@ from sparsekv.runtime.tracing.recorder import (
     largest_passages,
 )
 
-LONGEST = 64  # tokens of a passage
+LONGEST = 64  # largest number of tokens of a passage
 SENTENCE_END = re.compile(
     r"""[.!?\u2026]+["'\u201d\u2019)\]*_`]*(?=\s)"""  # a full stop before white space: not 3.14
     r"""|[\u3002\uff01\uff1f]+[\u201d\u2019\u300d\u300f\uff09]*"""  # a full stop of languages without spaces
@@ -32,13 +32,16 @@ SENTENCE_END = re.compile(
 
 @dataclass(frozen=True)
 class Passages:
-    """Sentences, as positions of their first tokens and of the end: `edges` [P + 1]; the texts of all tokens."""
+    """The sentences of a prompt. `edges` [P + 1] are the positions of their first tokens, and the end of the prompt.
+
+    `texts` are the texts of all tokens.
+    """
 
     texts: Sequence[str]
     edges: Sequence[int]
 
     def of_tokens(self) -> torch.Tensor:
-        """[N] int64: the passage of each token."""
+        """Index of each token's passage, [N] int64."""
         lengths = torch.tensor(self.edges).diff()
         return torch.arange(len(lengths)).repeat_interleave(lengths)
 
@@ -46,14 +49,14 @@ class Passages:
         return len(self.edges) - 1
 
     def __iter__(self) -> Iterator[tuple[int, Sequence[str]]]:
-        """Each passage's first position, and the texts of its tokens."""
+        """Yield each passage's first position, and the texts of its tokens."""
         return ((start, self.texts[start:stop]) for start, stop in pairwise(self.edges))
 
 
 def split_passages(texts: Sequence[str]) -> Passages:
-    """The sentences of a prompt from the texts of its tokens; those longer than `LONGEST` are cut between words.
+    """Split a prompt into sentences by the texts of its tokens. A sentence longer than `LONGEST` is cut between words.
 
-    White space belongs to the sentence before it, where it is a token of its own.
+    A token of white space belongs to the sentence before it.
     """
     starts = [0, *accumulate(map(len, texts))]
     edges = [0]
@@ -77,8 +80,10 @@ def _cut(texts: Sequence[str], edges: Sequence[int]) -> Iterator[int]:
 
 
 def _last_word(texts: Sequence[str], start: int) -> int:
-    """Where the last word begins that the longest passage from `start` cannot hold as a whole; its end where none does
-    in its second half, as in languages without spaces."""
+    """Position at which to cut a passage from `start`: the last begin of a word within `LONGEST` tokens.
+
+    If no word begins in the second half of these tokens, as in languages without spaces, return their end.
+    """
     end = start + LONGEST
     words = (
         at for at in range(end, start + LONGEST // 2, -1) if texts[at][:1].isspace() or texts[at - 1][-1:].isspace()
@@ -88,14 +93,17 @@ def _last_word(texts: Sequence[str], start: int) -> int:
 
 UNDECODED = "\ufffd"
 LONGEST_CHARACTER = 8
-"""Tokens that wait for each other at most: a character has four bytes, an emoji's parts are characters of their own."""
+"""Largest number of tokens that make up one character.
+
+A character has at most four bytes. The parts of a composed emoji are separate characters.
+"""
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """The text of each token, special ones' too.
+    """Decode the text of each token, including special tokens.
 
-    A character that several tokens make up is the text of the last of them, and that of the others is empty. Tokens are
-    decoded behind the ones before them, because a tokenizer may drop a space where a text begins.
+    If several tokens make up a character, it is the text of the last of them, and the others' texts are empty. Each
+    token is decoded together with the tokens before it, because a tokenizer may drop a space at the begin of a text.
     """
 
     def text(start: int, stop: int) -> str:
@@ -116,8 +124,14 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """One answer token, in L layers: totals [3 or 4, L, Hk] of the shares, the largest of each layer and KV head, and
-    `mean`, the largest passages of the means over both [K]; `MEASURES` [4, L, Hk] float64, NaN where unknown."""
+    """Record of one answer token in L layers.
+
+    Attributes:
+        totals: [3 or 4, L, Hk], totals of the shares.
+        passages, chosen, missed: the largest passages and tokens of each layer and KV head.
+        mean: the largest passages [K] of the means over layers and KV heads.
+        measures: `MEASURES` [4, L, Hk] float64, NaN where unknown.
+    """
 
     totals: torch.Tensor
     passages: Largest
@@ -129,20 +143,21 @@ class TokenRecord:
 
 @dataclass
 class TokenRecorder:
-    """Records answer tokens one after another, from the steps of so many layers, which come in order.
+    """Records answer tokens one after another from the steps of `layers` layers, which arrive in order of layer.
 
-    All layers of a token are recorded together: on a CPU the number of operations decides what a record takes.
+    All layers of a token are recorded in one batch, because on a CPU the time of a record depends on the number of
+    operations.
     """
 
     layers: int
     middle: int
     tokens: list[TokenRecord] = field(default_factory=list)
     sums: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    """[2 or 3, L, Hk, P]: over tokens."""
+    """Sums over answer tokens of the shares by passage [2 or 3, L, Hk, P]."""
     _steps: list[Reduced] = field(default_factory=list)
 
     def add(self, step: Reduced) -> None:
-        """Add a layer's step."""
+        """Add one layer's step; record the token when the steps of all layers have arrived."""
         self._steps.append(step)
         if len(self._steps) == self.layers:
             steps, self._steps = self._steps, []
@@ -176,13 +191,13 @@ class TokenRecorder:
 
 
 def _alike(rows: list[torch.Tensor], filler: float) -> torch.Tensor:
-    """[L, Hk, R]: rows [Hk, R] of layers, filled up where a layer has fewer."""
+    """Stack the rows [Hk, R] of all layers to [L, Hk, R], padded with `filler` where a layer has fewer columns."""
     most = max(one.shape[1] for one in rows)
     return torch.stack([pad(one, (0, most - one.shape[1]), value=filler) for one in rows])
 
 
 def _together(layers: list[Largest]) -> Largest | None:
-    """[L, Hk, K] of [Hk, K]; None of none."""
+    """Stack the places [Hk, K] of all layers to [L, Hk, K], and the shares likewise; return None for no layers."""
     if not layers:
         return None
     return Largest(torch.stack([one.places for one in layers]), torch.stack([one.shares for one in layers], 1))

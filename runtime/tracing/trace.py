@@ -1,4 +1,4 @@
-"""The trace of an answer: what each of its tokens attended to, and the answer's worth without some passages."""
+"""Trace of an answer: what each of its tokens attended to, and its log-probability without some passages."""
 
 import gc
 import math
@@ -41,17 +41,19 @@ from sparsekv.runtime.tracing.recorder import (
 from sparsekv.runtime.tracing.tokens import Passages, TokenRecorder, split_passages, token_texts
 
 MOST_FOUND = 64
-"""Places of one passage: one that is found more often is a word or a mark rather than a passage."""
+"""Largest number of places of a passage. A text in more places is a word or a punctuation mark and no passage."""
 
 
 def tokens_of(
     passages: Iterable[str], texts: Sequence[str], as_stored: Callable[[str], str] = lambda passage: passage
 ) -> torch.Tensor:
-    """[N] bool: the tokens of a prompt, by their texts, that have a character of one of the passages, wherever it is
-    found. White space in a passage is any white space.
+    """Mark the tokens of a prompt that hold a character of a passage, at every place of the passage: [N] bool.
+
+    White space in a passage matches any white space.
 
     Args:
-        as_stored: gives a passage as the tokenizer normalises it, such as with NFC.
+        texts: the text of each of the prompt's N tokens.
+        as_stored: returns a passage as the tokenizer normalises it, such as with NFC.
 
     Raises:
         UsageError: a passage is empty, or not in the prompt, or in more than `MOST_FOUND` places.
@@ -61,7 +63,7 @@ def tokens_of(
     found = torch.zeros(len(texts), dtype=torch.bool)
     for passage in passages:
         for start, stop in _places(passage, as_stored(passage), whole):
-            # The tokens before the last of a character have no text of their own.
+            # Several tokens may make up one character. Only the last of them has a text; the others' texts are empty.
             found |= (starts < stop) & ((stops > start) | (starts >= start))
     return found
 
@@ -85,14 +87,15 @@ def _places(passage: str, stored: str, whole: str) -> list[tuple[int, int]]:
 def log_probability(
     index: OpenIndex, cache: IndexCache, question: torch.Tensor, answer: Sequence[int], *, at_once: bool
 ) -> float:
-    """The sum of the log-probabilities of an answer's tokens after a question, each given those before it.
+    """Compute the log-probability of an answer after a question: the sum over its tokens, each given those before it.
 
-    The cache is rewound first. The question is prefilled at once and the answer fed token by token, as when it is made.
+    Rewinds the cache first. Prefills the question at once and feeds the answer token by token, as generation does.
 
     Args:
-        cache: one of this index's.
+        cache: a cache of this index.
         question: [Q] token ids after the stored prompt.
-        at_once: feed the answer with the question: the same where every token attends to everything.
+        at_once: feed the answer together with the question. The result is the same if every token attends to
+            everything.
     """
     device = index.model.device
     said = torch.tensor(answer, dtype=question.dtype)
@@ -112,19 +115,20 @@ def log_probability(
 
 SHARES = ("exact", "chosen", "stood_for", "missed")
 LEAST = 1e-4
-"""The smallest share that is listed."""
+"""The smallest share of attention that a trace lists."""
 
 
 def recorded(recorder: TokenRecorder, layers: list[int], first_token: int) -> dict[str, Any]:
-    """The means and the records of an answer; docs/how-to/trace.md says what each key holds.
+    """Return the means and the records of an answer as JSON values; docs/how-to/trace.md documents each key.
 
     Args:
-        layers: numbers of the layers.
-        first_token: position of the middle's first token.
+        layers: indices of the model's layers.
+        first_token: position in the prompt of the middle's first token.
     """
     tokens = recorder.tokens
     totals = torch.stack([one.totals for one in tokens]).double().cpu()  # [T, 3 or 4, L, Hk]
-    # The first token's step is the question's last, whose choice many tokens share; a step of its own has no question.
+    # The first token's step is the question's last one, where many tokens share a selection. So it counts only if the
+    # answer has no other token.
     of_steps = torch.stack([one.measures for one in tokens[1:] or tokens]).mean(0).cpu()
     heads = [(number, layer, head) for number, layer in enumerate(layers) for head in range(totals.shape[3])]
     of_head = _passages(largest_passages(recorder.sums / len(tokens), MOST_IN_MEAN))
@@ -150,8 +154,11 @@ def recorded(recorder: TokenRecorder, layers: list[int], first_token: int) -> di
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Within the context Python looks for no cycles of objects: numbers in lists make none, and looking through all
-    objects again and again takes four times as long as making the lists."""
+    """Turn off Python's garbage collector in the context.
+
+    Lists of numbers contain no reference cycles. Searching all objects for cycles takes four times as long as building
+    the lists.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -164,7 +171,7 @@ def _uncollected() -> Iterator[None]:
 def _records(
     recorder: TokenRecorder, totals: torch.Tensor, layers: list[int], first_token: int
 ) -> Iterator[dict[str, Any]]:
-    """By answer token, layer and KV head."""
+    """Yield one record for each answer token, layer and KV head, in this order."""
     of_records = totals.movedim(1, -1).tolist()
     nothing: Any = [[[]] * totals.shape[3]] * totals.shape[2]
     for token, one in enumerate(recorder.tokens):
@@ -185,7 +192,7 @@ def _records(
 
 
 def _shares(totals: list[float], passages: list[list[float]]) -> dict[str, Any]:
-    """Of totals, 3 or 4: exact, chosen, stood for, missed."""
+    """Name 3 or 4 totals: exact, chosen, stood for, and missed, which is None if there are only 3."""
     return {**dict(zip(SHARES, [*totals, None], strict=False)), "passages": passages}
 
 
@@ -195,13 +202,16 @@ def _named(measures: list[float]) -> dict[str, float | None]:
 
 
 def _passages(largest: Largest) -> Any:
-    """`_listed`, with nothing missed where that is not known."""
+    """List the largest passages as `_listed` does, with a missed share of 0 where it is not known."""
     shares = largest.shares
     return _listed(Largest(largest.places, torch.cat([shares, shares.new_zeros(3 - len(shares), *shares.shape[1:])])))
 
 
 def _listed(largest: Largest, first: int = 0) -> Any:
-    """Lists as places [..., K] have them: each place, counted from `first`, with its shares, of at least `LEAST`."""
+    """Convert to nested lists, one per [...] of places [..., K], of entries [place, share, ...].
+
+    `first` is added to each place. Entries whose shares sum to less than `LEAST` are left out.
+    """
     counts = (largest.shares.sum(0) >= LEAST).sum(-1).tolist()
     shares = _rounded(largest.shares.double()).movedim(0, -1).tolist()
     return _joined((largest.places + first).tolist(), shares, counts)
@@ -214,19 +224,21 @@ def _joined(places: Any, shares: Any, counts: Any) -> Any:
 
 
 def _rounded(shares: torch.Tensor) -> torch.Tensor:
-    """Shares, float64, in four significant digits, and at most 15 behind the point: the double nearest to the decimal,
-    because both parts of the fraction are whole numbers."""
+    """Round float64 shares to four significant digits, and at most 15 digits after the decimal point.
+
+    The result is the double nearest to the decimal number, because it is a quotient of two whole numbers.
+    """
     behind = (3 - shares.clamp(min=1e-12).log10().floor()).clamp(max=15)
     whole = 10.0**behind
     return (shares * whole).round() / whole
 
 
 class Tracer:
-    """Records the steps of one answer, of each layer that selects.
+    """Records what the decode steps of one answer attend to, in each indexed layer.
 
     Args:
-        truth: also compute dense attention of each step's queries: on a GPU the document's keys and values are kept a
-            second time for it.
+        truth: also compute dense attention of each step's queries. On a GPU this keeps a second copy of the document's
+            keys and values.
     """
 
     def __init__(self, index: OpenIndex, config: DecodeConfig, passages: Passages, *, truth: bool):
@@ -249,22 +261,25 @@ class Tracer:
         }
 
     def gather_maker(self, layer: int) -> GatherMaker:
-        """A function that makes a layer's executor."""
+        """Return a function that creates a layer's executor."""
         return partial(RecordingExecutor, record=self.layers[layer])
 
     def shares(self) -> dict[str, Any]:
-        """The recorded shares, as `recorded` returns them."""
+        """Return the recorded shares, in the format of `recorded`."""
         return recorded(self.recorder, list(self.layers), self.split.sinks)
 
 
 VERSION = 1
 EVERYTHING = MethodSpec("oracle", "", Oracle())
-"""Dense attention as a method, at a budget of everything."""
+"""Dense attention in the form of a method: the oracle with a budget of everything."""
 
 
 @dataclass
 class TracedIndex:
-    """An open index that answers greedily by a config, and traces its answers; `passages`: the prompt's."""
+    """An open index that answers greedily with a config and traces its answers.
+
+    `passages` are the prompt's sentences.
+    """
 
     index: OpenIndex
     config: DecodeConfig
@@ -281,15 +296,17 @@ class TracedIndex:
         *,
         truth: bool = False,
     ) -> tuple[Answer, dict[str, Any]]:
-        """An answer, and the trace of it as a JSON object, but for the question's text.
+        """Answer a question; return the answer and its trace as a JSON object without the question's text.
+
+        Raises what `Session.ask` raises, too.
 
         Args:
-            question: [Q] token ids, as `question_ids` gives them.
-            on_text: called with each piece of the answer's text as it is decoded.
+            question: [Q] token ids, as `question_ids` returns them.
+            on_text: called with each piece of the answer's text when it is decoded.
             truth: compare each step with dense attention of its own queries.
 
         Raises:
-            UsageError: the config moves tokens of the answer into the index; and what `Session.ask` raises.
+            UsageError: the config appends tokens of the answer to the index.
         """
         tracer = Tracer(self.index, self._attending, self.passages, truth=truth)
         answer = self._asker(self._attending, tracer.gather_maker).ask(question, Sampling(max_new_tokens), on_text)
@@ -297,7 +314,7 @@ class TracedIndex:
 
     @property
     def _attending(self) -> DecodeConfig:
-        """The config as selectors carry it out, whose choice is recorded, of dense attention too."""
+        """The config with which the index answers. Dense attention runs as the oracle, so that it can be recorded."""
         return self._everything if isinstance(self.config.attention, Dense) else self.config
 
     @property
@@ -305,9 +322,9 @@ class TracedIndex:
         return DecodeConfig(EVERYTHING, question=self.config.question)
 
     def hide(self, passages: Sequence[str]) -> torch.Tensor:
-        """[N] bool: the tokens of some passages of the prompt; raises what `tokens_of` raises.
+        """Mark the prompt's tokens that belong to some passages: [N] bool. Raises what `tokens_of` raises.
 
-        A passage may end in the document's last characters, whose tokens are those of the question.
+        A passage may extend into the document's last characters, which are tokenized with the question.
         """
         tokenizer, border = self.index.tokenizer, self.index.artifact.manifest.prompt.border
 
@@ -320,11 +337,14 @@ class TracedIndex:
     def without(
         self, hidden: torch.Tensor, question: torch.Tensor, max_new_tokens: int, first: Answer, *, truth: bool = False
     ) -> dict[str, Any]:
-        """The answer to a question where some tokens get no attention, and the log-probability that a first answer has
-        with them and without them; with `truth` the same with dense attention.
+        """Answer a question while the hidden tokens get no attention.
+
+        Returns this answer, and the log-probability of the first answer with the hidden tokens and without them. With
+        `truth` it also returns both log-probabilities under dense attention.
 
         Args:
-            hidden: [N] bool, those tokens.
+            hidden: [N] bool, the tokens to hide.
+            first: the answer with all tokens.
         """
         again = self._asker(self._attending, self._hiding(hidden))
         answer = again.ask(question, Sampling(max_new_tokens))
@@ -353,7 +373,7 @@ class TracedIndex:
         return asker
 
     def _about(self, answer: Answer) -> dict[str, Any]:
-        """The question, and the tokens of prompt and answer."""
+        """Return the trace's head: index, model, setting, the answer, and the tokens of prompt and answer."""
         manifest = self.index.artifact.manifest
         heads = self.index.artifact.context_rows(manifest.indexed_layers[0]).shape[0]
         return {

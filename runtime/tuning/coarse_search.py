@@ -1,4 +1,4 @@
-"""The search for the cheapest setting: candidates, a coarse search on samples, a fine search on all layers."""
+"""Search for the cheapest setting: a coarse search on samples of layers and queries, then a fine one on all layers."""
 
 import math
 from dataclasses import dataclass, field
@@ -14,16 +14,17 @@ from sparsekv.runtime.selection.registry import methods, methods_of
 from sparsekv.runtime.tuning.goals import Halves, Tuned
 from sparsekv.runtime.tuning.meter import AttentionMeter, Point
 
-LEAST, MOST = 0.001, 0.95  # shares: six tokens of a short document; nearly everything, where selecting saves nothing
+# Limits of a share: about six tokens of a short document, and nearly everything, where selection saves nothing.
+LEAST, MOST = 0.001, 0.95
 
 
 @dataclass
 class BudgetSearch:
-    """Proposes shares to measure, assuming that the gain mostly rises with the share.
+    """Proposes shares to measure, on the assumption that the gain mostly rises with the share.
 
-    Walks from `start` by growing factors until one share meets the target and a smaller one fails it, then bisects
-    until the two are within a factor `ratio`. It ends early at a share whose gain is at most `slack` above the target.
-    The target may be changed between two proposals; measurements are kept.
+    The search walks from `start` by growing factors until a share meets the target and a smaller share fails it. Then
+    it bisects until these two shares are within a factor `ratio`. It ends early at a share whose gain is at most
+    `slack` above the target. The target may be changed between two proposals; measurements are kept.
     """
 
     target: float
@@ -40,7 +41,7 @@ class BudgetSearch:
 
     @property
     def best(self) -> float:
-        """`high`, or the measured share of most gain where none meets the target."""
+        """The share `high`, or the measured share of most gain if no share meets the target."""
         return max(self.gains, key=self.gains.__getitem__) if self.high is None else self.high
 
     @property
@@ -51,12 +52,12 @@ class BudgetSearch:
         return max((share for share in failing if high is None or share < high), default=None)
 
     def propose(self) -> float | None:
-        """The share to measure next; None when the search is done."""
+        """Propose the share to measure next; None when the search is done."""
         share = rounded(self._next())
         return None if share in self.gains or self._is_close() else share
 
     def guess(self) -> float:
-        """The share that probably just meets the target, by interpolation; `best` if the target is not bracketed."""
+        """Interpolate the share that probably just meets the target; return `best` if the target is not bracketed."""
         low, high = self.low, self.high
         return self.best if low is None or high is None else self._between(low, high)
 
@@ -76,14 +77,14 @@ class BudgetSearch:
         return max(self.gains) * stride if high is None else high / stride
 
     def _between(self, low: float, high: float) -> float:
-        """Interpolates on a log scale, but well inside the two shares, because the slope may change between them."""
+        """Interpolate on a log scale, but well inside the two shares, because the slope may change between them."""
         below, above = self.gains[low], self.gains[high]
         part = (self.target - below) / (above - below)
         return low * math.pow(high / low, min(0.75, max(0.25, part)))
 
 
 def rounded(share: float) -> float:
-    """A share between LEAST and MOST, rounded up to three digits, so that a target that is just met stays met."""
+    """Clamp a share to LEAST and MOST, and round it up to three digits, so that a target that is just met stays met."""
     share = min(MOST, max(LEAST, share))
     digits = 2 - math.floor(math.log10(share))
     scale = math.pow(10, digits)
@@ -92,8 +93,10 @@ def rounded(share: float) -> float:
 
 @dataclass
 class Candidate:
-    """A form that is searched on all layers. `hopeless`: no form of its method met the target on the sample; `raised`:
-    how often its target was raised."""
+    """A form that is searched on all layers.
+
+    `hopeless`: no form of its method met the target on the sample. `raised`: how many times its target was raised.
+    """
 
     form: MethodSpec
     search: BudgetSearch
@@ -101,18 +104,18 @@ class Candidate:
     raised: int = 0
 
     def propose(self) -> float | None:
-        """The share to measure next; only one in all for a hopeless form."""
+        """Propose the share to measure next. A hopeless form gets only one share in all."""
         return None if self.hopeless and self.search.gains else self.search.propose()
 
 
 def candidates(artifact: Artifact, names: list[str], *, residual: bool) -> list[MethodSpec]:
-    """Every form of the named methods; without names, of all methods that can run on the index.
+    """List every form of the named methods; without names, of all methods that can run on the index.
 
     Args:
-        residual: also each form with a residual, if the index has value centroids.
+        residual: list each form with a residual, too, if the index has value centroids.
 
     Raises:
-        UsageError: a method that cannot run, or that is a bound such as the oracle.
+        UsageError: a method cannot run, or is a bound such as the oracle.
     """
     known = methods()
     for name in names:
@@ -132,19 +135,19 @@ def _has_centroids(artifact: Artifact) -> bool:
 
 
 CONTENDERS, CONTENDING_WITHIN = 2, 1.25
-"""How many settings are searched more closely, and their reads at most, as a multiple of the best one's."""
+"""Number of settings that are searched more closely, and their largest reads as a multiple of the best setting's."""
 RAISES = 2
-"""How often a target is raised when the held-out queries miss it."""
+"""Number of times that a target is raised when the held-out queries miss it."""
 
 
 class FineSearch:
-    """The candidates of one search, which it moves to their smallest share that meets the goal."""
+    """Search on all layers for the smallest share of each candidate that meets the goal."""
 
     def __init__(self, halves: Halves, found: list[Candidate]):
         self.halves, self.found = halves, found
 
     def run(self) -> list[Candidate]:
-        """Search all, then the cheapest more closely, which it returns."""
+        """Search all candidates, then the cheapest ones more closely; return the cheapest ones."""
         self._verified(self.found)
         contenders = self.contenders(self.found)
         for one in contenders:
@@ -154,7 +157,7 @@ class FineSearch:
         return contenders
 
     def contenders(self, found: list[Candidate]) -> list[Candidate]:
-        """The few candidates that meet the target and read least."""
+        """Return the few candidates that meet the target and read least."""
         held_out = self.halves.held_out
         costs = [
             (held_out.mean(one.form, shares).kv_fraction, one)
@@ -165,13 +168,16 @@ class FineSearch:
         return [one for cost, one in costs if cost <= CONTENDING_WITHIN * costs[0][0]]
 
     def settings(self) -> list[Tuned]:
-        """Each candidate's setting with one budget for all layers, recall and error among its measures."""
+        """Return each candidate's setting with one budget for all layers, with recall and error among its measures."""
         shares = [(one.form, self.halves.everywhere(one.search.best)) for one in self.found]
         self.halves.measure(self.halves.attention, shares)
         return [uniform(self.halves, one) for one in self.found]
 
     def _verified(self, found: list[Candidate]) -> None:
-        """Search; measure on held-out queries; search those that miss again, with a target raised by the gap."""
+        """Search candidates and measure them on held-out queries.
+
+        Candidates that miss the goal there are searched again, with a target that is raised by the gap.
+        """
         self._search(found)
         while found:
             best = [(one.form, self.halves.everywhere(one.search.best)) for one in found]
@@ -191,14 +197,14 @@ class FineSearch:
         hopeless = one.search.high is None or one.raised == RAISES or one.hopeless
         if gap <= self.halves.goal.tolerance or hopeless:
             return False
-        # Raised from the measured gain, because this may exceed the old target by more than the gap.
+        # The gap is added to the measured gain, which may exceed the old target by more than the gap.
         one.search.target = one.search.gains[one.search.best] + gap
         one.raised += 1
         return True
 
 
 def uniform(halves: Halves, one: Candidate) -> Tuned:
-    """A candidate's setting with one budget for all layers, as measured on both halves."""
+    """Return a candidate's setting with one budget for all layers, as measured on both halves."""
     share = one.search.best
     return halves.tuned(one.form, share, halves.everywhere(share), one.search.target, by_layer=False)
 
@@ -207,11 +213,11 @@ LAYER_STRIDE, QUERY_STRIDE = 3, 2
 COARSE_START, COARSE_STEP, COARSE_RATIO = 0.1, 4.0, 1.3
 FINE_STEP, FINE_RATIO = 1.2, 1.2
 FORMS_KEPT, KEPT_WITHIN = 2, 1.05
-"""How many forms of a method are searched on all layers, and their reads at most, as a multiple of its best form's."""
+"""Number of forms of a method that are searched on all layers, and their largest reads as a multiple of the best's."""
 
 
 class CoarseSearch:
-    """A rough search for every form; one that cannot be its method's cheapest is dropped."""
+    """Rough search over all forms. A form that cannot be its method's cheapest is dropped."""
 
     def __init__(self, artifact: Artifact, halves: Halves, device: torch.device):
         self.halves, self.goal, self.rough = halves, halves.goal, halves.goal.rough()
@@ -226,7 +232,7 @@ class CoarseSearch:
         )
 
     def promising(self, forms: list[MethodSpec]) -> list[Candidate]:
-        """Each method's cheapest forms on the sample; the form of most gain if none meets the target there."""
+        """Return each method's cheapest forms on the sample, or that of most gain if none meets the target."""
         searches = self._searched(forms)
         by_method: dict[str, dict[MethodSpec, BudgetSearch]] = {}
         for form, search in searches.items():
@@ -234,7 +240,7 @@ class CoarseSearch:
         return [one for of_method in by_method.values() for one in self._best(of_method)]
 
     def _searched(self, forms: list[MethodSpec]) -> dict[MethodSpec, BudgetSearch]:
-        # Slightly above the target, so that the first guess on all layers mostly meets it.
+        # The search aims slightly above the target, so that the first guess on all layers mostly meets it.
         target = self.rough.gain(self.rough.value) + self.rough.tolerance / 2
         searches = {form: BudgetSearch(target, COARSE_START, COARSE_STEP, COARSE_RATIO) for form in forms}
         while wanted := self._wanted(searches):
@@ -245,8 +251,10 @@ class CoarseSearch:
         return searches
 
     def _wanted(self, searches: dict[MethodSpec, BudgetSearch]) -> list[tuple[MethodSpec, float]]:
-        """The next share to measure for each form that is still searched. A form is dropped when a share that fails the
-        target already reads more than its method's best form."""
+        """Return the next share to measure for each form that is still searched.
+
+        A form is dropped when a share that fails the target already reads more than its method's best form.
+        """
         best: dict[str, float] = {}
         for form, search in searches.items():
             if search.high is not None:
@@ -260,7 +268,7 @@ class CoarseSearch:
         return wanted
 
     def _best(self, of_method: dict[MethodSpec, BudgetSearch]) -> list[Candidate]:
-        """The candidates among one method's forms."""
+        """Choose the candidates among one method's forms."""
         costs = {
             form: self._at(form, high).kv_fraction
             for form, search in of_method.items()

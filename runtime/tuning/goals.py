@@ -1,4 +1,4 @@
-"""Goals of a tuning search, measured on one half of the tail's queries and verified on the other, and its result."""
+"""Goals and results of a tuning search, which measures on one half of the tail's queries and verifies on the other."""
 
 import math
 from abc import ABC, abstractmethod
@@ -19,12 +19,15 @@ from sparsekv.runtime.tuning.meter import AttentionMeter, Meter, ModelMeter, Poi
 
 @dataclass(frozen=True)
 class Tuned:
-    """One method's cheapest setting that meets the target, or the nearest one where none does.
+    """One method's cheapest setting that meets the target, or its setting nearest to the target if none meets it.
 
-    `budget` is a share of the middle, the mean of `layer_budgets` where there are any. `calibration` and `held_out` are
-    the goal's measure on the two halves of the tail; `recall`, `error` and `kv_fraction` are of the held-out half.
-    `aim` is the target of the search, tighter than the goal where held-out queries missed it. `step_ms` is the time of
-    a decode step of one layer, None where times are not compared, and for a setting that misses the target.
+    Attributes:
+        budget: share of the middle; the mean of `layer_budgets`, if these are set.
+        aim: target of the search. It is tighter than the goal if held-out queries missed the goal.
+        calibration: the goal's measure on the half of the tail on which settings are chosen.
+        held_out: the goal's measure on the other half. `recall`, `error` and `kv_fraction` are of that half, too.
+        holds: whether the setting meets the goal.
+        step_ms: time of a decode step of one layer. None if times are not compared, or the setting misses the target.
     """
 
     form: MethodSpec
@@ -41,13 +44,13 @@ class Tuned:
 
     @property
     def cost(self) -> float:
-        """The cost that tuning minimises: its time where that was measured, else the rows it reads."""
+        """The cost that tuning minimises: the time of a step if it was measured, else the KV fraction."""
         return self.kv_fraction if self.step_ms is None else self.step_ms
 
 
 REFERENCE = Budget(0.05)
 ROUGH_ERROR = 0.05
-"""The output error at which a method's forms are compared first, where the goal is the model's perplexity."""
+"""Output error at which a method's forms are first compared, if the goal is the model's perplexity."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,12 @@ class Goal(ABC):
     """A bound on one measure of a setting; recall counts the oracle's best tokens at the `reference` budget."""
 
     measure: ClassVar[str]
-    """The name of a field of Point."""
+    """Name of the field of `Point` that the goal bounds."""
     bound: ClassVar[str] = "at most"
     beside: ClassVar[str] = "recall"
-    """A second measure to report to the user, of a setting that meets the goal."""
+    """Second measure to report to the user for a setting that meets the goal."""
     residual: ClassVar[bool] = True
-    """Whether a residual can help."""
+    """Whether a residual can help to meet the goal."""
     outputs: ClassVar[bool] = True
     """Whether attention outputs are computed in the search."""
     precision: ClassVar[float] = 1.03
@@ -72,28 +75,30 @@ class Goal(ABC):
     @property
     @abstractmethod
     def tolerance(self) -> float:
-        """How far the gain on held-out queries may lie below the target."""
+        """Largest amount by which the gain on held-out queries may lie below the target."""
 
     def meters(self, artifact: Artifact, device: torch.device) -> tuple[Meter, Meter]:
-        """The meters for the half of the tail on which settings are chosen, and for the held-out half; attention is
-        measured on `device`."""
+        """Create a meter for the half of the tail on which settings are chosen, and a meter for the held-out half.
+
+        Attention is measured on `device`.
+        """
         chosen_on = AttentionMeter(artifact, self.reference, calibration=True, outputs=self.outputs, device=device)
         return chosen_on, AttentionMeter(artifact, self.reference, calibration=False, device=device)
 
     def gain(self, value: float) -> float:
-        """A value of the measure as a gain: more is better."""
+        """Convert a value of the measure to a gain, of which more is better."""
         return -value
 
     def of(self, point: Point) -> float:
-        """The point's value of this goal's measure."""
+        """Return the point's value of this goal's measure."""
         return float(getattr(point, self.measure))
 
     def rough(self) -> "Goal":
-        """The goal, about attention, by which a method's forms are compared on a sample of layers."""
+        """Return the goal on attention by which a method's forms are compared on a sample of layers."""
         return self
 
     def target(self) -> TuneTarget:
-        """The goal as it is recorded in a manifest."""
+        """Return the goal in the format of a manifest."""
         return TuneTarget(measure=self.measure, value=self.value)
 
     def __str__(self) -> str:
@@ -174,7 +179,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class Halves:
-    """Measures settings on the calibration and the held-out queries, each setting once.
+    """The two halves of the tail, calibration and held-out queries, on which each setting is measured once.
 
     Args:
         progress: called with a round's name, the number of layers or settings done, and the total.
@@ -192,28 +197,28 @@ class Halves:
         )
 
     def measure(self, meter: Meter, settings: list[tuple[MethodSpec, Shares]]) -> None:
-        """Measure settings with one of the meters, as a round of its own."""
+        """Measure settings with a meter, as a new round of the progress."""
         meter.measure(settings, self.round(len(settings)))
 
     def round(self, settings: int) -> Callable[[int, int], None]:
-        """The progress of the next round, over so many settings."""
+        """Begin the next round, over `settings` settings; return its progress callback."""
         self.rounds += 1
         stage = f"round {self.rounds} of some 20 ({settings} setting{'' if settings == 1 else 's'})"
         return lambda done, of: self.progress(stage, done, of)
 
     def everywhere(self, share: float) -> Shares:
-        """The same share for all layers."""
+        """Return the same share for all layers."""
         return dict.fromkeys(self.layers, share)
 
     def gain(self, form: MethodSpec, shares: Shares) -> float:
-        """The goal's gain on the calibration queries."""
+        """Return the goal's gain on the calibration queries."""
         return self.gain_at(self.calibration.mean(form, shares))
 
     def gain_at(self, point: Point) -> float:
         return self.goal.gain(self.goal.of(point))
 
     def gap(self, form: MethodSpec, shares: Shares) -> float:
-        """How far the gain on held-out queries is below the target."""
+        """Return by how much the gain on held-out queries is below the target."""
         return self.target - self.gain_at(self.held_out.mean(form, shares))
 
     def holds(self, form: MethodSpec, shares: Shares) -> bool:
@@ -225,14 +230,14 @@ class Halves:
         )
 
     def as_it_is(self, form: MethodSpec, config: DecodeConfig) -> Tuned:
-        """A setting that was not searched for, as measured on both halves."""
+        """Measure the setting of a config on both halves, without a search."""
         shares = {layer: config.budget_of(layer).value for layer in self.layers}
         for meter in {id(one): one for one in (self.calibration, self.held_out, self.attention)}.values():
             self.measure(meter, [(form, shares)])
         return self.tuned(form, config.budget.value, shares, self.target, by_layer=bool(config.layer_budgets))
 
     def tuned(self, form: MethodSpec, budget: float, shares: Shares, aim: float, *, by_layer: bool) -> Tuned:
-        """Measures of both halves for a setting, which was searched for with the gain `aim`."""
+        """Return a setting with its measures on both halves; `aim` is the gain that the search aimed at."""
         calibration, held_out = self.calibration.mean(form, shares), self.held_out.mean(form, shares)
         attention = self.attention.mean(form, shares)
         return Tuned(

@@ -1,4 +1,4 @@
-"""Measurements of settings on one half of the tail, by attention or by perplexity."""
+"""Meters of settings on one half of the document's tail, by attention or by perplexity."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -19,8 +19,10 @@ from sparsekv.runtime.selection.interface import Budget, MethodSpec
 
 @dataclass(frozen=True)
 class Point:
-    """Measures of a setting, means over KV heads and queries: KV fraction, recall, output error; and perplexity as a
-    ratio to dense attention's. NaN for measures that the meter does not have."""
+    """Measures of a setting: KV fraction, recall and output error as means over KV heads and queries, and perplexity.
+
+    Perplexity is the ratio to that of dense attention. A measure that the meter does not compute is NaN.
+    """
 
     kv_fraction: float
     recall: float = math.nan
@@ -29,7 +31,7 @@ class Point:
 
 
 Shares = dict[int, float]
-"""The budget of each indexed layer, by its number, as a share of the middle."""
+"""Budget of each indexed layer, by layer index, as a share of the middle."""
 Progress = Callable[[int, int], None]
 
 
@@ -57,13 +59,13 @@ class AttentionMeter:
         self.reference, self.outputs = reference, outputs
         self.layers = artifact.manifest.indexed_layers
         self.shared: set[MethodSpec] = set()
-        """Forms whose layers share state: these are measured on all layers or on none."""
+        """Forms whose layers share state. They are measured on all layers or on none."""
         self._known: dict[tuple[MethodSpec, float, int], Point] = {}
 
     def measure(
         self, wanted: Iterable[tuple[MethodSpec, Shares]], progress: Progress, layers: Sequence[int] | None = None
     ) -> None:
-        """Measure forms at each layer's share, unless that was measured before; needs the memory of one layer.
+        """Measure forms at each layer's share. Skips what was measured before. Needs the memory of one layer.
 
         Args:
             progress: called with the number of layers done and the total.
@@ -86,12 +88,12 @@ class AttentionMeter:
             progress(done, len(self.layers))
 
     def mean(self, form: MethodSpec, shares: Shares, layers: Sequence[int] | None = None) -> Point:
-        """The measures of a setting, means over `layers`, all by default; it must have been measured."""
+        """Return the measures of a setting that was measured, as means over `layers`, by default over all."""
         points = [self.at(form, shares[layer], layer) for layer in layers or self.layers]
         return Point(*(fmean(values) for values in zip(*map(astuple, points), strict=True)))
 
     def at(self, form: MethodSpec, share: float, layer: int) -> Point:
-        """The measures of one layer."""
+        """Return the measures of a form in one layer, at a share that was measured."""
         return self._known[form, share, layer]
 
     def _measure_layer(self, layer: int, here: list[tuple[MethodSpec, float]], states: SharedStates) -> None:
@@ -113,10 +115,11 @@ class AttentionMeter:
 
 
 class ModelMeter:
-    """Perplexity of one half of the tail, each token predicted from sinks, chosen middle tokens and the tail before it.
+    """Measures the perplexity of one half of the tail.
 
-    The tail is fed token by token, as in generation: for calibration only its first half, else all of it, with only the
-    second half counted. Opens a cache for each setting and runs the model.
+    Each token is predicted from sinks, selected middle tokens and the tail before it. The tail is fed token by token,
+    as in generation. For calibration only its first half is fed. Otherwise all of it is fed, and only the second half
+    counts. The meter opens a cache for each setting and runs the model.
     """
 
     def __init__(self, index: OpenIndex, *, calibration: bool):
@@ -129,7 +132,11 @@ class ModelMeter:
         self._known: dict[tuple[MethodSpec, tuple[float, ...]], Point] = {}
 
     def measure(self, wanted: Iterable[tuple[MethodSpec, Shares]], progress: Progress) -> None:
-        """As `AttentionMeter.measure`; `progress` is called with the number of settings done and the total."""
+        """Measure settings that were not measured before.
+
+        Args:
+            progress: called with the number of settings done and the total.
+        """
         new = [(form, shares) for form, shares in wanted if (form, tuple(shares.values())) not in self._known]
         for done, (form, shares) in enumerate(new, 1):
             self._known[form, tuple(shares.values())] = self._measured(form, shares)

@@ -1,5 +1,7 @@
-"""Tuning: the cheapest setting that meets a target, with a budget for each layer, chosen on one half of the queries and
-verified on the other."""
+"""Tuning: search of the cheapest setting that meets a target, with a budget for each layer.
+
+Settings are chosen on one half of the tail's queries and verified on the other half.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +31,7 @@ SLACK = 1e-12  # relative; rounding error allowed in the sums that are compared 
 
 @dataclass(frozen=True)
 class Option:
-    """One setting for one layer: what it reads (`cost`), and its measure as a gain (more is better)."""
+    """One setting of one layer: its `cost` is its KV fraction, `gain` the measure, of which more is better."""
 
     cost: float
     gain: float
@@ -46,7 +48,7 @@ def allocate(layers: Sequence[Sequence[Option]], target: float) -> list[int] | N
         layers: the options of each layer, in the same order in all layers.
 
     Returns:
-        The number of each layer's option; None when no choice reaches the target.
+        The index of each layer's option; None if no choice reaches the target.
     """
     needed = target * len(layers) - SLACK * max(1.0, abs(target)) * len(layers)
     chosen = [hull[0] for hull in map(_hull, layers)]
@@ -70,7 +72,7 @@ def _cost(layers: Sequence[Sequence[Option]], chosen: list[int]) -> float:
 
 
 def _hull(options: Sequence[Option]) -> list[int]:
-    """The upper convex hull: options from the cheapest to the one of most gain, with falling gain per cost."""
+    """Return the upper convex hull: options from the cheapest to that of most gain, with falling gain per cost."""
     hull: list[int] = []
     for number in sorted(range(len(options)), key=lambda number: (options[number].cost, -options[number].gain)):
         if hull and options[number].gain <= options[hull[-1]].gain:
@@ -87,7 +89,7 @@ def _slope(options: Sequence[Option], first: int, second: int) -> float:
 
 
 def _steps(layers: Sequence[Sequence[Option]]) -> list[tuple[int, int]]:
-    """Layer and option of every step up the hulls, in order of falling gain per cost."""
+    """List layer and option of every step up the layers' hulls, in order of falling gain per cost."""
     steps = []
     for layer, options in enumerate(layers):
         hull = _hull(options)
@@ -96,7 +98,7 @@ def _steps(layers: Sequence[Sequence[Option]]) -> list[tuple[int, int]]:
 
 
 def _cheaper(layers: Sequence[Sequence[Option]], chosen: list[int], needed: float) -> list[int]:
-    """The choice after repeatedly taking the cheaper option that saves most while the gain still suffices."""
+    """Take the cheaper option that saves most, repeatedly, as long as the gain still suffices."""
     chosen = list(chosen)
     while True:
         spare = _gain(layers, chosen) - needed
@@ -119,9 +121,10 @@ LEAST_SAVING = 0.97
 
 
 def by_layer(halves: Halves, one: Candidate) -> Tuned | None:
-    """A candidate's setting with a budget for each layer; None if that is not worthwhile.
+    """Find a candidate's setting with a budget for each layer; return None if that does not pay.
 
-    It needs a separate curve for each layer, which neither forms with state shared by layers nor a perplexity have.
+    This needs a curve of the measure for each layer. Forms whose layers share state have no such curve, and neither has
+    a goal on perplexity. Both return None.
     """
     same, meter = uniform(halves, one), halves.calibration
     if not same.holds or not isinstance(meter, AttentionMeter) or one.form in meter.shared:
@@ -161,16 +164,18 @@ def tune(
     Needs the memory of one layer, with all methods prepared for it.
 
     Args:
-        names: the methods; empty for all that can run on the index.
+        names: names of methods; empty: all methods that can run on the index.
         progress: called with a round's name, the number of layers or settings done, and the total.
-        time: gives the milliseconds of a step of a form at a share, by which what was found is ranked; None: by reads.
-        present: a config with shares for budgets; if it is of a method, it is measured beside what is found.
+        time: returns the milliseconds of a decode step of a form at a share, by which settings are ranked. None: they
+            are ranked by reads.
+        present: the index's present config, with shares as budgets. If it uses a method, it is measured too.
 
     Returns:
-        One setting per method, those that miss the goal last, the nearest first; and the present one, as measured.
+        One setting per method, and the present setting as measured. Settings that miss the goal are last, the nearest
+        to the goal first.
 
     Raises:
-        UsageError: a method that cannot run, or that is a bound such as the oracle.
+        UsageError: a method cannot run, or is a bound such as the oracle.
     """
     forms = candidates(artifact, names, residual=goal.residual)
     artifact.check_sums(measured_files(artifact, {form.name for form in forms}, artifact.manifest.indexed_layers))
@@ -188,7 +193,7 @@ def tune(
 
 
 def _best_of_each(tuned: list[Tuned], goal: Goal) -> list[Tuned]:
-    """Each method's best setting: those that meet the goal by their cost, then the others by their distance from it."""
+    """Return each method's best setting: first those that meet the goal, by cost, then the others by distance to it."""
 
     def rank(one: Tuned) -> tuple[bool, float]:
         return not one.holds, one.cost if one.holds else -goal.gain(one.held_out)

@@ -1,5 +1,7 @@
-"""Selecting clusters by their centroids, flat or down a hierarchy, with centroids for the clusters not selected, and
-the methods' base class."""
+"""Selector of clusters by their centroids, flat or hierarchical, and the base class of its methods.
+
+Centroids can represent the clusters that are not selected.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -45,24 +47,24 @@ from sparsekv.runtime.selection.interface import (
     SelectorReport,
 )
 
-OPENED = 4.0  # times the budget's share; measured: scoring half of the clusters finds hardly more attention mass
+OPENED = 4.0  # multiple of the budget's share; as measured, scoring half of the clusters finds hardly more mass
 OF_LEVELS = ("centroids", "lookup_centroids", "value_centroids", "counts", "parent", "first_child", "children")
 
 
 class ClusterSelector(Selector):
-    """Selects clusters of one layer; each run is a cluster, in the artifact's token order.
+    """Selects clusters of one layer. Each run of a selection is a cluster, in the artifact's token order.
 
     Args:
-        hierarchical: score only children of the best coarse clusters, instead of all finest clusters.
-        opened: a hierarchical lookup scores this many times the budget's share of a finer level's clusters, at most
-            half of them.
-        thresholds: choose clusters whose score reaches a threshold; None: the best clusters up to the budget.
-        replace: attend to centroids for the tokens that are not chosen.
+        hierarchical: score only the children of the best coarse clusters, instead of all finest clusters.
+        opened: share of a finer level's clusters that a hierarchical lookup scores, as a multiple of the budget's
+            share. It scores at most half of them.
+        thresholds: select clusters whose score reaches a threshold; None: the best clusters up to the budget.
+        replace: attend to centroids in place of the tokens that are not selected.
         clustering: how new tokens are clustered, `append_size` at a time; None: they are not appended.
-        windowed_rope: score lookup centroids (of keys with RoPE undone); None: score centroids of keys as attended.
+        windowed_rope: score lookup centroids, those of keys with RoPE undone; None: score centroids of keys with RoPE.
 
     Raises:
-        ArtifactError: the clusters lack the centroids that this takes.
+        ArtifactError: the index's clusters lack centroids that these options need.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class ClusterSelector(Selector):
         self.facts, self.hierarchical, self.thresholds, self.replace = context.facts, hierarchical, thresholds, replace
         self.stream, self.windowed_rope, self.opened = None, windowed_rope, opened
         self.append_size = append_size
-        # A stranger's index may lack what kernels would read all the same.
+        # An index from another source may lack tensors that kernels would read without a check.
         taken = {"value_centroids": replace or clustering is not None, "lookup_centroids": windowed_rope is not None}
         for name in (f"level0.{part}" for part, is_taken in taken.items() if is_taken):
             if name not in context.tensors:
@@ -92,11 +94,12 @@ class ClusterSelector(Selector):
             self._look_in(self.stream.found())
 
     def _look_in(self, found: dict[str, torch.Tensor], in_8_bits: Int8Kernel | None = None) -> None:
-        """Set the clusters to choose from, `lookup_tensors`; one sync if there are several levels.
+        """Set the clusters to select from. Takes one sync if there are several levels.
 
         Args:
-            in_8_bits: the finest clusters' centroids as kernels may read them; not of those that change as tokens are
-                appended.
+            found: the tensors of `lookup_tensors`.
+            in_8_bits: int8 centroids of the finest clusters for kernels; None if tokens are appended, because the
+                centroids then change.
         """
         levels = sum(name.endswith(".centroids") for name in found)
         of_levels = {
@@ -168,7 +171,10 @@ class ClusterSelector(Selector):
         return self.replace
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Up to a budget without a sync. By threshold with one sync per level, except flat in-place selections."""
+        """Select clusters. Up to a budget it needs no sync. By threshold it needs one sync per level.
+
+        Flat in-place selections by threshold need none.
+        """
         query = queries.query if self.windowed_rope is None else self.windowed_rope.query(queries)
         flat = self._is_flat(budget)
         if query.shape[2] == 1 and not queries.joint and (step := self._step(query, budget, flat, queries.in_place)):
@@ -189,7 +195,7 @@ class ClusterSelector(Selector):
         return SelectorReport(centroid_of=self._centroids.of_tokens)
 
     def chooses_together(self, budget: Budget) -> bool:
-        """Only flat selections."""
+        """Whether `choose_together` supports a budget: only for flat selections within the limits of the kernel."""
         return self._is_flat(budget) and self.middle <= MOST_TOKENS and self.starts.shape[1] <= MOST_CLUSTERS
 
     def choose_together(
@@ -199,7 +205,7 @@ class ClusterSelector(Selector):
         if self.thresholds is not None:
             share = budget.share(self.middle)
             answer, question = (self.thresholds.finest(share, joint=joint) for joint in (False, True))
-            # No constant is copied to the GPU, which a step that is captured must not do.
+            # This copies no constant to the GPU, which is not allowed while a step is captured.
             limits = answer + (question - answer) * asks.float()
         query = queries.query if self.windowed_rope is None else self.windowed_rope.query(queries)
         tokens = min(budget.tokens(self.middle), self.middle)
@@ -207,8 +213,10 @@ class ClusterSelector(Selector):
         return self.steps.together(query, ends, tokens, capacity, limits, counter)
 
     def rest_of(self, chosen: torch.Tensor) -> Residual:
-        """Of the finest clusters, all of which are read: down a hierarchy, queries that share a choice have scored
-        different ones."""
+        """Return the finest clusters' centroids for the tokens that are False in `chosen` [Hk, M].
+
+        With a hierarchical lookup all finest centroids are read, because the united queries have scored different ones.
+        """
         before = torch.nn.functional.pad(chosen.cumsum(-1), (1, 0))
         counts = self.tree.counts[0].long()
         taken = before.gather(1, self.starts + counts) - before.gather(1, self.starts)
@@ -220,7 +228,7 @@ class ClusterSelector(Selector):
     def attend_fused(
         self, query: torch.Tensor, rows: Pair, exact: Pair, budget: Budget, sink_logits: torch.Tensor | None
     ) -> tuple[torch.Tensor, float] | None:
-        """Only for flat selections up to a budget."""
+        """Select and attend with one kernel; None unless the selection is flat and up to a budget."""
         tokens = min(budget.tokens(self.middle), self.middle)
         if self.thresholds is not None or self.windowed_rope is not None or not (tokens and self._is_flat(budget)):
             return None
@@ -228,12 +236,15 @@ class ClusterSelector(Selector):
         return output, 2.0 * tokens + self.starts.shape[1] * self.steps.rows
 
     def _is_flat(self, budget: Budget) -> bool:
-        """Whether all finest clusters are scored. A hierarchical lookup scores at most 0.5 ** (levels - 1) of them; for
-        a budget of more than half of that it gains nothing."""
+        """Whether all finest clusters are scored.
+
+        A hierarchical lookup scores at most 0.5 ** (levels - 1) of them. It gains nothing for a budget of more than
+        half of that share.
+        """
         return not self.hierarchical or budget.share(self.middle) > 0.5 ** len(self.tree.centroids)
 
     def _step(self, query: torch.Tensor, budget: Budget, flat: bool, in_place: InPlace | None) -> Selection | None:
-        """One query's selection by kernels; None where no kernel covers the case."""
+        """Select for one query with kernels; None if no kernel supports the case."""
         tokens = min(budget.tokens(self.middle), self.middle)
         counter = None if in_place is None else in_place.counter
         if self.middle > MOST_TOKENS:
@@ -259,7 +270,7 @@ class ClusterSelector(Selector):
         return Scored(level, clusters, scores, counts[:, None].expand_as(scores), float(scores.shape[2]))
 
     def _score_children(self, query: torch.Tensor, above: Scored, budget: Budget, joint: bool) -> Scored:
-        """Score the children of the opened clusters; the softmax is over these children only."""
+        """Score the children of the opened clusters, with a softmax over these children only."""
         level = above.level - 1
         starts, lengths, capacity = self._open(above, budget, joint)
         scores, clusters, counts = child_scores(query, self.tree, level, starts, lengths, capacity, *self.facts.scaling)
@@ -267,8 +278,11 @@ class ClusterSelector(Selector):
         return Scored(level, clusters, scores, counts, lengths.sum(-1))
 
     def _open(self, above: Scored, budget: Budget, joint: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """The children of the opened parents, as runs. Parents are opened above the coarse threshold, or best first
-        until they have enough children and hold the budget."""
+        """Open the best parents and return their children as runs: starts, lengths and an upper bound of their number.
+
+        With thresholds, parents above the coarse threshold are opened. Otherwise they are opened best first until they
+        have enough children and hold the budget.
+        """
         level, depth = above.level - 1, len(self.tree.centroids) - above.level
         order = above.scores.argsort(dim=-1, descending=True, stable=True)
         parents = above.clusters.gather(-1, order)
@@ -287,19 +301,22 @@ class ClusterSelector(Selector):
         return starts, children * opened, self._slots(level, depth, budget)
 
     def _wanted(self, level: int, depth: int, budget: Budget) -> int:
-        """How many clusters of a level to score, `depth` levels below the coarsest, for a budget."""
+        """Number of clusters to score in a level, `depth` levels below the coarsest, for a budget."""
         clusters = self.tree.centroids[level].shape[1]
         return round(clusters * min(0.5**depth, self.opened * budget.share(self.middle)))
 
     def _slots(self, level: int, depth: int, budget: Budget) -> int:
-        """Upper bound of the clusters scored: more than wanted if those may hold less than the budget, plus all
-        children of the last parent."""
+        """Upper bound of the number of clusters scored.
+
+        It is more than `_wanted` if that number of clusters may hold less than the budget. It includes all children of
+        the last parent.
+        """
         enough = int(torch.searchsorted(self.fewest_tokens[level], budget.tokens(self.middle))) + 1
         most = max(self._wanted(level, depth, budget), enough) + self.most_children[level]
         return min(most, self.tree.centroids[level].shape[1])
 
     def _choose(self, scored: Scored, budget: Budget, joint: bool) -> tuple[torch.Tensor, int]:
-        """Number of tokens to choose from each scored cluster, and an upper bound of their sum."""
+        """Compute the number of tokens to select from each scored cluster, and an upper bound of their sum."""
         if self.thresholds is not None:
             threshold = self.thresholds.finest(budget.share(self.middle), joint=joint)
             kept = scored.counts.long() * (scored.scores >= threshold)
@@ -340,18 +357,18 @@ class ClusterMethod(Method):
             raise UsageError(f"--opened {self.opened:g}: give a number above 0, such as {OPENED:g}")
 
     def can_unite(self) -> bool:
-        """True: the finest clusters represent whatever several queries leave."""
+        """Return True: the finest clusters can represent the tokens that none of the queries selects."""
         return True
 
     def is_hierarchical(self, context: MiddleContext) -> bool:
-        """Whether the lookup is hierarchical; UsageError when it is and the index has only one level."""
+        """Whether the lookup is hierarchical; raises UsageError if it is and the index has only one level."""
         if self.lookup == "hierarchical" and "level1.centroids" not in context.tensors:
             raise UsageError("this index has one level; build it with two, such as --levels 0.05,0.01")
         return self.lookup == "hierarchical"
 
     @classmethod
     def lookups(cls, record: MethodRecord | None) -> tuple[str, ...]:
-        """The lookups that an index supports: hierarchical only if it has several levels."""
+        """Return the lookups that an index supports: hierarchical only if it has several levels."""
         levels = () if record is None else record.parameters.get("levels")
         return LOOKUPS if isinstance(levels, Sequence) and len(levels) > 1 else LOOKUPS[:1]
 

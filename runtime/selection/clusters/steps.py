@@ -1,4 +1,4 @@
-"""Selecting clusters for one decode step's query, with centroids of those not selected and calibrated thresholds."""
+"""Selection of clusters for one decode step, centroids of the clusters not selected, and calibrated thresholds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from sparsekv.runtime.selection.interface import (
 
 @dataclass(frozen=True)
 class Scored:
-    """Clusters of one level that were scored: numbers, scores and token counts [Hk, Q or 1, S]; `read` is how many."""
+    """Scored clusters of one level: their indices, scores and token counts [Hk, Q or 1, S]; `read` is their number."""
 
     level: int
     clusters: torch.Tensor
@@ -47,9 +47,15 @@ class Scored:
 
 @dataclass(frozen=True)
 class LevelCentroids:
-    """Each level's centroids [Hk, C, D], as they are attended; counts and parents [Hk, C] of clusters, parents of all
-    levels but the coarsest. Without value centroids the keys are passed in their place, unread. layout [Hk, M]: the
-    position of each row; starts [Hk, C]: the first row of each finest cluster."""
+    """Centroids of each level, to which queries attend.
+
+    Attributes:
+        keys, values: centroids [Hk, C, D] of each level. Values are empty if the index has none.
+        counts: token counts [Hk, C] of each level's clusters.
+        parents: parent [Hk, C] of each cluster, of all levels but the coarsest.
+        layout: [Hk, M], position of each row.
+        starts: [Hk, C], first row of each finest cluster.
+    """
 
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
@@ -60,14 +66,16 @@ class LevelCentroids:
 
     @cached_property
     def labels(self) -> torch.Tensor:
-        """[Hk, M] int64: the finest cluster of each token, in order of position."""
+        """Finest cluster of each token [Hk, M] int64, in order of position."""
         rows = torch.arange(self.layout.shape[1], device=self.layout.device).expand_as(self.layout).contiguous()
         cluster = torch.searchsorted(self.starts, rows, right=True) - 1
         return torch.zeros_like(cluster).scatter_(1, self.layout, cluster)
 
     def remainders(self, scored: list[Scored], taken: torch.Tensor) -> tuple[CentroidSegment, ...]:
-        """For the tokens not chosen, by how many of each finest cluster are: each token is represented by the finest of
-        its clusters scored."""
+        """Return the centroids that represent the tokens not selected; `taken` counts those selected of each cluster.
+
+        Each token is represented by the finest of its clusters that was scored.
+        """
         parts = []
         for above, below in pairwise(scored):
             handed = above.scores.new_zeros(*above.scores.shape[:2], self.counts[above.level].shape[1])
@@ -78,8 +86,11 @@ class LevelCentroids:
         return (*parts, self._remainder(scored[-1], scored[-1].counts - taken))
 
     def of_tokens(self, rest: Sequence[CentroidSegment]) -> torch.Tensor:
-        """[Hk, M] int64, in order of position: which centroid represents each token, counted through the segments of
-        `remainders`, the coarsest level's first; anything for tokens that were chosen."""
+        """Return the index of the centroid that represents each token: [Hk, M] int64, in order of position.
+
+        Indices count through the segments of `remainders`, from the coarsest level on. They are arbitrary for tokens
+        that were selected.
+        """
         if len(rest) == 1:
             return self.labels
         numbers, before = _own_numbers(rest[0], self.counts[len(rest) - 1]), rest[0].keys.shape[1]
@@ -90,7 +101,7 @@ class LevelCentroids:
         return numbers.clamp(min=0).gather(1, self.labels)
 
     def _remainder(self, scored: Scored, left: torch.Tensor) -> CentroidSegment:
-        """Scored centroids, each representing `left` [Hk, Q or 1, S] of its tokens; gathered for a joint selection."""
+        """Return scored centroids, each for `left` [Hk, Q or 1, S] of its tokens; a joint selection gathers them."""
         keys = self.keys[scored.level]
         values = self.values[scored.level] if self.values else keys
         if scored.clusters.shape[2] == keys.shape[1]:
@@ -106,30 +117,30 @@ class LevelCentroids:
 
 
 def _own_numbers(part: CentroidSegment, counts: torch.Tensor) -> torch.Tensor:
-    """[Hk, C]: the place in a segment of each cluster of its level; -1 for those that represent no token there."""
+    """Index in a segment of each cluster of the segment's level [Hk, C]; -1 for clusters that represent no token."""
     places = torch.arange(part.keys.shape[1], device=counts.device).expand(len(counts), -1)
     used = places.where(part.log_counts[:, 0] > -torch.inf, -1)
     if part.clusters is None:
         return used
-    # An unused slot has the number of cluster 0.
+    # An unused slot has cluster index 0.
     nowhere = torch.full_like(counts, -1, dtype=torch.int64)
     return nowhere.scatter_reduce_(1, part.clusters.long(), used, "amax")
 
 
 def of_clusters(values: torch.Tensor, clusters: torch.Tensor) -> torch.Tensor:
-    """Entries of values [Hk, C] for clusters [Hk, Q or 1, S]."""
+    """Gather the entries of values [Hk, C] for clusters [Hk, Q or 1, S]."""
     return values[:, None].expand(-1, clusters.shape[1], -1).gather(-1, clusters)
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """An indexer's calibration of one lookup: for decoding, and for a question's prefill, where scores are flatter."""
+    """Calibrated thresholds of one lookup, for decoding and for a question's prefill, where scores are flatter."""
 
     calibration: dict[str, Any]
     lookup: str
 
     def __post_init__(self) -> None:
-        """Raises ValueError, KeyError or TypeError for a malformed calibration, which comes from a manifest."""
+        """Raise ValueError, KeyError or TypeError for a malformed calibration, which comes from a manifest."""
         for joint in (False, True):
             found = self._of(joint)
             kept, thresholds = np.array(found["curve"], dtype=float).T
@@ -139,11 +150,11 @@ class Thresholds:
                 raise ValueError("a calibration curve is no list of shares and thresholds")
 
     def coarse(self, depth: int, *, joint: bool) -> float:
-        """Threshold of a coarse level: depth 1 is the coarsest. `joint`: for a question's prefill."""
+        """Threshold of a coarse level; depth 1 is the coarsest. `joint`: for a question's prefill."""
         return float(self._of(joint)["coarse_thresholds"][depth - 1])
 
     def finest(self, share: float, *, joint: bool) -> float:
-        """Threshold for a target share, interpolated between calibrated points on log axes; 0 for share 1 or more."""
+        """Interpolate the threshold for a target share between calibrated points on log axes; 0 for a share of 1."""
         if share >= 1:
             return 0.0
         kept, thresholds = np.array(self._of(joint)["curve"]).T
@@ -166,7 +177,11 @@ class WindowedRope:
 
     @classmethod
     def of_layer(cls, context: MiddleContext, distance: int) -> Self:
-        """For a layer whose keys were clustered with RoPE undone; the index then has its RoPE frequencies."""
+        """Create it for a layer whose keys were clustered with RoPE undone.
+
+        Raises:
+            ValueError: the index lacks the layer's RoPE frequencies.
+        """
         rope = context.facts.rope
         if rope is None:
             raise ValueError("the layer has no RoPE frequencies")
@@ -174,12 +189,12 @@ class WindowedRope:
         return cls(frequencies, rope.interleaved, distance, context.first_token)
 
     def query(self, queries: Queries) -> torch.Tensor:
-        """The queries [Hk, G, Q, D], rotated from their own positions to position `distance`."""
+        """Rotate the queries [Hk, G, Q, D] from their own positions to position `distance`."""
         turned = rotate(queries.query, self.distance - queries.positions(), self.frequencies, self.interleaved)
         return turned.to(queries.query.dtype)
 
     def undo(self, keys: torch.Tensor, first: int) -> torch.Tensor:
-        """Keys [Hk, T, D] of the middle's tokens from `first` on, rotated back to position 0; float32."""
+        """Rotate keys [Hk, T, D] of the middle's tokens from `first` on back to position 0; float32."""
         start = self.first_token + first
         positions = torch.arange(start, start + keys.shape[1], device=keys.device)
         return rotate(keys, -positions, self.frequencies, self.interleaved)
@@ -187,14 +202,18 @@ class WindowedRope:
 
 @dataclass(frozen=True)
 class ClusterSteps:
-    """One layer's clusters: those that are scored, and the centroids that represent tokens which are not chosen.
+    """Steps that select clusters of one layer with kernels.
 
-    keys, values: each level's centroids [Hk, C, D] as they are attended. Without replacement values may be empty;
-    keys are then passed in their place, unread. starts [Hk, C] int64 (first_row: the same in int32, for kernels): the
-    first row of each finest cluster. `own`: whether the scored centroids of `tree` are the same as `keys`. `replaces`:
-    whether centroids are attended for the tokens that are not chosen. `below`
-    [Hk, C] int32 each, for the level above the finest: each cluster's number of children and its first child.
-    `in_8_bits`: the finest level's keys and values as kernels of a flat lookup read them, if not as they are.
+    Attributes:
+        tree: the clusters that are scored.
+        keys, values: each level's centroids [Hk, C, D] to which queries attend. Without replacement values may be
+            empty. Then keys are passed in their place, and no kernel reads them.
+        starts: [Hk, C] int64, first row of each finest cluster.
+        first_row: the same in int32, for kernels.
+        below: number of children and first child of each cluster [Hk, C] int32, for the level above the finest.
+        own: whether the scored centroids of `tree` are the same as `keys`.
+        replaces: whether queries attend to centroids in place of the tokens that are not selected.
+        in_8_bits: int8 keys and values of the finest level for kernels of a flat lookup; None: they read the others.
     """
 
     tree: Tree
@@ -211,7 +230,11 @@ class ClusterSteps:
 
     @property
     def rows(self) -> int:
-        """Rows read per scored cluster: the scored centroid and, with replacement, its value and true-RoPE key."""
+        """Number of rows read per scored cluster.
+
+        These are the scored centroid and, with replacement, its value centroid. With windowed RoPE the centroid of keys
+        with their true RoPE is read in addition.
+        """
         if not self.replaces:
             return 1
         return 2 if self.own else 3
@@ -219,12 +242,12 @@ class ClusterSteps:
     def flat(
         self, query: torch.Tensor, tokens: int, threshold: float | None = None, counter: torch.Tensor | None = None
     ) -> Selection:
-        """The best of all finest clusters, on a GPU.
+        """Select the best of all finest clusters, on a GPU.
 
         Args:
             query: [Hk, G, 1, D].
-            threshold: choose every cluster whose score reaches it, up to `tokens` tokens.
-            counter: [Hk] int64, to which the number of tokens chosen by threshold is added.
+            threshold: select every cluster whose score reaches it, up to `tokens` tokens.
+            counter: [Hk] int64, to which the number of tokens selected by threshold is added.
         """
         counts, numbers = self.tree.counts[0], self.in_8_bits
         centroids = self.tree.centroids[0] if numbers is None else numbers
@@ -253,13 +276,15 @@ class ClusterSteps:
         thresholds: torch.Tensor | None,
         counter: torch.Tensor | None,
     ) -> Selection:
-        """The shared choice of several questions among all finest clusters, each for itself, on a GPU.
+        """Select the union of the clusters that several sequences select, each among all finest clusters, on a GPU.
 
         Args:
-            query: [Hk, G, T, D], one question after another; ends [B] int32: after which token each ends.
-            tokens: budget of each; capacity: tokens that they take together.
-            thresholds: [B], of each question, if clusters are chosen by these; counter [Hk] int64: to which the number
-                of tokens chosen is added.
+            query: [Hk, G, T, D], in which the tokens of one sequence follow those of another.
+            ends: [B] int32, the end of each sequence in these tokens.
+            tokens: budget of each sequence.
+            capacity: largest number of tokens of the union.
+            thresholds: [B], threshold of each sequence; None: clusters are selected up to the budget.
+            counter: [Hk] int64, to which the number of selected tokens is added.
         """
         centroids, counts = self.tree.centroids[0], self.tree.counts[0]
         values = (self.values or self.keys)[0]
@@ -276,7 +301,7 @@ class ClusterSteps:
     def down(
         self, query: torch.Tensor, wanted: int, slots: int, tokens: int, counter: torch.Tensor | None
     ) -> Selection:
-        """Down two levels, on a GPU: opens the best coarse clusters, and chooses the best of their children.
+        """Select clusters in two levels on a GPU: open the best coarse clusters and select the best of their children.
 
         Args:
             wanted: coarse clusters are opened until they have this many children and hold `tokens` tokens.
@@ -321,7 +346,7 @@ class ClusterSteps:
         return RowSet(starts[:, None], chosen.lengths[:, None], tokens, total, indices)
 
     def best(self, query: torch.Tensor, tokens: int) -> Selection:
-        """The best of all finest clusters, on a CPU; the runs are the chosen clusters and a few empty ones."""
+        """Select the best of all finest clusters, on a CPU. The runs are the selected clusters and a few empty ones."""
         keys = self.keys[0]
         best = best_clusters(query.squeeze(2), self.counted, tokens, *self.facts.scaling)
 

@@ -33,10 +33,10 @@ from sparsekv.runtime.selection.interface import Appended
 def join_by_graph(
     points: torch.Tensor, labels: torch.Tensor, clusters: int, all_clusters: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """`join_tokens` on a GPU, replayed from a CUDA graph that is recorded at the first call with new shapes.
+    """Run `join_tokens` on a GPU by replaying a CUDA graph, which is recorded at the first call with new shapes.
 
     The graph keeps buffers for its arguments and intermediate results, among them the points in float16 and the
-    centres. Only the graph of the last shapes is kept.
+    centroids. Only the graph of the last shapes is kept.
     """
     (heads, tokens, dims), old = points.shape, labels.shape[1]
     recorded = _recorded(heads, tokens, dims, old, clusters, all_clusters, points.device)
@@ -53,8 +53,10 @@ def join_by_graph(
 def _recorded(
     heads: int, tokens: int, dims: int, old: int, clusters: int, all_clusters: int, device: torch.device
 ) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...], torch.Tensor] | None:
-    """The graph for a shape, its inputs (points, old labels, order of the new tokens), and the labels that it writes;
-    None where it cannot be captured."""
+    """Capture the graph for a shape; None if it cannot be captured.
+
+    Returns the graph, its inputs (points, old labels, order of the new tokens), and the labels that it writes.
+    """
     points = torch.zeros(heads, tokens, dims, device=device)
     labels = torch.zeros(heads, old, dtype=torch.int64, device=device)
     order = torch.arange(tokens - old, device=device).repeat(heads, 1)
@@ -68,7 +70,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class BlockClustering:
-    """How the indexer clustered its blocks, which new tokens follow too: levels and outliers, W, space, seed."""
+    """Parameters with which the indexer clustered its blocks, and with which new tokens are clustered, too."""
 
     levels: tuple[float, ...]
     outliers: float
@@ -79,13 +81,13 @@ class BlockClustering:
 
     @classmethod
     def from_parameters(cls, parameters: dict[str, Any]) -> Self:
-        """From the indexer's parameters in a manifest."""
+        """Read them from the indexer's parameters in a manifest."""
         names = ("block", "space", "iterations", "seed")
-        outliers = parameters.get("outliers", 0.0)  # which an older index lacks
+        outliers = parameters.get("outliers", 0.0)  # an older index lacks this parameter
         return cls(tuple(parameters["levels"]), outliers, **{name: parameters[name] for name in names})
 
     def anew(self, keys: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, int]:
-        """Labels [Hk, T] of a block's keys [Hk, T, D], clustered from scratch, and the number of clusters."""
+        """Cluster a block's keys [Hk, T, D] from scratch; return their labels [Hk, T] and the number of clusters."""
         clusters = level_sizes(self.levels, keys.shape[1])[0]
         labels = random_kmeans(to_space(keys, self.space), clusters, self.iterations, generator)
         return single_out(keys, labels, clusters, self.outliers)
@@ -93,8 +95,13 @@ class BlockClustering:
     def joined(
         self, keys: torch.Tensor, labels: torch.Tensor, clusters: int, generator: torch.Generator
     ) -> tuple[torch.Tensor, int]:
-        """Labels [Hk, T] of a block's keys [Hk, T, D], whose first T_old have labels [Hk, T_old] in `clusters`, and the
-        number of clusters that there are then."""
+        """Add new keys to the clusters of a block; return all labels [Hk, T] and the new number of clusters.
+
+        Args:
+            keys: [Hk, T, D], keys of the block, the old ones first.
+            labels: [Hk, T_old], labels of the old keys.
+            clusters: number of old clusters.
+        """
         wanted = max(clusters, finest_size(self.levels, self.outliers, keys.shape[1]))
         join = join_by_graph if keys.is_cuda else join_tokens
         return join(to_space(keys, self.space), labels, clusters, wanted, generator), wanted
@@ -109,19 +116,21 @@ class BlockClustering:
         generator: torch.Generator,
         attended: torch.Tensor | None = None,
     ) -> Tensors:
-        """The artifact's tensors for a block, from its labels in so many finest clusters.
+        """Compute the artifact's tensors for a block from the labels of its keys.
 
         Args:
             keys, values: [Hk, T, D].
+            labels: [Hk, T], finest cluster of each key.
+            clusters: number of finest clusters.
             first: position of the block's first token.
-            attended: [Hk, T, D], the keys as attended, where `keys` are not (windowed RoPE).
+            attended: [Hk, T, D], the keys with RoPE, if `keys` have it undone (windowed RoPE).
         """
         levels = online_levels(keys, labels, clusters, self.levels, self.space, self.iterations, generator)
         return level_tensors(levels, number_neighbours(levels, labels), values, first, attended)
 
 
 def lookup_tensors(tensors: Tensors, first_row: int = 0, first_clusters: list[int] | None = None) -> Tensors:
-    """The tensors that a lookup reads, from the artifact's tensors of consecutive blocks.
+    """Compute the tensors that a lookup reads from the artifact's tensors of consecutive blocks.
 
     Args:
         first_row: number of rows before these blocks.
@@ -151,7 +160,7 @@ def lookup_tensors(tensors: Tensors, first_row: int = 0, first_clusters: list[in
 
 @dataclass
 class _Open:
-    """The start of the open block: its first row, and its first cluster of each level."""
+    """Start of the open block, to which tokens are appended: its first row, and its first cluster of each level."""
 
     row: int
     clusters: list[int]
@@ -164,11 +173,12 @@ class _Open:
 
 
 class ClusterStream:
-    """A layer's clusters, with a last block to which tokens can be appended.
+    """A layer's clusters, with an open last block to which tokens can be appended.
 
     Args:
-        tensors: the artifact's, with block_offsets and block_clusters; token positions counted from the middle's first.
-        windowed_rope: undoes RoPE before keys are clustered; None: keys are clustered as attended.
+        tensors: the artifact's tensors, with block_offsets and block_clusters. Token positions are counted from the
+            middle's first token.
+        windowed_rope: undoes RoPE before keys are clustered; None: keys are clustered with RoPE.
     """
 
     def __init__(self, tensors: Tensors, clustering: BlockClustering, windowed_rope: WindowedRope | None = None):
@@ -183,14 +193,14 @@ class ClusterStream:
         self.stored: Tensors = {}
 
     def found(self) -> Tensors:
-        """The current tensors for a lookup, as views."""
+        """Return views of the current tensors for a lookup."""
         return {name: rows.rows for name, rows in self.rows.items()}
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Appended:
-        """Append new tokens to the open block's clusters; when the block closes, cluster its parts from scratch.
+        """Append new tokens to the open block's clusters. When the block closes, cluster its parts from scratch.
 
         Args:
-            keys, values: [Hk, T, D]: the open block's rows in layout order, then the new ones.
+            keys, values: [Hk, T, D], the open block's rows in layout order, then the new rows.
         """
         if not self.stored:
             self.stored = {name: rows.rows[:, self.open.start(name) :].clone() for name, rows in self.rows.items()}
@@ -198,7 +208,7 @@ class ClusterStream:
         places = self._places(tokens)
         attended, values = (rows.gather(1, places[..., None].expand_as(rows)) for rows in (keys, values))
         keys = attended if self.windowed_rope is None else self.windowed_rope.undo(attended, first)
-        # The seed depends on the number of tokens alone: a rewound cache clusters the same tokens the same way.
+        # The seed depends only on the number of tokens, so that a rewound cache clusters the same tokens the same way.
         generator = torch.Generator(keys.device).manual_seed(self.clustering.seed + first + tokens)
         cuts = [cut - first for cut in block_offsets(first + tokens, self.clustering.block) if cut >= first]
         if len(cuts) == 2:
@@ -218,8 +228,11 @@ class ClusterStream:
         return Appended(places.gather(1, found["token_order"] - first), float(passes * tokens))
 
     def remove_appended(self) -> torch.Tensor | None:
-        """Restore the stored clusters. Returns the stored order [Hk, T] of the last block's rows, as indices into the
-        rows that lay there before the call; None when nothing was appended."""
+        """Restore the stored clusters.
+
+        Returns the stored order [Hk, T] of the last block's rows, as indices into the rows that lay there before the
+        call. Returns None if nothing was appended.
+        """
         if not self.stored:
             return None
         self.open = self.stored_open
@@ -231,14 +244,16 @@ class ClusterStream:
         return order
 
     def _places(self, tokens: int) -> torch.Tensor:
-        """[Hk, tokens]: each token's row, counted from the open block's first; new tokens are last, in order."""
+        """Row of each token [Hk, tokens], counted from the open block's first row. New tokens are last, in order."""
         positions = self.rows["token_order"].rows[:, self.open.row :] - self.open.row
         new = torch.arange(positions.shape[1], tokens, device=positions.device)
         return torch.cat([positions.argsort(1), new.expand(len(positions), -1)], 1)
 
     def _labels(self, places: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """The finest cluster [Hk, T_old] of each token in the open block, counted from the block's first cluster, and
-        the number of these clusters."""
+        """Return the finest cluster [Hk, T_old] of each token in the open block, and the number of these clusters.
+
+        Clusters are counted from the block's first cluster.
+        """
         counts = self.rows["level0.counts"].rows[:, self.open.clusters[0] :]
         ends = counts.long().cumsum(1)
         old = self.rows["token_order"].used - self.open.row
