@@ -1,6 +1,7 @@
-"""The artifact: schema, writer, reader, checksums. Does not depend on any model.
+"""The index on disk: schema, writer, reader and checksums. It does not depend on any model.
 
-Every other package imports this one before torch, or nothing of ours: so threads of torch are told here how to wait.
+Every other package that uses torch imports this package first. The spin time of OpenMP threads is therefore set here,
+before torch is loaded.
 """
 
 from sparsekv.formats.openmp import bound_spinning

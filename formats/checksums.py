@@ -1,4 +1,7 @@
-"""Hashes of files and of JSON-like values, and chained hashes that tell which tokens an edited document can keep."""
+"""Compute sha256 checksums of files and JSON-like values, and chained hashes of token blocks.
+
+The chained hashes show which leading tokens of an edited document are unchanged.
+"""
 
 import hashlib
 import json
@@ -14,18 +17,21 @@ _PIECE = 1 << 20
 
 
 def hash_bytes(data: bytes | bytearray | memoryview) -> str:
-    """sha256 of some bytes, in hex."""
+    """Compute the sha256 of bytes, in hex."""
     return hashlib.sha256(data).hexdigest()
 
 
 def hash_file(path: Path) -> str:
-    """sha256 of a file, in hex."""
+    """Compute the sha256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hash_descriptor(descriptor: int) -> str:
-    """sha256 of an open file from its beginning, in hex; thread-safe, because the descriptor's offset is not used."""
+    """Compute the sha256 of an open file from its beginning, in hex.
+
+    It is thread-safe, because the descriptor's offset is neither used nor changed.
+    """
     digest, place = hashlib.sha256(), 0
     while piece := os.pread(descriptor, _PIECE, place):
         digest.update(piece)
@@ -34,19 +40,22 @@ def hash_descriptor(descriptor: int) -> str:
 
 
 def hash_json(value: Any) -> str:
-    """sha256 of a JSON-like value, in hex; the order of its keys does not matter."""
+    """Compute the sha256 of a JSON-like value, in hex. The order of its keys does not matter."""
     return hash_bytes(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
 
 
 def hash_tokens(input_ids: Sequence[int]) -> str:
-    """sha256 of token ids as little-endian int64, the bytes stored in `tokens.safetensors`, in hex."""
+    """Compute the sha256 of token ids, in hex.
+
+    The ids are hashed as little-endian int64, which are the bytes that `tokens.safetensors` stores.
+    """
     return hash_bytes(np.asarray(input_ids, dtype="<i8").tobytes())
 
 
 def chained_block_hashes(input_ids: Sequence[int]) -> list[str]:
-    """One hash per whole block of 256 tokens, each over its block and the hash before it.
+    """Compute one hash per whole block of 256 tokens; each covers its block and the previous hash.
 
-    Two prompts share their first 256 n tokens exactly when entry n - 1 is equal in both.
+    Two prompts share their first 256 n tokens exactly when entry n - 1 of their hashes is equal.
     """
     chain, previous = [], ""
     for start in range(0, len(input_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
@@ -56,7 +65,7 @@ def chained_block_hashes(input_ids: Sequence[int]) -> list[str]:
 
 
 def common_prefix_tokens(first: Sequence[str], second: Sequence[str]) -> int:
-    """Number of leading tokens, in whole blocks, that two chains of block hashes share."""
+    """Count the leading tokens, in whole blocks, that two prompts share by their `chained_block_hashes`."""
     shared = 0
     for a, b in zip(first, second, strict=False):
         if a != b:

@@ -1,4 +1,4 @@
-"""The device of a command: its name, its memory, and reading or mapping of files, with threads that read ahead."""
+"""Choose a command's device, measure its memory, and read or map files to it, with threads that prefetch."""
 
 import ctypes
 import errno
@@ -24,7 +24,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of a GPU's memory: all of them, and those that this process can still get."""
+    """Bytes of a GPU's memory: the total, and what this process can still allocate."""
 
     total: int
     left: int
@@ -32,8 +32,13 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that torch takes of a GPU's memory: the model, which is there already; `rows`, keys and values with the
-    queries that are kept beside them; and what is needed to work with them, an estimate."""
+    """Bytes of GPU memory that torch needs.
+
+    Args:
+        model: the model's weights, which are on the GPU already.
+        rows: keys and values, and the queries that are kept with them.
+        work: an estimate of temporary memory.
+    """
 
     model: int
     rows: int
@@ -44,7 +49,7 @@ class MemoryPlan:
         return self.model + self.rows + self.work
 
     def told(self, memory: DeviceMemory) -> str:
-        """One line: what is needed, of what, and what a user can do where it may not be there."""
+        """Return one line that reports the memory needed, and warns if it may exceed the free memory."""
         needed = (
             f"needs some {_gib(self.total)} GiB of the GPU's {_gib(memory.total)}: {_gib(self.model)} the model, "
             f"{_gib(self.rows)} keys and values, {_gib(self.work)} to work with them"
@@ -54,7 +59,11 @@ class MemoryPlan:
         return f"{needed}; {_gib(memory.left)} are left beside the model, so that it may run out"
 
     def check(self, memory: DeviceMemory, remedy: str) -> None:
-        """Raise SparsekvError, which ends with a remedy, if not even keys and values fit beside the model."""
+        """Raise SparsekvError if the keys and values alone do not fit into the free memory.
+
+        Args:
+            remedy: the end of the message: what the user can do.
+        """
         if self.rows > memory.left:
             raise SparsekvError(
                 f"keys and values take {_gib(self.rows)} GiB, and beside the model {_gib(memory.left)} of the GPU's "
@@ -63,22 +72,22 @@ class MemoryPlan:
 
 
 def device_memory(model: torch.nn.Module) -> DeviceMemory | None:
-    """The memory of the GPU that a model is on; None where it is on a CPU, or on several devices."""
+    """Return the memory of the GPU that holds a model; None if the model is on a CPU or on several devices."""
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or (device := devices.pop()).type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    # What torch has got and does not use is this process's too.
+    # Memory that torch has reserved but not allocated is also free for this process.
     return DeviceMemory(total, free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def model_bytes(model: torch.nn.Module) -> int:
-    """Bytes of a model's parameters and buffers; of what modules share once."""
+    """Count the bytes of a model's parameters and buffers. A tensor that modules share counts once."""
     return sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
 
 
 def peak_told(model: torch.nn.Module) -> str | None:
-    """Peak GPU memory of torch on a model's device, as text; None for a model on no GPU, or on several."""
+    """Return a line with torch's peak GPU memory; None if the model is on a CPU or on several devices."""
     if device_memory(model) is None:
         return None
     most = torch.cuda.max_memory_reserved(next(model.parameters()).device)
@@ -91,14 +100,14 @@ def _gib(size: int) -> str:
 
 THREADS = 8
 PIECE = 16 << 20
-"""Bytes that one thread reads at a time. With each piece threads wait for Python's lock: in pieces of half the size,
-39 GB take 0.4 s more."""
+"""Bytes that a thread reads at a time. The threads wait for Python's global lock at each piece: with half the size,
+reading 39 GB takes 0.4 s longer."""
 _BUFFERS = 2 * THREADS
 
 
 @dataclass(frozen=True)
 class _Buffer:
-    """Page-locked memory [PIECE] uint8, and an event at the end of the last copy out of it; copies run in order."""
+    """Page-locked memory [PIECE] uint8, its own stream, and an event at the end of the last copy from it."""
 
     memory: torch.Tensor
     copied: torch.cuda.Event
@@ -106,13 +115,17 @@ class _Buffer:
 
 
 class DeviceReader:
-    """Reads files to one GPU. Holds 256 MiB of page-locked memory and `THREADS` threads for the life of the process."""
+    """Reads files into the memory of one GPU.
+
+    It holds 256 MiB of page-locked memory and `THREADS` threads until the process ends.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
         self._buffers: SimpleQueue[_Buffer] = SimpleQueue()
         with torch.cuda.device(device):
-            # A thread begins on the first GPU, where a rank of another one would take half a gigabyte for its context.
+            # A new thread uses GPU 0 by default. Without the initializer, a rank of another GPU would create a CUDA
+            # context there, which takes half a gigabyte.
             self._threads = ThreadPoolExecutor(
                 THREADS, "sparsekv-read", initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),)
             )
@@ -123,14 +136,14 @@ class DeviceReader:
     def read(
         self, descriptor: int, like: Mapping[str, torch.Tensor], skipped: Mapping[str, int]
     ) -> dict[str, torch.Tensor]:
-        """Tensors of an open safetensors file that the safetensors library has accepted, or some rows of each.
+        """Read tensors, or some rows of each, from an open safetensors file that the safetensors library has accepted.
 
-        Returns once all of them are read; the current stream waits for the copies to the GPU. Whoever fails or is
-        interrupted has no thread that still reads from the descriptor.
+        Returns once all bytes are read. The current stream waits for the copies to the GPU. After a failure or an
+        interruption, no thread still reads from the descriptor.
 
         Args:
-            like: tensors of the same names, shapes and dtypes, such as views of the file's mapping.
-            skipped: bytes that a tensor has in the file before those that are wanted, by name; none where not named.
+            like: tensors of the names, shapes and dtypes to read, such as views of the mapped file.
+            skipped: bytes to skip at the start of a tensor in the file, by name; 0 for names that it lacks.
 
         Raises:
             OSError: the file ends early or cannot be read.
@@ -150,7 +163,7 @@ class DeviceReader:
             for job in jobs:
                 job.cancel()
             ended = [job for job in wait(jobs).done if not job.cancelled()]
-            # Memory that is given back is not written to any more when the current stream uses it again.
+            # After a failure the target tensors are freed. The copies must end before the current stream reuses them.
             for job in ended:
                 if job.exception() is None:
                     torch.cuda.current_stream(self.device).wait_event(job.result())
@@ -159,15 +172,15 @@ class DeviceReader:
         return found
 
     def _copy(self, descriptor: int, start: int, target: torch.Tensor, ready: torch.cuda.Event) -> torch.cuda.Event:
-        """Read bytes from `start` on to a target [n] uint8; returns an event at the end of the copy to the GPU."""
+        """Read bytes from offset `start` into a target [n] uint8, and return an event at the end of the GPU copy."""
         buffer = self._buffers.get()
         try:
             buffer.copied.synchronize()
             piece = buffer.memory[: len(target)]
             _read_all(descriptor, piece.numpy().data, start)
-            # The tensors may be made in inference mode, which is a thread's own.
+            # The target may be an inference tensor. Inference mode is set per thread, so it is entered here, too.
             with torch.inference_mode(), torch.cuda.stream(buffer.stream):
-                # The target's memory may still be in use by what the current stream was given before.
+                # Earlier work on the current stream may still use the target's memory.
                 buffer.stream.wait_event(ready)
                 target.copy_(piece, non_blocking=True)
                 buffer.copied.record()
@@ -181,7 +194,7 @@ _making = Lock()
 
 
 def device_reader(device: torch.device) -> DeviceReader:
-    """The reader of a GPU, made at first use, by whichever thread wants it first."""
+    """Return the reader of a GPU, which is created at the first call. Any thread may call this."""
     with _making:
         if device not in _readers:
             _readers[device] = DeviceReader(device)
@@ -189,7 +202,7 @@ def device_reader(device: torch.device) -> DeviceReader:
 
 
 def _starts(descriptor: int) -> dict[str, int]:
-    """Where the bytes of each tensor of a safetensors file begin."""
+    """Return the file offset at which each tensor of a safetensors file begins, by name."""
     size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     header = json.loads(os.pread(descriptor, size, 8))
     return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
@@ -211,17 +224,17 @@ DONTNEED, POPULATE_READ = 4, 22  # MADV_DONTNEED and, since 5.14, MADV_POPULATE_
 def release_pages(mapped: torch.Tensor) -> None:
     """Release the memory pages of a tensor, which must be a view of a mapped file and never written to.
 
-    They are read from the file again when they are accessed. A tensor in any other memory would lose its content. Does
-    nothing outside Linux.
+    The kernel reads the pages from the file again when they are accessed. A tensor in any other memory would lose its
+    content. Does nothing outside Linux.
     """
     _advise(*_whole_pages(mapped), DONTNEED)
 
 
 def map_pages(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Map all memory pages of tensors that are views of mapped files, a system call and a step for each AT_ONCE bytes.
+    """Map all memory pages of tensors that are views of mapped files, and yield after each AT_ONCE bytes.
 
-    Who reads them first would stop for every sixteen pages. Other tensors have theirs already. Does nothing where the
-    system cannot; other threads run meanwhile.
+    Without this, the first reader would take a page fault for every sixteen pages. For tensors in other memory the call
+    has no effect. It also does nothing on systems without MADV_POPULATE_READ. Other threads can run during each call.
     """
     for tensor in tensors:
         first, length = _whole_pages(tensor)
@@ -231,7 +244,7 @@ def map_pages(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def _whole_pages(mapped: torch.Tensor) -> tuple[int, int]:
-    """Address and length of the whole pages of a tensor's storage."""
+    """Return the address and the length in bytes of the whole pages inside a tensor's storage."""
     storage = mapped.untyped_storage()
     start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -260,12 +273,12 @@ T = TypeVar("T")
 def read_ahead(
     items: Iterable[S], read: Callable[[S], T], count: int, begin: Callable[[], None] = lambda: None
 ) -> Generator[T, None, None]:
-    """Yields `read(item)` for each item, in order, while threads read the next `count` ones.
+    """Yield `read(item)` for each item, in order, while threads prefetch the next `count` items.
 
-    Whoever ends before the last item, or is interrupted, does not wait for what has begun.
+    A caller that closes the generator early, or is interrupted, does not wait for reads that have begun.
 
     Args:
-        begin: called once in each thread.
+        begin: called once in each thread, when it starts.
     """
     threads = ThreadPoolExecutor(count, initializer=begin)
     ahead, whole = deque[Future[T]](), False
@@ -282,13 +295,14 @@ def read_ahead(
 
 
 def run_beside(steps: Iterator[object], name: str) -> None:
-    """Have a thread run through some steps, as far as it comes before the program ends.
+    """Run steps in a background thread until they are done or the program ends.
 
-    It is no daemon: Python lets these go on while it ends, and aborts where one is in torch then. So a program that
-    ends waits for the step that has begun; each should be short.
+    The thread is no daemon: Python keeps daemons running during its shutdown, and aborts if one of them is in torch.
+    Instead, a program that ends waits for the current step, so each step should be short.
 
     Args:
-        steps: does its work as it is iterated, and raises nothing.
+        name: the thread's name.
+        steps: an iterator that does its work as it is iterated, and raises nothing.
     """
     Thread(target=_run, args=[steps], name=name).start()
 
@@ -300,10 +314,12 @@ def _run(steps: Iterator[object]) -> None:
 
 
 def choose_device(text: str) -> torch.device:
-    """A device by its name, a GPU with its number; `auto` is the GPU if there is one.
+    """Return the device of a name such as `cpu`, `cuda` or `cuda:1`; `auto` is a GPU if there is one, else the CPU.
+
+    A GPU is returned with its index.
 
     Raises:
-        UsageError: an unknown or missing device.
+        UsageError: the name is unknown, or the machine lacks this GPU.
     """
     if text == "auto":
         text = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,25 +1,25 @@
-"""Errors that a user can cause, each one line on stderr with an exit code and a remedy."""
+"""Errors that a user can cause. Each has an exit code and prints one line with a remedy on stderr."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 NEAR = 70.0
-"""The least similarity, of 100, at which a name is suggested: one or two letters of a word differ."""
+"""The lowest similarity (0 to 100) at which a name is suggested: one or two letters of a word differ."""
 
 
 def suggestion(given: str, known: Iterable[str]) -> str:
-    """` (did you mean NAME?)` with the known name that is most like the given one; empty where none is."""
+    """Return ` (did you mean NAME?)` with the known name most similar to `given`; empty if none is similar enough."""
     near = nearest(given, known)
     return "" if near is None else f" (did you mean {near}?)"
 
 
 def nearest(given: str, known: Iterable[str]) -> str | None:
-    """The known name that is most like the given one; None where none is."""
-    from rapidfuzz import fuzz, process  # here: --help need not wait for it
+    """Return the known name that is most similar to `given`; None if none reaches a similarity of `NEAR`."""
+    from rapidfuzz import fuzz, process  # imported here to keep --help fast
 
     names = [*known]
-    # Letters in common first: `code` is in tidaldecode as a whole, and nearer to codes.
+    # The plain ratio comes first: WRatio also scores substrings, and would prefer tidaldecode to codes for `code`.
     for alike in (fuzz.ratio, fuzz.WRatio):
         found = process.extractOne(given, names, scorer=alike, score_cutoff=NEAR, processor=str.lower)
         if found is not None:
@@ -28,37 +28,37 @@ def nearest(given: str, known: Iterable[str]) -> str | None:
 
 
 def choose_one(given: str, known: Iterable[str]) -> str:
-    """`choose one of A, B, C`, and which of them may have been meant."""
+    """Return `choose one of A, B, C`, with a suggestion if a known name is similar to `given`."""
     names = [*known]
     return f"choose one of {', '.join(names)}{suggestion(given, names)}"
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a system refused something, in its own words."""
+    """Return the operating system's reason for an error, in lower case; else the error's message."""
     return (getattr(error, "strerror", None) or str(error)).lower()
 
 
 class SparsekvError(Exception):
-    """A failure while running; the message says what failed and what to do. Exit code 1."""
+    """A failure at run time. The message states what failed and what to do. Exit code 1."""
 
     exit_code = 1
 
 
 class UsageError(SparsekvError):
-    """The command was called wrongly (an unknown name, a value out of range). Exit code 2."""
+    """A wrong call of a command, such as an unknown name or a value out of range. Exit code 2."""
 
     exit_code = 2
 
 
 def check_choice(option: str, given: str, known: Iterable[str]) -> None:
-    """Raise UsageError for a value that an option does not have."""
+    """Raise UsageError if `given` is not among an option's known values."""
     names = [*known]
     if given not in names:
         raise UsageError(f"{option} {given}: {choose_one(str(given), names)}")
 
 
 def check_at_least_one(parameters: object, *names: str) -> None:
-    """Raise UsageError for the first of these parameters below 1, by the name of its option."""
+    """Raise UsageError if one of the named parameters is below 1. The message names its command-line option."""
     for name in names:
         if (value := getattr(parameters, name)) < 1:
             raise UsageError(f"--{name.replace('_', '-')} {value}: give at least 1")
@@ -69,7 +69,7 @@ class ArtifactError(SparsekvError):
 
 
 class MissingIndexError(ArtifactError):
-    """There is no index at the path that was named: wrong usage, as with any file that is not there. Exit code 2."""
+    """There is no index at the given path. This is wrong usage, as with any missing file. Exit code 2."""
 
     exit_code = 2
 
@@ -84,7 +84,7 @@ class IdentityError(SparsekvError):
 
 @dataclass(frozen=True)
 class WaysOut:
-    """Remedies to suggest besides freeing disk space; empty where a command has no such option."""
+    """Remedies that messages suggest besides freeing disk space; empty if the command has no such option."""
 
     elsewhere: str = "choose another folder with --output"
     less: str = "shorten the document with --max-tokens"

@@ -1,4 +1,4 @@
-"""Commands that messages show, ready to be pasted into a shell, and default names of indices."""
+"""Format commands that messages show, ready to paste into a shell, and derive default names of indices."""
 
 import re
 import shlex
@@ -11,7 +11,8 @@ from sparsekv.formats.errors import nearest
 ENDING = ".skv"
 
 _EXTENSION = re.compile(r"\.(?!v\d+$)[a-z][a-z0-9_+-]*", re.IGNORECASE)
-"""Letters first: the last parts of Apache-2.0, notes.2024-05 and paper.v2 belong to the name."""
+"""An extension begins with a letter and is no version: .0, .2024-05 and .v2 in Apache-2.0, notes.2024-05 and paper.v2
+are parts of the name."""
 
 
 def has_extension(path: Path) -> bool:
@@ -20,12 +21,12 @@ def has_extension(path: Path) -> bool:
 
 
 def with_ending(path: Path, ending: str = ENDING) -> Path:
-    """A path with another ending in the place of its extension, or behind a name that has none."""
+    """Replace a path's extension by `ending`, or append `ending` to a name without an extension."""
     return path.with_suffix(ending) if has_extension(path) else path.with_name(path.name + ending)
 
 
 def beside(folder: Path) -> Iterator[Path]:
-    """The files beside an index from which it would have its name."""
+    """Yield the paths next to an index whose default index name is this one, such as manual.txt for manual.skv."""
     own = folder.parent / folder.stem
     yield from (path for path in (own, *folder.parent.glob(f"{escape(own.name)}.*")) if path != folder)
 
@@ -35,30 +36,33 @@ _LOOKED_AT = 4096
 
 
 def command(*parts: str | Path) -> str:
-    """A call of sparsekv in backticks, quoted for a shell."""
+    """Format a sparsekv command line in backticks, quoted for a shell."""
     return f"`{shlex.join(['sparsekv', *map(_argument, parts)])}`"
 
 
 def _argument(part: str | Path) -> str:
-    """A path that begins with a dash would be taken for an option."""
+    """Prefix a path that begins with a dash with `./`, because it would be parsed as an option."""
     return f"./{part}" if isinstance(part, Path) and str(part).startswith("-") else str(part)
 
 
 def build_hint(folder: Path) -> str:
-    """How to build a missing index: from the text beside it that has its name (manual.txt for manual.skv)."""
+    """Return a hint how to build a missing index from the text with its name (manual.txt for manual.skv).
+
+    If there is no such text, the hint suggests an existing index with a similar name.
+    """
     named = folder.with_name(f"{folder.name}.skv")
     if named.is_dir():
         return f"name {named}, which is there"
     for text in _texts(beside(folder)):
         return f"build it with {command('build-index', text, '-o', folder)}"
-    # Without the ending, by which all of them are alike.
+    # Names are compared without the ending that they share, because it would make all of them similar.
     near = nearest(folder.stem, (index.stem for index in folder.parent.glob("*.skv") if index.is_dir()))
     meant = "" if near is None else f" (did you mean {folder.with_name(f'{near}.skv')}?)"
     return f"name one that is there{meant}, or build it: {command('build-index', '--help')} says how"
 
 
 def first_build_hint() -> str:
-    """How to build an index in the current folder: from its longest text."""
+    """Return a hint how to build an index from the longest text in the current folder."""
     texts = list(_texts(path for ending in TEXT_ENDINGS for path in Path().glob(ending)))
     if texts:
         return f"build one with {command('build-index', max(texts, key=lambda text: text.stat().st_size))}"
@@ -66,12 +70,15 @@ def first_build_hint() -> str:
 
 
 def add_methods_hint(folder: Path, methods: Iterable[str]) -> str:
-    """How to build more methods into an index, from its own tokens: its document may be gone, or was appended to."""
+    """Format the command that adds methods to an index.
+
+    It uses the index's own tokens, because the document may be gone, or the index may hold appended text.
+    """
     return command("build-index", folder, *(part for name in methods for part in ("--method", name)))
 
 
 def no_folder(given: Path) -> str:
-    """The kind of a file that was named instead of an index, and a remedy."""
+    """Return what a file is that was given instead of an index folder, and a remedy."""
     if given.suffix == ".skv" or not (given.is_file() and is_text(given)):
         return "is no folder, and an index is one; name the folder that build-index printed"
     index = with_ending(given)
@@ -89,7 +96,7 @@ def is_text(path: Path) -> bool:
     except OSError:
         return False
     except UnicodeDecodeError as error:
-        return error.start > _LOOKED_AT - 4  # cut within a letter
+        return error.start > _LOOKED_AT - 4  # only the last character is cut off by the limit
     return bool(data.strip()) and b"\0" not in data
 
 

@@ -1,21 +1,22 @@
-"""Bounds how long idle threads of OpenMP spin, in this process and in those that it starts."""
+"""Limit how long idle OpenMP threads spin, in this process and its child processes."""
 
 import os
 from collections.abc import MutableMapping
 
 SPINS = 20_000
-"""Looks that a thread of GNU OpenMP takes at what it waits for before it sleeps: 0.5 ms, and 1 ms where a processor's
-pause is long. With a tenth of them threads sleep between a step's operations, and a step takes a third longer; with
-the library's own 300,000 they keep a core for 6 to 15 ms."""
+"""Spins of a waiting GNU OpenMP thread before it sleeps: 0.5 ms, or 1 ms on processors with a long pause instruction.
+With a tenth as many, threads sleep between the operations of a step, and a step takes a third longer. With the
+library's default of 300,000, threads occupy a core for 6 to 15 ms."""
 
 BLOCK_MILLISECONDS = 1
-"""The same for the OpenMP of Intel and LLVM, whose default is 200."""
+"""Milliseconds that a waiting thread of Intel's or LLVM's OpenMP spins before it sleeps; the default is 200."""
 
 
 def bound_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set how long threads of OpenMP spin, where the user has not; without effect once torch is loaded.
+    """Set environment variables that limit how long OpenMP threads spin, unless the user has set them.
 
-    A thread that spins has a core that another process may need for what the thread is waiting for.
+    They have no effect once torch is loaded. A spinning thread occupies a core, which another process may need to
+    finish the work that the thread waits for.
     """
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", str(SPINS))

@@ -1,4 +1,4 @@
-"""Registries of methods, indexers, kinds of prefill and tasks by name, including those of installed packages."""
+"""Registries that map names to methods, indexers, prefills and tasks, including those of installed packages."""
 
 import importlib
 import pkgutil
@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Things of one kind by name; modules that register them are imported when the registry is first called.
+    """Maps names to classes or objects of one kind. Its first call imports the modules that register them.
 
     Args:
-        kind: what messages call one of them.
-        package: its modules register things when they are imported.
-        group: entry point group by which installed packages add classes; None: they cannot.
-        base: required base class of those.
+        kind: the word for an entry in messages.
+        package: the package whose modules register entries when they are imported.
+        group: entry point group through which installed packages add classes; None if they cannot.
+        base: required base class of the classes of installed packages.
     """
 
     def __init__(self, kind: str, package: str, group: str | None = None, base: type | None = None):
@@ -27,7 +27,7 @@ class Registry(Generic[T]):
         self.found = False
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator that registers a class under this name; UsageError if another one has the name."""
+        """Return a decorator that registers a class under a name; it raises UsageError if the name is taken."""
 
         def add(thing: T) -> T:
             self.add(name, thing)
@@ -36,10 +36,11 @@ class Registry(Generic[T]):
         return add
 
     def __call__(self) -> dict[str, T]:
-        """All of them by name.
+        """Return all entries by name, sorted.
 
         Raises:
-            UsageError: one of an installed package cannot be loaded, is not of this kind, or has a taken name.
+            UsageError: an entry of an installed package cannot be loaded, has the wrong base class, or has a name that
+                is taken.
         """
         if not self.found:
             package = importlib.import_module(self.package)
@@ -51,7 +52,7 @@ class Registry(Generic[T]):
         return dict(sorted(self.known.items()))
 
     def add(self, name: str, thing: T) -> None:
-        """Register a thing under a name; UsageError if another one has the name."""
+        """Register an entry under a name; raises UsageError if another entry has the name."""
         if name in self.known and self.known[name] is not thing:
             raise UsageError(f"two {self.kind}s are called '{name}', {_where(self.known[name])} and {_where(thing)}")
         self.known[name] = thing
@@ -65,7 +66,7 @@ class Registry(Generic[T]):
             raise UsageError(f"{source} cannot be loaded ({why}); mend or remove it") from error
         if not (isinstance(loaded, type) and self.base is not None and issubclass(loaded, self.base)):
             raise UsageError(f"{source} is no {getattr(self.base, '__name__', self.kind)}; mend or remove it")
-        thing: T = loaded  # type: ignore[assignment]  # it is a class of the kind that this registry has
+        thing: T = loaded  # type: ignore[assignment]  # issubclass has checked it
         return thing
 
 

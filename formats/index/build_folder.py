@@ -1,4 +1,4 @@
-"""The folder of an index during a build: its lock, the previous index in it, and leftovers of earlier builds."""
+"""Manage an index's folder during a build: its lock, the previous index in it, and leftovers of earlier builds."""
 
 import os
 import re
@@ -19,12 +19,14 @@ from sparsekv.formats.index.reader import CPU, map_tensors, on_device
 from sparsekv.formats.index.schema import MANIFEST, FileRecord, Manifest
 
 _BEFORE_ALL = re.compile(rf"{re.escape(LOCK)}|{re.escape(MARKER)}(\.[0-9a-f]{{8}}\.tmp)?")
-"""Files that a build can leave if it dies at its beginning."""
+"""Names of files that a build leaves behind if its process is killed right after it started."""
 
 
 def refuse_foreign(folder: Folder) -> None:
-    """Raise ArtifactError for a folder that has files in it but is no index: it has no marker, and no intact manifest
-    or journal, by which indices of earlier versions are recognised."""
+    """Raise ArtifactError if a folder has files in it but is no index.
+
+    An index has the marker file, or an intact manifest or journal: earlier versions wrote no marker.
+    """
     others = [name for name in folder.names() if not _BEFORE_ALL.fullmatch(name)]
     if others and not is_marked(folder) and not is_index(folder) and read_journal(folder) is None:
         raise ArtifactError(
@@ -34,10 +36,10 @@ def refuse_foreign(folder: Folder) -> None:
 
 
 def check_output(path: Path) -> None:
-    """Check that an index can be written to a path, before a model is loaded.
+    """Check that an index can be written to a path. Called before a model is loaded.
 
     Raises:
-        ArtifactError: the path is a file or below one, a folder of other things, or cannot be read or written.
+        ArtifactError: the path is a file or below one, is a folder with other files, or cannot be read or written.
     """
     if os.path.lexists(path):
         if not path.is_dir():
@@ -54,11 +56,12 @@ def check_output(path: Path) -> None:
 
 
 class BuildFolder:
-    """The folder of one build, whose lock it takes when it is entered.
+    """The folder of one build. Entering the context creates the folder and acquires its lock.
 
     Args:
-        folder: the artifact, `NAME.skv`; created when missing.
-        force: reuse nothing; a finished index in the folder still stays valid until it is replaced.
+        folder: the index's folder, `NAME.skv`; created if missing.
+        force: reuse no files. A finished index in the folder stays valid until it is replaced.
+        ways_out: remedies that error messages suggest.
 
     Raises:
         ArtifactError: the folder cannot be written, is not an index of sparsekv, or another build has its lock.
@@ -71,7 +74,7 @@ class BuildFolder:
         self._ways_out = ways_out or WaysOut()
         self._journal: KeptJournal
         self.unfinished = 0
-        """How many files an interrupted build has left to this one."""
+        """Number of files that an interrupted build completed and the finished index lacks."""
         self._whole = set[tuple[str, str]]()
 
     def __enter__(self) -> Self:
@@ -89,7 +92,7 @@ class BuildFolder:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """Notes of this build, and of the interrupted builds that it resumes."""
+        """Notes that this build, or the interrupted build that it resumes, has stored."""
         return self._journal.notes
 
     def note(self, name: str, value: Any) -> None:
@@ -98,21 +101,21 @@ class BuildFolder:
             self._journal.note(name, value)
 
     def need_space(self, size: int) -> None:
-        """Raise ArtifactError if the disk has fewer than `size` free bytes; called before hours of work are spent."""
+        """Raise ArtifactError if the disk has fewer than `size` free bytes. Called before the model runs."""
         free = shutil.disk_usage(self.folder).free
         if free < size:
             raise self._ways_out.no_space(self.folder, size, free)
 
     def read_base(self, name: str, device: torch.device = CPU) -> dict[str, torch.Tensor]:
-        """Tensors of a file of the base, the finished index that was in the folder, on a device."""
+        """Read the tensors of a file of the base (the finished index in the folder) onto a device."""
         assert self.base is not None
         return self._read(name, self.base.files[name], device)
 
     def is_whole(self, record: FileRecord) -> bool:
-        """Whether the file of a record exists with the content that was written."""
+        """Whether the file of a record exists and its content has the recorded checksum."""
         content = record.path, record.sha256
-        # Hashed once: an index may be larger than memory. The hash and not only the size: a kill between rename and
-        # journal leaves another recipe's file at the path.
+        # Each file is hashed once, because an index may be larger than memory. The size alone is no proof: a build that
+        # is killed after the rename and before the journal's update leaves a file of another recipe at the path.
         if content not in self._whole and self.is_there(record):
             with suppress(OSError), self._opened(record) as descriptor:
                 if hash_descriptor(descriptor) == record.sha256:
@@ -120,7 +123,7 @@ class BuildFolder:
         return content in self._whole
 
     def _earlier(self, name: str, recipe: str) -> FileRecord | None:
-        """The record of a whole file that the journal or the base has, made by a recipe."""
+        """Return the journal's or the base's record of an intact file made by a recipe; None if there is none."""
         records = (self._journal.files.get(name), self.base.files.get(name) if self.base else None)
         return next((one for one in records if one and one.recipe == recipe and self.is_whole(one)), None)
 
@@ -131,18 +134,21 @@ class BuildFolder:
         return False
 
     def leave_as_it_was(self) -> None:
-        """End a build that changed nothing in the finished index."""
+        """End a build that changes nothing in the finished index: remove the journal and leftover files."""
         assert self.base is not None
         self._remove_strays(self.base)
 
     def clear_finished(self) -> None:
-        """Remove leftovers of a build that was interrupted after it wrote the manifest; keep those of one to resume."""
+        """Remove leftovers of a build that was interrupted after it wrote the manifest.
+
+        Files of an unfinished build that can be resumed are kept.
+        """
         assert self.base is not None
         if all(record in self.base.files.values() for record in self._journal.files.values()):
             self._remove_strays(self.base)
 
     def _seal(self, manifest: Manifest) -> Manifest:
-        """Write the manifest in place of an earlier one, and remove files that are no longer named."""
+        """Write the manifest over an earlier one, and remove files that it does not list."""
         data, sealed = manifest_bytes(manifest)
         with self._writing():
             self._journal.write()
@@ -170,7 +176,7 @@ class BuildFolder:
             if MANIFEST in self._folder.names():
                 base = manifest_in(self._folder)
                 check_names(base, self.folder)
-                if in_this_form(base):  # or else it is built again, from nothing that is there
+                if in_this_form(base):  # an older int8 format: the build reuses none of its files
                     check_layout(base, self.folder)
                 self.base = base
         except ArtifactError:
@@ -179,17 +185,17 @@ class BuildFolder:
         self._journal = KeptJournal(self._folder, forget=self.force)
         known = self.base.files if self.base else {}
         self.unfinished = sum(known.get(name) != record for name, record in self._journal.files.items())
-        # What a killed build had written of its files may be as large as the index.
+        # Temporary files of a killed build may be as large as the index.
         with suppress(OSError):
             self._folder.remove([], leftovers_of=self._journal.paths)
         if base is not None:
-            # So that they are still known once a new manifest has replaced the one that names them.
+            # The journal must list these paths, so that they can be removed after a new manifest replaces this one.
             self._journal.know(record.path for record in base.files.values())
         with self._writing():
             mark(self._folder)
 
     def _free_path(self, name: str, recipe: str) -> str:
-        """The logical name itself, or one with the recipe's hash while the base still uses the name."""
+        """Return the logical name as the path, or one with the recipe's hash if the base uses a file at that path."""
         in_use = {record.path for record in self.base.files.values()} if self.base else set()
         if name not in in_use:
             return name
@@ -198,7 +204,7 @@ class BuildFolder:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Raise ArtifactError, with what the user can do, where the system refuses to write."""
+        """Turn an OSError of a write into an ArtifactError with a remedy."""
         try:
             yield
         except OSError as error:
@@ -208,5 +214,5 @@ class BuildFolder:
         kept = {record.path for record in manifest.files.values()}
         with self._writing():
             self._folder.remove(self._journal.paths - kept, leftovers_of={*kept, MANIFEST, MARKER})
-            # Last, because it lists what is still to be removed if this process dies.
+            # The journal goes last: if this process dies, the next build needs its list of files to remove.
             self._folder.remove([JOURNAL])

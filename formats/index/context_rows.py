@@ -1,4 +1,4 @@
-"""Keys, values and centroids of a layer as the index stores them, in the model's dtype or in int8."""
+"""Quantise and restore a layer's keys, values and centroids, which an index stores in the model's dtype or int8."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -7,30 +7,30 @@ from typing import Literal, TypeAlias
 
 import torch
 
-LARGEST = 127  # so that a number and its negative are both there
-LARGEST_SCALE = 129 * 2.0**114  # the largest of bfloat16 that gives LARGEST a finite product in float32
+LARGEST = 127  # of int8, symmetric: -128 is not used
+LARGEST_SCALE = 129 * 2.0**114  # largest bfloat16 scale whose product with LARGEST is finite in float32
 PIECE = 8192  # tokens that are converted at a time, by way of float32
 OF_TOKENS = ("keys", "values", "key_scales", "value_scales")
-"""Names of the tensors [Hk, N, ...] that have something of each token."""
+"""Names of the tensors [Hk, N, ...] with one row or one scale per token."""
 OF_CHANNELS = ("channel_scales", "channel_offsets")
-"""Names of the tensors [Hk, D] that all keys share."""
+"""Names of the tensors [Hk, D] with one scale or offset per key channel."""
 SCALES = ("key_scales", "value_scales", *OF_CHANNELS)
-"""Names of the tensors beside `keys` and `values`, all bfloat16: 2 bytes, with the range of float32."""
+"""Names of the scales and offsets of `keys` and `values`. All are bfloat16: 2 bytes, with the range of float32."""
 FORM = "int8 of tokens and channels"
-"""The quantisation, as the recipe of its files names it: no build reuses files of an earlier one."""
+"""The name of the quantisation in the recipes of its files, so that no build reuses files of an earlier format."""
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 def quantise(keys: torch.Tensor, values: torch.Tensor, like: Tensors | None = None) -> dict[str, torch.Tensor]:
-    """Keys and values [Hk, N, D], finite and of any floating dtype, in 8 bits, on their device.
+    """Quantise keys and values [Hk, N, D], finite and of any floating dtype, to int8 on their device.
 
-    Each number is off by at most half its scale; a key's is its token's times its channel's. Needs the memory of the
-    result and of PIECE tokens in float32.
+    Each value is off by at most half its scale. A key's scale is its token's scale times its channel's scale. Allocates
+    the result, and PIECE tokens in float32.
 
     Args:
-        like: the tensors of an earlier call whose channels these rows share because they continue its rows. A key
-            outside the range of these channels makes its token's scale larger.
+        like: the tensors of an earlier call whose rows these continue; its channel scales and offsets are used again. A
+            key outside the range of these channels gets a larger token scale.
 
     Returns:
         keys, values [Hk, N, D] int8; key_scales, value_scales [Hk, N]; channel_scales, channel_offsets [Hk, D].
@@ -43,19 +43,21 @@ def quantise(keys: torch.Tensor, values: torch.Tensor, like: Tensors | None = No
 
 
 def bounds(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Tensors of an int8 file that must be finite, by their names; none for other files. Of scales that is
-    the largest product that they give, because kernels take them as they are."""
+    """Return the tensors of an int8 file that must be finite, by name; empty for other files.
+
+    A scale is multiplied by LARGEST: kernels use scales unclamped, so their largest product must be finite, too.
+    """
     found = {name: tensors[name] for name in SCALES if name in tensors}
     return {name: rows if name == "channel_offsets" else rows * LARGEST for name, rows in found.items()}
 
 
 def row_bytes(channels: int) -> int:
-    """Bytes of a token's keys or values of one head, with the scale of their own."""
+    """Return the bytes of one token's int8 key or value in one head, including its bfloat16 scale."""
     return channels + 2
 
 
 def joined(first: Tensors, then: Tensors) -> dict[str, torch.Tensor]:
-    """The tensors of `quantise` for tokens that follow one another, of which the later were made like the first."""
+    """Concatenate two results of `quantise` along the tokens; the second was made with `like=first`."""
     of_tokens = {name: torch.cat([first[name].to(then[name].device), then[name]], 1) for name in OF_TOKENS}
     return of_tokens | {name: first[name].to(then[name].device) for name in OF_CHANNELS}
 
@@ -70,14 +72,18 @@ def restore(
     channels: tuple[torch.Tensor, torch.Tensor] | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Rows [Hk, T, D] of a dtype that numbers [Hk, T, D] mean, with scales [Hk, T] of tokens, and with scales and
-    offsets [Hk, D] of channels where they have them.
+    """Dequantise int8 numbers [Hk, T, D] to rows [Hk, T, D] of a dtype.
 
-    Finite if scales and offsets are: what rounding took beyond the dtype's largest number becomes that.
+    The rows are finite if scales and offsets are: values beyond the dtype's range are clamped to its largest value.
+
+    Args:
+        scales: [Hk, T], one per token.
+        channels: scales and offsets [Hk, D] of the channels; None for values, which have none.
     """
-    # A product has 7 + 8 bits, and 8 more with a channel's scale, of the 24 that float32 has: it is exact, and the sum
-    # is the only rounding, so that a GPU, which may multiply and add at once, gives the same bits as a CPU.
-    # A scale that `quantise` never gives is cut: it would make an infinity, and that times a channel's zero no number.
+    # A product has 7 + 8 significant bits, and 8 more with a channel's scale. It is exact in float32's 24 bits, so the
+    # addition is the only rounding. A GPU, which may fuse multiply and add, thus gives the same bits as a CPU.
+    # A scale larger than any of `quantise` is clamped: its product could be infinite, and infinity times a channel
+    # scale of 0 is NaN.
     rows = numbers.float() * scales.float().clamp(-LARGEST_SCALE, LARGEST_SCALE)[..., None]
     if channels is not None:
         of_channels, offsets = (one.float()[:, None] for one in channels)
@@ -87,22 +93,22 @@ def restore(
 
 
 def _channels(keys: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Scales and offsets [Hk, D] of the channels of keys [Hk, N, D]."""
-    # Without tokens there is no range; that of a single zero does as well.
+    """Compute channel_scales and channel_offsets [Hk, D] of keys [Hk, N, D]."""
+    # Without tokens there is no range, so a single zero key stands in.
     low, high = (keys if keys.shape[1] else keys.new_zeros(len(keys), 1, keys.shape[2])).aminmax(dim=1)
     low, high = low.float(), high.float()
     offsets = _bfloat16(low / 2 + high / 2)
     spread = torch.maximum(high - offsets.float(), offsets.float() - low)
-    # The exponent 0.75 loses least, a quarter of a channel's size being left to the tokens' scales. It is made of
-    # roots, which every device rounds correctly: a GPU stores what a CPU stores.
+    # A channel's scale is its spread to the power 0.75, which gives the smallest error; the tokens' scales cover the
+    # rest. The power is computed with square roots, which every device rounds correctly: GPU and CPU store the same.
     root = spread.sqrt()
     scales = root * root.sqrt()
-    # A channel that is the same in all tokens may differ in those that continue them, and then needs a scale.
+    # A channel with one value in all tokens gets the scale 1, because its value may differ in tokens appended later.
     return {"channel_scales": _bfloat16(torch.where(scales == 0, 1.0, scales)), "channel_offsets": offsets}
 
 
 def _quantise_piece(keys: torch.Tensor, values: torch.Tensor, channels: Tensors) -> dict[str, torch.Tensor]:
-    """The tensors of OF_TOKENS for keys and values [Hk, T, D]."""
+    """Quantise keys and values [Hk, T, D] with given channels to the tensors of OF_TOKENS."""
     scales, offsets = (channels[name].float()[:, None] for name in OF_CHANNELS)
     normalised, exact_values = (keys.float() - offsets).div_(_divisors(scales)), values.float()
     key_scales, value_scales = _scales(normalised), _scales(exact_values)
@@ -115,8 +121,8 @@ def _quantise_piece(keys: torch.Tensor, values: torch.Tensor, channels: Tensors)
 
 
 def _scales(rows: torch.Tensor) -> torch.Tensor:
-    """bfloat16 scales [Hk, T] with which the largest number of a row of [Hk, T, D] is LARGEST."""
-    # A key far outside the range of the channels that it is given may have become infinite.
+    """Compute bfloat16 scales [Hk, T] of rows [Hk, T, D], so that each row's largest magnitude becomes LARGEST."""
+    # A key far outside the channels' range may have become infinite, so the scale is clamped.
     return (rows.abs().amax(2) / LARGEST).clamp_(max=LARGEST_SCALE).to(torch.bfloat16)
 
 
@@ -126,17 +132,17 @@ def _bfloat16(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Rows [Hk, T, D] as numbers, by scales [Hk, T]."""
+    """Divide rows [Hk, T, D] by scales [Hk, T] and round them to int8."""
     return (rows / _divisors(scales.float())[..., None]).round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
 
 
 def _divisors(scales: torch.Tensor) -> torch.Tensor:
-    # Where the scale is 0 all numbers are 0, or too small for any scale.
+    # Where the scale is 0, all values of the row are 0 or too small for any scale; dividing by 1 avoids NaN.
     return torch.where(scales == 0, 1.0, scales)
 
 
 CENTROID_FORM = "int8 of finest centroids"
-"""The quantisation, as the recipe of its files names it: no build reuses files of an earlier one."""
+"""The name of the quantisation in the recipes of its files, so that no build reuses files of an earlier format."""
 KEYS, VALUES = "level0.centroids", "level0.value_centroids"
 CENTROID_NAMES = {
     "keys": KEYS,
@@ -146,19 +152,22 @@ CENTROID_NAMES = {
     "channel_scales": "level0.centroid_channel_scales",
     "channel_offsets": "level0.centroid_channel_offsets",
 }
-"""Names of a method's tensors, by those of `int8_rows`."""
-FEWEST_SHARED = 32  # channels of fewer centroids fit others badly
+"""Names under which a method's file stores the tensors of `quantise` for its finest centroids, by `quantise`'s
+names."""
+FEWEST_SHARED = 32  # clusters whose channel scales are used again: those of fewer fit new centroids badly
 CENTROID_SCALES = frozenset(CENTROID_NAMES.values()) - {KEYS, VALUES}
 
 
 def with_centroids_in_8_bits(tensors: Tensors, before: Tensors | None = None) -> dict[str, torch.Tensor]:
-    """A method's tensors of one layer with its finest clusters' centroids in 8 bits; all of them if it has no clusters.
+    """Return a method's tensors of one layer with the finest clusters' centroids in int8.
+
+    A method without clusters gets its tensors back unchanged.
 
     Args:
-        tensors: as an indexer builds them.
-        before: what is stored of the clusters that these continue. Its channels are used again, so that centroids that
-            stay get the numbers that they had. Not if it has fewer than FEWEST_SHARED clusters, or than half as many as
-            there are now: channels of a few do not fit the others.
+        tensors: the tensors as an indexer builds them.
+        before: the stored tensors whose clusters these continue. Their channel scales and offsets are used again, so
+            that unchanged centroids keep their int8 numbers. They are not used if `before` has fewer than FEWEST_SHARED
+            clusters, or fewer than half of the new count: the channels of few centroids do not fit the others.
     """
     if KEYS not in tensors:
         return dict(tensors)
@@ -174,16 +183,20 @@ def with_centroids_in_8_bits(tensors: Tensors, before: Tensors | None = None) ->
 
 
 def numbers_of(tensors: Tensors) -> dict[str, torch.Tensor] | None:
-    """The centroids' tensors of 8 bits by the names of `int8_rows`, without those of values if the method has none;
-    None where centroids are not in 8 bits."""
+    """Return the tensors of int8 centroids under the names that `quantise` uses; None if centroids are not in int8.
+
+    The tensors of value centroids are left out if the method has none.
+    """
     if CENTROID_NAMES["key_scales"] not in tensors:
         return None
     return {name: tensors[stored] for name, stored in CENTROID_NAMES.items() if stored in tensors}
 
 
 def with_restored_centroids(tensors: Tensors, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A method's tensors of one layer as an indexer builds them, with the centroids in a dtype that 8 bits mean; all as
-    they are where centroids are not in 8 bits. Allocates the centroids."""
+    """Return a method's tensors of one layer with int8 centroids dequantised to a dtype, as an indexer builds them.
+
+    Tensors whose centroids are not in int8 are returned unchanged. Allocates the centroids.
+    """
     numbers = numbers_of(tensors)
     if numbers is None:
         return dict(tensors)
@@ -196,8 +209,10 @@ def with_restored_centroids(tensors: Tensors, dtype: torch.dtype) -> dict[str, t
 
 
 def _without_empty(keys: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Centroids [Hk, C, D] with the mean in the place of those of empty clusters: zeros, which nobody reads and which
-    may be far outside of the range of channels."""
+    """Replace the centroids [Hk, C, D] of empty clusters by the head's mean centroid.
+
+    They are zeros that are never read, and zero may lie far outside the range of the channels.
+    """
     filled = (counts > 0)[..., None]
     usual = (keys * filled).float().sum(1, keepdim=True) / filled.sum(1, keepdim=True).clamp(min=1)
     return torch.where(filled, keys, usual.to(keys.dtype))
@@ -214,10 +229,11 @@ SCALES_OF: dict[Name, str] = {"keys": "key_scales", "values": "value_scales"}
 
 @dataclass(frozen=True)
 class ContextRows(ABC):
-    """Keys and values [Hk, N, D] of one layer, wherever its file's tensors are: mapped, or on a device.
+    """Keys and values [Hk, N, D] of one layer, read from its file's tensors, which are mapped or on a device.
 
     Args:
-        tensors: those of the file, by name.
+        tensors: the tensors of the file, by name.
+        dtype: the index's dtype, in which rows are returned.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -225,23 +241,23 @@ class ContextRows(ABC):
 
     @property
     def shape(self) -> torch.Size:
-        """Hk, N and D."""
+        """Shape (Hk, N, D) of the keys, and of the values."""
         return self.tensors["keys"].shape
 
     @abstractmethod
     def some(self, name: Name, tokens: slice) -> torch.Tensor:
-        """Keys or values [Hk, T, D] of consecutive tokens, in the index's dtype: views where they are stored so."""
+        """Return keys or values [Hk, T, D] of consecutive tokens in the index's dtype; views if stored in it."""
 
     def part(self, tokens: slice) -> Pair:
-        """Both."""
+        """Return keys and values [Hk, T, D] of consecutive tokens, as `some` does."""
         return self.some("keys", tokens), self.some("values", tokens)
 
     @abstractmethod
     def gather(self, tokens: torch.Tensor, first: int = 0) -> Pair:
-        """Keys and values [Hk, R, D] of tokens [Hk, R], counted from the token `first` on, in the index's dtype."""
+        """Gather keys and values [Hk, R, D], in the index's dtype, at token indices [Hk, R] relative to `first`."""
 
     def _picked(self, name: str, flat: torch.Tensor) -> torch.Tensor:
-        """[Hk * R, D or nothing]: rows of a tensor [Hk, N, ...] by their number among those of all heads."""
+        """Select rows [Hk * R, ...] of a tensor [Hk, N, ...] by their flat indices [Hk * R] over heads and tokens."""
         return self.tensors[name].flatten(0, 1).index_select(0, flat)
 
     def _flat(self, tokens: torch.Tensor, first: int) -> torch.Tensor:
@@ -262,7 +278,7 @@ class ExactRows(ContextRows):
 
 
 class Int8Stored(ContextRows):
-    """Rows that are stored in 8 bits, as `quantise` gives them; only what is asked for is restored."""
+    """Rows that are stored in int8, as `quantise` returns them. Only the requested rows are dequantised."""
 
     def some(self, name: Name, tokens: slice) -> torch.Tensor:
         first, stop, _ = tokens.indices(self.shape[1])
@@ -290,12 +306,16 @@ class Int8Stored(ContextRows):
         return some("keys"), some("values")
 
     def _restored(self, name: Name, numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Keys or values [Hk, T, D] that numbers [Hk, T, D] with scales [Hk, T] mean."""
+        """Dequantise int8 keys or values [Hk, T, D] with token scales [Hk, T]."""
         channels = (self.tensors["channel_scales"], self.tensors["channel_offsets"]) if name == "keys" else None
         return restore(numbers, scales, channels, self.dtype)
 
 
 def context_rows(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> ContextRows:
-    """The rows of a layer's file, with the tensors that `formats.index.layout` requires in an index of a dtype."""
+    """Wrap the tensors of a layer's context file, int8 or exact, whose names and shapes `check_layout` has checked.
+
+    Args:
+        dtype: the index's dtype.
+    """
     kind = Int8Stored if "key_scales" in tensors else ExactRows
     return kind(tensors, dtype)

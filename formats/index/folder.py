@@ -1,5 +1,7 @@
-"""The open folder of an index: its lock and marker, and files that get their names once they are complete and on
-disk."""
+"""Access an index's folder by its open descriptor: its lock, its marker, and files that are written atomically.
+
+A file is written under a temporary name, and gets its own name once it is complete and on disk.
+"""
 
 import contextlib
 import errno
@@ -20,7 +22,7 @@ from sparsekv.formats.errors import ArtifactError
 
 
 def sync_path(path: Path) -> None:
-    """fsync a file, or a folder after a file in it was created or renamed."""
+    """Call fsync on a file, or on a folder in which a file was created or renamed."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -32,10 +34,10 @@ LOCK = ".lock"
 
 
 def acquire_lock(folder: Path) -> FileLock:
-    """Acquire the lock of an existing folder; the caller releases it.
+    """Acquire the lock of an existing folder. The caller releases it.
 
     Raises:
-        ArtifactError: another process holds it.
+        ArtifactError: another process holds the lock.
         OSError: the folder cannot be written, or the lock file is a link.
     """
     lock = FileLock(folder / LOCK)
@@ -51,10 +53,10 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class SharedFile:
-    """A file as another process finds it: its path below the index's folder, and which file that must be.
+    """A handle through which another process on the same machine opens a file: its path, device and inode.
 
-    Its numbers say which only on one machine. There, all processes see what each of them has written at once; on
-    another, the first one could hash what it still has of the file in its own memory.
+    Device and inode identify a file only on one machine. Only there do all processes see each other's writes at once:
+    across machines, the first process could hash outdated pages of its own page cache.
     """
 
     path: str
@@ -64,23 +66,23 @@ class SharedFile:
 
     @staticmethod
     def of(path: str, descriptor: int) -> "SharedFile":
-        """An open file at a path."""
+        """Make the handle of an open file at a path below the index's folder."""
         found = os.fstat(descriptor)
         return SharedFile(path, _this_machine(), found.st_dev, found.st_ino)
 
     def check(self, descriptor: int) -> None:
-        """Raise FileNotFoundError if an open file is another one."""
+        """Raise FileNotFoundError if an open file is not the file of this handle."""
         if SharedFile.of(self.path, descriptor) != self:
             raise FileNotFoundError(errno.ENOENT, "another file lies there", self.path)
 
 
 class OpenFile:
-    """A file that is open for writing at any place and from any thread."""
+    """A file that any thread can write at any offset."""
 
     descriptor: int
 
     def write(self, data: bytes | memoryview, place: int) -> None:
-        """Write all of some bytes from a place on."""
+        """Write all bytes of `data` at the offset `place`."""
         left = memoryview(data).cast("B")
         while left:
             written = os.pwrite(self.descriptor, left, place)
@@ -88,10 +90,11 @@ class OpenFile:
 
 
 class UnfinishedFile(OpenFile):
-    """A file with a temporary name, until it is kept or discarded.
+    """A new file that has a temporary name until it is kept or discarded.
 
     Args:
-        path: its own path below the index's folder, once it is kept.
+        parent: descriptor of the folder that contains it.
+        path: the path below the index's folder that `keep` gives it.
     """
 
     def __init__(self, parent: int, path: str):
@@ -107,18 +110,18 @@ class UnfinishedFile(OpenFile):
 
     @property
     def shared(self) -> SharedFile:
-        """A handle by which another process opens the file."""
+        """Handle with which another process opens the file under its temporary name."""
         return SharedFile.of(f"{self._above}/{self._temporary}", self.descriptor)
 
     def keep(self) -> None:
-        """Give it its own name, once it is on disk."""
+        """Flush the file to disk and rename it to its own name."""
         os.fsync(self.descriptor)
         os.rename(self._temporary, self._name, src_dir_fd=self._parent, dst_dir_fd=self._parent)
         os.fsync(self._parent)
         self._close()
 
     def discard(self) -> None:
-        """Remove it, if it was not kept."""
+        """Remove the file unless it was kept."""
         try:
             with contextlib.suppress(OSError):
                 if self._open:
@@ -127,7 +130,7 @@ class UnfinishedFile(OpenFile):
             self._close()
 
     def _close(self) -> None:
-        # Once: after that the numbers may be those of other files, also where closing failed.
+        # Close each descriptor only once, even if closing fails: its number may belong to another file afterwards.
         if not self._open:
             return
         self._open = False
@@ -138,17 +141,18 @@ class UnfinishedFile(OpenFile):
 
 
 class JoinedFile(OpenFile):
-    """The unfinished file of another process, which alone names or removes it.
+    """The unfinished file of another process, opened here for writing. Only the other process renames or removes it.
 
-    It is never created here: what a process writes that outlives the other goes to that one's file, which the next
-    build removes, and to no file that has its name.
+    It is never created here. If this process outlives the other, its writes go to that temporary file, which the next
+    build removes, and never to a finished file.
 
     Args:
-        name: its temporary name there.
-        shared: which file that must be.
+        parent: descriptor of the folder that contains it.
+        name: its temporary name in that folder.
+        shared: the handle that the opened file must match.
 
     Raises:
-        OSError: it cannot be opened, or it is another one.
+        OSError: the file cannot be opened, or does not match the handle.
     """
 
     def __init__(self, parent: int, name: str, shared: SharedFile):
@@ -162,15 +166,15 @@ class JoinedFile(OpenFile):
             raise
 
     def close(self) -> None:
-        """Write no more to it."""
+        """Close the file; nothing more can be written to it."""
         os.close(self.descriptor)
 
 
 def _this_machine() -> str:
-    """An id that differs between two machines, and between two boots of one."""
+    """Return an id that differs between machines, and between two boots of one machine."""
     try:
         return f"{platform.node()} {_BOOT.read_text(encoding='ascii').strip()}"
-    except OSError:  # a system that does not tell its start
+    except OSError:  # not Linux: there is no boot id
         return platform.node()
 
 
@@ -179,10 +183,10 @@ _TEMPORARY = re.compile(r"(.+)\.[0-9a-f]{8}\.tmp")
 
 
 class Folder:
-    """An open folder. File names are those of `formats.index.schema`, or of files at its top.
+    """An open folder of an index. File names are `FOLDER/FILE`, as in `formats.index.schema`, or `FILE`.
 
     Raises:
-        OSError: there is no such folder, or it cannot be read.
+        OSError: the folder does not exist or cannot be read.
     """
 
     def __init__(self, path: Path):
@@ -191,10 +195,10 @@ class Folder:
         weakref.finalize(self, os.close, self._descriptor)
 
     def open(self, name: str) -> int:
-        """Open a plain file for reading; returns its descriptor, which the caller closes.
+        """Open a regular file for reading, and return its descriptor, which the caller closes.
 
         Raises:
-            OSError: it is missing, cannot be read, or is a link, a pipe or a folder.
+            OSError: the file is missing, cannot be read, or is a link, a pipe or a folder.
         """
         with self._parent(name) as (parent, last):
             try:
@@ -208,7 +212,7 @@ class Folder:
         return descriptor
 
     def read(self, name: str, most: int) -> bytes:
-        """A file's bytes, at most `most`. Raises OSError as `open` does, and for a larger file."""
+        """Read a whole file of at most `most` bytes. Raises OSError as `open` does, and for a larger file."""
         with os.fdopen(self.open(name), "rb") as file:
             data = file.read(most + 1)
         if len(data) > most:
@@ -216,30 +220,35 @@ class Folder:
         return data
 
     def names(self) -> list[str]:
-        """Sorted names of everything at its top."""
+        """List the names of the files and folders directly inside this folder, sorted."""
         return sorted(os.listdir(self._descriptor))
 
     def link(self, descriptor: int, name: str) -> None:
-        """Hard-link an open file here. Raises OSError where the disk cannot, or the file has lost its last name."""
+        """Hard-link an open file into this folder under a name.
+
+        Raises:
+            OSError: the file system cannot, or the file's last name was removed.
+        """
         with self._parent(name, make=True) as (parent, last):
             os.link(f"/proc/self/fd/{descriptor}", last, dst_dir_fd=parent, follow_symlinks=True)
 
     def begin(self, name: str) -> UnfinishedFile:
-        """Begin a file under a temporary name beside its own. Creates its folder if missing; OSError if it fails."""
+        """Create a file under a temporary name, and its subfolder if that is missing. Raises OSError if it fails."""
         with self._parent(name, make=True) as (parent, _):
             return UnfinishedFile(parent, name)
 
     def join(self, shared: SharedFile) -> JoinedFile:
-        """Open a file that another process has begun here. Raises OSError where it is not to be found."""
+        """Open an unfinished file that another process created in this folder. Raises OSError if it is not found."""
         with self._parent(shared.path) as (parent, last):
             return JoinedFile(parent, last, shared)
 
     def write(self, name: str, data: Iterable[bytes | memoryview]) -> None:
-        """Write a file from pieces of bytes atomically: afterwards it is whole or as before, whatever happens. Creates
-        its folder if missing.
+        """Write a file atomically from pieces of bytes, and create its subfolder if that is missing.
+
+        After an interruption the file is either complete or as before.
 
         Raises:
-            OSError: it could not be written; the attempt leaves nothing.
+            OSError: the file could not be written; the temporary file is removed.
         """
         file = self.begin(name)
         try:
@@ -253,8 +262,12 @@ class Folder:
             raise
 
     def remove(self, names: Iterable[str], leftovers_of: Iterable[str] = ()) -> None:
-        """Remove plain files, temporary files that a dead process left of these or of `leftovers_of`, and folders that
-        are then empty."""
+        """Remove regular files, leftover temporary files, and subfolders that are then empty.
+
+        Args:
+            names: files to remove, with the temporary files of their names.
+            leftovers_of: files of which only the temporary files are removed, which a dead process left.
+        """
         gone = set(names)
         for above in {name.rpartition("/")[0] for name in (*gone, *leftovers_of)}:
             try:
@@ -276,7 +289,7 @@ class Folder:
 
     @contextmanager
     def _parent(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-        """Descriptor of the folder that contains a name, and the last part of the name; `make` creates the folder."""
+        """Yield the descriptor of the folder that contains a file, and the file's last name; `make` creates it."""
         above, _, last = name.rpartition("/")
         if not above:
             yield self._descriptor, last
@@ -303,7 +316,7 @@ _MARK = b"An index of sparsekv lies in this folder: builds replace and remove th
 
 
 def is_marked(folder: Folder) -> bool:
-    """Whether a folder has the marker of an index, finished or not."""
+    """Whether a folder has the marker file that every build of an index writes first."""
     try:
         return folder.read(MARKER, len(_MARK)) == _MARK
     except OSError:
@@ -311,6 +324,6 @@ def is_marked(folder: Folder) -> bool:
 
 
 def mark(folder: Folder) -> None:
-    """Write the marker into a folder if it is missing. Raises OSError where it cannot be written."""
+    """Write the marker file into a folder unless it is there. Raises OSError if it cannot be written."""
     if not is_marked(folder):
         folder.write(MARKER, [_MARK])

@@ -1,4 +1,4 @@
-"""Safetensors files written chunk by chunk during a prefill, and tensors that wait to be written."""
+"""Write safetensors files at once or chunk by chunk during a prefill, and hold tensors that wait to be written."""
 
 import hashlib
 import json
@@ -35,7 +35,7 @@ STAGING = 16 << 20  # bytes of page-locked memory through which tensors are copi
 
 
 def safetensors_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
-    """The first bytes of a safetensors file, and where in it each tensor begins, in the order of the file."""
+    """Return the header bytes of a safetensors file, and the file offset of each tensor, in file order."""
     header, starts, end = {}, {}, 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (_ORDER.index(item[1].dtype), item[0])):
         starts[name], end = end, end + tensor.nbytes
@@ -47,9 +47,9 @@ def safetensors_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict
 
 
 def safetensors_bytes(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """Pieces of the bytes of a safetensors file, the same bytes as the safetensors library writes.
+    """Yield the bytes of a safetensors file in pieces; they are the bytes that the safetensors library would write.
 
-    A piece is valid until the next one is requested, as of `host_pieces`.
+    A piece is valid until the next piece is requested, as in `host_pieces`.
     """
     first, starts = safetensors_header(tensors)
     yield first
@@ -58,19 +58,20 @@ def safetensors_bytes(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | m
 
 
 def host_pieces(flat: torch.Tensor, ready: torch.cuda.Event | None = None) -> Iterator[memoryview]:
-    """Bytes [n] uint8 of a tensor on any device, in pieces.
+    """Yield the bytes of a tensor [n] uint8 on any device as host memory, in pieces.
 
-    A piece is valid until the next one is requested: it may be the tensor's own memory, or staging memory that all
+    A piece is valid until the next piece is requested. It is the tensor's own memory, or a staging buffer that all
     pieces from a GPU share.
 
     Args:
-        ready: the event on the tensor's GPU after which the bytes are there; by default all that it was given so far.
+        ready: the event on the tensor's GPU after which its bytes are written; by default all work on the current
+            stream so far.
     """
     if flat.device.type == "cpu":
         yield flat.numpy().data
         return
     staging = torch.empty(min(STAGING, len(flat)), dtype=torch.uint8, pin_memory=True)
-    # On a stream of its own, which does not wait for what the device is given meanwhile.
+    # The copies run on their own stream, so they do not wait for work that is queued on other streams meanwhile.
     stream = torch.cuda.Stream(flat.device)
     stream.wait_event(ready or torch.cuda.current_stream(flat.device).record_event())
     for piece in flat.split(STAGING):
@@ -81,7 +82,7 @@ def host_pieces(flat: torch.Tensor, ready: torch.cuda.Event | None = None) -> It
 
 
 def write_tensors(folder: Folder, path: str, tensors: Mapping[str, torch.Tensor], recipe: str) -> FileRecord:
-    """Write tensors as a safetensors file of a folder, atomically, and return its record. OSError if it fails."""
+    """Write tensors atomically to a safetensors file in a folder, and return its record. Raises OSError."""
     sha256, size = hashlib.sha256(), 0
 
     def counted() -> Iterator[bytes | memoryview]:
@@ -96,7 +97,7 @@ def write_tensors(folder: Folder, path: str, tensors: Mapping[str, torch.Tensor]
 
 
 def file_record(path: str, size: int, sha256: str, recipe: str, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
-    """The record of a file that holds these tensors."""
+    """Make the manifest's record of a file that holds these tensors."""
     shapes = {
         key: TensorRecord(shape=list(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
         for key, tensor in tensors.items()
@@ -105,24 +106,24 @@ def file_record(path: str, size: int, sha256: str, recipe: str, tensors: Mapping
 
 
 class HeldTensors:
-    """The tensors of files that threads write, by the file's name, until they are written.
+    """Holds the tensors of files by name until threads have written them.
 
     Args:
-        most: bytes that those may have together for which `add` waits; one larger file may be there alone. The others
-            are not counted: their memory is needed anyway.
+        most: the limit in bytes of all tensors added with `wait`. A single larger file is held alone. Tensors added
+            without `wait` are not counted, because their memory is needed anyway.
     """
 
     def __init__(self, most: int):
         self._most = most
         self._held: dict[str, Mapping[str, torch.Tensor]] = {}
         self._counted: dict[str, int] = {}
-        # Always enter this lock, never the condition: the condition's __enter__ is Python code, and Ctrl-C inside it
-        # would leave the lock held for ever.
+        # Always enter this lock and never the condition. The condition's __enter__ is Python code, and Ctrl-C inside it
+        # would leave the lock held forever.
         self._guard = threading.RLock()
         self._changed = threading.Condition(self._guard)
 
     def add(self, name: str, tensors: Mapping[str, torch.Tensor], *, wait: bool) -> None:
-        """Hold a file's tensors; with `wait` once there is room for them."""
+        """Hold a file's tensors; with `wait`, first wait until the limit allows it."""
         with self._guard:
             if wait:
                 size = sum(tensor.nbytes for tensor in tensors.values())
@@ -131,12 +132,12 @@ class HeldTensors:
             self._held[name] = tensors
 
     def get(self, name: str) -> Mapping[str, torch.Tensor] | None:
-        """A file's tensors; None once they are written."""
+        """Return a file's tensors; None if they are not held, such as after they were written."""
         with self._guard:
             return self._held.get(name)
 
     def drop(self, name: str) -> None:
-        """Let go of a file's tensors, if any are held."""
+        """Release a file's tensors, if they are held."""
         with self._guard:
             self._held.pop(name, None)
             self._counted.pop(name, None)
@@ -144,13 +145,14 @@ class HeldTensors:
 
 
 RemoteSum = Callable[[], str | None]
-"""Waits for the sha256 that another process makes of a file, and returns it; None if this one has to make it."""
-FLUSHED = 64 << 20  # bytes after which a file's are sent to the disk: else all of them would wait for its end
+"""Waits for the sha256 that another process computes of a file, and returns it; None if this process must compute
+it."""
+FLUSHED = 64 << 20  # bytes after which a file is flushed to disk: else the final fsync would have to write all of them
 
 
 @dataclass(frozen=True)
 class HeadPart:
-    """Which of `parts` equal parts of a file's heads a process has; by default all of them."""
+    """A process's share of a file's heads: part `number` of `parts` equal parts; by default all heads."""
 
     number: int = 0
     parts: int = 1
@@ -160,14 +162,15 @@ ALL_HEADS = HeadPart()
 
 
 class GrowingPart:
-    """One process's heads of a safetensors file of tensors [H, N, D] that are filled from the front along N; that of
-    the first process, which also begins, names and records the file, is a `GrowingFile`.
+    """Writes one process's heads of a safetensors file of tensors [H, N, D], whose rows are filled in order along N.
 
-    Memory: 16 MiB of page-locked memory for each thread, where the tensors are on a GPU.
+    The first process, which also creates, names and records the file, uses a `GrowingFile`. For tensors on a GPU,
+    each thread allocates 16 MiB of page-locked memory.
 
     Args:
-        file: what they are written to.
-        tensors: this part, [H / parts, N, D], allocated as a whole; bytes are read when `put` says that they are there.
+        file: the file to write to.
+        tensors: this process's heads, [H / parts, N, D], allocated in full. Rows are read once `put` includes them.
+        part: which of the file's heads these are.
     """
 
     def __init__(self, file: OpenFile, tensors: Mapping[str, torch.Tensor], part: HeadPart):
@@ -180,7 +183,7 @@ class GrowingPart:
         self._puts: list[Future[None]] = []
 
     def put(self, end: int, threads: ThreadPoolExecutor) -> None:
-        """Have a thread write the rows before `end`. Raises OSError if an earlier one could not be written."""
+        """Have a thread write the new rows before `end`. Raises OSError if earlier rows could not be written."""
         for put in self._puts:
             if put.done():
                 put.result()
@@ -190,12 +193,12 @@ class GrowingPart:
         self._end = end
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until all of them are written, or for so long, and let go of the tensors; returns whether they are.
+        """Wait at most `seconds` until all rows are written; return whether they are, and if so release the tensors.
 
         Raises:
-            OSError: one could not be written.
+            OSError: rows could not be written.
         """
-        # All of them first: whoever hears of a failure closes the file, whose descriptor the others would still use.
+        # Wait for all threads before raising: the caller then closes the file, whose descriptor they would still use.
         if wait(self._puts, seconds).not_done:
             return False
         for put in self._puts:
@@ -206,7 +209,8 @@ class GrowingPart:
     def _write(self, start: int, end: int, ready: torch.cuda.Event | None) -> None:
         for name, first in self._starts.items():
             tensor = self._tensors[name]
-            # A thread begins on the first GPU, where a rank of another one would take half a gigabyte for its context.
+            # A new thread uses GPU 0 by default. Without this, a rank of another GPU would create a CUDA context there,
+            # which takes half a gigabyte.
             with torch.cuda.device_of(tensor):
                 for head, rows in enumerate(tensor[:, start:end], self._part.number * len(tensor)):
                     place = first + (head * tensor.shape[1] + start) * tensor.shape[2] * tensor.itemsize
@@ -220,11 +224,11 @@ class GrowingPart:
 
 
 class GrowingFile(GrowingPart):
-    """The part of the process that begins the file, names it and records it.
+    """Writes the heads of the first process, which also writes the file's header, names the file and records it.
 
     Args:
-        file: an empty one.
-        tensors: those heads that this process has.
+        file: an empty file.
+        tensors: the heads of this process.
     """
 
     def __init__(self, file: UnfinishedFile, tensors: Mapping[str, torch.Tensor], part: HeadPart = ALL_HEADS):
@@ -235,7 +239,11 @@ class GrowingFile(GrowingPart):
     def finish(self, path: str, recipe: str, remote_sum: RemoteSum | None = None) -> FileRecord:
         """Wait until all rows are written, give the file its name, and return its record. Raises OSError if it fails.
 
-        Its hash is of what is read back, which the page cache holds. Other processes must be done with it.
+        The file is read back to compute its sha256, usually from the page cache. Other processes must have finished
+        writing their heads.
+
+        Args:
+            remote_sum: returns the sha256 if another process computes it.
         """
         try:
             self.wait()
@@ -249,9 +257,9 @@ class GrowingFile(GrowingPart):
 
     @property
     def descriptor(self) -> int:
-        """Of the file, until it has its name or is removed."""
+        """File descriptor, valid until the file gets its name or is removed."""
         return self._unfinished.descriptor
 
     def discard(self) -> None:
-        """Remove it, once no thread writes to it."""
+        """Remove the file. No thread may still write to it."""
         self._unfinished.discard()

@@ -1,4 +1,4 @@
-"""The identity of a model and a tokenizer: fingerprints of what decides keys and values, compared with an index's."""
+"""Fingerprint what decides a model's keys and values, and its tokenizer, and compare both with an index."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,8 +11,8 @@ from sparsekv.formats.checksums import hash_bytes, hash_json
 from sparsekv.formats.errors import IdentityError
 from sparsekv.formats.index.schema import Manifest, ModelIdentity, TokenizerIdentity
 
-# Every config field that changes K, V or how they are attended, over the families that can be indexed: a test changes
-# each number of their configs and looks.
+# Every config field that changes keys, values or attention in any model family that can be indexed. A test changes each
+# number of these families' configs to verify this.
 KV_FIELDS = (
     "model_type",
     "hidden_size",
@@ -63,10 +63,10 @@ SAMPLES_PER_TENSOR = 256
 
 
 def fingerprint_weights(state: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Hash of names, shapes and 256 evenly spaced values of each tensor, rounded to bfloat16.
+    """Hash the names, shapes and 256 evenly spaced values of the weights, rounded to bfloat16.
 
-    Reading only a sample keeps opening fast for large models; rounding makes the hashes of one checkpoint equal in
-    float32 and bfloat16. The manifest's probe is there for changes that the sample misses.
+    Reading only a sample keeps opening fast for large models. Rounding makes the hash of a checkpoint equal in float32
+    and bfloat16. The manifest's probe detects changes that the sample misses.
     """
     named = sorted(_stored_tensors(state), key=itemgetter(0))
     digests = _hash_samples([_sample(tensor.detach()) for _, tensor in named])
@@ -76,7 +76,7 @@ def fingerprint_weights(state: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def _stored_tensors(state: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Named tensors, and in place of those that only wrap others, as quantised weights may, the tensors inside."""
+    """Yield named tensors; a tensor that only wraps others, such as quantised weights, is replaced by these."""
     for name, tensor in state:
         inner = getattr(tensor, "__tensor_flatten__", None)
         if inner is None or hasattr(tensor, "full_tensor"):
@@ -86,7 +86,7 @@ def _stored_tensors(state: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple
 
 
 def _hash_samples(samples: Sequence[torch.Tensor]) -> list[str]:
-    """Each sample's hash; those of one dtype and device are read in one operation, and copied at once."""
+    """Hash each sample. Samples of one dtype and device are concatenated and copied to the CPU together."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for place, sample in enumerate(samples):
         kinds.setdefault((sample.dtype, sample.device), []).append(place)
@@ -101,11 +101,11 @@ def _hash_samples(samples: Sequence[torch.Tensor]) -> list[str]:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Evenly spaced values of a tensor: a view, or, where ranks share it, a copy of some of the whole.
+    """Return evenly spaced values of a tensor: a view, or a copy if the tensor is sharded over ranks.
 
-    Ranks gather one tensor at a time, together.
+    A sharded tensor is first gathered, so all ranks must call this together, one tensor at a time.
     """
-    whole = getattr(tensor, "full_tensor", None)  # of a DTensor, which a single process need not import
+    whole = getattr(tensor, "full_tensor", None)  # a method of DTensor, whose import a single process is spared
     flat = (tensor if whole is None else whole()).reshape(-1)
     stride = max(1, flat.numel() // SAMPLES_PER_TENSOR)
     sample = flat[::stride][:SAMPLES_PER_TENSOR]
@@ -119,7 +119,12 @@ def identify_model(
     weights_hash: str,
     adapter: str | None,
 ) -> ModelIdentity:
-    """Identity of a model from its text config as a mapping and the `fingerprint_weights` of its named weights."""
+    """Make a model's identity.
+
+    Args:
+        config: the model's text config as a mapping.
+        weights_hash: the result of `fingerprint_weights`.
+    """
     kv_config = {field: config[field] for field in KV_FIELDS if config.get(field) is not None}
     kv_config = json.loads(json.dumps(kv_config))
     quantisation = config.get("quantization_config")
@@ -137,7 +142,7 @@ def identify_model(
 def identify_tokenizer(
     serialized: str, chat_template: str | None, special_tokens: Mapping[str, Any]
 ) -> TokenizerIdentity:
-    """Identity of a tokenizer from its own serialisation, its chat template and its special tokens."""
+    """Make a tokenizer's identity from its own serialisation, its chat template and its special tokens."""
     return TokenizerIdentity(
         tokenizer_hash=hash_bytes(serialized.encode()),
         chat_template_hash=None if chat_template is None else hash_bytes(chat_template.encode()),
@@ -146,10 +151,10 @@ def identify_tokenizer(
 
 
 def check_model(manifest: Manifest, model: ModelIdentity, dtype: str) -> None:
-    """Raise IdentityError at the first field in which the index's model and this one, loaded as `dtype`, differ.
+    """Raise IdentityError at the first field in which the index's model differs from this model, loaded as `dtype`.
 
-    One checkpoint has the same weight hash in float32 and bfloat16. float16 rounds differently, so hashes are not
-    compared between float16 and the others: there only the probe can find a difference.
+    A checkpoint has the same weight hash in float32 and bfloat16. float16 rounds differently, so weight hashes are not
+    compared between float16 and other dtypes. In that case only the probe can detect other weights.
     """
     stored, remedy = manifest.model, _model_remedy(manifest)
     for field in sorted(stored.kv_config.keys() | model.kv_config.keys()):
@@ -161,7 +166,7 @@ def check_model(manifest: Manifest, model: ModelIdentity, dtype: str) -> None:
 
 
 def check_tokenizer(manifest: Manifest, tokenizer: TokenizerIdentity) -> None:
-    """Raise IdentityError when the tokenizer, its special tokens or its chat template differs."""
+    """Raise IdentityError if the tokenizer, its special tokens or its chat template differs from the index's."""
     stored, remedy = manifest.tokenizer, _model_remedy(manifest)
     _compare("tokenizer", stored.tokenizer_hash[:12], tokenizer.tokenizer_hash[:12], remedy)
     _compare("special tokens", stored.special_tokens_hash[:12], tokenizer.special_tokens_hash[:12], remedy)

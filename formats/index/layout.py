@@ -1,4 +1,4 @@
-"""Shapes, dtypes and value ranges that the tensors of an index must have."""
+"""Check the shapes, dtypes and value ranges that the tensors of an index must have."""
 
 import re
 from functools import cache
@@ -14,23 +14,25 @@ from sparsekv.formats.index.schema import TOKENS, FileRecord, Manifest, Split, T
 
 Tensors = dict[str, torch.Tensor]
 IN_EVERY = {"value_centroids", "lookup_centroids"}
-"""Tensors that all levels of clusters have, or none."""
+"""Names of tensors that either every cluster level has or none has."""
 Faults = dict[str, torch.Tensor]
-"""By tensor name: a bool on the tensor's device, True if it holds invalid numbers."""
+"""Maps a tensor's name to a bool tensor on its device: True if the tensor holds invalid values."""
 
 
 def not_finite(tensors: Tensors) -> str | None:
-    """Name of the first tensor with a number that is not finite; None if all are finite."""
+    """Return the name of the first tensor that holds a NaN or infinity; None if all are finite."""
     return _first({name: ~_is_finite(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()})
 
 
 def check_values(tensors: Tensors, split: Split, what: str) -> None:
-    """Raise ArtifactError if a method's tensors of one layer hold indices out of bounds, inconsistent structure, or
-    numbers that are not finite.
+    """Raise ArtifactError if the values of a method's tensors of one layer are invalid.
+
+    Values are invalid if an index is out of bounds, the cluster structure is inconsistent, or a number is not finite.
 
     Args:
-        tensors: of the shapes that this module requires, on the device that will use them; positions are those in
-            the prompt.
+        tensors: tensors with the shapes that this module requires, on the device that will use them. Token positions
+            count from the beginning of the prompt.
+        what: the name of the tensors in the message.
     """
     floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
     scales = {CENTROID_NAMES[name]: largest for name, largest in bounds(numbers_of(tensors) or {}).items()}
@@ -54,9 +56,9 @@ def _first(faults: Faults) -> str | None:
 
 
 def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.numel() or tensor.dtype.itemsize == 1:  # torch finds no extremes of these
+    if not tensor.numel() or tensor.dtype.itemsize == 1:  # aminmax does not support these
         return tensor.float().isfinite().all()
-    # The extremes suffice, since NaN propagates to them, and are many times as fast as testing each number.
+    # Minimum and maximum suffice, because NaN propagates to them. This is many times as fast as testing each number.
     return torch.stack(torch.aminmax(tensor)).isfinite().all()
 
 
@@ -68,7 +70,7 @@ def _outside(tensor: torch.Tensor, first: int, end: int) -> torch.Tensor:
 
 
 def _positions(tensors: Tensors, split: Split) -> Faults:
-    """Positions must be in the middle; those of sampled queries ascend; `token_order` has each token once."""
+    """Check positions: all are in the middle, sampled queries' positions ascend, `token_order` has each token once."""
     first, end = split.sinks, split.sinks + split.middle
     listed = [name for name in tensors if name in ("table_tokens", "positions")]
     faults = {name: _outside(tensors[name], first, end) for name in listed}
@@ -83,7 +85,11 @@ def _positions(tensors: Tensors, split: Split) -> Faults:
 
 
 def _clusters(tensors: Tensors, middle: int) -> Faults:
-    """Levels must be numbered without gaps, counts sum to the middle's tokens, and offsets match the counts."""
+    """Check clusters: each level's counts sum to the middle's tokens, parents are valid, and offsets match counts.
+
+    Raises:
+        KeyError: a level or one of its tensors is missing.
+    """
     faults = {}
     for level in range(_levels(tensors)):
         counts = tensors[f"level{level}.counts"]
@@ -98,7 +104,11 @@ def _clusters(tensors: Tensors, middle: int) -> Faults:
 
 
 def _levels(tensors: Tensors) -> int:
-    """Number of levels; KeyError if one lacks a tensor, or what another one has."""
+    """Count the cluster levels.
+
+    Raises:
+        KeyError: a level lacks a required tensor, or a tensor of `IN_EVERY` that another level has.
+    """
     of_levels = [name.removeprefix("level").split(".") for name in tensors if name.startswith("level")]
     numbers, parts = {int(number) for number, _ in of_levels}, {part for _, part in of_levels}
     for level in range(len(numbers)):
@@ -108,8 +118,11 @@ def _levels(tensors: Tensors) -> int:
 
 
 def _wrong_parents(parents: torch.Tensor, counts: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
-    """Whether parents are wrong: out of bounds, with counts that do not sum to those above, descending (so that a
-    parent's children are not contiguous), or with an empty child before one that is not."""
+    """Whether the parents of a level's clusters are invalid.
+
+    They are invalid if they are out of bounds, or their children's counts do not sum to the counts above. They must
+    also not descend, so that a parent's children are contiguous. An empty child must not precede a filled one.
+    """
     within = parents.clamp(0, above.shape[1] - 1).long()
     sums = torch.zeros_like(above, dtype=torch.int64).scatter_add_(1, within, counts.long())
     steps = parents.diff(dim=1)
@@ -118,7 +131,7 @@ def _wrong_parents(parents: torch.Tensor, counts: torch.Tensor, above: torch.Ten
 
 
 def _blocks(tensors: Tensors, split: Split) -> Faults:
-    """Blocks must cover the middle, and each must have its own clusters, which contain its tokens and no others."""
+    """Check blocks: they cover the middle, and each has clusters of its own that hold exactly its tokens."""
     if "block_offsets" not in tensors:
         return {}
     offsets, order = tensors["block_offsets"], tensors["token_order"].long() - split.sinks
@@ -132,8 +145,11 @@ def _blocks(tensors: Tensors, split: Split) -> Faults:
 
 
 def _wrong_first_clusters(tensors: Tensors) -> torch.Tensor:
-    """Whether the first clusters of blocks are wrong: not the same in all heads, not ascending, not starting at the
-    block's first token, or with the same parent as the block before."""
+    """Whether the indices of the blocks' first clusters are invalid.
+
+    They must ascend and be the same in all heads. A block's first cluster must start at the block's first token, and
+    must not share its parent with the block before.
+    """
     firsts = tensors["block_clusters"].long()
     count = tensors["level0.counts"].shape[1]
     begins = tensors["token_offsets"].gather(1, firsts.clamp(0, count))
@@ -149,10 +165,10 @@ def _wrong_first_clusters(tensors: Tensors) -> torch.Tensor:
 
 
 def _codes(tensors: Tensors) -> Faults:
-    """Codes must be below the number of centroids, and each channel must be in exactly one subspace."""
+    """Check that codes are below the number of centroids, and that each channel is in exactly one subspace."""
     faults = {}
     if "codes" in tensors:
-        # Compared as int64: 256 centroids would be 0 as uint8.
+        # Compared as int64, because a count of 256 centroids would overflow uint8.
         faults["codes"] = tensors["codes"].amax().long() >= tensors["codebooks"].shape[2]
     if "channels" in tensors:
         channels = tensors["channels"].flatten().sort().values
@@ -162,7 +178,8 @@ def _codes(tensors: Tensors) -> Faults:
 
 Letters = dict[str, int]
 Shape = tuple[str, tuple[str, ...]]
-"""A dtype (`rows` for that of the index, empty for any) and the axes; `X+1` is one more than X."""
+"""A dtype and the names of the axes. The dtype `rows` is the index's; an empty string stands for any. The size of `X+1`
+is one more than that of X."""
 
 _CONTEXT: dict[str, Shape] = {"keys": ("rows", ("Hk", "N", "D")), "values": ("rows", ("Hk", "N", "D"))}
 _CONTEXT_INT8: dict[str, Shape] = {
@@ -208,14 +225,16 @@ _LEVEL = re.compile(r"level(\d{1,2})\.(\w+)")
 
 
 def in_this_form(manifest: Manifest) -> bool:
-    """Whether keys and values in 8 bits, if an index has them, are stored as this version does it: formerly 64 tokens
-    shared scales."""
+    """Whether an index stores keys and values in the format of this version; always true if they are not in int8.
+
+    In an older int8 format, 64 tokens shared scales.
+    """
     first = manifest.files[layer_file("context", 0)]
     return manifest.kv_storage is None or first.tensors.keys() >= _CONTEXT_INT8.keys()
 
 
 def check_names(manifest: Manifest, folder: Path) -> None:
-    """Raise ArtifactError if a manifest lacks a file that its layers need, whatever form this has."""
+    """Raise ArtifactError if a manifest lacks a file that one of its layers needs. Tensors are not checked."""
     needed = [layer_file(one, layer) for one in ("context", "queries") for layer in range(len(manifest.layers))]
     methods = [layer_file(one, layer) for one in manifest.methods for layer in manifest.indexed_layers]
     for name in (TOKENS, *needed, *methods):
@@ -224,9 +243,9 @@ def check_names(manifest: Manifest, folder: Path) -> None:
 
 
 def check_layout(manifest: Manifest, folder: Path) -> None:
-    """Raise ArtifactError if files are missing from a manifest, or the shapes of their tensors contradict each other.
+    """Raise ArtifactError if a manifest lacks files, or the shapes and dtypes of its tensors contradict each other.
 
-    Tensors with names that are not listed here, which another package's method may have, are not checked.
+    Tensors whose names this module does not list are not checked; methods of other packages may have them.
     """
     split, remedy = manifest.split, f"the manifest of {folder} contradicts itself: {{}}; {REBUILD}"
     if split.tokens != manifest.prompt.tokens:
@@ -283,17 +302,19 @@ def _check_layer(manifest: Manifest, layer: int, letters: Letters, *, indexed: b
 
 
 def first_axis(folder: str, tensor: str) -> str | None:
-    """The letter of a tensor's first axis, in the files of one folder of an index; None for one not listed here."""
+    """Return the name of the first axis of a tensor in a folder's files, such as `Hk`; None for an unknown tensor."""
     known = {"context": _CONTEXT_INT8, "queries": _QUERIES, "samples": _SAMPLES}
     shape = known[folder].get(tensor) if folder in known else _CENTROIDS_INT8.get(tensor) or _of_method(tensor)
     return None if shape is None else shape[1][0]
 
 
 def _known_shapes(name: str, record: FileRecord, *, in_8_bits: bool) -> dict[str, Shape]:
-    """The shapes that tensors of a method's file must have, with all that centroids in 8 bits need if one is there.
+    """Return the shapes that tensors of a method's file must have.
+
+    If the file has a tensor of int8 centroids, it must have all of them.
 
     Raises:
-        ValueError: centroids in 8 bits in an index that stores none so.
+        ValueError: the file has int8 centroids, but the index stores no keys and values in int8.
     """
     known = {tensor: shape for tensor in record.tensors if (shape := _of_method(tensor)) is not None}
     scales = sorted(record.tensors.keys() & context_rows.CENTROID_SCALES)
@@ -314,7 +335,10 @@ def _of_method(tensor: str) -> Shape | None:
 
 
 def _check(name: str, record: FileRecord, wanted: dict[str, Shape], letters: Letters, rows: str) -> None:
-    """Raise ValueError for a tensor that does not fit; the first tensor with a letter sets the letter's size."""
+    """Raise ValueError for a tensor that is missing or has a wrong shape or dtype.
+
+    The first tensor with an axis of a new name sets the size of that axis in `letters`.
+    """
     for tensor, (dtype, axes) in wanted.items():
         if tensor not in record.tensors:
             raise ValueError(f"{tensor} is not in {name}")

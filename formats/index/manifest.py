@@ -1,5 +1,7 @@
-"""`manifest.json`, whose presence means that an index is complete: reading, sealing and defaults, and the journal of an
-unfinished build."""
+"""Read, seal and update `manifest.json`, whose presence means that an index is complete.
+
+Also reads and writes the journal of an unfinished build.
+"""
 
 import json
 import math
@@ -30,24 +32,26 @@ from sparsekv.formats.index.schema import (
 
 PROBE_LOGITS = 32
 
-# Largest difference of a probe's logits, relative to the largest logit, that rounding can cause.
+# Largest difference between logits and the stored probe, relative to the largest logit, that rounding can cause.
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
-# The same for what storing in 8 bits changes: 0.003 for the embedded model over 6,144 tokens, at most 0.02 for random
-# models of every family. Other weights are further off: 0.15 where each of the embedded model's is off by 10% of their
-# standard deviation (docs/reference/eight-bits.md).
+# The same limit for the change caused by int8 storage. Measured: 0.003 for the embedded model over 6,144 tokens, at
+# most 0.02 for random models of every family. Other weights differ more: 0.15 if noise of 10% of their standard
+# deviation is added to the embedded model's weights (docs/reference/eight-bits.md).
 STORING_TOLERANCE: dict[KVDtype, float] = {"int8": 5e-2}
 
 
 def top_logits(logits: torch.Tensor) -> Probe:
-    """The PROBE_LOGITS highest of a token's finite logits [vocabulary]."""
+    """Return the PROBE_LOGITS highest of a token's logits [vocabulary], which must be finite."""
     top = logits.topk(min(PROBE_LOGITS, len(logits)))
     return Probe(token_ids=top.indices.tolist(), logits=top.values.tolist())
 
 
 def difference(probe: Probe, logits: torch.Tensor) -> float:
-    """The largest difference of logits [vocabulary] from a probe's, relative to the probe's largest; may be NaN, and is
-    infinite where the probe names tokens beyond the vocabulary."""
+    """Compute the largest difference between logits [vocabulary] and a probe's, relative to the probe's largest logit.
+
+    The result may be NaN. It is infinite if the probe has token ids beyond the vocabulary.
+    """
     if max(probe.token_ids) >= len(logits):
         return math.inf
     stored = torch.tensor(probe.logits)
@@ -55,10 +59,10 @@ def difference(probe: Probe, logits: torch.Tensor) -> float:
 
 
 def probe_tolerance(manifest: Manifest, dtype: torch.dtype, *, over_exact: bool) -> float:
-    """Largest difference of logits over an index's rows from the stored ones, for the same model in a dtype.
+    """Return the largest difference from an index's stored logits that the same model, run in a dtype, may have.
 
     Args:
-        over_exact: the stored logits are those over the rows before they were rounded to 8 bits.
+        over_exact: the stored logits were computed over the rows before their rounding to int8.
     """
     rounding = max(PROBE_TOLERANCE[dtype], PROBE_TOLERANCE[_dtype(manifest.dtype)])
     if manifest.kv_storage is None or not over_exact:
@@ -67,7 +71,7 @@ def probe_tolerance(manifest: Manifest, dtype: torch.dtype, *, over_exact: bool)
 
 
 def is_over_exact(manifest: Manifest) -> bool:
-    """Whether the logits of probe and canary are those over the rows before they were rounded to 8 bits."""
+    """Whether the logits of probe and canary were computed over the rows before their rounding to int8."""
     return manifest.kv_storage is not None and manifest.kv_storage.exact_probe
 
 
@@ -86,25 +90,30 @@ _PATHS = TypeAdapter(set[FileName])
 
 @dataclass
 class Journal:
-    """Records of whole files by logical name; every path that the index has or had, or that a build began to write; and
-    notes, small JSON values that a build stores for when it is resumed."""
+    """The journal of a build, from which an interrupted build is resumed.
+
+    Args:
+        files: records of complete files by logical name.
+        paths: every path that the index has or had, or that a build has begun to write.
+        notes: small JSON values that a build stores.
+    """
 
     files: dict[str, FileRecord] = field(default_factory=dict)
     paths: set[str] = field(default_factory=set)
     notes: dict[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """The journal as it is stored on disk."""
+        """Encode the journal as the JSON that is stored on disk."""
         files = {name: record.model_dump() for name, record in self.files.items()}
         return json.dumps({"files": files, "paths": sorted(self.paths), "notes": self.notes}).encode()
 
 
 def read_journal(folder: Folder) -> Journal | None:
-    """The journal in a folder; None where there is none that this version can read."""
+    """Read the journal in a folder; None if there is none that this version can read."""
     try:
         stored = json.loads(folder.read(JOURNAL, _MOST))
         files = _FILES.validate_python(stored["files"])
-        # An older version's journal has no paths: the files that it recorded are all that it wrote.
+        # A journal of an older version has no paths. Its recorded files are all that its build wrote.
         paths = _PATHS.validate_python(stored.get("paths", []))
         notes = dict(stored["notes"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, ValidationError):
@@ -113,13 +122,14 @@ def read_journal(folder: Folder) -> Journal | None:
 
 
 class KeptJournal(Journal):
-    """The journal of a build under way, on disk after every change; threads may change it.
+    """The journal of a running build, which any thread may change.
 
-    What changes it raises OSError where it cannot be written.
+    `name`, `add` and `note` write it to disk at once; `know` and `reuse` leave that to the next write. Writing raises
+    OSError if it fails.
 
     Args:
-        folder: it resumes the journal that an interrupted build left there.
-        forget: of that one it knows the paths alone.
+        folder: the index's folder. A journal that an interrupted build left there is continued.
+        forget: keep only the paths of that journal.
     """
 
     def __init__(self, folder: Folder, *, forget: bool):
@@ -128,12 +138,12 @@ class KeptJournal(Journal):
         self._folder, self._guard = folder, threading.RLock()
 
     def know(self, paths: Iterable[str]) -> None:
-        """Know more paths when it is written next."""
+        """Add paths; they are on disk after the next write."""
         with self._guard:
             self.paths.update(paths)
 
     def name(self, path: str) -> str:
-        """A path, once the journal on disk has it."""
+        """Add a path, write the journal to disk if the path is new, and return the path."""
         with self._guard:
             if path not in self.paths:
                 self.paths.add(path)
@@ -141,24 +151,24 @@ class KeptJournal(Journal):
         return path
 
     def reuse(self, name: str, record: FileRecord) -> None:
-        """Have a whole file of an earlier build in it when it is written next."""
+        """Add the record of a complete file of an earlier build; it is on disk after the next write."""
         with self._guard:
             self.files[name] = record
 
     def add(self, name: str, record: FileRecord) -> None:
-        """Have a file in it that is whole."""
+        """Add the record of a complete file, and write the journal to disk."""
         with self._guard:
             self.files[name] = record
             self.write()
 
     def note(self, name: str, value: Any) -> None:
-        """Have a note in it."""
+        """Store a note, and write the journal to disk."""
         with self._guard:
             self.notes[name] = value
             self.write()
 
     def write(self) -> None:
-        """Write all that is known."""
+        """Write the journal to disk."""
         with self._guard:
             self._folder.write(JOURNAL, [self.to_bytes()])
 
@@ -170,7 +180,7 @@ REPAIR_APPENDED = "build the index again from its document, with --force, and ap
 
 
 def manifest_bytes(manifest: Manifest) -> tuple[bytes, Manifest]:
-    """Seal a manifest with the hash of all its other fields; returns its JSON bytes and the sealed manifest."""
+    """Seal a manifest with the hash of all its other fields; return its JSON bytes and the sealed manifest."""
     sealed = manifest.model_copy(update={"manifest_sha256": _self_hash(manifest.model_dump(mode="json"))})
     return json.dumps(sealed.model_dump(mode="json"), indent=1).encode(), sealed
 
@@ -179,8 +189,8 @@ def open_folder(path: Path) -> Folder:
     """Open the folder of an index.
 
     Raises:
-        MissingIndexError: there is no such folder.
-        ArtifactError: it cannot be read.
+        MissingIndexError: the folder does not exist.
+        ArtifactError: the folder cannot be read.
     """
     try:
         return Folder(path)
@@ -201,12 +211,12 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def manifest_in(folder: Folder) -> Manifest:
-    """`read_manifest` for an open folder."""
+    """Read and check the manifest in an open folder, as `read_manifest` does for a path."""
     return parse_manifest(manifest_data(folder), folder)
 
 
 def manifest_data(folder: Folder) -> bytes:
-    """The manifest's bytes. Raises ArtifactError as `read_manifest` does."""
+    """Read the manifest's bytes. Raises ArtifactError as `read_manifest` does."""
     path = folder.path / MANIFEST
     try:
         return folder.read(MANIFEST, MOST_BYTES)
@@ -248,7 +258,7 @@ def parse_manifest(data: bytes, folder: Folder) -> Manifest:
 
 
 def is_index(folder: Folder) -> bool:
-    """Whether a folder has an unchanged manifest of sparsekv, of any version."""
+    """Whether a folder has a manifest of sparsekv, of any version, whose own hash matches."""
     try:
         fields = json.loads(folder.read(MANIFEST, MOST_BYTES))
         return bool(fields["manifest_sha256"] == _self_hash(fields))
@@ -257,7 +267,11 @@ def is_index(folder: Folder) -> bool:
 
 
 def _remedy(folder: Folder) -> str:
-    """A remedy for a bad manifest: a folder without marker may be another program's, which --force refuses."""
+    """Return a remedy for a bad manifest.
+
+    A folder without the marker file may belong to another program, and --force refuses it. So the remedy is another
+    name.
+    """
     if is_marked(folder):
         return REBUILD
     return "if it is an index, build it again under another name (--output)"
@@ -268,15 +282,15 @@ def _self_hash(fields: dict[str, object]) -> str:
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """Raise ArtifactError for an index whose manifest cannot be replaced; called before measuring starts."""
+    """Raise ArtifactError if an index's manifest cannot be replaced. Called before a measurement starts."""
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
         raise ArtifactError(f"cannot write {folder}: permission denied; allow it, or measure alone with --dry-run")
 
 
 def write_defaults(folder: Path, base: Manifest, defaults: Defaults | None) -> Manifest:
-    """Replace the manifest of a finished index by one with these defaults or none, atomically, holding its lock.
+    """Set or remove the defaults in a finished index's manifest, which is replaced atomically under the index's lock.
 
-    Identity and files do not change; an interrupted build can still be resumed.
+    The index's identity and files do not change. An interrupted build can still be resumed.
 
     Args:
         base: the manifest of the index that the defaults were measured on.
@@ -288,7 +302,7 @@ def write_defaults(folder: Path, base: Manifest, defaults: Defaults | None) -> M
         ArtifactError: the index is gone, was replaced, is being built by another process, or cannot be written.
     """
     opened = open_folder(folder)
-    manifest_in(opened)  # before the lock, which would create its file in any folder
+    manifest_in(opened)  # checked before the lock, which would create its file even in a folder that is no index
     try:
         lock = acquire_lock(folder)
         try:

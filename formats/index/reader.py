@@ -1,4 +1,4 @@
-"""Reading an index: a snapshot of its files, tensors mapped or read into a GPU's memory, and the heads of one rank."""
+"""Read an index: open a snapshot of its files, map or copy their tensors, and select the heads of a rank."""
 
 import os
 import resource
@@ -22,19 +22,19 @@ from sparsekv.formats.index.manifest import REBUILD, REPAIR, REPAIR_APPENDED, ma
 from sparsekv.formats.index.schema import TOKENS, FileRecord, Manifest, layer_file
 
 ATTEMPTS = 100
-"""Enough unless a writer finishes about once a millisecond."""
-_OTHER_DESCRIPTORS = 256  # spare ones, for what else a process with a model and a GPU opens
+"""Attempts to open a consistent snapshot: enough unless another process replaces the manifest every millisecond."""
+_OTHER_DESCRIPTORS = 256  # file descriptors that a process with a model and a GPU opens for other purposes
 
 
 class Snapshot:
     """A manifest and its open files.
 
     Args:
-        mending: files of methods may be missing or of another length, and are not open then.
+        mending: skip files of methods that are missing or have a wrong size, instead of raising.
 
     Raises:
-        ArtifactError: no index there, unfinished, newer or damaged, or a file is missing, of another length, no plain
-            file, or cannot be read.
+        ArtifactError: there is no index, or it is unfinished, damaged or from a newer version. Or a file is missing,
+            has a wrong size, is no regular file, or cannot be read.
     """
 
     def __init__(self, path: Path, *, mending: bool = False):
@@ -70,7 +70,7 @@ def _open_all(folder: Folder, manifest: Manifest, mending: bool) -> dict[str, in
 
 
 def _remedy(folder: Folder, manifest: Manifest, method: str | None) -> str:
-    """A remedy for a missing file: a method's file is built from the others."""
+    """Return a remedy for a missing file. A method's file can be built from the other files."""
     if method is not None:
         return f"build it again with {add_methods_hint(folder.path, [method])}"
     return REPAIR_APPENDED if manifest.additions else REPAIR
@@ -94,7 +94,11 @@ def _open(folder: Folder, name: str, record: FileRecord, remedy: str) -> int:
 
 
 def _allow_descriptors(files: int) -> None:
-    """Raise the limit on open files if needed: an index has a file for each layer and method."""
+    """Raise the process's limit on open files if needed, because an index has a file for each layer and method.
+
+    Raises:
+        ArtifactError: the hard limit is too low.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))
     wanted = used + files + _OTHER_DESCRIPTORS
@@ -117,10 +121,13 @@ CPU = torch.device("cpu")
 
 
 def map_tensors(descriptor: int, what: str) -> dict[str, torch.Tensor]:
-    """All tensors of an open safetensors file, as views of its memory mapping, which outlives the descriptor.
+    """Map all tensors of an open safetensors file. They are views of the mapping, which outlives the descriptor.
+
+    Args:
+        what: the file's name in messages.
 
     Raises:
-        ArtifactError: it cannot be read as a safetensors file.
+        ArtifactError: the file cannot be read as a safetensors file.
     """
     try:
         with safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as file:
@@ -136,13 +143,16 @@ def on_device(
     device: torch.device,
     skipped: Mapping[str, int],
 ) -> dict[str, torch.Tensor]:
-    """Tensors as they are mapped from an open safetensors file, or copies on a GPU, which reads the file itself.
+    """Return mapped tensors of an open safetensors file unchanged for a CPU, or read them into a GPU's memory.
+
+    A GPU's copies are read from the file, not through the mapping.
 
     Args:
-        skipped: bytes that a tensor has in the file before what is mapped here, by name.
+        mapped: tensors of the file, or their last rows.
+        skipped: bytes of a tensor in the file before the mapped rows, by name.
 
     Raises:
-        ArtifactError: it ends early or cannot be read.
+        ArtifactError: the file ends early or cannot be read.
     """
     if device.type == "cpu":
         return mapped
@@ -153,19 +163,20 @@ def on_device(
 
 
 class Artifact:
-    """A finished index on disk, as it was when opened, whatever a writer does later.
+    """A finished index on disk, as it was when it was opened. Later writes by other processes do not change it.
 
     Opening reads the manifest, opens every file, checks file sizes, and checks that the shapes in the manifest agree.
     The first read of a file checks the names, shapes and dtypes of its tensors against the manifest, its sha256 if it
     is smaller than a layer's keys and values, and that scales of keys and values are finite.
 
     Args:
-        thorough: check the sha256 of every file on its first read, and that its numbers are finite; for callers that
-            read all of it anyway, and measure.
-        mending: files of methods may be missing, for a build that makes them anew and reads none.
+        thorough: check the sha256 of every file on its first read, and that its numbers are finite. This is for
+            measurements, which read whole files anyway.
+        mending: files of methods may be missing, for a build that makes them again and does not read them.
 
     Raises:
-        ArtifactError: no index there, unfinished, newer, damaged, not readable, or a file is missing or truncated.
+        ArtifactError: there is no index, or it is unfinished, damaged, unreadable or from a newer version. Or a file is
+            missing or has a wrong size.
     """
 
     def __init__(self, folder: Path, *, thorough: bool = False, mending: bool = False):
@@ -180,16 +191,16 @@ class Artifact:
         return self._snapshot.data
 
     def descriptor(self, name: str) -> int:
-        """Descriptor of a logical file; it stays open for as long as this index."""
+        """Return the descriptor of a logical file, which stays open as long as this object exists."""
         return self._snapshot.descriptors[name]
 
     def tensors(self, name: str, device: torch.device = CPU) -> dict[str, torch.Tensor]:
-        """All tensors of one logical file; of each the rows that `_own_rows` tells.
+        """Read all tensors of a logical file, or the rows of each that `_own_rows` selects.
 
-        On a CPU they are views of its memory mapping, whose rows are read when accessed; on a GPU copies.
+        On a CPU they are views of the file's mapping, whose pages are read when accessed. On a GPU they are copies.
 
         Raises:
-            ArtifactError: the file is not what the manifest says.
+            ArtifactError: the file does not match the manifest.
         """
         what, first = f"{name} of {self.folder}", name not in self._checked
         tensors = map_tensors(self.descriptor(name), what)
@@ -208,39 +219,41 @@ class Artifact:
         return tensors
 
     def _own_rows(self, name: str, key: str, tensor: torch.Tensor) -> slice | None:
-        """Which rows of a file's tensor are read, from a first one on; None: all of it."""
+        """Return the slice of a tensor's first axis to read; None for the whole tensor."""
         return None
 
     def heads_and_channels(self, layer: int) -> tuple[int, int]:
-        """Hk and D of a layer's keys and values."""
+        """Return Hk and D of a layer's keys and values."""
         heads, _, channels = self.manifest.files[layer_file("context", layer)].tensors["keys"].shape
         return heads, channels
 
     def input_ids(self) -> torch.Tensor:
-        """Token ids of the fixed prompt, [N] int64."""
+        """Read the token ids [N] int64 of the fixed prompt."""
         return self.tensors(TOKENS)["input_ids"]
 
     def context_rows(self, layer: int, device: torch.device = CPU) -> ContextRows:
-        """One layer's keys and values as they are stored: mapped on a CPU, copied to a GPU."""
+        """Read a layer's keys and values as they are stored; mapped on a CPU, copied to a GPU."""
         return context_rows(self.tensors(layer_file("context", layer), device), getattr(torch, self.manifest.dtype))
 
     def context(self, layer: int, device: torch.device = CPU) -> Pair:
-        """Keys and values as attended, each [Hk, N, D], of one layer; copies where they are stored in 8 bits."""
+        """Read a layer's keys and values, each [Hk, N, D], in the index's dtype; int8 rows are dequantised copies."""
         return self.context_rows(layer, device).part(slice(None))
 
     def queries(self, layer: int, device: torch.device = CPU) -> dict[str, torch.Tensor]:
-        """`tail` [Hq, R, D]: the held-out queries; `sink_logits` [Hq] where the layer has attention sinks."""
+        """Read a layer's held-out queries `tail` [Hq, R, D], and `sink_logits` [Hq] if it has attention sinks."""
         return self.tensors(layer_file("queries", layer), device)
 
     def method_tensors(self, method: str, layer: int, device: torch.device = CPU) -> dict[str, torch.Tensor]:
-        """Tensors that one method built for one layer; KeyError for a method that the index does not have."""
+        """Read the tensors that a method built for a layer. Raises KeyError if the index lacks the method."""
         return self.tensors(layer_file(method, layer), device)
 
     def check_sums(self, names: Iterable[str]) -> None:
-        """Check the sha256 of several files in parallel threads, which reading them would check one by one.
+        """Check the sha256 of several files in parallel threads; their first reads then skip this check.
+
+        Files whose checksum a first read would not check are skipped.
 
         Raises:
-            ArtifactError: a file whose content has changed.
+            ArtifactError: the content of a file has changed.
         """
         wanted = [name for name in names if name not in self._summed and self._is_summed(self.manifest.files[name])]
         with ThreadPoolExecutor(THREADS) as threads:
@@ -276,24 +289,24 @@ class Artifact:
 
 
 class ArtifactShare(Artifact):
-    """An open index of which every tensor with a head axis, Hk or Hq, has only one rank's heads.
+    """An open index whose tensors with a head axis, Hk or Hq, have only the heads of one rank.
 
-    Whoever reads it sees an index of fewer heads, and needs to know nothing of the others. Its manifest stays that of
-    the whole index. On a CPU tensors are views of the mapped files, as those of the whole index are.
+    Readers see an index with fewer heads. Its manifest is that of the whole index. On a CPU, tensors are views of the
+    mapped files, as in the whole index.
 
     Args:
-        whole: the index; both read its open files.
-        number: the rank's, of `size`.
-        heads: KV heads of a rank in each layer; a rank that has all of a layer's keeps them all.
+        whole: the whole index, whose open files this object reads, too.
+        number: the rank, from 0 to `size` - 1.
+        heads: the number of KV heads of a rank in each layer. A rank with all heads of a layer reads all of them.
 
     Raises:
-        ArtifactError: the index has another number of heads than all ranks together.
+        ArtifactError: the index's number of heads is not that of all ranks together.
     """
 
     def __init__(self, whole: Artifact, number: int, size: int, heads: Sequence[int]):
         self.folder, self.thorough, self.manifest = whole.folder, whole.thorough, whole.manifest
         self._snapshot, self._summed = whole._snapshot, whole._summed
-        self._checked = set[str]()  # its own: it checks the numbers of this rank's heads alone
+        self._checked = set[str]()  # not shared with `whole`: only this rank's heads are checked
         self._parts = [
             _part(whole, layer, number, size, own) for layer, own in enumerate(heads[: len(whole.manifest.layers)])
         ]
@@ -303,10 +316,10 @@ class ArtifactShare(Artifact):
         return heads // self._parts[layer][1], channels
 
     def _own_rows(self, name: str, key: str, tensor: torch.Tensor) -> slice | None:
-        """This rank's heads.
+        """Return the slice of this rank's heads; None for a tensor without a head axis.
 
         Raises:
-            UsageError: a method that this version does not know stored tensors whose axes are not known.
+            UsageError: the tensor's axes are unknown, as for a method of another package.
         """
         if name == TOKENS:
             return None
@@ -325,7 +338,7 @@ class ArtifactShare(Artifact):
 
 
 def _part(whole: Artifact, layer: int, number: int, size: int, own: int) -> tuple[int, int]:
-    """Which of how many parts of a layer's heads are a rank's own."""
+    """Return the index of a rank's part of a layer's heads, and the number of parts."""
     heads, _ = whole.heads_and_channels(layer)
     if own == heads:
         return 0, 1
@@ -342,13 +355,14 @@ def _number(file: str) -> int:
 
 
 class WholeFile:
-    """Such a file, open for as long as someone has this, whoever names or removes it meanwhile.
+    """A complete safetensors file that stays open as long as this object exists, even if it is renamed or removed.
 
     Args:
-        descriptor: of the file; this opens it again, for reading alone.
+        descriptor: a descriptor of the file, which is opened again read-only.
+        what: the file's name in messages.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be opened for reading.
     """
 
     def __init__(self, descriptor: int, what: str):
@@ -356,16 +370,16 @@ class WholeFile:
         weakref.finalize(self, os.close, self._descriptor)
 
     def sha256(self) -> str:
-        """Its sha256, in hex; OSError if it cannot be read."""
+        """Compute the file's sha256, in hex. Raises OSError if it cannot be read."""
         return hash_descriptor(self._descriptor)
 
     def read(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Its tensors: mapped on a CPU, copied to a GPU. Raises ArtifactError where it is no file of tensors."""
+        """Read the file's tensors: mapped on a CPU, copied to a GPU. Raises ArtifactError if they cannot be read."""
         return on_device(map_tensors(self._descriptor, self._what), self._descriptor, self._what, device, {})
 
 
 def find_whole(folder: Folder, shared: SharedFile) -> WholeFile:
-    """Open a whole file of an index as another process found it. Raises OSError where it is not that one."""
+    """Open a complete file of an index by another process's handle. Raises OSError if the file does not match it."""
     descriptor = folder.open(shared.path)
     try:
         shared.check(descriptor)

@@ -1,4 +1,4 @@
-"""Schema 1 of the artifact: the fields of `manifest.json` and the files beside it."""
+"""Schema 1 of an index: the fields of `manifest.json` and the names of the index's files."""
 
 import json
 from collections.abc import Mapping
@@ -13,17 +13,17 @@ _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
 
 METHOD_NAME = rf"^{_PART}$"
 FILE_NAME = rf"^({_PART}/)?{_PART}\.safetensors$"
-"""For the name of a logical file, and for the path where it is stored below the index's folder."""
+"""Pattern of a logical file's name, and of the path below the index's folder where it is stored."""
 
 
 def stored_parameters(method: Any) -> dict[str, Any]:
-    """The fields of a dataclass as they are read back, so that both compare equal."""
+    """Convert a dataclass's fields to the values that JSON would give back, so that both compare equal."""
     stored: dict[str, Any] = json.loads(json.dumps(asdict(method)))
     return stored
 
 
 def given_parameters(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments from which a stored dataclass is made again."""
+    """Convert stored parameters back to the arguments of their dataclass."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
 
 
@@ -32,7 +32,7 @@ CHOICES = {
     "quoka_similarity": ("cosine", "dot"),
     "quoka_across": ("max", "mean"),
 }
-"""The paper's choice first, then its ablations."""
+"""Values of QuoKA's options: the paper's choice first, then its ablations."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,18 @@ class Record(BaseModel):
 
 
 KVDtype: TypeAlias = Literal["int8"]
-"""Storage of keys and values, beside the model's dtype."""
+"""Dtypes other than the model's in which keys and values can be stored."""
 AUTO = "auto"
 KV_DTYPES: tuple[str, ...] = (AUTO, *get_args(KVDtype))
 """Values of `--kv-dtype`; `auto` is the model's dtype."""
 
 
 def kv_dtype_named(name: str) -> KVDtype | None:
-    """The storage that a value of `--kv-dtype` names, None for the model's dtype; UsageError for an unknown value."""
+    """Return the storage dtype of a `--kv-dtype` value; None for the model's dtype.
+
+    Raises:
+        UsageError: the value is unknown.
+    """
     check_choice("--kv-dtype", name, KV_DTYPES)
     return next((known for known in get_args(KVDtype) if known == name), None)
 
@@ -136,7 +140,7 @@ TOKENS = "tokens.safetensors"
 
 
 def layer_file(folder: str, layer: int) -> str:
-    """Logical path of one layer's file in one of the artifact's folders."""
+    """Return the logical name of a layer's file in one of the index's folders."""
     return f"{folder}/layer_{layer:03d}.safetensors"
 
 

@@ -1,4 +1,4 @@
-"""Writing an index so that an interruption neither leaves a wrong index nor loses a good one."""
+"""Write an index so that an interruption leaves no wrong index and keeps an earlier good one."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -27,15 +27,15 @@ from sparsekv.formats.index.schema import FileRecord, Manifest
 THREADS = min(16, os.cpu_count() or 1)
 SUMS = min(
     64, os.cpu_count() or 1
-)  # sums made at a time: that of a layer's keys, by one thread, takes most of a second
-HELD_BYTES = 6 << 30  # most bytes of tensors that wait to be written and were made for that
+)  # checksums computed at a time: one thread takes most of a second for a layer's keys
+HELD_BYTES = 6 << 30  # most bytes of tensors that wait to be written and have no other use
 
 
 class ArtifactWriter(BuildFolder):
-    """One build of one index: its files, in its folder.
+    """Writes and reuses the files of one build of an index.
 
-    Keeps the tensors of files that wait to be written, and writes one file per core at a time, up to 16. Tensors on a
-    GPU stay there, and pass through host memory 16 MiB at a time for each file.
+    It holds the tensors of files that wait to be written, and writes up to 16 files at a time, one per core. Tensors on
+    a GPU stay there and are copied through 16 MiB of host memory per file.
     """
 
     def __init__(self, folder: Path, *, force: bool = False, ways_out: WaysOut | None = None):
@@ -43,13 +43,14 @@ class ArtifactWriter(BuildFolder):
         self._made: dict[str, Future[FileRecord]] = {}
         self._held, self._new = HeldTensors(HELD_BYTES), set[str]()
         self._threads = ThreadPoolExecutor(THREADS)
-        # Pools of their own: a small file need not wait for gigabytes to be summed, nor a sum for those of others.
+        # Checksums have their own threads, so that a small file does not wait for the checksum of gigabytes. Files with
+        # a checksum of another process have their own threads, too, so that they do not block local checksums.
         self._summing, self._awaiting = ThreadPoolExecutor(SUMS), ThreadPoolExecutor(THREADS)
-        self._receiving = ThreadPoolExecutor(1)  # one, as sums come in the order in which files were ended
+        self._receiving = ThreadPoolExecutor(1)  # one thread: checksums arrive in the order of `end_rows`
         self._begun: dict[str, UnfinishedFile] = {}
         self._growing: dict[str, GrowingFile] = {}
         self._ended: dict[str, WholeFile] = {}
-        """Files whose rows are all there, and which have no name yet."""
+        """Files whose rows are all written, but which still have a temporary name."""
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
@@ -65,7 +66,7 @@ class ArtifactWriter(BuildFolder):
 
     @property
     def files(self) -> dict[str, FileRecord]:
-        """Records of the files that this build wrote or reused, in order; waits until all of them are on disk.
+        """Records of the files that this build wrote or reused, in order. Waits until all of them are on disk.
 
         Raises:
             ArtifactError: a file could not be written.
@@ -73,19 +74,19 @@ class ArtifactWriter(BuildFolder):
         return {name: made.result() for name, made in self._made.items()}
 
     def record(self, name: str) -> FileRecord:
-        """The record of one of these files; waits until it is on disk, and raises what `files` raises."""
+        """Return the record of a file of this build. Waits until it is on disk, and raises what `files` raises."""
         return self._made[name].result()
 
     def reuse(self, name: str, recipe: str, of: Sequence[str] = ()) -> bool:
-        """Reuse a whole file of an earlier build if the same recipe made it; returns whether there was one.
+        """Reuse an intact file of an earlier build if the same recipe made it; return whether it was reused.
 
         Args:
-            of: files of this build that it is made from. What is made from a file that this build writes is made anew.
+            of: files of this build that it is made from. If this build writes one of them, the file is not reused.
         """
         return self._new.isdisjoint(of) and self.reuse_all({name: self._whole_recipe(recipe, of)})
 
     def reuse_all(self, recipes: Mapping[str, str]) -> bool:
-        """Reuse files by name, each made by its recipe, if all of them are whole; returns whether they are."""
+        """Reuse files, given by name with their recipes, if all of them are intact; return whether they were reused."""
         whole = {name: record for name, recipe in recipes.items() if (record := self._found(name, recipe))}
         for name, record in whole.items() if len(whole) == len(recipes) else ():
             self._made[name] = Future()
@@ -94,7 +95,7 @@ class ArtifactWriter(BuildFolder):
         return len(whole) == len(recipes)
 
     def _found(self, name: str, recipe: str) -> FileRecord | None:
-        """The record of a whole file that this build, or an earlier one, made by a recipe."""
+        """Return the record of an intact file that this build or an earlier one made by a recipe; None without one."""
         if name in self._made:
             self._made[name].result()
         return None if self.force and name not in self._made else self._earlier(name, recipe)
@@ -108,14 +109,14 @@ class ArtifactWriter(BuildFolder):
         *,
         wait: bool = True,
     ) -> None:
-        """Write one logical file in a thread, and record it in the journal once all of it is on disk.
+        """Write a logical file in a thread, and record it in the journal once it is on disk.
 
-        The tensors are held until then, and must not change. Rows that `write_rows` has written are not written again.
+        The tensors are held until then and must not change. Rows that `write_rows` has written are not written again.
 
         Args:
-            recipe: the hash of everything that decides the content, but for `of`.
-            of: files of this build that it is made from, whose contents are part of the recipe.
-            wait: return only when at most 6 GiB are held, in all. False for tensors that stay in memory anyway.
+            recipe: the hash of everything that decides the content, except the files in `of`.
+            of: files of this build that it is made from. Their checksums become part of the recipe.
+            wait: wait until at most 6 GiB of tensors are held in all. False for tensors that stay in memory anyway.
 
         Raises:
             ArtifactError: an earlier file could not be written.
@@ -126,19 +127,19 @@ class ArtifactWriter(BuildFolder):
         self._made[name] = self._threads.submit(self._store, name, tensors, recipe, of, None)
 
     def share_rows(self, name: str, recipe: str) -> SharedFile:
-        """Begin a file of which other processes write the rows of their heads, and return what they find it by.
+        """Create a file to which other processes write the rows of their heads; return the handle that opens it.
 
-        `write_rows` writes those of this one's, and `end_rows` ends the file.
+        `write_rows` writes the rows of this process's heads, and `end_rows` ends the file.
 
         Raises:
-            ArtifactError: it cannot be written.
+            ArtifactError: the file cannot be written.
         """
         with self._writing():
             self._begun[name] = self._begin(name, recipe)
             return self._begun[name].shared
 
     def unshare_rows(self) -> None:
-        """Remove files that have no name yet: no process writes to them."""
+        """Remove files that still have a temporary name. No process may write to them any more."""
         for files in (self._begun, self._growing):
             while files:
                 files.popitem()[1].discard()
@@ -146,13 +147,13 @@ class ArtifactWriter(BuildFolder):
     def write_rows(
         self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str, end: int, part: HeadPart = ALL_HEADS
     ) -> None:
-        """Write what is there of a file before all of it is, in a thread: rows before `end` of tensors [H, N, D].
+        """Write the rows before `end` of tensors [H, N, D] in a thread, before the later rows are filled.
 
-        `write` ends the file; the tensors are those that it will be given. Where `share_rows` has begun it they are a
-        part of the heads, and `end_rows` ends it.
+        `write` ends the file, and must get the same tensors. If `share_rows` has created the file, the tensors hold
+        this process's heads, and `end_rows` ends the file.
 
         Raises:
-            ArtifactError: it cannot be written.
+            ArtifactError: the file cannot be written.
         """
         with self._writing():
             if name not in self._growing:
@@ -163,24 +164,25 @@ class ArtifactWriter(BuildFolder):
             self._growing[name].put(end, self._threads)
 
     def rows_written(self, name: str, seconds: float) -> bool:
-        """Wait so long until this process's rows of a shared file are written; returns whether they are.
+        """Wait at most `seconds` until this process's rows of a shared file are written; return whether they are.
 
         Raises:
-            ArtifactError: they could not be written.
+            ArtifactError: the rows could not be written.
         """
         with self._writing():
             return self._growing[name].wait(seconds)
 
     def end_rows(self, name: str, recipe: str, remote_sum: RemoteSum | None = None) -> None:
-        """End a file that `share_rows` began, in a thread, once the other processes have written their rows.
+        """End a file that `share_rows` created, in a thread. The other processes must have written their rows.
 
-        Nothing of it is held in memory: `read` reads the file, which need not have its sum and its name for that.
+        Its tensors are not held in memory. `read` reads them from the file, even before it has its checksum and name.
 
         Args:
-            remote_sum: gives the sum, if another process makes it; called in the order in which files are ended.
+            remote_sum: returns the checksum if another process computes it; called in the order in which files are
+                ended.
 
         Raises:
-            ArtifactError: an earlier file could not be written, or this one cannot be read.
+            ArtifactError: an earlier file could not be written, or this file cannot be read.
         """
         assert name in self._growing
         self._wait_for_earlier(name)
@@ -193,14 +195,14 @@ class ArtifactWriter(BuildFolder):
         self._made[name] = threads.submit(self._store, name, {}, recipe, (), received)
 
     def is_new(self, name: str) -> bool:
-        """Whether this build writes a file, rather than reuse it."""
+        """Whether this build writes a file instead of reusing it."""
         return name in self._new
 
     def find(self, name: str) -> SharedFile:
-        """A handle by which another process opens a file of this build; waits until the file is on disk.
+        """Return a handle with which another process opens a file of this build. Waits until the file is on disk.
 
         Raises:
-            ArtifactError: it could not be written, or is there no more.
+            ArtifactError: the file could not be written, or is gone.
         """
         path = self._made[name].result().path
         with self._writing():
@@ -211,7 +213,7 @@ class ArtifactWriter(BuildFolder):
             os.close(descriptor)
 
     def read(self, name: str, device: torch.device = CPU) -> dict[str, torch.Tensor]:
-        """Tensors of a file that this build writes or reuses, on a device: those to be written, or from the disk."""
+        """Return the tensors of a file of this build on a device, from memory while they are held, else from disk."""
         held = self._held.get(name)
         if held is not None:
             return {key: tensor.to(device) for key, tensor in held.items()}
@@ -220,18 +222,18 @@ class ArtifactWriter(BuildFolder):
         return self._read(name, self._made[name].result(), device)
 
     def finish(self, manifest: Manifest) -> Manifest:
-        """Seal the index: write the manifest, with all files of this build, in place of an earlier one."""
+        """Seal the index: write the manifest, with all files of this build, over an earlier one."""
         return self._seal(manifest.model_copy(update={"files": self.files}))
 
     def _whole_recipe(self, recipe: str, of: Sequence[str]) -> str:
-        """A recipe that includes the contents of files of this build, which it waits for."""
+        """Add the checksums of the files `of` to a recipe. Waits until these files are on disk."""
         return hash_json([recipe, {name: self._made[name].result().sha256 for name in of}]) if of else recipe
 
     def _begin(self, name: str, recipe: str) -> UnfinishedFile:
         return self._folder.begin(self._journal.name(self._free_path(name, recipe)))
 
     def _wait_for_earlier(self, name: str) -> None:
-        """Wait for a file of the same name, and raise ArtifactError where any file could not be written."""
+        """Wait for an earlier write of the same name. Raises ArtifactError if any file could not be written."""
         self._check_made()
         if name in self._made:
             self._made[name].result()
@@ -245,7 +247,8 @@ class ArtifactWriter(BuildFolder):
         self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str, of: Sequence[str], remote: RemoteSum | None
     ) -> FileRecord:
         try:
-            # Threads take files in order, and others take shared ones: what this one waits for is being written.
+            # This cannot deadlock. Threads take files in order, and shared files have their own threads, so the files
+            # waited for here are already being written.
             recipe = self._whole_recipe(recipe, of)
             path = self._free_path(name, recipe)
             with self._writing():
@@ -261,9 +264,9 @@ class ArtifactWriter(BuildFolder):
 
 
 class PartWriter:
-    """This process's heads of all files that it has joined; it makes, names and removes none.
+    """Writes this process's heads to files that the first process creates, names and removes.
 
-    Each file can be written from `join` to `end`: only then may the first process name it. It can be read from then on.
+    A file can be written between `join` and `end`. Only after `end` may the first process name it, and `whole` read it.
     """
 
     def __init__(self, part: HeadPart):
@@ -281,7 +284,7 @@ class PartWriter:
         self.leave()
 
     def join(self, folder: Path, files: Mapping[str, SharedFile]) -> bool:
-        """Open files of an index by their names; returns whether all could be, as on another machine they cannot."""
+        """Open shared files of an index; return whether all could be opened, which fails on another machine."""
         self._folder = folder
         try:
             opened = Folder(folder)
@@ -292,15 +295,15 @@ class PartWriter:
         return True
 
     def leave(self) -> None:
-        """Write to none of them; no thread does."""
+        """Close all joined files. No thread may still write to them."""
         while self._files:
             self._files.popitem()[1].close()
 
     def put(self, name: str, tensors: Mapping[str, torch.Tensor], end: int) -> None:
-        """Have a thread write the rows before `end` of tensors [H / parts, N, D], if it has joined a file of this name.
+        """Have a thread write the rows before `end` of tensors [H / parts, N, D]; ignored if the file was not joined.
 
         Raises:
-            ArtifactError: earlier ones could not be written.
+            ArtifactError: earlier rows could not be written.
         """
         if name not in self._files:
             return
@@ -312,15 +315,21 @@ class PartWriter:
             raise WaysOut().cannot_write(self._folder, error) from None
 
     def whole(self, name: str) -> WholeFile:
-        """A file that it has ended, once the other processes have, too; KeyError for all others."""
+        """Return a file that `end` has ended. It is complete once the other processes have ended it, too.
+
+        Raises:
+            KeyError: this process has not ended a file of this name.
+        """
         return self._ended[name]
 
     def end(self, name: str, seconds: float) -> bool:
-        """Write no more to a file once its own rows are written; returns whether they are after so many seconds, or it
-        has not joined it.
+        """Close a file for writing once this process's rows are written; wait for them at most `seconds`.
+
+        Returns:
+            True if the rows are written, or if the file was not joined.
 
         Raises:
-            ArtifactError: they could not be written.
+            ArtifactError: the rows could not be written.
         """
         if name not in self._files:
             return True
