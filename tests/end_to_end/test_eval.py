@@ -190,6 +190,7 @@ def test_a_kept_index_of_another_sample_is_not_that_of_these_methods(place: Path
     assert kept == [4, 4, 8]
 
 
+@pytest.mark.slow
 def test_where_questions_share_steps_a_run_goes_on_with_the_same_answers(place: Path, tmp_path: Path) -> None:
     """An answer depends on the questions beside it, so that these are asked again with it, and are part of its key."""
     three = ("--batch-size", "3", "--questions", "3", "--method", "window", "--method", "csattention")

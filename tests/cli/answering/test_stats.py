@@ -9,6 +9,7 @@ from support.command import EXECUTABLE, environment, run_here
 TOLD = "compiled kernels for this CPU"
 
 
+@pytest.mark.slow
 def test_the_first_answer_on_a_machine_says_that_kernels_were_compiled_in_it(place: Path) -> None:
     """By processes of their own: numba reads where to keep them when it is imported."""
     ask = "generate", "Why?", "-i", "doc.skv", "--method", "squeezed", "--budget", "50%", "--max-new-tokens", "4"

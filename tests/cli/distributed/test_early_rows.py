@@ -28,6 +28,7 @@ def _assert_built(new: Path) -> None:
     assert not list(new.rglob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_both_ranks_write_their_heads_before_the_last_rows_are_there(new: Path) -> None:
     running = start_ranks(*BUILD, *SLOWLY)
     while early_heads(new) != {0, 1}:

@@ -60,6 +60,7 @@ def test_a_rank_that_is_killed_leaves_a_build_to_finish(place: Path, moment: str
     _assert_whole(place / "new.skv")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_layer_that_one_rank_cannot_make_ends_both_with_one_line(place: Path, number: int) -> None:
     done = _build(place, number, LAYER, "refused")

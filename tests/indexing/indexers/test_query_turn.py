@@ -48,7 +48,7 @@ assert error.abs().max() <= 1e-5, error.abs().max()
 """
 
 
-@pytest.mark.parametrize("D", [192, 256])
+@pytest.mark.parametrize("D", [256])
 def test_heads_of_more_than_128_channels_by_several_threads(D: int) -> None:
     """A batched LU of that many rows never ends there: a process of its own can be ended."""
     subprocess.run([sys.executable, "-c", THREADS.format(D=D)], check=True, timeout=100)
