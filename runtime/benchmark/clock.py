@@ -47,7 +47,8 @@ class Clock(ABC):
 
     def __init__(self, device: torch.device, runs: int, *, cold: bool, evicted: int):
         self.device, self.runs, self.cold = device, runs, cold
-        # Ones, because zeros may all map to one page. Read, because written lines would still have to be stored.
+        # Filled with ones, because zeros may all map to one page. It is read and not written, because written cache
+        # lines would have to be stored during the timed step.
         self.scrap = torch.ones(evicted // 4 if cold else 1, device=device)
 
     def _evict(self) -> None:
@@ -56,14 +57,14 @@ class Clock(ABC):
 
     @abstractmethod
     def time(self, step: Step, cycle: int = 1) -> Timing:
-        """Time a step. One that searches only every `cycle` calls is timed over `cycle` calls; the mean is reported."""
+        """Time a step. A step that searches only every `cycle` calls is timed over `cycle` calls, as their mean."""
 
     @abstractmethod
     def _milliseconds(self, run: Callable[[], object]) -> list[float]:
         """Milliseconds of each of `self.runs` runs."""
 
     def bandwidth(self) -> float:
-        """Bytes per second, read and written, of a large copy within the device's memory: the reachable bandwidth."""
+        """Measure the reachable bandwidth: bytes read and written per second by a large copy in the device's memory."""
         size = CUDA_COPIED if self.device.type == "cuda" else CPU_COPIED
         source = torch.arange(size // 8, device=self.device)
         target = torch.empty_like(source)
@@ -119,7 +120,7 @@ class CudaClock(Clock):
             return Timing.of([ms / cycle for ms in taken], how, run())
         graph, output = found
         taken = self._milliseconds(graph.replay)
-        # Overwritten first, so that the output is surely the replay's.
+        # The output is overwritten first, so that it surely comes from the replay.
         output.fill_(torch.nan)
         graph.replay()
         return Timing.of([ms / cycle for ms in taken], "graph", output.clone())

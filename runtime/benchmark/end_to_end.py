@@ -30,7 +30,7 @@ from sparsekv.runtime.selection.registry import DENSE
 
 
 class DenseFormLayer(StoredLayer):
-    """Stores new rows like any layer, but attends to the context alone, by a given function of the queries."""
+    """Cache layer that attends to the context only, by a form of dense attention; it stores new rows like any layer."""
 
     def __init__(self, data: LayerData, form: DenseForm):
         super().__init__(data.split.tokens, data.keys[:, :0], data.values[:, :0])
@@ -41,7 +41,7 @@ class DenseFormLayer(StoredLayer):
 
 
 class PackedForm(PackedLayer):
-    """The same for several questions over one context."""
+    """A `DenseFormLayer` for several questions over one context."""
 
     def __init__(self, layer: DenseFormLayer, slots: int):
         super().__init__(layer, slots)
@@ -55,9 +55,9 @@ class PackedForm(PackedLayer):
 
 
 class BatchSteps:
-    """Steps of a batch of contexts with a question each; one context is what `generate` runs.
+    """Decode steps of a batch of contexts with one question each. With one context it does what `generate` does.
 
-    Call them within `routed`, one after another.
+    Call the steps within `routed`, one after another.
     """
 
     def __init__(self, model: PreTrainedModel, layers: list[StoredLayer], batch: int, steps: int):
@@ -76,19 +76,19 @@ class BatchSteps:
                 self.cache.release()
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, V] after tokens [batch, 1]; the next call may overwrite them."""
+        """Run one step; return the logits [batch, V] after tokens [batch, 1], which the next call may overwrite."""
         if self.step is not None:
             return self.step(tokens)
         logits: torch.Tensor = self.model(input_ids=tokens, **with_cache(self.model, self.cache)).logits
         return logits[:, -1]
 
     def captured(self) -> bool:
-        """Whether they are replayed as CUDA graphs."""
+        """Whether the steps are replayed as CUDA graphs."""
         return self.cache.graph is not None
 
 
 class QuestionSteps:
-    """The same of one context with several questions, as `generate --batch-file` runs them."""
+    """Decode steps of one context with several questions, as `generate --batch-file` runs them."""
 
     def __init__(self, model: PreTrainedModel, layers: list[StoredLayer], tokens: int, questions: int):
         packed = [
@@ -141,15 +141,15 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         tie_word_embeddings=True,
     ),
 }
-"""Only the fields that determine a step's time; RoPE's parameters do not."""
+"""Model configs by name, with only the fields that determine a step's time; RoPE's parameters do not."""
 
 
 def model_config(name: str) -> PreTrainedConfig:
-    """A config by its name, or from a folder.
+    """Return a config by its name, or read it from a folder.
 
     Raises:
-        UsageError: there is none, or its attention has sliding windows or a soft cap, which torch's dense attention
-            lacks.
+        UsageError: the config does not exist, or its attention has sliding windows or a soft cap, which torch's dense
+            attention lacks.
     """
     if name in CONFIGS:
         return CONFIGS[name]()
@@ -173,7 +173,7 @@ def head_dim(config: PreTrainedConfig) -> int:
 
 
 def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """A model with random weights, created on the device; allocates the weights once."""
+    """Create a model with random weights on the device; allocates the weights once."""
     torch.manual_seed(seed)
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -183,10 +183,11 @@ def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
 
 @torch.no_grad()
 def make_queries_alike(model: PreTrainedModel, share: float) -> bool:
-    """Give the queries of all tokens a part in common, `share` of their norm, as those of a trained model have it.
+    """Give the queries of all tokens a common part, `share` of their norm, as the queries of a trained model have.
 
-    It is a bias of the layers' `q_proj`, before RoPE; False: there are none. With random weights alone the queries of
-    several questions over one context have nothing in common, nor has what they choose.
+    It is added as a bias of the layers' `q_proj`, before RoPE. Returns False if the model has no `q_proj`. With random
+    weights alone, the queries of several questions over one context would have nothing in common, and neither would
+    their selections.
     """
     projections = [module for name, module in model.named_modules() if name.endswith("q_proj")]
     for module in projections:
@@ -292,7 +293,7 @@ class ModelBench:
         return min(taken, key=lambda name: taken[name])
 
     def _time(self, layers: list[StoredLayer], cycle: int = 1) -> Timing:
-        """Time greedy decode steps, so many `cycle` at a time: a method may choose in one of them alone."""
+        """Time greedy decode steps, `cycle` steps at a time, because a method may select in only one of them."""
         device, steps = self.model.device, self._steps(layers, WARM_UPS + self.runs * cycle)
         with steps.routed():
             tokens = torch.arange(self.batch, device=device)[:, None]

@@ -47,7 +47,7 @@ class LayerData:
 
     @property
     def questions(self) -> int:
-        """Q."""
+        """Number of questions Q over each context."""
         return self.query.shape[1]
 
     @property
@@ -55,7 +55,7 @@ class LayerData:
         return slice(self.split.sinks, self.split.sinks + self.split.middle)
 
     def of_heads(self, heads: slice) -> "LayerData":
-        """The same layer with some of its KV heads, and with their query heads."""
+        """Return the layer with some of its KV heads and their query heads."""
         group = len(self.query) // len(self.keys)
         own = slice(heads.start * group, heads.stop * group)
         some: dict[str, Any] = {name: getattr(self, name)[heads] for name in ("keys", "values")}
@@ -64,7 +64,7 @@ class LayerData:
         return replace(self, **some, **{name: getattr(self, name)[own] for name in ("query", "tail", "sampled")})
 
     def in_8_bits(self) -> "LayerData":
-        """The same layer with keys and values as 8 bits hold them, which its steps read."""
+        """Return the layer with keys and values quantised to int8, which its steps read."""
         stored = quantise(self.keys, self.values)
         keys, values = context_rows(stored, self.keys.dtype).part(slice(None))
         return replace(self, keys=keys, values=values, stored=stored)
@@ -74,7 +74,7 @@ class LayerData:
         return self.keys.shape[2] * self.keys.element_size()
 
     def saved(self, rows: float) -> float:
-        """Bytes that so many keys and values of each head take less where they are read in 8 bits."""
+        """Number of bytes that reading `rows` keys and values of each head saves in int8; 0 if they are not int8."""
         return (
             0.0 if self.stored is None else len(self.keys) * rows * (self.row_bytes() - row_bytes(self.keys.shape[2]))
         )
@@ -85,7 +85,7 @@ class LayerData:
         calibration: dict[str, object] | None = None,
         parameters: dict[str, object] | None = None,
     ) -> MiddleContext:
-        """A method's input, from its indexer's tensors, whose token order counts from the prompt's first token."""
+        """Build a method's input from its indexer's tensors, whose token order counts from the prompt's first token."""
         stored = tensors if self.stored is None else with_centroids_in_8_bits(tensors)
         tensors, in_8_bits = read_centroids(stored, self.keys.dtype)
         if "token_order" in tensors:
@@ -105,7 +105,7 @@ class LayerData:
 
 
 def lay_out(data: LayerData, selector: Selector) -> MiddleRows:
-    """The middle in a selector's layout; allocates a copy of its keys and values."""
+    """Lay out the middle as a selector wants it; allocates a copy of its keys and values."""
     if data.stored is not None:
         return Int8Middle(of_tokens(data.stored, data.middle), selector.layout, data.keys.dtype)
     keys, values = data.keys[:, data.middle], data.values[:, data.middle]
@@ -113,14 +113,14 @@ def lay_out(data: LayerData, selector: Selector) -> MiddleRows:
 
 
 def dense_layer(data: LayerData) -> DenseLayer:
-    """Our dense attention, as decoding has it."""
+    """Create the cache layer of this project's dense attention, as decoding uses it."""
     if data.stored is not None:
         return DenseLayerIn8Bits(data.stored, data.keys[:, :0])
     return DenseLayer(data.keys, data.values)
 
 
 def sparse_layer(data: LayerData, rows: MiddleRows, selector: Selector, config: DecodeConfig) -> SparseLayer:
-    """A sparse cache layer, as decoding makes it from the config; allocates a copy of sinks and tail."""
+    """Create a sparse cache layer as decoding does for the config; allocates a copy of sinks and tail."""
     exact = tuple(
         torch.cat([tokens[:, : data.middle.start], tokens[:, data.middle.stop :]], 1)
         for tokens in (data.keys, data.values)
@@ -131,7 +131,7 @@ def sparse_layer(data: LayerData, rows: MiddleRows, selector: Selector, config: 
 
 
 def layer_step(data: LayerData, layer: StoredLayer) -> Step:
-    """A step from the query to the output [batch Hq, Q, D], selection included, as a model calls it."""
+    """Create a step from the query to the output [batch Hq, Q, D], with selection, as a model calls it."""
     if data.questions > 1:
         return _shared_step(data, layer)
     nothing = data.keys[:, :0]
@@ -140,7 +140,7 @@ def layer_step(data: LayerData, layer: StoredLayer) -> Step:
 
 
 def _shared_step(data: LayerData, layer: StoredLayer) -> Step:
-    """No question sees a row of its own, so that the output is that of attention to the context."""
+    """Create a step of several questions. No question sees rows of its own, so that all attend to the context only."""
     packed, each = packed_layer(layer, data.questions), torch.arange(data.questions, device=data.keys.device)
     step = PackedStep(each, torch.full_like(each, -1), (each + 1).int(), each, (), 1)
     new = data.keys.new_zeros(len(data.keys), data.questions, data.keys.shape[2])
@@ -149,9 +149,9 @@ def _shared_step(data: LayerData, layer: StoredLayer) -> Step:
 
 
 def exact_output(data: LayerData) -> torch.Tensor:
-    """Dense attention in float32, [batch Hq, Q, D]; converts one head's keys and values at a time.
+    """Compute dense attention in float32 [batch Hq, Q, D]; converts one head's keys and values at a time.
 
-    In plain torch, so that it is independent of the kernels that are timed.
+    It uses plain torch, so that it is independent of the kernels that are timed.
     """
     grouped, scale = data.query.float().unflatten(0, (len(data.keys), -1)), data.facts.softmax_scale
     parts = [

@@ -78,20 +78,20 @@ NUMBERS_OF = (
 
 
 def things(number: int, random_numbers: random.Random) -> list[str]:
-    """`number` different things that have a number; UsageError if there are fewer."""
+    """Draw `number` different things of `NUMBERS_OF`; raise UsageError if it has fewer."""
     if number > len(NUMBERS_OF):
         raise UsageError(f"--questions {number}: niah-facts has {len(NUMBERS_OF)} for a context; ask for fewer")
     return random_numbers.sample(NUMBERS_OF, number)
 
 
 def pairs(number: int, random_numbers: random.Random) -> list[str]:
-    """`number` different keys of an adjective and a noun, as in RULER."""
+    """Draw `number` different keys of an adjective and a noun, as in RULER."""
     chosen = random_numbers.sample(range(len(ADJECTIVES) * len(NOUNS)), number)
     return [f"{ADJECTIVES[one // len(NOUNS)]}-{NOUNS[one % len(NOUNS)]}" for one in chosen]
 
 
 def coined(number: int, letters: int, alphabet: str, random_numbers: random.Random) -> list[str]:
-    """`number` different words of random letters."""
+    """Generate `number` different words of random letters."""
     words: dict[str, None] = {}
     while len(words) < number:
         words["".join(random_numbers.choices(alphabet, k=letters))] = None
@@ -100,12 +100,12 @@ def coined(number: int, letters: int, alphabet: str, random_numbers: random.Rand
 
 LONGEST_SENTENCE = 400  # characters; tables and code have no full stops to split at
 LEAST_SUGGESTED = 256
-"""Tokens of the shortest context that is suggested: of it sinks and tail leave half to index."""
+"""Tokens of the shortest context that an error message suggests. Sinks and tail take about half of it."""
 
 
-@lru_cache(1)  # every context of a task asks for those of one text
+@lru_cache(1)  # all contexts of a task need the sentences of the same text
 def sentences(text: str) -> list[str]:
-    """Sentences of a text with white space collapsed; those longer than 400 characters are cut between words."""
+    """Split a text into sentences, with white space collapsed. Sentences over 400 characters are cut between words."""
     flat = " ".join(text.split())
     found = []
     for sentence in re.split(r"(?<=[.!?])\s", flat):
@@ -120,13 +120,13 @@ def sentences(text: str) -> list[str]:
 
 
 def rotated(units: list[str], random_numbers: random.Random) -> list[str]:
-    """The sentences rotated to a random start, so that contexts differ."""
+    """Rotate the sentences to a random start, so that contexts differ."""
     start = random_numbers.randrange(len(units)) if units else 0
     return units[start:] + units[:start]
 
 
 def largest(fits: Callable[[int], bool], upper: int) -> int:
-    """The largest number from 0 to `upper` that fits, by bisection; -1 if none does. `fits` must be monotone."""
+    """Find the largest number from 0 to `upper` that fits, by bisection; -1 if none does. `fits` must be monotone."""
     low, high = -1, upper
     while low < high:
         middle = (low + high + 1) // 2
@@ -135,7 +135,7 @@ def largest(fits: Callable[[int], bool], upper: int) -> int:
 
 
 def fill(units: list[str], render: Callable[[list[str]], str], count: CountTokens, length: int, task: str) -> list[str]:
-    """The longest prefix of the units that `render` turns into a text of at most `length` tokens.
+    """Return the longest prefix of the units that `render` turns into a text of at most `length` tokens.
 
     Raises:
         UsageError: the text is too long even without units, or all units fill less than three quarters of the length.
@@ -158,7 +158,7 @@ def fill(units: list[str], render: Callable[[list[str]], str], count: CountToken
 
 
 def insert(units: list[str], needles: list[tuple[float, str]]) -> list[str]:
-    """The units with needles between them, each at its depth: the share of the units' characters before it."""
+    """Insert needles between the units, each at its depth: the share of the units' characters before it."""
     total, before, placed = sum(map(len, units)), 0, []
     waiting = sorted(needles)
     for unit in units:
@@ -171,7 +171,7 @@ def insert(units: list[str], needles: list[tuple[float, str]]) -> list[str]:
 
 
 def depth_of(text: str, part: str) -> float:
-    """Where a part begins in a text, from 0 to 1."""
+    """Return the place where a part begins in a text, from 0 to 1."""
     return text.index(part) / len(text)
 
 
