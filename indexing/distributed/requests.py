@@ -25,13 +25,13 @@ _UNREADABLE = bytes(_SUM)  # all zeros: the file could not be read; no file has 
 
 
 class ReceivedSums:
-    """The first rank's side: gives out the sums of layers' files in turn, and receives those that others make."""
+    """The first rank's side: assigns the checksums of layers' files to ranks in turn, and receives them."""
 
     def __init__(self, ranks: Ranks, channel: Channel):
         self._ranks, self._channel, self._given = ranks, channel, 0
 
     def give(self) -> int:
-        """The number of the rank that makes the next file's sum."""
+        """Return the rank that computes the next file's checksum."""
         self._given += 1
         return (self._given - 1) % self._ranks.size
 
@@ -66,7 +66,7 @@ class SentSums:
             threads.shutdown(wait=error is None, cancel_futures=error is not None)
 
     def make(self, layer: int, file: WholeFile) -> None:
-        """Make and send the sum of a layer's file."""
+        """Compute and send the checksum of a layer's file, in threads."""
         self._sending.submit(self._send, layer, self._summing.submit(file.sha256))
 
     def _send(self, layer: int, made: Future[str]) -> None:
