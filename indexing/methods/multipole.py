@@ -96,7 +96,7 @@ class MultipoleIndexer(ClusterIndexer):
         found = self.cluster(keys, values, layer.split.sinks, lookup)
         wanted = list(enumerate(level_sizes(self.levels, keys.shape[1])))[1:]
         if shape[1] > 1 and any(found[f"level{level}.counts"].shape[1] < size for level, size in wanted):
-            # A block with few distinct keys has fewer clusters for the next level, so blocks are finished one by one.
+            # A block with few distinct keys may have fewer clusters than the others, so each block is clustered alone.
             for start, stop in pairwise(offsets):
                 yield from self._cluster_blocks(layer, [start, stop])
             return

@@ -38,7 +38,7 @@ class SqueezedIndexer(ClusterIndexer):
             for kind, group in (("decode", 1), ("prefill", QUESTION_TOKENS))
         }
         lookups = [lookup for of_kind in found.values() for lookup in of_kind.values()]
-        # All lookups in each pass over the layers: reading a layer costs more than scoring it.
+        # Each pass over the layers handles all lookups, because reading a layer costs more than scoring it.
         for depth in range(deepest + 1):
             for layer in layers():
                 for lookup in lookups:
