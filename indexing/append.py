@@ -1,5 +1,4 @@
-"""Extending an index by appended tokens or more methods, in place or on a copy that gets its name once it is
-complete."""
+"""Extend an index by appended tokens or more methods, in place or on a copy that is renamed once it is complete."""
 
 import contextlib
 import errno
@@ -44,7 +43,7 @@ def cannot_write(folder: Path, error: OSError) -> ArtifactError:
 
 @contextmanager
 def partial_folder(folder: Path) -> Iterator[Path]:
-    """Yields a new folder beside `folder`, empty but for its lock; on success it is renamed to `folder`, else removed.
+    """Yield a new folder next to `folder` that holds only its lock; rename it to `folder` on success, else remove it.
 
     Partial folders of the same name whose processes are dead are removed first.
 
@@ -69,7 +68,7 @@ def _own(folder: Path) -> tuple[Path, FileLock]:
         unfinished = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.partial")
         unfinished.mkdir(parents=True)
         lock = FileLock(unfinished / OWNER)
-        # Before the lock is held, another process may treat this folder as a dead one's and remove it: try again then.
+        # Until the lock is held, another process may take this for a dead process's folder and remove it. Then retry.
         with contextlib.suppress(FileNotFoundError, FileExistsError, Timeout):
             lock.acquire(timeout=0)
             if (unfinished / OWNER).exists():
@@ -95,7 +94,7 @@ def _remove_if_dead(unfinished: Path) -> None:
 
 
 def _remove(unfinished: Path) -> None:
-    """Remove a folder, the lock last: if this is interrupted, the next process can still see that the owner is dead."""
+    """Remove a folder, its lock last: after an interruption the next process still sees that the owner is dead."""
     for path in unfinished.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
@@ -104,15 +103,16 @@ def _remove(unfinished: Path) -> None:
     shutil.rmtree(unfinished)
 
 
-LEARNING_AGAIN = 1.25  # at each power of it of a text's first length
+LEARNING_AGAIN = 1.25  # methods learn again each time a text's length passes its first length times a power of this
 
 
 @dataclass(frozen=True)
 class Addition:
-    """input_ids [T] to append, their text, and the chat frame and the border for questions that follow.
+    """Token ids [T] to append, their text, and the chat frame and border for later questions.
 
-    `special_tokens`: special tokens in the text kept their meaning. `plain`: those that were read as plain text, with
-    their counts.
+    Args:
+        special_tokens: special tokens in the text kept their meaning.
+        plain: special tokens that were read as plain text, with their counts.
     """
 
     input_ids: torch.Tensor
@@ -131,10 +131,10 @@ def encode_addition(
     *,
     special_tokens: bool = False,
 ) -> Addition:
-    """A text to append after a blank line, or after an answer as the beginning of the next message.
+    """Tokenise a text that is appended after a blank line, or, after an answer, as the start of the next message.
 
     Args:
-        chat, border: those of the index's prompt.
+        chat, border: the chat frame and the border of the index's prompt.
         special_tokens: special tokens in the text keep their meaning; otherwise they are plain text.
 
     Raises:
@@ -145,11 +145,12 @@ def encode_addition(
 
 
 def stored_indexers(manifest: Manifest) -> dict[str, Indexer]:
-    """Indexers for the methods of an index, with the parameters they were built with; an earlier revision of one may
-    have made other tensors of these.
+    """Make the indexers of an index's methods with their stored parameters.
+
+    If an earlier revision of a method built the index, this version may build other tensors from the same parameters.
 
     Raises:
-        ArtifactError: this version cannot build one of them.
+        ArtifactError: this version cannot build one of the methods.
     """
     known: dict[str, Callable[..., Indexer]] = dict(indexers())
     revisions = {name: indexer.revision for name, indexer in indexers().items()}
@@ -168,7 +169,7 @@ def stored_indexers(manifest: Manifest) -> dict[str, Indexer]:
 
 
 def addition_record(addition: Addition) -> AdditionRecord:
-    """The manifest's record of an addition: the same for the same text, whatever index it is appended to."""
+    """Make the manifest's record of an addition. It depends on the text and its token count, not on the index."""
     text = addition.text.encode(errors="surrogatepass")
     return AdditionRecord(sha256=hash_bytes(text), tokens=len(addition.input_ids))
 
@@ -180,8 +181,10 @@ def clear_finished(folder: Path) -> None:
 
 
 def online_methods(manifest: Manifest) -> frozenset[str]:
-    """Names of the index's methods that can append: not those of an earlier revision, and none if the model's RoPE
-    depends on the prompt's length."""
+    """Return the names of the index's methods that can append tokens.
+
+    Methods of an earlier revision cannot. No method can if the model's RoPE depends on the prompt's length.
+    """
     if rope_depends_on_length(manifest.rope.parameters):
         return frozenset()
     current = ((name, one) for name, one in stored_indexers(manifest).items() if one.takes_tokens)
@@ -189,11 +192,11 @@ def online_methods(manifest: Manifest) -> frozenset[str]:
 
 
 def learning_again(manifest: Manifest, added: int) -> frozenset[str]:
-    """Names of the methods that can append, but are built again from all tokens when so many are added.
+    """Return the names of methods that can append, but are built again from all tokens when `added` tokens are added.
 
-    After a dense prefill these are the methods that learn: what they learned of a shorter text would serve a longer one
-    worse. So at 1.25, 1.56, 1.95, ... times its first length. After a sparse prefill they are all: the last chunk grows
-    with the text, so that rows change which the methods' tensors were made from.
+    After a dense prefill these are the methods with `learns`, whose codebooks of a shorter text fit a longer text
+    worse. They are built again when the text reaches 1.25, 1.56, 1.95, ... times its first length. After a sparse
+    prefill these are all methods: the last chunk is prefilled again, which changes rows that their tensors came from.
     """
     if not manifest.prefill.exact:
         return online_methods(manifest)
@@ -205,7 +208,7 @@ def learning_again(manifest: Manifest, added: int) -> frozenset[str]:
 
 
 def learning_line(manifest: Manifest, added: int) -> str:
-    """A line that tells which methods are built again, and why; empty if none is."""
+    """Return a line that reports which methods are built again, and why; empty if there are none."""
     names, times = ", ".join(sorted(learning_again(manifest, added))), _growth(manifest, added)
     why = f"the text has now {times:.2f} times its first length"
     if not manifest.prefill.exact:
@@ -214,13 +217,13 @@ def learning_line(manifest: Manifest, added: int) -> str:
 
 
 def _growth(manifest: Manifest, added: int) -> float:
-    """How many times as long the text is, with tokens that are added, as it was before anything was appended."""
+    """Return the ratio of the text's length, with `added` tokens, to its length before anything was appended."""
     first = max(1, manifest.split.tokens - sum(one.tokens for one in manifest.additions))
     return (manifest.split.tokens + added) / first
 
 
 def refuse_other_dtype(manifest: Manifest, dtype: str) -> None:
-    """Raise UsageError for a `--dtype` other than `auto` or the index's own: all rows of an index have one dtype."""
+    """Raise UsageError unless `--dtype` is `auto` or the index's dtype, because all rows of an index have one dtype."""
     if dtype not in ("auto", manifest.dtype):
         raise UsageError(f"--dtype {dtype}: the index is in {manifest.dtype} and grows in it; leave the option out")
 
@@ -228,7 +231,7 @@ def refuse_other_dtype(manifest: Manifest, dtype: str) -> None:
 def growing_plan(
     artifact: Artifact, loaded: LoadedModel, addition: Addition, *, chunk_size: int | None = None
 ) -> BuildPlan:
-    """The plan of a build that appends tokens; sinks and tail keep their sizes, so the old tail becomes middle.
+    """Plan a build that appends tokens. Sinks and tail keep their sizes, so the old tail becomes part of the middle.
 
     Args:
         chunk_size: tokens per forward pass of a dense prefill; None lets the device decide.
@@ -262,10 +265,10 @@ def growing_plan(
 
 
 def chunk_size_after(artifact: Artifact, given: int | None) -> int | None:
-    """Tokens per forward pass of what follows an index: any number after a dense prefill, else the index's own.
+    """Return the chunk size for tokens that follow an index: `given` after a dense prefill, else the index's own.
 
     Raises:
-        UsageError: another number is `given`.
+        UsageError: the prefill was sparse, and `given` is not the index's chunk size.
     """
     manifest = artifact.manifest
     prefill, stored = stored_prefill(manifest), manifest.prefill.chunk_size
@@ -280,7 +283,7 @@ def chunk_size_after(artifact: Artifact, given: int | None) -> int | None:
 
 
 def stored_prefill(manifest: Manifest) -> Prefill:
-    """How an index was prefilled; raises ArtifactError if this version cannot do it so."""
+    """Make the prefill of an index from its manifest. Raises ArtifactError if this version cannot repeat it."""
     known: dict[str, Callable[..., Prefill]] = dict(prefills())
     try:
         return known[manifest.prefill.kind](**manifest.prefill.parameters)
@@ -293,7 +296,7 @@ PIECE = 16 << 20
 
 @contextmanager
 def copied_index(artifact: Artifact, folder: Path) -> Iterator[Path]:
-    """Yields a copy of an index as it was when opened; on success the copy is renamed to `folder`, else removed.
+    """Yield a copy of an index as it was when opened; rename the copy to `folder` on success, else remove it.
 
     The files are hard links where the file system allows it: files of an index are replaced, never changed in place.
     Copies that killed processes left behind are removed first.
@@ -330,7 +333,7 @@ def _pieces(descriptor: int) -> Iterator[bytes]:
 def adding_plan(
     artifact: Artifact, loaded: LoadedModel, methods: dict[str, Indexer], *, chunk_size: int | None = None
 ) -> BuildPlan:
-    """The plan of a build that adds methods to an index and leaves all else as it is.
+    """Plan a build that adds methods to an index and leaves everything else unchanged.
 
     Args:
         chunk_size: tokens per forward pass where queries have to be computed again; None lets the device decide.

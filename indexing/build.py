@@ -38,7 +38,7 @@ from sparsekv.indexing.reuse import plan_reuse
 
 @dataclass(frozen=True)
 class MethodFiles:
-    """A method's files, one a layer, as a build has written or reused them: `new` says whether it wrote any."""
+    """A method's files, one per layer, which a build has written or reused; `new` is true if it wrote any."""
 
     work: LayerWork
     new: bool
@@ -46,12 +46,12 @@ class MethodFiles:
 
 @dataclass(frozen=True)
 class MethodStage:
-    """Builds the methods of an index over the context's files; needs no model.
+    """Builds the methods of an index from the context's files. It needs no model.
 
     Args:
-        device: where indices are made.
-        growth: the tokens that methods take in; None where they are built from all tokens.
-        make_layers: makes the tensors of layers, in this process or in several.
+        device: the device that computes the methods' tensors.
+        growth: the append that methods take part in; None if all are built from all tokens.
+        make_layers: builds the tensors of layers, in this process or in several.
     """
 
     split: Split
@@ -64,7 +64,7 @@ class MethodStage:
     make_layers: LayerMaker = make_layers
 
     def build(self, name: str, indexer: Indexer) -> MethodRecord:
-        """Reuse or write each layer's file; then calibrate, or keep the old calibration where no file changed."""
+        """Reuse or write each layer's file, then calibrate; the old calibration is kept if no file changed."""
         return self.record(self.write(name, indexer))
 
     def write(self, name: str, indexer: Indexer) -> MethodFiles:
@@ -72,7 +72,7 @@ class MethodStage:
         work, layers, writer = self._work(name, indexer), self.facts.indexed_layers, self.writer
         form = [CENTROID_FORM] if work.in_8_bits else []
         decides = [name, indexer.revision, stored_parameters(indexer), self.split.model_dump(), self.dtype, *form]
-        # The first layer's keys are the same whatever a model's config makes of their logits.
+        # A layer's facts are part of the recipe: two configs may give equal keys in the first layer, but other logits.
         made = {layer: hash_json([*decides, work.facts[layer].model_dump()]) for layer in layers}
         recipes = {layer: self._layer_recipe(layer_file(name, layer), recipe) for layer, recipe in made.items()}
         missing = [one for one in layers if not writer.reuse(layer_file(name, one), recipes[one], work.sources(one))]
@@ -83,7 +83,7 @@ class MethodStage:
         return MethodFiles(work, new=bool(missing))
 
     def record(self, files: MethodFiles) -> MethodRecord:
-        """The manifest's record of a method, once its files' sources are on disk: its calibration, made or kept."""
+        """Make the manifest's record of a method, with a new or kept calibration. Waits for its source files."""
         indexer, layers = files.work.indexer, self.facts.indexed_layers
         sources = [path for layer in layers for path in files.work.sources(layer)]
         return MethodRecord(
@@ -95,14 +95,16 @@ class MethodStage:
         )
 
     def keep_others(self, named: Collection[str], tell: Callable[[str], None]) -> dict[str, MethodRecord]:
-        """Reuse the finished index's methods that are not named, if they were built from the same context; tell which
-        are lost."""
+        """Reuse the finished index's methods that are not named, if they were built from the same context.
+
+        Methods that cannot be kept are reported to the user by `tell`.
+        """
         base, writer = self.writer.base, self.writer
         if base is None or writer.force or self.growth is not None:
             return {}
         here, kept = {path: file.sha256 for path, file in writer.files.items()}, {}
         for name, record in base.methods.items():
-            # Query samples that no named method needs are not in the build yet: they are reused with the kept method.
+            # Query samples that no named method needs are not in the build yet. They are reused with the kept method.
             samples = [path for path in record.built_from if path.startswith("samples/") and path not in here]
             same = all(here.get(path) == sha256 for path, sha256 in record.built_from.items() if path not in samples)
             paths = [*samples, *(path for path in base.files if path.startswith(f"{name}/"))]
@@ -127,12 +129,12 @@ class MethodStage:
         return self.growth is not None and path.partition("/")[0] in self.growth.online
 
     def _layer_recipe(self, path: str, recipe: str) -> str:
-        # The result of an append depends on the old file: a build from scratch of the same tokens gives another one.
+        # The result of an append depends on the old file, and differs from a build of the same tokens from scratch.
         base = self.writer.base
         return hash_json([recipe, "grown from", base.files[path].sha256]) if base and self.grows(path) else recipe
 
     def _known_calibration(self, name: str) -> dict[str, object] | None:
-        """The finished index's calibration, if all files that it was made from are reused."""
+        """Return the finished index's calibration of a method if all of the method's files are reused, else None."""
         base = self.writer.base
         if base is None or self.writer.force or name not in base.methods:
             return None
@@ -160,9 +162,9 @@ class MethodStage:
 
 @dataclass(frozen=True)
 class _GrownWork(LayerWork):
-    """The work of an append: a method's tensors of a layer grow, where the method takes tokens.
+    """The work of an append: methods that can append extend their tensors of a layer, the others build them again.
 
-    It stays in this process, which holds the writer: a build by several ranks appends nothing.
+    It is never sent to another process, because it holds the writer. A build by several ranks does not append.
     """
 
     stage: MethodStage
@@ -186,14 +188,14 @@ def build_index(
 ) -> Manifest:
     """Build, resume or update the index in `folder`, and return its manifest.
 
-    Memory: the model and its cache of N rows during the prefill; then those of its layers that are not yet written, and
-    LAYERS_AT_ONCE of `memory` that are read again; on a CPU those that `share_cores` has at a time.
+    Memory: during the prefill, the model and its cache of N rows. After it, the layers that are not yet written, and
+    `plan.LAYERS_AT_ONCE` layers that are read again; on a CPU, the layers that `share_cores` processes at a time.
 
     Args:
-        progress: called with a stage's name, the steps of it that are done, and the steps in all.
-        team: the processes that run the model and make the indices; this one alone by default.
-        tell: called with a line for the user: what of the folder stays, and what memory a prefill on a GPU needs.
-        ways_out: remedies where the folder cannot be written; by default those of `build-index` or `append`.
+        progress: called with a stage's name, the number of steps done, and the number of steps in all.
+        team: the processes that run the model and build the methods; by default this process alone.
+        tell: called with a line for the user: what is kept of the folder, and the memory that a GPU needs.
+        ways_out: remedies for a folder that cannot be written; by default those of `build-index` or `append`.
 
     Raises:
         SparsekvError: the keys and values do not fit the GPU.
@@ -201,7 +203,7 @@ def build_index(
         ArtifactError: the folder cannot be written, is locked, is damaged, or holds another index than the one to
             append to.
     """
-    # Before anything is written: it refuses a document that is too short or too long.
+    # The split is computed before anything is written, because it refuses a document that is too short or too long.
     split, team, (model, tokenizer) = plan.split(), team or Alone(), identify(plan.loaded)
     usual = WaysOut("", "add less") if plan.growth else WaysOut()
     with ArtifactWriter(folder, force=plan.config.force, ways_out=ways_out or usual) as writer:
@@ -214,7 +216,7 @@ def build_index(
         device = plan.loaded.model.device
         stage = MethodStage(split, plan.dtype, device, writer, facts, progress, plan.growth, team.make_layers)
         files = [stage.write(name, indexer) for name, indexer in build.plan.config.methods.items()]
-        # Before this process waits for its disk, which may take longer than another one waits for it.
+        # The other ranks are released first: waiting for the disk below may take longer than their timeout.
         team.release()
         built = {one.work.name: stage.record(one) for one in files}
         kept = stage.keep_others(build.plan.config.methods, tell)
@@ -231,7 +233,7 @@ def _additions(build: Build) -> list[AdditionRecord]:
 
 
 def _finished(writer: ArtifactWriter, manifest: Manifest) -> Manifest:
-    """Seal the index with this manifest, or keep the finished one where it says the same."""
+    """Seal the index with a manifest, or keep the finished manifest if it has the same content."""
     if writer.base and _says_the_same(writer.base, manifest):
         writer.leave_as_it_was()
         return writer.base
@@ -239,8 +241,8 @@ def _finished(writer: ArtifactWriter, manifest: Manifest) -> Manifest:
 
 
 def _says_the_same(base: Manifest, manifest: Manifest) -> bool:
-    """Whether a finished index differs from this one at most in how it came about and in what `tune` found of it."""
-    # Tokenizer files are hashed by another form in another version, while the tokenizer itself is the same.
+    """Whether two manifests are equal except for provenance (time, versions, ids) and the defaults found by `tune`."""
+    # Versions may hash tokenizer files in different ways, although the tokenizer itself is the same.
     came_about = {"writer_version", "uuid", "parent_uuid", "created", "versions", "tokenizer_files", "defaults"}
     came_about.add("manifest_sha256")
     if manifest.prefill.exact:
@@ -287,7 +289,11 @@ def _manifest(build: Build, facts: ContextFacts, methods: dict[str, MethodRecord
 
 @dataclass(frozen=True)
 class Builder:
-    """A model, the settings of all builds, and ways to prefill by name, each of which replaces that of the settings."""
+    """Builds indices of many prompts with one model and one `BuildConfig`.
+
+    Args:
+        prefills: prefills by name; each build uses one of them instead of the config's.
+    """
 
     loaded: LoadedModel
     config: BuildConfig
@@ -295,32 +301,32 @@ class Builder:
 
     @property
     def parameters(self) -> dict[str, dict[str, Any]]:
-        """The parameters of each method's tensors; the first revision of a method is left out."""
+        """Parameters that decide each method's tensors, by method; a revision is included if it is above 1."""
         later = {name: one.revision for name, one in self.config.methods.items() if one.revision > 1}
         known = {name: {"revision": revision} for name, revision in later.items()}
         return {name: asdict(indexer) | known.get(name, {}) for name, indexer in self.config.methods.items()}
 
     @property
     def queries(self) -> int:
-        """How many of a document's queries the methods are made of at most."""
+        """The largest number of a prompt's queries, per KV head, that one of the methods builds from."""
         return max((indexer.queries_wanted() for indexer in self.config.methods.values()), default=0)
 
     def decides(self, prefill: str) -> dict[str, Any]:
-        """The settings that decide an index, beside its prompt and the model."""
+        """Return the settings that decide an index, besides its prompt, model and methods."""
         config, way = self.config, self.prefills[prefill]
-        # Answers over exact rows stay those of versions that had no others.
+        # kv_dtype is left out for exact rows, so that answers of versions without int8 storage stay valid.
         stored = {} if config.kv_dtype is None else {"kv_dtype": config.kv_dtype}
         chunk_size = choose_chunk_size(config.chunk_size, self.loaded.model.device, way)
         return {"split": [config.sinks, config.tail], "prefill": [chunk_size, asdict(way)], **stored}
 
     def sample_of(self, name: str) -> dict[str, int]:
-        """How many queries a method's tensors are made of, where another method wants more; empty where none does."""
+        """Return the size of the query sample if another method enlarges the sample of this method, else nothing."""
         methods = self.config.methods
         own = methods[name].queries_wanted() if name in methods else 0
         return {"queries": self.queries} if own and own != self.queries else {}
 
     def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:
-        """Build the index of a prompt, or resume it; errors are those of `build_index`, with remedies of `eval`."""
+        """Build or resume the index of a prompt. Raises what `build_index` raises, with the remedies of `eval`."""
         plan = BuildPlan(self.loaded, prompt, replace(self.config, prefill=self.prefills[prefill]))
         ways_out = WaysOut("choose another folder with --work", "give a smaller --length")
         build_index(plan, folder, progress, ways_out=ways_out)

@@ -1,4 +1,4 @@
-"""The files of a context, layer by layer, and the error of dense attention that int8 storage causes."""
+"""Write the files of a context layer by layer, and measure the error of dense attention that int8 storage causes."""
 
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
@@ -34,26 +34,25 @@ def storing_error(
     facts: LayerFacts,
     sink_logits: torch.Tensor | None,
 ) -> float:
-    """Relative error of dense attention over stored rows against dense attention over the exact ones.
+    """Compute the relative error of dense attention over stored rows against dense attention over the exact rows.
 
-    |o_stored - o_exact| / |o_exact| of each query and head, as reports define the error of an output, and the mean of
-    these. Allocates 256 MB of logits at a time, a few times over, the layer's rows restored, and those of the heads at
-    hand in float32.
+    It is the mean of |o_stored - o_exact| / |o_exact| over queries and heads, the output error of reports. Allocates
+    256 MB of logits a few times over, the layer's dequantised rows, and the rows of the current heads in float32.
 
     Args:
-        queries: [Hq, R, D], of the prompt's last R tokens.
+        queries: [Hq, R, D], queries of the prompt's last R tokens.
         exact: keys and values [Hk, N, D].
-        tensors: the file that stores them.
-        sink_logits: [Hq], where the layer has them.
+        tensors: the tensors of the file that stores them.
+        sink_logits: [Hq], if the layer has attention sinks.
     """
     stored = context_rows(tensors, exact[0].dtype).part(slice(None))
     Hk, tokens, _ = exact[0].shape
-    # In float32: the error is then that of the rows, without the rounding of outputs.
+    # Attention runs in float32, so that the error is that of the rows, without the rounding of outputs.
     grouped = queries.float().unflatten(0, (Hk, -1))
     sinks = None if sink_logits is None else sink_logits.view(Hk, -1)
     visible = causal_mask(queries.shape[1], tokens, facts.sliding_window, queries.device)
     _, G, Q, _ = grouped.shape
-    # All queries of a head first, as its rows are converted to float32 each time.
+    # As many queries of a head as possible run together, because each call converts the head's rows to float32.
     heads, at_once, errors = max(1, LOGITS_AT_ONCE // (G * Q * tokens)), max(1, LOGITS_AT_ONCE // (G * tokens)), []
     for start in range(0, Hk, heads):
         part = slice(start, start + heads)
@@ -72,8 +71,10 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class ContextFacts:
-    """Results of a prefill besides tensors: how each layer attends, the probe, the error of int8 storage, and the
-    canary; a build that an earlier version began has no canary."""
+    """Results of a prefill besides tensors: facts of each layer's attention, probe, int8 storage error and canary.
+
+    The canary is empty in a build that an earlier version began.
+    """
 
     layers: list[LayerFacts]
     probe: Probe
@@ -82,11 +83,11 @@ class ContextFacts:
 
     @property
     def indexed_layers(self) -> list[int]:
-        """Layers with full attention; those with a sliding window are not indexed and stay dense."""
+        """Indices of the layers with full attention; layers with a sliding window are not indexed and stay dense."""
         return [number for number, layer in enumerate(self.layers) if layer.sliding_window is None]
 
     def note(self) -> dict[str, object]:
-        """The facts as JSON values, which an interrupted build finds again."""
+        """Convert the facts to JSON values, which a resumed build reads with `facts_from_note`."""
         return {
             "layers": [layer.model_dump() for layer in self.layers],
             "probe": self.probe.model_dump(),
@@ -96,12 +97,12 @@ class ContextFacts:
 
 
 def facts_from_note(note: object) -> ContextFacts | None:
-    """The facts of an interrupted build; None for a note that this version does not write, or that is damaged."""
+    """Parse the facts that an interrupted build noted; None if the note is damaged or in an unknown format."""
     if not isinstance(note, dict):
         return None
     try:
         layers = [LayerFacts.model_validate(layer) for layer in note["layers"]]
-        # Earlier versions wrote none of storage, or no canary.
+        # Notes of earlier versions have no storage or no canary.
         storage = note.get("kv_storage")
         storage = None if storage is None else KVStorage.model_validate(storage)
         canary = [CanaryToken.model_validate(token) for token in note.get("canary", [])]
@@ -113,24 +114,24 @@ def facts_from_note(note: object) -> ContextFacts | None:
 def context_recipe(
     model: ModelIdentity, ids_sha256: str, split: Split, dtype: str, prefill: PrefillRecord, kv_dtype: KVDtype | None
 ) -> str:
-    """The recipe of a context's files: the hash of everything that decides their content.
+    """Compute the recipe of a context's files: the hash of everything that decides their content.
 
     Args:
-        kv_dtype: what keys and values are stored in; None for `dtype`.
+        kv_dtype: the storage dtype of keys and values; None for `dtype`.
     """
     decides = {**row_settings(model, split, dtype, prefill), "ids": ids_sha256, "split": split.model_dump()}
     return hash_json(decides if kv_dtype is None else {**decides, "kv_dtype": kv_dtype, "form": FORM})
 
 
 def row_settings(model: ModelIdentity, split: Split, dtype: str, prefill: PrefillRecord) -> dict[str, object]:
-    """Everything that decides the keys and values of a token, in the model's dtype, but for the tokens up to it.
+    """Return all settings that decide a token's keys and values, in the model's dtype, besides the prompt's tokens.
 
-    Rows of an index may begin another one only where these are equal. Recipes are made of them, so that a setting which
-    decides rows cannot be left out here and be part of a recipe.
+    Rows of an index may begin another index only if these settings are equal. `context_recipe` uses them, too, so that
+    no setting can be part of the recipe but missing here.
     """
     decides_keys = [model.config_hash, model.weights_hash, model.adapter, model.quantisation]
     if prefill.exact:
-        # Dense rows depend neither on chunks nor on the split.
+        # Rows of a dense prefill depend neither on chunks nor on the split.
         return {"model": decides_keys, "dtype": dtype, "prefill": prefill.kind}
     return {"model": decides_keys, "dtype": dtype, "prefill": prefill.model_dump(), "sinks": split.sinks}
 
@@ -141,10 +142,10 @@ class ContextFiles:
 
     Args:
         missing: names of the files to write; the others were reused.
-        kv_dtype: what keys and values are stored in; None for their own dtype.
-        taken_over: rows that are not exact, and are stored as they were.
-        shared: how all processes of a team write rows to the same files; None: this one writes them.
-        copies: the rows given are not the prefill's own, which are dropped for them: there may be 6 GiB that wait to be
+        kv_dtype: the storage dtype of keys and values; None for their own dtype.
+        taken_over: int8 rows of an earlier index, which are stored unchanged.
+        shared: lets all processes of a team write rows to the same files; None if this process writes all rows.
+        copies: the rows to write are copies and not the prefill's own memory, so at most 6 GiB of them may wait to be
             written.
     """
 
@@ -158,26 +159,26 @@ class ContextFiles:
     errors: list[float] = field(default_factory=list)
 
     def write(self, layer: int, rows: Pair, queries: Tensors, facts: LayerFacts) -> None:
-        """Write what is missing of a layer, and measure what storing costs while its exact rows are there.
+        """Write a layer's missing files, and measure the error of int8 storage from its exact rows.
 
         Args:
             rows: keys and values [Hk, N, D].
-            queries: `tail` [Hq, R, D], and `sink_logits` [Hq] where the layer has them.
+            queries: `tail` [Hq, R, D], and `sink_logits` [Hq] if the layer has attention sinks.
         """
         tensors = {"keys": rows[0], "values": rows[1]}
         if self.kv_dtype is not None:
             tensors = in_8_bits(rows, layer, self.taken_over)
             if self.taken_over is None:
                 self.errors.append(storing_error(queries["tail"], rows, tensors, facts, queries.get("sink_logits")))
-        # Rows in 8 bits take less than the exact ones, which are dropped for them.
+        # int8 rows need less memory than the exact rows, which are released.
         self._write(layer_file("context", layer), tensors)
         self._write(layer_file("queries", layer), queries)
 
     def take(self, captured: Captured, layer: int, facts: LayerFacts) -> CapturedQueries:
-        """Write what is missing of a captured layer, and drop it; returns its queries.
+        """Write a captured layer's missing files, release its rows, and return its queries.
 
         Raises:
-            ArtifactError: rows could not be written.
+            ArtifactError: the rows could not be written.
         """
         if self.shared is None:
             rows = captured.take(layer)
@@ -192,10 +193,12 @@ class ContextFiles:
         return queries
 
     def storage(self, ids_sha256: str, tokens: int, *, exact_probe: bool) -> KVStorage | None:
-        """The manifest's record of what was written, for a prompt of so many tokens with this hash.
+        """Make the manifest's record of int8 storage; None if rows are stored in their own dtype.
 
         Args:
-            exact_probe: the probe's logits are those over the exact rows.
+            ids_sha256: the hash of the prompt's token ids.
+            tokens: the number of the prompt's tokens.
+            exact_probe: the probe's logits were computed over the exact rows.
         """
         if self.kv_dtype is None:
             return None

@@ -1,4 +1,4 @@
-"""The first stage of a build: keys and values of every layer, the held-out queries, probe and canary."""
+"""Run the first stage of a build: capture every layer's keys, values and held-out queries, probe and canary."""
 
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -30,10 +30,10 @@ from sparsekv.indexing.sampling import prefix_queries, write_sample
 
 
 def early_rows(build: Build, missing: AbstractSet[str]) -> tuple[RowsDone, SharedRows | None]:
-    """Writes rows as chunks are prefilled, of the context's `missing` files; and how each process of a team writes the
-    rows of its heads to the same files, if it does, so that none need to be put together.
+    """Return a callback that writes rows to the context's `missing` files while later chunks are prefilled.
 
-    Writes nothing in 8 bits: the last block's scales are those of all of its tokens. Nothing either where another
+    The second result is set if every process of a team writes its heads to the same files, so that no process gathers
+    them. The callback writes nothing for int8 storage, whose scales depend on all tokens. It also writes nothing if a
     process of the team cannot open the files.
 
     Raises:
@@ -55,7 +55,7 @@ def early_rows(build: Build, missing: AbstractSet[str]) -> tuple[RowsDone, Share
 
 
 def _begun(build: Build, shared: SharedRows, names: list[str]) -> bool:
-    """Begin files for all processes of the team; returns whether they all write to them, and removes them if not."""
+    """Create files that all processes of the team open; return whether all could open them, else remove the files."""
     files = {name: build.writer.share_rows(name, build.context_recipe) for name in names}
     begun = shared.share(build.writer.folder, files)
     if not begun:
@@ -64,10 +64,12 @@ def _begun(build: Build, shared: SharedRows, names: list[str]) -> bool:
 
 
 def build_context(build: Build, reuse: ReusePlan) -> ContextFacts:
-    """Write the context's files that are not reused; the model runs only if one is missing.
+    """Write the context's files that are not reused, and return the context's facts.
+
+    The prefill runs only if a file is missing.
 
     Raises:
-        SparsekvError: an index cannot follow the model, keys, values, queries or logits are not finite, or the model's
+        SparsekvError: the model cannot be indexed, or keys, values, queries or logits are not finite. Or the model's
             own attention over the stored rows differs from ours.
         IdentityError: other weights made the rows of the earlier index that are reused.
     """
@@ -77,9 +79,9 @@ def build_context(build: Build, reuse: ReusePlan) -> ContextFacts:
 
 
 def _with_canary(build: Build, facts: ContextFacts) -> ContextFacts:
-    """Facts of a context whose files stay, with the canary and the probe that an earlier version did not store.
+    """Add a canary and its probe to the facts of a reused context, if an earlier version stored none.
 
-    Processes that share a model hold no rows of a context that stays: there it stays without.
+    Facts stay unchanged if several processes share the model, because they hold no rows of a reused context.
 
     Raises:
         SparsekvError: the model's own attention over the stored rows differs from ours.
@@ -98,14 +100,14 @@ def _with_canary(build: Build, facts: ContextFacts) -> ContextFacts:
 
 
 class ContextStage:
-    """Prefills the tokens that are not reused, and writes what is missing of the context."""
+    """Prefills the tokens that are not reused, and writes the context's missing files."""
 
     def __init__(self, build: Build, reuse: ReusePlan):
         self.build, self.reuse, self.plan, self.writer = build, reuse, build.plan, build.writer
         self.model, self.input_ids = self.plan.loaded.model, self.plan.prompt.input_ids
 
     def run(self) -> ContextFacts:
-        """Raises what `build_context` raises."""
+        """Run the stage and return the context's facts. Raises what `build_context` raises."""
         build, plan, reuse, writer = self.build, self.plan, self.reuse, self.writer
         kv_dtype, recipe = plan.config.kv_dtype, build.context_recipe
         writer.need_space(self._bytes_to_write())
@@ -120,7 +122,7 @@ class ContextStage:
         if what := captured.not_finite():
             raise SparsekvError(f"{what} are not finite in {plan.dtype}; {self._remedy()}")
         taken = reused_rows(build, reuse.prefix_tokens)
-        # Rows that were reused have facts that were measured over them: only queries were missing.
+        # If only queries were missing, the facts that were measured over the reused rows are still valid.
         known = reuse.facts if not reuse.missing else None
         facts = _with_canary(build, known) if known else self._measure(captured, taken)
         copies = not build.team.has_all_heads
@@ -135,17 +137,17 @@ class ContextStage:
                 write_sample(writer, layer, queries.sample, reuse.positions, reuse.sample_recipe)
             build.progress("write context", layer + 1, len(facts.layers))
         if kv_dtype is not None and known is None:
-            # The error of storage is known once all layers were written, as long as their exact rows are there.
+            # The storage error is complete only now: it is measured as each layer's exact rows are written.
             storage = files.storage(build.ids_sha256, build.split.tokens, exact_probe=False)
             facts = replace(facts, storage=storage)
             writer.note(recipe, facts.note())
         return facts
 
     def _check_rotations(self) -> None:
-        """Raise UsageError where a method cannot be built for the RoPE of an indexed layer.
+        """Raise UsageError if a method cannot be built for the RoPE of an indexed layer.
 
-        It looks at the first tokens alone: a measure at the prompt's last position would set the frequencies of a RoPE
-        that depends on the length, with which the first chunks would then be prefilled.
+        RoPE is measured on the prompt's first tokens only. A length-dependent RoPE that is measured at the last
+        position would keep those frequencies, and the first chunks would be prefilled with them.
         """
         indexers = [indexer for indexer in self.plan.config.methods.values() if indexer.needs_rope]
         if not indexers:
@@ -190,7 +192,7 @@ class ContextStage:
 
     def _measure(self, captured: Captured, taken: TakenOver | None) -> ContextFacts:
         canary, probe = self._canary(captured, taken)
-        # After the prefill: RoPE frequencies that depend on the sequence's length are then those of the prompt.
+        # Measured after the prefill, when length-dependent RoPE frequencies are those of the whole prompt.
         self.build.team.begin(MeasureRotations(self.input_ids))
         rotations = measure_rotations(self.model, self.input_ids)
         layers: list[LayerFacts] = [
@@ -199,7 +201,11 @@ class ContextStage:
         return ContextFacts(layers, probe, canary=canary)
 
     def _canary(self, captured: Captured, taken: TakenOver | None) -> tuple[list[CanaryToken], Probe]:
-        """Logits of the model's own attention over the rows as they will be stored; SparsekvError where ours differ."""
+        """Compute canary and probe from the model's own attention over the rows as they will be stored.
+
+        Raises:
+            SparsekvError: the logits of our attention differ.
+        """
         kv_dtype = self.plan.config.kv_dtype
         self.build.team.begin(RunCanary(self.input_ids, kv_dtype))
         rows = partial(rows_as_stored, captured.rows, kv_dtype=kv_dtype, taken=taken)
@@ -215,10 +221,10 @@ class ContextStage:
         return "use --dtype bfloat16 or float32" if dtype == "float16" else "use --dtype float32"
 
     def _bytes_to_write(self) -> int:
-        """Disk space in bytes that the build needs.
+        """Estimate the disk space in bytes that the build needs.
 
-        It is that of keys and values of missing layers, a tenth of all layers' for the methods, the sampled queries,
-        and what methods with larger files state themselves.
+        It is the sum of the missing layers' keys and values, a tenth of all layers' exact keys and values for the
+        methods, the sampled queries, and the files of methods with a `bytes_per_token`.
         """
         split, config = self.build.split, self.model.config.get_text_config()
         missing = sum(layer_file("context", layer) in self.reuse.missing for layer in range(config.num_hidden_layers))

@@ -1,4 +1,4 @@
-"""Converts a finished index to one that stores keys and values in 8 bits; no model runs."""
+"""Convert a finished index to an index that stores keys and values in int8, without running a model."""
 
 from pathlib import Path
 
@@ -82,7 +82,7 @@ def _manifest(old: Manifest, storage: KVStorage, methods: dict[str, MethodRecord
 
 
 def _bytes(manifest: Manifest) -> int:
-    """Disk space that the new index needs: what is not keys and values is at most as large as it is."""
+    """Estimate the new index's disk space; everything but keys and values is at most as large as before."""
     context = [manifest.files[layer_file("context", layer)] for layer in range(len(manifest.layers))]
     shapes = [record.tensors["keys"].shape for record in context]
     stored = sum(2 * row_bytes(channels) * heads * tokens for heads, tokens, channels in shapes)

@@ -1,5 +1,4 @@
-"""The index that is in a build's folder: refusals to lose it, notes about it, its methods that are built again, and its
-document."""
+"""Protect the index in a build's folder: refuse to lose it, report what is kept, and build lost methods again."""
 
 from dataclasses import replace
 from itertools import zip_longest
@@ -21,7 +20,7 @@ from sparsekv.indexing.sampling import sample_size
 RUN = 16
 """Tokens of a passage that is compared: long enough that texts on one subject have few in common by chance."""
 LEAST_IN_COMMON = 1 / 3
-"""Of an index's passages, the share that a later version of its document has too.
+"""Least share of an index's passages that a text must contain to count as a later version of its document.
 
 Edits leave more, a text that goes on all, and another text under the same licence or headings little: this project's
 README of 400 commits ago has 0.41 of its passages in today's, and its pages less than 0.01 of each other's.
@@ -39,13 +38,13 @@ def share_that_stays(before: torch.Tensor, after: torch.Tensor) -> float:
 
 
 def is_cut(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether the later text is where the earlier one begins, but for a passage where it was cut."""
+    """Whether the later text is a prefix of the earlier text, except for a passage at the cut."""
     kept = len(after) - RUN
     return 0 < kept < len(before) and torch.equal(before[:kept], after[:kept])
 
 
 def _passages(ids: torch.Tensor) -> torch.Tensor:
-    """A number for each run of RUN tokens, [N - RUN + 1] int64: equal for equal runs, and for hardly any others."""
+    """Hash each run of RUN tokens to [N - RUN + 1] int64; different runs hardly ever get equal hashes."""
     runs = len(ids) - RUN + 1
     if runs < 1:
         return ids[:0]
@@ -61,7 +60,7 @@ WAYS_OUT = "choose another folder with --output, or give --force to replace it"
 
 
 def refuse_what_is_lost(build: Build) -> None:
-    """Raise ArtifactError if the build would lose what only --force gives up, or append to another index."""
+    """Raise ArtifactError if the build would lose data without --force, or append to another index."""
     growth, base = build.plan.growth, build.writer.base
     if growth and (base is None or base.uuid != growth.base):
         raise ArtifactError(
@@ -116,8 +115,10 @@ def _share_that_stays(build: Build, base: Manifest) -> float:
 
 
 def tell_what_is_there(build: Build, reuse: ReusePlan) -> None:
-    """Tell what an unfinished build has left, and how much of an index stays, before any of it is replaced: Ctrl-C then
-    leaves all of it."""
+    """Report what an unfinished build has left, and how much of the index is kept.
+
+    This comes before anything is replaced, so that Ctrl-C at this point leaves the index unchanged.
+    """
     plan, writer, tell, base = build.plan, build.writer, build.tell, build.writer.base
     if writer.unfinished:
         left = f"{writer.unfinished} file{'s' * (writer.unfinished != 1)}"
@@ -233,12 +234,12 @@ def _with(build: Build, names: list[str], base: Manifest) -> Build:
 
 
 def _has_its_files(name: str, writer: ArtifactWriter, base: Manifest) -> bool:
-    """Whether a method's files and those that it was built from are there; only sizes are looked at."""
+    """Whether a method's files and the files that it was built from exist with their sizes; contents are not read."""
     files = [*base.methods[name].built_from, *(path for path in base.files if path.startswith(f"{name}/"))]
     return all(path in base.files and writer.is_there(base.files[path]) for path in files)
 
 
 def in_order(methods: dict[str, MethodRecord], base: Manifest | None) -> dict[str, MethodRecord]:
-    """Methods as an index had them, then new ones: the first is what `generate` asks where none is named."""
+    """Order methods as in the earlier index, then new methods; `generate` uses the first method by default."""
     before = [] if base is None else [name for name in base.methods if name in methods]
     return {name: methods[name] for name in dict.fromkeys([*before, *methods])}

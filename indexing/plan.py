@@ -1,5 +1,4 @@
-"""The inputs of one build, the finished index that it may reuse, the state that its stages share, and the GPU memory
-that it needs."""
+"""The inputs of a build, the earlier index that it may reuse, the state that its stages share, and its GPU memory."""
 
 import platform
 import uuid
@@ -41,7 +40,7 @@ from sparsekv.indexing.prefill.interface import DensePrefill, Prefill, prefill_n
 
 
 def birth() -> dict[str, Any]:
-    """The fields of a new index's manifest that tell when and by which versions it is made."""
+    """Return the manifest fields of a new index that identify it: uuid, creation time and software versions."""
     return {
         "writer_version": version("sparsekv"),
         "uuid": str(uuid.uuid4()),
@@ -55,7 +54,7 @@ def birth() -> dict[str, Any]:
 
 
 class EarlierIndex:
-    """Reads a finished index, onto the model's device, while its folder is locked for a build."""
+    """Reads the finished index in a build's folder onto the model's device, while the build has the folder's lock."""
 
     def __init__(self, writer: ArtifactWriter, model: PreTrainedModel):
         assert writer.base is not None
@@ -63,21 +62,24 @@ class EarlierIndex:
         self._writer, self._device, self._dtype = writer, model.device, model.dtype
 
     def read(self, name: str) -> dict[str, torch.Tensor]:
-        """Tensors of a file, by its name."""
+        """Read the tensors of a file by its logical name."""
         return self._writer.read_base(name, self._device)
 
     def are_whole(self, names: Iterable[str]) -> bool:
-        """Whether files are there with their checksums. Their rows, copied, would get valid checksums of their own."""
+        """Whether files exist with their recorded checksums.
+
+        Without this check, damaged rows that a build copies would get valid checksums in the new index.
+        """
         return all(self._writer.is_whole(self.manifest.files[name]) for name in names)
 
     def rows(self, layer: int, tokens: int) -> Pair:
-        """Keys and values [Hk, tokens, D] of a layer's first tokens, in the model's dtype."""
+        """Read keys and values [Hk, tokens, D] of a layer's first tokens, in the model's dtype."""
         return context_rows(self.read(layer_file("context", layer)), self._dtype).part(slice(tokens))
 
     def query_positions(self) -> torch.Tensor:
-        """Positions [P], rising, of stored queries: the sample's, in the middle, then the tail's.
+        """Return the rising positions [P] of stored queries: the sample's, in the middle, then the tail's.
 
-        There are none where a file of queries is damaged.
+        Returns no positions if a file of queries is damaged.
         """
         split, layers = self.manifest.split, self.manifest.indexed_layers
         if not self.are_whole(layer_file(folder, layer) for folder in self._query_folders() for layer in layers):
@@ -89,17 +91,17 @@ class EarlierIndex:
         return torch.cat([sampled.long(), tail])
 
     def queries(self, layer: int) -> torch.Tensor:
-        """The queries [Hq, P, D] of a layer at `query_positions`."""
+        """Read the queries [Hq, P, D] of a layer at `query_positions`."""
         names = {"samples": "queries", "queries": "tail"}
         return torch.cat([self.read(layer_file(one, layer))[names[one]] for one in self._query_folders()], 1)
 
     def sample_size(self) -> int:
-        """How many positions of the middle have stored queries."""
+        """Return the number of middle positions with stored queries."""
         stored = self.manifest.files.get(layer_file("samples", self.manifest.indexed_layers[0]))
         return 0 if stored is None else stored.tensors["positions"].shape[0]
 
     def is_finite(self, tokens: int) -> bool:
-        """Whether the rows of the first tokens are finite, and the sampled queries."""
+        """Whether the keys and values of the first tokens and the sampled queries are finite, in all layers."""
         for layer in range(len(self.manifest.layers)):
             tensors = list(self.rows(layer, tokens))
             if (name := layer_file("samples", layer)) in self.manifest.files:
@@ -119,23 +121,24 @@ Progress = Callable[[str, int, int], None]
 
 CHUNK, CHUNK_ON_A_CPU, CHUNK_ON_A_GPU = 512, 2048, 8192
 LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
-"""Kinds of layers, as transformers names them, that attend to all tokens or to the last ones."""
-MOST_CHUNKS = 2  # more GPUs have not been measured, and each has the hidden states of all tokens
+"""Layer types of transformers that attend to all tokens or to a sliding window."""
+MOST_CHUNKS = 2  # a chunk grows with the GPUs up to this factor: more were not measured, and each GPU holds the hidden
+# states of all tokens of a chunk
 
 
 def most_tokens(positions: int) -> int:
-    """A round number of a document's tokens that leaves some positions to a template, questions and answers."""
+    """Return a rounded document length that leaves 1/16 of the positions to template, questions and answers."""
     most = positions * 15 // 16
     return most // 100 * 100 or most
 
 
 def choose_chunk_size(asked: int | None, device: torch.device, prefill: Prefill, ranks: int = 1) -> int:
-    """Tokens per forward pass of a prefill: as asked, else as many as the device needs to be busy.
+    """Return the tokens per forward pass of a prefill: `asked`, or else as many as keep the device busy.
 
-    The result of a sparse prefill depends on them, so there they are the same for all devices.
+    The result of a sparse prefill depends on the chunk size, so its default is the same on all devices.
 
     Args:
-        ranks: how many devices share the model: of each token each one computes a share.
+        ranks: the number of devices that share the model; each computes a share of every token.
     """
     if asked is not None:
         return asked
@@ -146,15 +149,15 @@ def choose_chunk_size(asked: int | None, device: torch.device, prefill: Prefill,
 
 @dataclass(frozen=True)
 class BuildConfig:
-    """The settings of builds, the same for each document: parsed once and passed whole.
+    """The settings of builds, the same for each document.
 
     Args:
         methods: indexers with their parameters, by name.
         prefill: the attention of a prefill's chunks.
-        sinks, tail: first and last tokens of the prompt, which are always attended and never indexed.
-        chunk_size: tokens per forward pass; None: as many as keep the device busy.
-        kv_dtype: storage of keys and values; None: the model's dtype.
-        rope_scaling: how the model's positions were extended, which the manifest records.
+        sinks, tail: numbers of first and last prompt tokens, which are always attended and never indexed.
+        chunk_size: tokens per forward pass; None for as many as keep the device busy.
+        kv_dtype: storage dtype of keys and values; None for the model's dtype.
+        rope_scaling: the RoPE scaling of the model, which the manifest records.
         force: replace the index in the folder, and reuse nothing of it.
 
     Raises:
@@ -178,7 +181,7 @@ class BuildConfig:
 
 
 def config_of(manifest: Manifest, methods: dict[str, Indexer], prefill: Prefill, chunk_size: int | None) -> BuildConfig:
-    """The settings of a build that continues an index: the index's own, but for the methods and the chunk size."""
+    """Return the settings of a build that continues an index: the index's own, except methods and chunk size."""
     return BuildConfig(
         methods=methods,
         prefill=prefill,
@@ -192,8 +195,13 @@ def config_of(manifest: Manifest, methods: dict[str, Indexer], prefill: Prefill,
 
 @dataclass(frozen=True)
 class Growth:
-    """Says that a build appends tokens to the index with the uuid `base`: methods in `online` append them, the others
-    are rebuilt. `addition` is the manifest's record of the tokens."""
+    """Marks a build that appends tokens to an index.
+
+    Args:
+        base: the uuid of that index.
+        online: names of the methods that append the tokens; the others are built again.
+        addition: the manifest's record of the tokens.
+    """
 
     base: str
     online: frozenset[str]
@@ -229,12 +237,12 @@ class BuildPlan:
             )
 
     def _check_heads(self) -> None:
-        """Raise UsageError for a model whose config has no one number and size of heads for all layers."""
+        """Raise UsageError if the model's config does not give one number and one size of heads for all layers."""
         config = self.loaded.model.config.get_text_config()
         told = f"{self.loaded.name} ({config.model_type})"
         try:
             heads, _, _ = getattr(config, "num_key_value_heads", None), config.num_attention_heads, self.head_dim
-        except RuntimeError:  # as transformers raises for a field that differs between layers
+        except RuntimeError:  # transformers raises this for a field that differs between layers
             raise UsageError(f"{told} has layers with heads of different sizes: choose another model") from None
         except AttributeError:
             heads = None
@@ -273,7 +281,7 @@ class BuildPlan:
         return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
     def split(self) -> Split:
-        """Sinks, middle and tail of the prompt.
+        """Split the prompt's tokens into sinks, middle and tail.
 
         Raises:
             UsageError: the document is no longer than sinks and tail, or has more tokens than the model has positions.
@@ -304,13 +312,13 @@ class BuildPlan:
 
 @dataclass(frozen=True)
 class Build:
-    """A build under way: its plan, and the folder, processes and callbacks that it builds with.
+    """A running build: its plan, and the folder, processes and callbacks that it uses.
 
     Args:
         split: sinks, middle and tail of the plan's prompt.
-        writer: holds the lock of the index's folder, and knows the finished index and the unfinished build in it.
-        progress: called with a stage's name, the steps of it that are done, and the steps in all.
-        team: the processes that run the model and make the indices.
+        writer: holds the lock of the index's folder, and has the finished index and the unfinished build in it.
+        progress: called with a stage's name, the number of steps done, and the number of steps in all.
+        team: the processes that run the model and build the methods.
         tell: called with a line for the user.
     """
 
@@ -342,25 +350,25 @@ class Build:
 
 
 LAYERS_AT_ONCE = AHEAD + 2
-"""How many may be in memory while a method is built: those that are read ahead, the one that it is built for, and the
-one before that, which may still be in use."""
+"""Layers that may be in memory while a method is built: the prefetched layers, the current layer, and the previous one,
+which may still be in use."""
 METHODS_SHARE = 10
-"""A layer's indices take about a tenth of its keys and values."""
+"""The methods' tensors of a layer take about one tenth of the memory of its keys and values."""
 REMEDY = "index fewer tokens, or spread the model over several GPUs with --gpus"
 
 
 def plan_memory(plan: BuildPlan, sampled: int) -> MemoryPlan:
-    """Memory of a build from its prefill on, queries at `sampled` positions included.
+    """Estimate the GPU memory of a build, including the queries at `sampled` positions.
 
-    The prefill holds the keys and values of all layers. Beside them are one chunk's activations, and then the layers
-    that are being indexed, some read ahead and one of them in float32, and what waits to be written of the methods.
+    The prefill holds the keys and values of all layers. The working memory is the sum of one chunk's activations,
+    LAYERS_AT_ONCE layers while methods are built, one layer in float32, and method tensors that wait to be written.
     """
     model = plan.loaded.model
     config = model.config.get_text_config()
     layers, tokens, size = config.num_hidden_layers, plan.split().tokens, model.dtype.itemsize
     layer = 2 * config.num_key_value_heads * plan.head_dim * tokens * size
     queries = config.num_attention_heads * plan.head_dim * sampled * size
-    # A mixture of experts may call it otherwise; it is a small part of the whole.
+    # A mixture of experts may have no such field; the default suffices, because activations are a small part.
     inner = getattr(config, "intermediate_size", 4 * config.hidden_size)
     activations = (6 * config.hidden_size + 3 * inner) * min(plan.chunk_size, tokens) * size
     waiting = min(HELD_BYTES, layer * layers // METHODS_SHARE)
@@ -369,10 +377,12 @@ def plan_memory(plan: BuildPlan, sampled: int) -> MemoryPlan:
 
 
 def tell_memory(build: Build, sampled: int) -> None:
-    """Tell what the build needs of a GPU.
+    """Report the GPU memory that a build needs to the user.
+
+    Does nothing on a CPU, or if the team's heads are spread over several processes.
 
     Raises:
-        SparsekvError: the keys and values alone do not fit.
+        SparsekvError: the keys and values alone do not fit into the GPU's memory.
     """
     memory = device_memory(build.plan.loaded.model)
     if memory is None or not build.team.has_all_heads:

@@ -1,4 +1,4 @@
-"""Rows and files that a build reuses of the earlier index in its folder, decided before the model runs."""
+"""Decide, before the model runs, which rows and files of the earlier index in its folder a build reuses."""
 
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ from sparsekv.indexing.plan import Build
 from sparsekv.indexing.sampling import sample_positions, sample_recipe, sample_size
 
 LEAST_SHARE = 0.5
-"""Of a document's tokens, how many must have set the scales of channels in 8 bits: where a quarter did, storing costs
-half as much again, where a sixteenth did, twice as much (docs/reference/eight-bits.md)."""
+"""Least share of a document's tokens that int8 channel scales must have been measured on. If it was a quarter, the
+storage error is 1.5 times as large; if a sixteenth, twice (docs/reference/eight-bits.md)."""
 
 
 @dataclass(frozen=True)
 class ReusePlan:
-    """The parts of a context that a build need not make.
+    """The parts of a context that a build reuses.
 
     Args:
         missing: names of the context's files to write; the others are reused.
-        facts: facts of layers, probe and canary, as an earlier build noted them; None if none did.
-        positions: [P] int64, rising: the sample whose queries the methods need.
+        facts: facts of layers, probe and canary that an earlier build noted; None if there are none.
+        positions: [P] int64, rising, the sample whose queries the methods need.
         sample_recipe: the recipe of the sample's files.
         has_samples: the sample's files are reused.
-        prefix_tokens: leading tokens whose rows the earlier index has, so that they need not be prefilled.
+        prefix_tokens: number of leading tokens that are not prefilled, because the earlier index has their rows.
     """
 
     missing: AbstractSet[str]
@@ -41,12 +41,12 @@ class ReusePlan:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the whole context is reused, so that no model runs."""
+        """Whether the whole context is reused, so that no prefill is needed."""
         return self.facts is not None and not self.missing and self.has_samples
 
 
 def plan_reuse(build: Build) -> ReusePlan:
-    """Decide what a build reuses; files that are reused are recorded in the build's journal."""
+    """Decide what a build reuses, and record the reused files in the build's journal."""
     recipe, layers = build.context_recipe, range(build.plan.num_hidden_layers)
     names = [TOKENS, *(layer_file(folder, layer) for layer in layers for folder in ("context", "queries"))]
     missing = {name for name in names if not build.writer.reuse(name, recipe)}
@@ -55,14 +55,14 @@ def plan_reuse(build: Build) -> ReusePlan:
     sampled = sample_recipe(recipe, positions)
     has_samples = facts is not None and not missing and _reuse_samples(build, facts, positions, sampled)
     earlier = build.earlier
-    # Where only queries are missing, they are computed from rows of this prompt, which the earlier index has.
+    # If only queries are missing, they are computed from the rows of this prompt in the earlier index.
     needed = not has_samples or (earlier is not None and earlier.manifest.prompt.ids_sha256 != build.ids_sha256)
     prefix = shared_prefix(build, positions) if needed else 0
     return ReusePlan(missing, facts, positions, sampled, has_samples, prefix)
 
 
 def reused_rows(build: Build, prefix_tokens: int) -> TakenOver | None:
-    """The int8 rows that a build begins with; None where all of its rows are exact."""
+    """Return the earlier index's int8 rows that a build begins with; None if all of its rows are exact."""
     earlier = build.earlier
     if not prefix_tokens or earlier is None or earlier.manifest.kv_storage is None:
         return None
@@ -72,13 +72,14 @@ def reused_rows(build: Build, prefix_tokens: int) -> TakenOver | None:
 
 
 def shared_prefix(build: Build, positions: torch.Tensor) -> int:
-    """How many leading tokens need not be prefilled again: the index in the folder has their rows, from the same model,
-    dtype and prefill.
+    """Return the number of leading tokens whose rows are taken from the index in the folder instead of a prefill.
+
+    The index must have these rows from the same model, dtype and prefill.
 
     Args:
-        positions: [P], rising, of which queries are needed. A query that the index lacks is computed from the rows
-            before it, unless these were selected for each chunk, or the model needs all rows before it: then the
-            prefix ends there.
+        positions: [P], rising, positions whose queries are needed. A query that the index lacks is computed from the
+            rows before it. After a sparse prefill, or if the model scales queries by the cache's length, it cannot be,
+            and the prefix ends at that position.
     """
     earlier, plan = build.earlier, build.plan
     if earlier is None or plan.config.force or not build.team.starts_after_prefix or not _fits(build, earlier.manifest):
@@ -89,18 +90,18 @@ def shared_prefix(build: Build, positions: torch.Tensor) -> int:
     if not earlier.are_whole(layer_file("context", layer) for layer in range(len(base.layers))):
         return 0
     chain = chained_block_hashes(plan.prompt.input_ids.tolist())
-    # Queries are stored for the tail alone, which the edit may have moved: those of the new tail are computed again.
+    # Queries are stored for the old tail, which the edit may have moved, so the new tail is prefilled again.
     shared = min(common_prefix_tokens(base.prompt.block_hashes, chain), build.split.sinks + build.split.middle)
     exact = plan.config.prefill.exact
-    # Llama 4 scales a query by how many tokens the cache has, so that none may run without those before it.
+    # Llama 4 scales a query by the number of tokens in the cache, so no token may run without all tokens before it.
     counts = getattr(plan.loaded.model.config.get_text_config(), "attn_temperature_tuning", False)
     if shared and (counts or not exact):
         unknown = positions[~torch.isin(positions, earlier.query_positions())]
         shared = min(shared, int(unknown[0])) if len(unknown) else shared
     if exact:
         return shared
-    # Rows of a sparse prefill depend on where chunks begin and end, so the prefix ends after a chunk that was whole in
-    # both. The index's last token is in none: it ran alone, densely.
+    # Rows of a sparse prefill depend on the chunk boundaries, so the prefix ends after a chunk that is complete in both
+    # prompts. The index's last token is in no chunk, because it ran alone with dense attention.
     return min(shared, base.split.tokens - 1) // plan.chunk_size * plan.chunk_size
 
 
@@ -116,8 +117,11 @@ def _fits(build: Build, base: Manifest) -> bool:
 
 
 def _continues_int8(build: Build, base: Manifest) -> bool:
-    """Whether rows may follow those of an int8 index: only in int8, else rows would pass for exact ones, and after a
-    dense prefill, because a sparse one would choose other tokens by rounded keys."""
+    """Whether new rows may follow the rows of an int8 index.
+
+    The build must store int8 itself, because otherwise rounded rows would be taken for exact rows. Its prefill must be
+    dense, because a sparse prefill would select other tokens by rounded keys.
+    """
     assert base.kv_storage is not None
     stored = base.kv_storage.dtype == build.plan.config.kv_dtype and in_this_form(base)
     return stored and build.plan.config.prefill.exact
@@ -134,7 +138,7 @@ def _known_facts(build: Build) -> ContextFacts | None:
 
 
 def _reuse_samples(build: Build, facts: ContextFacts, positions: torch.Tensor, recipe: str) -> bool:
-    """Reuse the sample files of indexed layers; returns whether all that are needed were there."""
+    """Reuse the sample files of indexed layers; return whether all needed files could be reused."""
     names = [layer_file("samples", layer) for layer in facts.indexed_layers] if len(positions) else []
     reused = [build.writer.reuse(name, recipe) for name in names]
     return all(reused)

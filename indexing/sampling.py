@@ -1,7 +1,7 @@
-"""The sample of positions whose queries are stored, for methods that build from queries.
+"""Sample the positions whose queries are stored, for methods that build from queries.
 
-A token's priority is a pseudo-random number that depends on its position alone; the sample is the tokens of lowest
-priority. So chunk sizes do not change it, and when a document grows, the new sample is part of the old one plus new
+A token's priority is a pseudo-random number that depends only on its position. The sample is the tokens of lowest
+priority. So chunk sizes do not change it, and when a document grows, the new sample is part of the old sample plus new
 tokens.
 """
 
@@ -22,16 +22,16 @@ SEED = 0
 
 
 def sample_positions(split: Split, count: int) -> torch.Tensor:
-    """Positions [P] int64, rising, of the `count` middle tokens of lowest priority, or of all if there are fewer."""
+    """Return the rising positions [P] int64 of the `count` middle tokens of lowest priority; all if there are fewer."""
     end = split.sinks + split.middle
-    # The raw stream of a bit generator is the same in every version of numpy, and a longer one has the same beginning.
+    # The raw stream of a bit generator is the same in every numpy version. A longer stream begins with a shorter one.
     priorities = np.random.Philox(SEED).random_raw(end)[split.sinks :]
     lowest = np.sort(np.argsort(priorities, kind="stable")[:count]) + split.sinks
     return torch.from_numpy(lowest)
 
 
 def sample_size(plan: BuildPlan) -> int:
-    """How many positions the plan's methods need queries of; a position gives the G queries of a group."""
+    """Return the number of positions whose queries the plan's methods need; each gives the G queries of a group."""
     rows = max((indexer.queries_wanted() for indexer in plan.config.methods.values()), default=0)
     config = plan.loaded.model.config.get_text_config()
     group = config.num_attention_heads // config.num_key_value_heads
@@ -54,12 +54,13 @@ def write_sample(
 def prefix_queries(
     plan: BuildPlan, earlier: EarlierIndex, positions: torch.Tensor, rows: Callable[[int], Pair]
 ) -> PrefixQueries:
-    """A function that returns a layer's queries [Hq, P, D] at positions [P] of a prefix, rising.
+    """Return a function that returns a layer's queries [Hq, P, D] at rising positions [P] of a prefix.
 
-    The earlier index has some of the queries. The other tokens run through the model by themselves.
+    Queries that the earlier index stores are read from it. The other queries are computed by running only their tokens
+    through the model.
 
     Args:
-        rows: returns keys and values [Hk, T, D] of a layer of that index, of the tokens of the prefix.
+        rows: returns the earlier index's keys and values [Hk, T, D] of a layer, for the prefix's tokens.
     """
     known = earlier.query_positions()
     there = torch.isin(positions, known)
@@ -69,7 +70,7 @@ def prefix_queries(
 
     def queries(layer: int, at: torch.Tensor) -> torch.Tensor:
         assert torch.equal(at, positions)
-        # Each layer's are asked for once.
+        # Each layer's queries are requested only once.
         computed = made.pop(layer, None)
         reused = earlier.queries(layer)[:, stored] if len(stored) else None
         if computed is None or reused is None:

@@ -29,7 +29,7 @@ class Channel:
         dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, self.group)
 
     def receive(self, size: int, number: int) -> bytes:
-        """Wait for so many bytes of a rank."""
+        """Wait for `size` bytes from rank `number`."""
         data = torch.empty(size, dtype=torch.uint8)
         dist.recv(data, number, self.group)
         return data.numpy().tobytes()
@@ -39,7 +39,7 @@ _KEYS = ("k_proj", "qkv_proj", "query_key_value")  # projections whose output ho
 
 
 def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConfig:
-    """How transformers is to split a model over `size` ranks.
+    """Choose how transformers splits a model over `size` ranks.
 
     By its tensor-parallel plan; a model that has one for its experts alone keeps the rest whole on each rank.
 
@@ -120,19 +120,19 @@ class Ranks:
         return self.number == 0
 
     def share(self, value: T | None) -> T:
-        """The first rank's value, which any Python object can be; those of the others are not looked at."""
+        """Broadcast the first rank's value, any Python object, to all ranks; the other ranks' values are ignored."""
         box: list[T | None] = [value]
         dist.broadcast_object_list(box, 0, device=torch.device("cpu"))
         return box[0]  # type: ignore[return-value]  # the first rank gives one
 
     def collect(self, value: T) -> list[T]:
-        """Every rank's value, in their order."""
+        """Gather the values of all ranks, in the order of the ranks."""
         found: list[T | None] = [None] * self.size
         dist.all_gather_object(found, value)
         return found  # type: ignore[return-value]  # each rank gives one
 
     def wait_for_all(self, done: Callable[[float], bool]) -> None:
-        """Return once every rank's `done`, which is given seconds to wait for it, says so; it may take hours."""
+        """Wait, possibly for hours, until `done` returns True on every rank; it gets the seconds it may wait."""
         while not all(self.collect(done(_ANSWER))):
             pass
 
@@ -141,11 +141,11 @@ class Ranks:
         return Channel(dist.new_group(backend="gloo", timeout=PATIENCE))
 
     def spread(self, tensor: torch.Tensor) -> None:
-        """Replace a tensor's numbers by those that the first rank has."""
+        """Overwrite a tensor on every rank with the first rank's values."""
         dist.broadcast(tensor, 0)
 
     def join_heads(self, own: torch.Tensor) -> torch.Tensor | None:
-        """The heads of all ranks, [heads, ...] on the first rank's device; None on the others.
+        """Gather the heads of all ranks as [heads, ...] on the first rank's device; return None on the other ranks.
 
         Besides the result, nothing is allocated.
 
@@ -175,7 +175,7 @@ class Ranks:
                 dist.send(_bytes(tensor.contiguous()), 0)
 
     def take(self) -> Iterator[Tensors]:
-        """Yields what each of the others gives, in their order, as it comes; all of it must be taken."""
+        """Yield the tensors that each other rank sends by `give`, in rank order; all of them must be consumed."""
         forms: list[dict[str, TensorForm] | None] = self.collect(None)
         for number, given in enumerate(forms):
             if given is not None:
@@ -221,7 +221,7 @@ def join(place: Place) -> Ranks:
 
 
 def is_first_to_tell(place: Place) -> bool:
-    """Whether no rank has told the user of an error yet; True once for all ranks together."""
+    """Whether no rank has reported an error to the user yet; True for only one call among all ranks."""
     if place.folder is not None:
         try:
             with (place.folder / TOLD).open("x") as file:
@@ -236,5 +236,5 @@ def is_first_to_tell(place: Place) -> bool:
 
 
 def is_lost_rank(errors: Sequence[BaseException]) -> bool:
-    """Whether an error, with its causes, is that another rank has ended or no longer answers."""
+    """Whether an error or one of its causes means that another rank has ended or no longer answers."""
     return any(isinstance(one, RuntimeError) and any(part in str(one) for part in _LOST) for one in errors)

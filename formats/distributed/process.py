@@ -1,4 +1,4 @@
-"""Which of several processes (ranks) that share one model this one is, by what its launcher told it."""
+"""Determine this process's rank, among the processes that share one model, from its launcher's environment."""
 
 import os
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from pathlib import Path
 FOLDER = "SPARSEKV_RANKS"
 """The folder where ranks that `sparsekv --gpus` started meet; only they have this variable."""
 LAUNCHER = "SPARSEKV_LAUNCHER"
-"""The process that started these ranks, by its number."""
+"""Environment variable with the id of the process that started these ranks."""
 TOLD = "told"
-"""The file in that folder which the first rank that tells the user of an error makes, with its number in it."""
+"""Name of the file in that folder that the first rank to report an error creates, with its rank in it."""
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's number among `size`, its number on its machine, and the folder where they meet, None under torchrun."""
+    """A process's rank among `size` ranks, its local rank, and the folder where ranks meet (None under torchrun)."""
 
     number: int
     size: int
@@ -24,7 +24,7 @@ class Place:
 
 
 def own_place() -> Place | None:
-    """This process's place; None for a process that works alone.
+    """Return this process's place among the ranks; None for a process that works alone.
 
     The variables of a rank count only beside one of `sparsekv --gpus` or torchrun: other launchers set them as well.
     """

@@ -1,8 +1,8 @@
-"""Tokens of a text that follows a stored prompt, as they are in the whole text.
+"""Tokenise text that follows a stored prompt as it would be tokenised within the whole text.
 
-A token of the whole conversation may span the end of the document and what follows it, and a text that goes on begins
-otherwise than a text of its own. So the last tokens of a document that depend on what follows are held back, as text,
-and are tokenised with it.
+A token of the whole conversation may span the end of the document and the following text. A continued text may also
+begin with other tokens than a separate text. So the document's last tokens that depend on the following text are held
+back as text, and are tokenised together with it.
 """
 
 from collections.abc import Sequence
@@ -33,11 +33,11 @@ SAMPLES = (
     "\u4e2d",
     "\U0001f642",
 )
-"""Beginnings of a question: a token of the document that one of them changes is held back."""
+"""Sample beginnings of a question. Document tokens that one of them changes are held back."""
 _LEAD = 32
-"""Tokens whose text is decoded to tokenise what follows behind it."""
+"""Number of last tokens that are decoded to text, after which the following text is tokenised."""
 _WINDOWS = (64, 256, 4096)
-"""Characters at a text's end in which its last tokens are looked for."""
+"""Sizes, in characters, of the windows at a text's end that are tokenised to find its last tokens."""
 
 
 def find_border(
@@ -48,11 +48,11 @@ def find_border(
     *,
     special_tokens: bool = False,
 ) -> tuple[list[int], Border]:
-    """The first token ids of a text that stay the same whatever follows, and the border behind them.
+    """Return a text's first token ids that do not depend on the following text, and the border after them.
 
     Args:
         text: the end of the text, or all of it.
-        following: samples of what may follow, in parts; none holds nothing back.
+        following: samples of following text, each in parts; if there are none, nothing is held back.
         special_tokens: special tokens in the text have a meaning.
     """
     for size in _WINDOWS:
@@ -63,7 +63,7 @@ def find_border(
         for sample in following:
             with suppress(SparsekvError):  # the tokenizer cannot read this sample as plain text
                 stable = min(stable, _same_start(alone, encode_text(tokenizer, *parts, *sample).ids))
-        # Where the window begins, its tokens may differ from those of the text.
+        # At the window's beginning, its tokens may differ from those of the whole text.
         differing = len(alone) - _same_start(alone[::-1], ids[::-1])
         for kept in range(stable, differing, -1):
             cut = _characters(tokenizer, window, alone[:kept], special_tokens=special_tokens)
@@ -75,12 +75,12 @@ def find_border(
 
 
 def border_behind(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> Border:
-    """The border behind tokens that stay as they are, such as an answer's: their text is known by decoding alone."""
+    """Make the border after tokens that stay unchanged, such as an answer's. Their text is found by decoding."""
     return Border(lead=str(tokenizer.decode(ids[-_LEAD:], clean_up_tokenization_spaces=False)))
 
 
 def questions_after(chat: ChatFrame | None) -> list[list[str]]:
-    """Samples of what a question puts behind a prompt; none without a frame, where its tokens stay its own."""
+    """Return samples of the text that a question appends to a prompt; none without a chat frame."""
     if chat is None:
         return []
     return [[Trusted(chat.between), sample, Trusted(chat.after)] for sample in SAMPLES]
@@ -94,15 +94,15 @@ def encode_question(
     *more: str,
     special_tokens: bool = False,
 ) -> list[int]:
-    """Token ids [Q] of a question with what its frame puts around it, as they follow a stored prompt.
+    """Tokenise a question with its chat frame, as it follows a stored prompt; return token ids [Q].
 
     Args:
-        border: where the prompt ends; None for an index of an earlier version, whose questions are texts of their own.
-        chat: the question's frame; None for the question alone.
-        more: text behind the frame, with which the answer begins.
+        border: the end of the prompt; None for an index of an earlier version, whose questions are tokenised alone.
+        chat: the question's chat frame; None for the question alone.
+        more: text after the frame, with which the answer begins.
 
     Raises:
-        SparsekvError: its special tokens cannot be read as plain text.
+        SparsekvError: the special tokens of the question cannot be read as plain text.
     """
     parts = [question, *more]
     if chat is not None:
@@ -120,15 +120,19 @@ def encode_more(
     *,
     special_tokens: bool = False,
 ) -> tuple[EncodedText, ChatFrame | None, Border | None]:
-    """Token ids of a text that is appended to a stored prompt, behind a blank line, with the frame and the border of
-    the questions after it. Behind an answer it begins the next message, as a document does.
+    """Tokenise a text that is appended to a stored prompt after a blank line.
+
+    After an answer, the text begins the next message, as a document does.
 
     Args:
-        border, chat: those of the prompt.
+        border, chat: the border and the chat frame of the prompt.
         special_tokens: special tokens in the text keep their meaning; otherwise they are plain text.
 
+    Returns:
+        The token ids, and the chat frame and border of later questions.
+
     Raises:
-        SparsekvError: its special tokens cannot be read as plain text.
+        SparsekvError: the special tokens of the text cannot be read as plain text.
     """
     between: str = BETWEEN
     if chat is not None and chat.between != BETWEEN:
@@ -143,7 +147,7 @@ def encode_more(
 
 
 def plain_end(tokenizer: PreTrainedTokenizerBase, frame: str) -> str:
-    """The text at the end of a frame, behind its last added token."""
+    """Return the text at the end of a chat frame, after its last added token."""
     tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if str(token).strip()]
     return frame[max((frame.rfind(token) + len(token) for token in tokens if token in frame), default=0) :]
 
@@ -162,7 +166,7 @@ def _same_start(first: list[int], second: list[int]) -> int:
 
 
 def _characters(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], *, special_tokens: bool) -> int | None:
-    """How many first characters of a text have these token ids; None where no number has them alone."""
+    """Return the number of first characters of a text that have exactly these token ids; None if there is none."""
     for end in range(len(text), -1, -1):
         found = encode_text(tokenizer, text[:end], special_tokens=special_tokens).ids
         if found == ids:

@@ -58,7 +58,7 @@ def wait_for_stdin() -> None:
 
 
 def read_bytes(source: str, *, most: int | None = None, option: str = "") -> bytes:
-    """All bytes of what `open_source` opens, or the first `most`; raises what it raises."""
+    """Read all bytes of a source, or the first `most`. Raises what `open_source` raises."""
     with open_source(source, option=option) as reader:
         return reader.read(-1 if most is None else most)
 
@@ -208,7 +208,7 @@ class Document:
 
 
 def check_encoding(name: str) -> str:
-    """Python's name of an encoding; UsageError if there is none of this name, or it is none of text."""
+    """Return Python's name of a text encoding. Raises UsageError if the name is unknown, or is no text encoding."""
     try:
         found = codecs.lookup(name)
         codecs.getincrementaldecoder(name)
@@ -240,7 +240,7 @@ def undecodable(error: UnicodeError, encoding: str, end: int) -> str:
 
 
 def decode_text(data: bytes, name: str) -> str:
-    """A whole text in UTF-8, or in UTF-16 or UTF-32 with a byte order mark, without its mark.
+    """Decode a whole text from UTF-8, or UTF-16 or UTF-32 with a byte order mark, which is dropped.
 
     Raises:
         UsageError: it is not text in that encoding.
@@ -269,7 +269,7 @@ def _way_out(data: bytes) -> str:
 
 @contextmanager
 def open_document(source: str, *, whole: bool, encoding: str = UTF_8) -> Iterator[Document]:
-    """A document in a file, or on standard input for `-`.
+    """Open the document in a file, or on standard input for `-`.
 
     Args:
         whole: read all of it now; otherwise only its first MiB, which mostly suffices to find that it is not text.

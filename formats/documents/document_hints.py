@@ -54,7 +54,7 @@ def eval_hint(folder: Path, manifest: Manifest, *chosen: str) -> str:
 
 
 def tune_hint(folder: Path, target: TuneTarget) -> str:
-    """The search for a default setting again, for the same target among the same methods."""
+    """Format the `tune` command that searches again for a default setting, with the same target and methods."""
     of = [] if target.of is None else ["--of", f"{target.of:g}"]
     among = (part for name in target.methods for part in ("--method", name))
     return command("tune", "--index", folder, f"--target-{target.measure}", f"{target.value:g}", *of, *among)

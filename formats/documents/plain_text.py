@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from sparsekv.formats.errors import SparsekvError
 
 _NEUTRAL = ("\n", "0", ".", "-")
-"""Texts that others are tokenised behind, where the prefix of a text is not wanted: most merge with no other text."""
+"""Texts that are put before a text to tokenise it without the tokenizer's prefix; most merge with no other text."""
 
 
 class Trusted(str):
@@ -33,7 +33,7 @@ class EncodedText:
 def encode_text(
     tokenizer: PreTrainedTokenizerBase, *parts: str, add_special_tokens: bool = False, special_tokens: bool = False
 ) -> EncodedText:
-    """Token ids of the parts of a text, tokenised as one text; control tokens are plain text except in `Trusted` parts.
+    """Tokenise the parts of a text as one text; control tokens are plain text except in `Trusted` parts.
 
     If the other parts have no control tokens, these are the ids that the tokenizer itself returns.
 
@@ -87,7 +87,7 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 
 
 def _unknown_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The token for unknown characters, unless it has another role as well."""
+    """Return the token for unknown characters; None if there is none, or it has another role as well."""
     names = Counter(str(token) for token in tokenizer.special_tokens_map.values())
     token = tokenizer.special_tokens_map.get("unk_token")
     return None if token is None or names[str(token)] > 1 else str(token)
@@ -100,7 +100,7 @@ def _count(ids: Sequence[int], control: Mapping[int, str]) -> Counter[str]:
 def encode_after(
     tokenizer: PreTrainedTokenizerBase, lead: str, *parts: str, special_tokens: bool = False
 ) -> EncodedText:
-    """Token ids of the parts of a text that goes on from `lead`, which is tokenised with them and left out.
+    """Tokenise the parts of a text that continues `lead`, which is tokenised with them and left out of the result.
 
     Tokenised alone, a text gets the prefix with which a SentencePiece tokenizer begins a text. If what follows changes
     the tokens of `lead`, the parts are tokenised without it, but without that prefix too.

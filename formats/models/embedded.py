@@ -32,7 +32,7 @@ SPACE_NEEDED = 800_000_000  # bytes: wheel, GGUF and converted weights exist tog
 
 
 def embedded_path() -> Path:
-    """The folder of the converted model, whether it exists or not."""
+    """Return the folder of the converted model, whether it exists or not."""
     return cache_root() / "models" / EMBEDDED
 
 
@@ -223,14 +223,14 @@ def silent_transformers() -> Iterator[None]:
 
 
 def remember(name: str) -> None:
-    """Keep the whole name of a model that the user named and that loaded; a cache that cannot be written keeps none."""
+    """Store the full name of a model that the user named and that was loaded; write errors are ignored."""
     known = named_models()
     if name != EMBEDDED and name not in known:
         keep_named([*known, name])
 
 
 def may_be_loaded(name: str) -> bool:
-    """Whether a model may be loaded that a file of somebody else names: the user has too, or it is the embedded one."""
+    """Whether a model that a foreign file names may be loaded: the user has named it, or it is the embedded model."""
     if name == EMBEDDED:
         return True
     # A local folder with the name of a hub model is not the model that was named.

@@ -59,7 +59,7 @@ def hub_folder(name: str, *, download: bool = True) -> Path:
 
 
 def first_line(error: BaseException) -> str:
-    """The first non-empty line of an error's message, cut to 200 characters; the error's class if it has none."""
+    """Return the first non-empty line of an error's message, cut to 200 characters; without one, the error's class."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."
@@ -69,7 +69,7 @@ Progress = Callable[[str], None]
 
 
 def find_model(name: str, progress: Progress, *, download: bool = True) -> tuple[Path, str, str | None]:
-    """Folder, full name and revision of a model; downloads it unless `download` is False.
+    """Find a model's folder, full name and revision; download it if needed, unless `download` is False.
 
     Raises:
         UsageError: no such model, or a file.
@@ -102,7 +102,7 @@ def fetch(name: str, progress: Progress = lambda text: None) -> None:
 
 
 def local_folder(name: str) -> Path:
-    """The folder of a model that is on this machine.
+    """Return the folder of a model that is on this machine.
 
     Raises:
         UsageError: no such model.
@@ -114,7 +114,7 @@ def local_folder(name: str) -> Path:
 
 
 def named_path(name: str) -> Path:
-    """A name as a path, from whose ~ the user's home folder has been filled in."""
+    """Convert a name to a path, with ~ expanded to the user's home folder."""
     try:
         return Path(name).expanduser()
     except RuntimeError:  # ~user of an unknown user

@@ -1,4 +1,4 @@
-"""Loading a model and its tokenizer, and their identity in the manifest."""
+"""Load a model and its tokenizer, and compute their identity for the manifest."""
 
 import os
 from collections.abc import Callable
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # transformers takes a second to import, which listing models
 
 
 KINDS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
-"""Ends of the names of files that tokenizers are made of."""
+"""Extensions of the files from which tokenizers are loaded."""
 
 OWN = "sha256.json"
 """Checksums beside the embedded model's folder, which identify one copy of the files."""
@@ -33,26 +33,27 @@ TEMPLATES = "additional_chat_templates"
 """The folder in which transformers finds a tokenizer's other templates."""
 
 MOST = 64 << 20
-"""Bytes of all of them: a folder with more holds other things, and hashing it takes longer than serialising does."""
+"""Most bytes of tokenizer files to hash. A larger folder holds other files, too, and hashing it would take longer than
+serialising the tokenizer."""
 
 FORM = 1
-"""To be raised when tokenizers are loaded from their files in another way."""
+"""Version of how tokenizers are loaded from their files; increase it when that changes."""
 
 Look = list[tuple[str, int, int, int]]
 """Name, size, time and inode of each file."""
 
 
 class TokenizerFiles:
-    """The files of a model's folder as they are when this is made, which is before a tokenizer is loaded from them."""
+    """A snapshot of the tokenizer files in a model's folder, taken before the tokenizer is loaded from them."""
 
     def __init__(self, folder: Path):
         self._folder, self._seen = folder, _look(folder)
 
     def hash(self) -> str | None:
-        """sha256 of the files and of the versions of the libraries that read them; to be called once these have.
+        """Hash the files and the versions of the libraries that read them, by sha256; called once these are loaded.
 
         Returns:
-            None where a file cannot be read, where they have more than MOST bytes, or where they have changed.
+            None if a file cannot be read, the files have more than MOST bytes, or they have changed since the snapshot.
         """
         import tokenizers
         import transformers
@@ -69,7 +70,7 @@ class TokenizerFiles:
 
 
 def _look(folder: Path) -> Look | None:
-    """The files as they are; None where there are none, or they cannot be listed."""
+    """List the tokenizer files of a folder; None if there are none, or they cannot be listed."""
     try:
         paths = [path for one in (folder, folder / TEMPLATES) if one.is_dir() for path in one.iterdir()]
         named = {str(path.relative_to(folder)): path.stat() for path in sorted(paths) if _counts(path)}
@@ -191,7 +192,7 @@ def load_model(
 
 
 def load_tokenizer(name: str) -> "Tokenizer":
-    """Only the tokenizer of a model that is on this machine; nothing is downloaded.
+    """Load only the tokenizer of a model that is on this machine, without any download.
 
     Raises:
         UsageError: no such model, or one without a tokenizer.
@@ -257,11 +258,11 @@ def _tokenizer(folder: Path, name: str) -> "Tokenizer":
 
 
 def identify(loaded: LoadedModel, index: Manifest | None = None) -> tuple[ModelIdentity, TokenizerIdentity]:
-    """Fingerprints of the model's KV-relevant config and weights, and of its tokenizer and chat template.
+    """Fingerprint the model's config and weights that decide keys and values, its tokenizer and its chat template.
 
     Args:
-        index: one whose tokenizer this is, if both were loaded from the same files. Its identity is returned then:
-            serialising a tokenizer takes ten times as long as hashing its files, and holds Python's lock.
+        index: if its tokenizer was loaded from the same files, its tokenizer identity is returned. Serialising the
+            tokenizer would take ten times as long as hashing its files, and hold Python's global lock.
     """
     model = loaded.model
     adapters = getattr(model, "peft_config", None)
@@ -278,7 +279,7 @@ def identify(loaded: LoadedModel, index: Manifest | None = None) -> tuple[ModelI
 
 
 def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> TokenizerIdentity:
-    """Fingerprints of a tokenizer, its chat template and its special tokens."""
+    """Fingerprint a tokenizer, its chat template and its special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     serialized = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     template = tokenizer.chat_template

@@ -19,7 +19,7 @@ def rope_depends_on_length(parameters: dict[str, Any] | None) -> bool:
 
 
 def positions_of(config: "PreTrainedConfig") -> int | None:
-    """The positions that a model holds; None if its config names no limit.
+    """Return the number of positions that a model supports; None if its config has no limit.
 
     A config may leave `max_position_embeddings` at the original length, as Qwen's recipe for YaRN does. The model then
     holds the original length times the factor. A dynamic RoPE changes beyond `max_position_embeddings`.
@@ -37,10 +37,13 @@ def positions_of(config: "PreTrainedConfig") -> int | None:
 
 
 def positions_after(config: "PreTrainedConfig", document: int) -> int | None:
-    """The positions that a model holds for a sequence that begins with a document of so many tokens.
+    """Return the number of positions that a model supports for sequences that begin with a document.
 
-    Frequencies of a longrope are others for a sequence longer than the original length, those of its first tokens too.
-    An index has the document's keys for one of both, so that a sequence has to stay on its document's side.
+    With longrope, a sequence longer than the original length uses other RoPE frequencies, for its first tokens, too. An
+    index has the document's keys for one set of frequencies, so a sequence must not pass from one set to the other.
+
+    Args:
+        document: the number of the document's tokens.
     """
     positions, switch = positions_of(config), _switch(config.get_text_config())
     if switch is None or document > switch:
@@ -58,8 +61,8 @@ def stretchable(config: "PreTrainedConfig") -> bool:
 
 
 def _switch(config: "PreTrainedConfig") -> int | None:
-    """The length beyond which RoPE frequencies are others; None if there is none."""
-    # Phi-3 drops the cache, ours too, when a sequence grows past this, whatever the kind of its RoPE.
+    """Return the sequence length beyond which RoPE frequencies change; None if they never change."""
+    # Phi-3 drops its cache when a sequence grows past this length, whatever the kind of its RoPE.
     switches = [getattr(config, "original_max_position_embeddings", None)]
     switches += [
         kind.get("original_max_position_embeddings")
@@ -70,7 +73,7 @@ def _switch(config: "PreTrainedConfig") -> int | None:
 
 
 def _kinds(parameters: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """A config's RoPE parameters, and those of each type of layer if they have their own."""
+    """List a config's RoPE parameters, and those of each layer type if layer types have their own."""
     rope = parameters or {}
     return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 

@@ -13,7 +13,7 @@ from sparsekv.formats.errors import SparsekvError, reason_of
 
 
 def give_home() -> None:
-    """Have HOME name a folder where this user has none: an unknown uid in a container, without HOME.
+    """Set HOME to a folder if this user has no home, such as an unknown uid in a container.
 
     Libraries would otherwise write their caches to a folder `~` of the current folder. The folder is of this user alone
     and the same each time, below the system's folder for temporary files.
@@ -38,7 +38,7 @@ def give_home() -> None:
 
 
 def cache_root() -> Path:
-    """$SPARSEKV_CACHE, or the user's cache folder."""
+    """Return the folder of $SPARSEKV_CACHE, or else the user's cache folder."""
     root = os.environ.get("SPARSEKV_CACHE")
     if not root:
         give_home()
@@ -49,7 +49,7 @@ def cache_root() -> Path:
 
 
 def read_small(path: Path) -> str:
-    """A file's text; empty if it is not a file or cannot be read."""
+    """Read a file's text; empty if it is not a file or cannot be read."""
     try:
         return path.read_text() if path.is_file() else ""
     except (OSError, ValueError):
@@ -74,7 +74,7 @@ _FILE = "named_models.json"
 
 
 def named_models() -> list[str]:
-    """Names of hub models and whole paths of folders; empty if nothing was kept, or what was is damaged."""
+    """Read the ids of hub models and absolute folder paths that the user has named; empty without an intact list."""
     try:
         found = json.loads(read_small(cache_root() / _FILE) or "[]")
     except (ValueError, RecursionError):
@@ -83,5 +83,5 @@ def named_models() -> list[str]:
 
 
 def keep_named(names: list[str]) -> None:
-    """Replace the list; a cache that cannot be written keeps the old one."""
+    """Replace the list of models that the user has named; a cache that cannot be written keeps the old list."""
     replace_small(cache_root() / _FILE, json.dumps(sorted(set(names)), indent=1) + "\n")

@@ -1,5 +1,4 @@
-"""Checks of a model's answers over captured rows against its own: on a few tokens before the prefill, and on the stored
-rows after it."""
+"""Compare a model's own attention with ours, on a few tokens before the prefill, and over the stored rows after it."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +26,10 @@ from sparsekv.kernels.common.given_rows import CalledCache, RowPair, Rows, logit
 from sparsekv.kernels.common.hook import AttentionCall, alone, route_attention
 
 TOKENS, DOCUMENT, CHUNK, SINGLE = 48, 32, 16, 2
-"""Tokens of the trial, those that are captured, how many at a time, and those that are fed one by one at the end."""
+"""Tokens of the trial, captured tokens among them, tokens per chunk, and last tokens that are fed one by one."""
 TOLERANCE = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1e-1}
-"""Largest difference of logits relative to the largest logit: rounding stays below, with room for an expert that
-rounding chooses otherwise, and a mask or a scale that is left out does not."""
+"""Largest difference of logits, relative to the largest logit. Rounding stays below it, even if it routes a token to
+another expert; a missing mask or scale does not."""
 
 
 @torch.inference_mode()
@@ -50,7 +49,7 @@ def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> Non
     try:
         difference = _difference(model, ids, name)
         if difference > TOLERANCE[model.dtype]:
-            # Rounding may choose another expert for some token, but hardly for these and for those.
+            # Rounding may route a token to another expert, but hardly in both orders of the tokens.
             difference = _difference(model, ids.flip(0), name)
     except SparsekvError as error:
         raise SparsekvError(f"{name} cannot be indexed: {error}; choose another model") from None
@@ -71,8 +70,10 @@ def _check_ids(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> No
 
 
 def _difference(model: PreTrainedModel, ids: torch.Tensor, name: str) -> float:
-    """The largest difference of logits over captured rows from the model's own for token ids [T], relative to the
-    largest logit; 0 where they are not finite, which the prefill finds and tells."""
+    """Compute the largest difference between the model's own logits and those over captured rows for token ids [T].
+
+    It is relative to the largest logit. It is 0 if logits are not finite, which the prefill detects and reports.
+    """
     with _tried("it does not run on token ids alone"), alone(model), soft_caps(model):
         own = model(input_ids=ids[None], use_cache=False).logits[0].float()
     # Frequencies that depend on the sequence's length may change within the trial: then all of it is captured, at once.
@@ -142,7 +143,7 @@ def _answer_logits(model: PreTrainedModel, ids: torch.Tensor, cache: _AnswerCach
 
 
 RUN = 8
-"""Tokens that run together. A rounding that turns one of them to another expert decides nothing: their median does."""
+"""Tokens that run together. Their median difference counts, so that one token routed to another expert is ignored."""
 QUARTERS = (1, 2, 3, 4)
 """Where runs end, in quarters of the prompt."""
 
@@ -157,16 +158,16 @@ class CanaryRun:
 
     @property
     def difference(self) -> float:
-        """The median over the tokens, relative to each token's largest logit."""
+        """Median difference of the logits over the tokens, relative to each token's largest logit."""
         found = [difference(top_logits(own), ours) for own, ours in zip(self.own, self.ours, strict=True)]
         return float(torch.tensor(found).median())
 
 
 def canary_positions(model: PreTrainedModel, tokens: int) -> list[int]:
-    """Positions, rising, at which runs end: the quarters of a prompt, its last token always among them.
+    """Return the rising positions at which runs end: the quarters of a prompt, including its last token.
 
-    Where RoPE frequencies depend on the sequence's length (dynamic, longrope), a run in the middle would turn its
-    queries by other frequencies than the stored keys have: there the last token's alone.
+    If RoPE frequencies depend on the sequence's length (dynamic, longrope), only the last position is returned. A run
+    in the middle would rotate its queries by other frequencies than the stored keys have.
     """
     if rope_depends_on_length(getattr(model.config.get_text_config(), "rope_parameters", None)):
         return [tokens - 1]
@@ -207,7 +208,7 @@ def _run(model: PreTrainedModel, input_ids: torch.Tensor, last: int, rows: Calla
 
 
 def _up_to(last: int, rows: Callable[[int], RowPair]) -> Rows:
-    """The rows of the tokens up to `last`."""
+    """Return a function that returns a layer's rows of the tokens up to `last`."""
 
     def given(layer: int, own: RowPair) -> RowPair:
         keys, values = rows(layer)
@@ -248,10 +249,10 @@ def compare_canary(
 
 
 def judge_canary(runs: Sequence[CanaryRun], dtype: torch.dtype, name: str) -> tuple[list[CanaryToken], Probe]:
-    """The runs' top logits that an index stores: of the middle's last tokens, and of the prompt's.
+    """Check the runs, and return the top logits that an index stores: the canary tokens, and the prompt's last token.
 
     Raises:
-        SparsekvError: ours differs from the model's own attention beyond rounding, or its logits are not finite.
+        SparsekvError: our attention differs from the model's own beyond rounding, or its logits are not finite.
     """
     for run in runs:
         if not run.own.isfinite().all():

@@ -59,8 +59,11 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class TakenOver:
-    """The first `tokens` rows of an index in 8 bits, by layer: they are stored as they were, because rounding them a
-    second time would lose a second time. `storage` is what that index says of them."""
+    """The first `tokens` int8 rows of an earlier index, by layer.
+
+    They are stored unchanged, because rounding them again would add a second error. `storage` is that index's record of
+    its int8 storage.
+    """
 
     tokens: int
     tensors: Callable[[int], Tensors]
@@ -70,17 +73,17 @@ class TakenOver:
 def rows_as_stored(
     rows: Callable[[int], Pair], layer: int, kv_dtype: KVDtype | None, taken: TakenOver | None = None
 ) -> Pair:
-    """Keys and values [Hk, N, D] of a layer as whoever reads the index's files will get them.
+    """Return keys and values [Hk, N, D] of a layer as readers of the index will get them, after int8 rounding if any.
 
     Args:
-        rows: returns the exact ones of a layer.
+        rows: returns the exact keys and values of a layer.
     """
     exact = rows(layer)
     return exact if kv_dtype is None else context_rows(in_8_bits(exact, layer, taken), exact[0].dtype).part(slice(None))
 
 
 def in_8_bits(rows: Pair, layer: int, taken: TakenOver | None) -> dict[str, torch.Tensor]:
-    """The tensors of a layer's file for exact rows [Hk, N, D], of which the first may have been taken over."""
+    """Quantise a layer's exact rows [Hk, N, D] to the tensors of its file; the first rows may be `taken` unchanged."""
     if taken is None:
         return quantise(*rows)
     first = first_tokens(taken.tensors(layer), taken.tokens)
@@ -95,8 +98,13 @@ RowsDone = Callable[[int, torch.Tensor, torch.Tensor, int], None]
 
 @dataclass
 class CapturedQueries:
-    """One layer's last R queries `tail` [Hq, R, D], the learned sink logits [Hq], or None, and `sample`, the queries
-    [Hq, P, D] at the sampled positions; None with a sliding window."""
+    """Captured queries of one layer.
+
+    Args:
+        tail: the last R queries [Hq, R, D].
+        sink_logits: learned attention-sink logits [Hq]; None if the layer has none.
+        sample: queries [Hq, P, D] at the sampled positions; None for a layer with a sliding window.
+    """
 
     tail: torch.Tensor
     sink_logits: torch.Tensor | None
@@ -104,13 +112,13 @@ class CapturedQueries:
 
     @property
     def queries(self) -> dict[str, torch.Tensor]:
-        """The tail's queries and the learned sinks, as they are stored, by name."""
+        """The tail's queries and the learned sink logits, by the names under which they are stored."""
         return {"tail": self.tail} | ({} if self.sink_logits is None else {"sink_logits": self.sink_logits})
 
 
 @dataclass
 class CapturedLayer(CapturedQueries):
-    """The same with the layer's keys, values [Hk, N, D] as attended."""
+    """Captured queries, keys and values [Hk, N, D] of one layer, as attended."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -193,7 +201,7 @@ class Capture:
         return self._recorder.facts[layer]
 
     def not_finite(self) -> str | None:
-        """The first tensor with an infinity or NaN, such as `keys of layer 3` or `logits`; None if all are finite."""
+        """Name the first tensor with an infinity or NaN, such as `keys of layer 3`; None if all are finite."""
         for number, layer in enumerate(self._layers):
             recorder = self._recorder
             queries = [recorder.tails[number], recorder.samples.get(number)]
@@ -203,7 +211,7 @@ class Capture:
         return None if _is_finite(self.logits) else "logits"
 
     def rows(self, layer: int) -> Pair:
-        """Keys and values [Hk, N, D] of a layer that was not taken."""
+        """Return keys and values [Hk, N, D] of a layer that was not taken."""
         keys, values = self._layers[layer].keys, self._layers[layer].values
         assert keys is not None
         assert values is not None

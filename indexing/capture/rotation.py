@@ -1,4 +1,4 @@
-"""Each layer's rotary embedding, measured on the model, and queries of single tokens over known keys and values."""
+"""Measure each layer's RoPE on the model, and compute queries of single tokens over known keys and values."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.kernels.common.runs import rotate, split_pairs
 
 LOGIT_BYTES = 2**28
-"""Memory for logits: so many queries attend at once that theirs fit, in float32."""
+"""Bytes of float32 logits that limit how many queries attend at a time."""
 
 
 @torch.inference_mode()
@@ -24,10 +24,10 @@ def queries_of_tokens(
     rows: Callable[[int], Pair],
     chunk_size: int,
 ) -> dict[int, torch.Tensor]:
-    """Queries [Hq, P, D] at `positions`, by layer, of layers with full attention, as of a dense prefill of the prompt.
+    """Compute queries [Hq, P, D] at `positions`, by layer with full attention, as in a dense prefill of the prompt.
 
-    A token's query depends on other tokens by their keys and values alone. Besides these queries, and what the model
-    allocates for a chunk, memory holds one layer's rows and twice LOGIT_BYTES.
+    A token's query depends on other tokens only through their keys and values. Allocates these queries, what the model
+    needs for a chunk, one layer's rows, and twice LOGIT_BYTES.
 
     Args:
         input_ids: [N] int64.
@@ -54,7 +54,7 @@ def queries_of_tokens(
 
 
 def _attend_at(call: AttentionCall, at: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Attention [Hq, P, D] of a call's queries at positions [P], each to the rows [Hk, T, D] up to its own."""
+    """Compute attention [Hq, P, D] of a call's queries at positions [P], each to the rows [Hk, T, D] up to its own."""
     T, (Hq, P, _), query = keys.shape[1], call.query.shape, call.grouped
     numbers, at_once = torch.arange(T, device=at.device), max(1, LOGIT_BYTES // (4 * Hq * T))
     parts = []
@@ -93,7 +93,7 @@ def measure_rotations(model: PreTrainedModel, input_ids: torch.Tensor) -> list[R
 
 
 def _rotary_embeddings(model: PreTrainedModel) -> list[RopeFacts]:
-    """Candidates: each set of frequencies in the model's buffers, with both ways to pair channels."""
+    """List candidate RoPEs: each set of frequencies in the model's buffers, with both ways to pair channels."""
     found = [
         RopeFacts(frequencies=buffer.float().tolist(), interleaved=interleaved)
         for name, buffer in model.named_buffers()

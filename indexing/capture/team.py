@@ -65,59 +65,59 @@ ModelRun = TryModel | RunPrompt | RunCanary | MeasureRotations
 
 
 class SharedRows(ABC):
-    """How processes that each captured some heads write these into the same files of an index."""
+    """Lets processes that each captured some of the heads write these to the same files of an index."""
 
     @abstractmethod
     def share(self, folder: Path, files: Mapping[str, SharedFile]) -> bool:
-        """Whether each process will write its heads' rows of the next capture into these files of an index, by name.
+        """Let all processes open an index's files, given by name; return whether each of them could.
 
-        All processes can open them then, or none of them writes.
+        Only then, every process writes its heads' rows of the next capture to these files.
         """
 
     @abstractmethod
     def end(self, layer: int, written: Callable[[float], bool]) -> tuple[CapturedQueries, RemoteSum | None]:
-        """Wait until all have written a layer's rows, and drop what was captured of it.
+        """Wait until all processes have written a layer's rows, and release what was captured of it.
 
         Args:
-            written: waits for so many seconds, and says whether this process has.
+            written: waits for a number of seconds, and returns whether this process has written its rows.
 
         Returns:
-            the layer's queries, and what waits for the sum of its file.
+            The layer's queries, and a function that waits for the checksum of its file, if another process computes it.
         """
 
 
 class Team(ABC):
-    """Is told before each run of the model, so that other processes run it too, and makes whole what each captured."""
+    """The processes that run the model: starts each run in all of them, and joins the heads that each captured."""
 
     part: HeadPart
-    """Which heads are those of the tensors that this process captures."""
+    """The part of the heads that this process captures."""
     shared_rows: SharedRows | None
-    """How the processes write rows together; None where each captures all heads, and this one writes them."""
+    """Lets the processes write rows together; None if each captures all heads, and this process writes them."""
     starts_after_prefix: bool
     """Whether a run can start after tokens whose keys and values the folder's index has."""
 
     @property
     def has_all_heads(self) -> bool:
-        """Whether the tensors that this process captures are those of all heads."""
+        """Whether this process captures all heads."""
         return self.part == ALL_HEADS
 
     @abstractmethod
     def begin(self, run: ModelRun) -> None:
-        """This process makes this run next."""
+        """Start a run of the model in the other processes; called just before this process makes the same run."""
 
     @abstractmethod
     def whole(self, own: Capture) -> Captured:
-        """A capture of this process with the heads of all processes."""
+        """Join this process's capture with the heads of all processes."""
 
     @abstractmethod
     def make_layers(
         self, work: LayerWork, layers: Sequence[int], files: ArtifactWriter, device: torch.device
     ) -> Generator[Tensors, None, None]:
-        """As `LayerMaker`: what a method makes of layers, whichever process does the work."""
+        """Yield a method's tensors of layers, built by this process or others; a `LayerMaker`."""
 
     @abstractmethod
     def release(self) -> None:
-        """Nothing follows that the other processes take part in."""
+        """Release the other processes: this process needs no more work from them."""
 
 
 class Alone(Team):
@@ -126,7 +126,7 @@ class Alone(Team):
     part, shared_rows, starts_after_prefix = ALL_HEADS, None, True
 
     def begin(self, run: ModelRun) -> None:
-        """Nobody is to be told."""
+        """Do nothing: there are no other processes."""
 
     def whole(self, own: Capture) -> Captured:
         return own
@@ -137,4 +137,4 @@ class Alone(Team):
         return make_layers(work, layers, files, device)
 
     def release(self) -> None:
-        """Nobody waits."""
+        """Do nothing: no other process waits."""

@@ -1,4 +1,4 @@
-"""A rank of a build that is not the first: it does its share of what that one asks of all."""
+"""Run a rank of a build other than the first: it carries out the first rank's requests."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from sparsekv.indexing.indexers.interface import Tensors
 
 
 def follow(ranks: Ranks, loaded: LoadedModel) -> None:
-    """Do what the first rank asks until its build needs this one no more.
+    """Carry out the first rank's requests until its build no longer needs this rank.
 
     Memory: this rank's share of the model and its own heads' cache of N rows. A layer's rows go once they are written
     or sent, and all that is left before layers are made. Then what `make_layers_from` takes, as on the first rank:
@@ -68,7 +68,7 @@ class _Follower:
     sums: SentSums | None = None
 
     def does(self, request: Request) -> bool:
-        """Do what is asked; False at the end."""
+        """Carry out a request; return False if it ends the build."""
         match request:
             case ShareFiles():
                 self._share_files(request)

@@ -1,4 +1,4 @@
-"""The first rank of a build: it writes, and has the others run the model and make indices with it."""
+"""Run the first rank of a build: it writes the index, and has the other ranks run the model and build methods, too."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class SplitRows(SharedRows):
     own: Capture | None = None
     """The last capture of this rank."""
     files = frozenset[str]()
-    """Those that all ranks write, and can read once they have."""
+    """Names of the files that all ranks write, and can read once they have ended them."""
     _sums: ReceivedSums
 
     def __init__(self, ranks: Ranks):
@@ -130,7 +130,7 @@ class JoinedCapture:
         return next((wrong for wrong in self.ranks.collect(self.own.not_finite()) if wrong), None)
 
     def rows(self, layer: int) -> Pair:
-        """Those of this rank's heads."""
+        """Return the rows of this rank's heads."""
         return self.own.rows(layer)
 
     def take(self, layer: int) -> CapturedLayer:

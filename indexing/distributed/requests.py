@@ -25,13 +25,13 @@ _UNREADABLE = bytes(_SUM)  # all zeros: the file could not be read; no file has 
 
 
 class ReceivedSums:
-    """The first rank's side: gives out the sums of layers' files in turn, and receives those that others make."""
+    """The first rank's side: assigns the checksums of layers' files to ranks in turn, and receives them."""
 
     def __init__(self, ranks: Ranks, channel: Channel):
         self._ranks, self._channel, self._given = ranks, channel, 0
 
     def give(self) -> int:
-        """The number of the rank that makes the next file's sum."""
+        """Return the rank that computes the next file's checksum."""
         self._given += 1
         return (self._given - 1) % self._ranks.size
 
@@ -66,7 +66,7 @@ class SentSums:
             threads.shutdown(wait=error is None, cancel_futures=error is not None)
 
     def make(self, layer: int, file: WholeFile) -> None:
-        """Make and send the sum of a layer's file."""
+        """Compute and send the checksum of a layer's file, in threads."""
         self._sending.submit(self._send, layer, self._summing.submit(file.sha256))
 
     def _send(self, layer: int, made: Future[str]) -> None:
@@ -83,19 +83,19 @@ Read = Callable[[str], Tensors]
 
 
 def give_memory_back(device: torch.device) -> None:
-    """Give the system what torch keeps of a GPU's memory without using it.
+    """Release the GPU memory that torch caches but does not use.
 
-    What was freed, such as this rank's captured rows, torch keeps for the streams that used it. The threads that read
-    layers have streams of their own, for which it would get new memory.
+    torch keeps freed memory, such as that of this rank's captured rows, for the streams that used it. The threads that
+    read layers have their own streams, for which torch would allocate new memory.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def take_turns(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read) -> Generator[Tensors, None, None]:
-    """The first rank's side: yields what a method makes of each layer, in order.
+    """Yield a method's tensors of each layer, in order, on the first rank; the ranks build layers in turn.
 
-    Memory: as of `make_layers_from`, and a layer's tensors of one other rank.
+    Memory: as for `make_layers_from`, plus a layer's tensors of one other rank.
     """
     with closing(_own(ranks, work, layers, read)) as own:
         for tensors in own:
@@ -104,7 +104,7 @@ def take_turns(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read)
 
 
 def give_turns(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read) -> None:
-    """Another rank's side: makes the layers of its turns, and sends each. Memory: as of `make_layers_from`."""
+    """Build the layers of another rank's turns, and send each to the first rank. Memory: as for `make_layers_from`."""
     turns = range(0, len(layers), ranks.size)
     with closing(_own(ranks, work, layers, read)) as own:
         for _ in turns:
@@ -117,7 +117,7 @@ def _own(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read) -> Ge
 
 
 def join_layer(ranks: Ranks, own: CapturedLayer) -> CapturedLayer | None:
-    """A layer with the heads of all ranks, on the first rank's device; None on the others.
+    """Join a layer's heads of all ranks on the first rank's device; return None on the other ranks.
 
     All ranks call it together, each with the same number of heads.
     """
@@ -129,7 +129,7 @@ def join_layer(ranks: Ranks, own: CapturedLayer) -> CapturedLayer | None:
 
 
 def join_queries(ranks: Ranks, own: CapturedQueries) -> CapturedQueries | None:
-    """The same of its queries alone."""
+    """Join a layer's queries of all ranks, as `join_layer` does, without its keys and values."""
     tail = ranks.join_heads(own.tail)
     sinks, sample = (None if rows is None else ranks.join_heads(rows) for rows in (own.sink_logits, own.sample))
     return None if tail is None else CapturedQueries(tail, sinks, sample)
@@ -137,8 +137,10 @@ def join_queries(ranks: Ranks, own: CapturedQueries) -> CapturedQueries | None:
 
 @dataclass(frozen=True)
 class ShareFiles:
-    """Open files of the context in an index's folder, by name, and tell whether that worked. Where it did for all
-    ranks, each writes its heads' rows into them while the prompt that follows is prefilled."""
+    """Open files of the context in an index's folder, by name, and reply whether that worked.
+
+    If it worked for all ranks, each writes its heads' rows to these files during the next prefill.
+    """
 
     folder: Path
     files: Mapping[str, SharedFile]
@@ -146,20 +148,23 @@ class ShareFiles:
 
 @dataclass(frozen=True)
 class CheckNumbers:
-    """Tell whether all captured numbers are finite."""
+    """Reply whether all captured numbers are finite."""
 
 
 @dataclass(frozen=True)
 class SendLayer:
-    """Send what was captured of a layer, and drop it."""
+    """Send a layer's captured rows and queries, and release them."""
 
     layer: int
 
 
 @dataclass(frozen=True)
 class EndLayer:
-    """Tell once a layer's rows are in its file, send what else was captured of it, and drop all; the rank `summed_by`
-    then sends the file's sum from a thread. The first one does it by itself, where that is needed at all."""
+    """Reply once a layer's rows are in its file, send its captured queries, and release the layer.
+
+    The rank `summed_by` then computes the file's checksum and sends it from a thread. If that is the first rank, it
+    computes the checksum by itself, if one is needed.
+    """
 
     layer: int
     summed_by: int
@@ -178,7 +183,7 @@ class MakeLayers:
 
 @dataclass(frozen=True)
 class End:
-    """The build needs this rank no more."""
+    """End this rank's work: the build no longer needs it."""
 
 
 Request = ModelRun | ShareFiles | CheckNumbers | SendLayer | EndLayer | MakeLayers | End

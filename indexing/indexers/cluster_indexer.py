@@ -67,7 +67,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 MOST = 8
-"""Items at a time."""
+"""Most items that are processed at a time."""
 MOST_TOKENS = 1 << 18
 """Of these items together: each takes memory of its own, some 20 KB a token with `codes` and an 8B's heads."""
 
@@ -75,10 +75,10 @@ MOST_TOKENS = 1 << 18
 def share_cores(
     items: Sequence[S], tokens: int, work: Callable[[S], T], of: int | None = None
 ) -> Generator[T, None, None]:
-    """Yields `work(item)` for each item, in order, several at a time, among which torch's threads are divided.
+    """Yield `work(item)` for each item, in order; several items run at a time and share torch's threads.
 
     Args:
-        tokens: that the work on one item is over.
+        tokens: the number of tokens of one item.
         of: number of items that the threads are divided among, where `items` are only some of them; as many as there
             are by default. Sums depend on the threads of an item, and must not depend on the items that are missing.
     """

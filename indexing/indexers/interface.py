@@ -1,5 +1,4 @@
-"""The interface of indexers (the offline halves of methods), their registry, and the calibration of score
-thresholds."""
+"""Define the interface and registry of indexers, which build a method's tensors, and calibrate score thresholds."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +12,7 @@ from sparsekv.formats.index.schema import LayerFacts, RopeFacts, Split, given_pa
 from sparsekv.formats.registry import Registry
 
 Tensors = dict[str, torch.Tensor]
-"""Tensors of one layer, by name."""
+"""A method's tensors of one layer, by name."""
 LOWEST = -60.0
 BINS = 6000
 POINTS = torch.logspace(-3, 0, 61, dtype=torch.float64)
@@ -33,25 +32,26 @@ class KeepCurve:
         """Add scores [Hk, Q, C] of clusters with counts [Hk, Q or 1, C]; every query selects from `tokens` tokens."""
         bins = _bins(scores)
         weights = counts.expand_as(scores).double()
-        # On the scores' device, as there may be millions. Atomics do no harm: whole numbers sum the same in any order.
+        # Summed on the scores' device, because there may be millions of scores. The order of atomic additions does not
+        # matter, because sums of whole numbers are exact.
         added = torch.zeros(BINS, dtype=torch.float64, device=scores.device)
         self.weight += added.scatter_add_(0, bins.flatten(), weights.flatten()).cpu()
         self.tokens += tokens * scores.shape[0] * scores.shape[1]
 
     def threshold(self, keep: float) -> float:
-        """The threshold at which clusters of at least that score have the share `keep` of all tokens; 0 keeps all."""
+        """Return the score threshold at which the kept clusters hold the share `keep` of all tokens; 0 keeps all."""
         kept = self.weight.flip(0).cumsum(0) / self.tokens
         passed = int(torch.searchsorted(kept, torch.tensor(keep, dtype=torch.float64)))
-        # The lowest bin also has all smaller scores, so only a threshold of 0 keeps all of its clusters.
+        # The lowest bin also counts all smaller scores, so only a threshold of 0 keeps all of its clusters.
         return 0.0 if passed >= BINS - 1 or keep >= 1 else 2.0 ** (LOWEST + (BINS - 1 - passed) * (-LOWEST / BINS))
 
     def share_above(self, threshold: float) -> float:
-        """The share of all tokens in clusters that score at least `threshold`."""
+        """Return the share of all tokens that are in clusters with a score of at least `threshold`."""
         first = 0 if threshold <= 0 else int(_bins(torch.tensor([threshold])))
         return float(self.weight[first:].sum()) / self.tokens
 
     def points(self) -> list[list[float]]:
-        """[[share kept, threshold], ...], shares rising from 0.001 to 1."""
+        """Return [[share kept, threshold], ...] for shares rising from 0.001 to 1."""
         return [[keep, self.threshold(keep)] for keep in POINTS.tolist()]
 
 
@@ -72,11 +72,13 @@ def check_iterations(iterations: int) -> None:
 
 @dataclass(frozen=True)
 class LayerInput:
-    """Input of an indexer: one layer's middle keys and values [Hk, M, D], and how the layer attends.
+    """Input of an indexer: one layer's middle keys and values [Hk, M, D], and facts about the layer's attention.
 
-    `queries` [Hq, P, D] are the queries at `positions` [P], rising, a sample of the middle; None unless the method's
-    `queries_wanted` is above 0. `sink_keys` [Hk, S, D] are the keys before the middle, `sink_logits` [Hq] the learned
-    attention-sink logits of models that have them.
+    Args:
+        queries: [Hq, P, D], a sample of the middle's queries; None unless the method's `queries_wanted` is above 0.
+        positions: [P], rising, the positions of these queries.
+        sink_keys: [Hk, S, D], the keys before the middle.
+        sink_logits: [Hq], the learned attention-sink logits of models that have them.
     """
 
     keys: torch.Tensor
@@ -91,7 +93,7 @@ class LayerInput:
 
 @dataclass(frozen=True)
 class BuiltLayer:
-    """Input of a calibration: the tensors that it built for a layer, and the held-out queries [Hq, R, D]."""
+    """Input of a calibration: the tensors that a method built for a layer, and the held-out queries [Hq, R, D]."""
 
     tensors: Tensors
     tail_queries: torch.Tensor
@@ -103,14 +105,14 @@ class Indexer(ABC):
     """One method's offline half: a frozen dataclass whose fields are its parameters and command-line options."""
 
     revision: ClassVar[int] = 1
-    """Raised when the same parameters give other tensors than before: no build reuses files of another revision."""
+    """Increased when the same parameters give other tensors than before. Builds reuse no files of another revision."""
     takes_tokens: ClassVar[bool] = False
-    """Whether it has `append_layer`: the tokens of an append join what is there."""
+    """Whether the method implements `append_layer`, so that an append adds tokens to its existing tensors."""
     learns: ClassVar[bool] = False
-    """Whether it keeps what it learned of the tokens before those that it takes in, and may serve many of these worse:
-    an append builds it anew at certain lengths of the text (`append.learning_again`)."""
+    """Whether appended tokens use codebooks or similar that were learned from earlier tokens and may fit worse. Appends
+    then build the method again at certain lengths of the text (`append.learning_again`)."""
     by_default: ClassVar[bool] = False
-    """Whether it is built where no method is named."""
+    """Whether the method is built if the user names none."""
     seed: int = field(default=0, metadata={"help": "Seed of everything random in a build."})
 
     def __post_init__(self) -> None:
@@ -118,43 +120,44 @@ class Indexer(ABC):
             raise UsageError(f"--seed {self.seed}: give a number from 0 to {LARGEST_SEED}")
 
     def queries_wanted(self) -> int:
-        """How many of the prompt's queries, per KV head, the method builds from; 0: none."""
+        """Return the number of the prompt's queries, per KV head, that the method builds from; 0 for none."""
         return 0
 
     def check_channels(self, head_dim: int) -> None:
-        """Raise UsageError if the method cannot be built for heads of so many channels; asked before the prefill."""
+        """Raise UsageError if the method cannot use heads of `head_dim` channels. Called before the prefill."""
         return
 
     @property
     def needs_rope(self) -> bool:
-        """Whether it builds from each layer's RoPE, so that `check_rope` is asked before the prefill."""
+        """Whether the method builds from each layer's RoPE, so that `check_rope` is called before the prefill."""
         return False
 
     def check_rope(self, rope: RopeFacts | None) -> None:
-        """Raise UsageError if the method cannot be built for layers with this RoPE; None: they turn keys otherwise."""
+        """Raise UsageError if the method cannot be built for layers with this RoPE; None is an unknown rotation."""
         return
 
     def bytes_per_token(self, head_dim: int) -> float:
-        """Bytes of its files per middle token and KV head, if they are large compared with keys and values; else 0."""
+        """Return the method's bytes per middle token and KV head if they are many next to keys and values, else 0."""
         return 0.0
 
     @abstractmethod
     def build_layer(self, layer: LayerInput) -> Tensors:
-        """Build the index's tensors for one layer, by name.
+        """Build the method's tensors for one layer, by name.
 
-        On a CPU several threads call it at a time, each for a layer and without gradients; what it changes is its own.
+        On a CPU several threads call it at a time, each for another layer and with gradients off. It must not change
+        shared state.
         """
 
     def append_layer(self, tensors: Tensors, layer: LayerInput, old_middle: int) -> Tensors:
-        """Build the index's tensors for one layer whose middle has grown; only methods with `takes_tokens` have this.
+        """Build the method's tensors for one layer whose middle has grown. Only methods with `takes_tokens` have this.
 
         Args:
-            tensors: those built for the first `old_middle` tokens of the middle, with the same parameters.
+            tensors: the tensors built for the first `old_middle` tokens of the middle, with the same parameters.
         """
         raise NotImplementedError
 
     def calibrate(self, layers: Callable[[], Iterator[BuiltLayer]]) -> dict[str, Any]:
-        """Numbers for the manifest that need all layers; each call of `layers()` iterates over the layers again."""
+        """Compute values for the manifest that need all layers. Each call of `layers()` iterates over all layers."""
         return {}
 
 
@@ -162,20 +165,20 @@ indexers: Registry[type[Indexer]] = Registry("indexer", "sparsekv.indexing.metho
 
 
 def indexer_of(kind: type[Indexer], parameters: Mapping[str, Any]) -> Indexer:
-    """An indexer with the parameters of a manifest; those that this version does not have are ignored.
+    """Make an indexer from a manifest's parameters; parameters that this version does not have are ignored.
 
     Raises:
-        UsageError: a value is not allowed.
+        UsageError: a parameter has an invalid value.
     """
     known = {one.name for one in fields(kind)}
     return kind(**given_parameters({name: value for name, value in parameters.items() if name in known}))
 
 
 def choose_indexers(names: list[str]) -> list[str]:
-    """Names of the methods to build: all for `all`, the default ones for an empty list.
+    """Return the names of the methods to build: all for `all`, the default methods for an empty list.
 
     Raises:
-        UsageError: a method that does not exist.
+        UsageError: a method does not exist.
     """
     known = indexers()
     for name in names:

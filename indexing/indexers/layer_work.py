@@ -1,4 +1,4 @@
-"""Indices of one method layer by layer: one after another on a GPU, several at a time on a CPU."""
+"""Build a method's tensors layer by layer: one layer at a time on a GPU, several at a time on a CPU."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -15,7 +15,7 @@ from sparsekv.indexing.indexers.cluster_indexer import share_cores
 from sparsekv.indexing.indexers.interface import Indexer, LayerInput, Tensors
 
 Read = Callable[[str], Mapping[str, torch.Tensor]]
-"""Returns the tensors of a file of the build by its name, on the device where indices are made."""
+"""Returns the tensors of a build's file by its name, on the device that builds the methods."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class LayerWork:
     """One method's work on any layer of an index. It can be sent to another process, which then does the same.
 
     Args:
-        dtype: the index's, such as `bfloat16`.
-        in_8_bits: the index stores keys and values so, and with them the finest clusters' centroids.
+        dtype: the index's dtype, such as `bfloat16`.
+        in_8_bits: the index stores keys, values and the finest clusters' centroids in int8.
     """
 
     name: str
@@ -35,18 +35,18 @@ class LayerWork:
     in_8_bits: bool
 
     def sources(self, layer: int) -> list[str]:
-        """The files that the method's file of a layer is made from."""
+        """List the files that the method's file of a layer is made from."""
         folders = ["context", "samples"] if self.indexer.queries_wanted() else ["context"]
         return [layer_file(folder, layer) for folder in folders]
 
     def files(self, layer: int) -> list[str]:
-        """All files that `input` reads."""
+        """List all files that `input` reads for a layer."""
         return [*self.sources(layer), layer_file("queries", layer)]
 
     def input(self, layer: int, read: Read) -> LayerInput:
-        """The input of the layer's indexer."""
+        """Read a layer's input for the indexer."""
         stored = context_rows(_lent(read(layer_file("context", layer))), getattr(torch, self.dtype))
-        # From what is stored, not from what was captured: a resumed build and a converted index have nothing else.
+        # Methods are built from stored rows, not captured rows: a resumed build and a converted index have no others.
         keys, values = stored.part(slice(self.split.sinks + self.split.middle))
         lend([keys, values])
         middle = slice(self.split.sinks, self.split.sinks + self.split.middle)
@@ -63,11 +63,11 @@ class LayerWork:
         )
 
     def build(self, layer: int, rows: LayerInput) -> Tensors:
-        """The method's tensors of a layer, by name, as they are stored."""
+        """Build the method's tensors of a layer, by name, as they are stored."""
         return self.stored(self.indexer.build_layer(rows))
 
     def stored(self, tensors: Tensors, before: Tensors | None = None) -> Tensors:
-        """An indexer's tensors of a layer as they are stored, which continue what is stored before."""
+        """Convert an indexer's tensors of a layer to their stored form; they extend the stored tensors `before`."""
         return with_centroids_in_8_bits(tensors, before) if self.in_8_bits else tensors
 
 
@@ -86,27 +86,27 @@ def _lent(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
 
 T = TypeVar("T")
 AHEAD = 2
-"""Layers that are read while a method is built for one."""
+"""Number of layers that are prefetched while a method is built for a layer."""
 
 
 LayerMaker = Callable[[LayerWork, Sequence[int], ArtifactWriter, torch.device], Generator[Tensors, None, None]]
-"""Yields what a method makes of each of some layers, in order, on a device, from the files of a build."""
+"""Yields a method's tensors of each given layer, in order, built on a device from a build's files."""
 
 
 def make_layers(
     work: LayerWork, layers: Sequence[int], files: ArtifactWriter, device: torch.device
 ) -> Generator[Tensors, None, None]:
-    """The `LayerMaker` of one process."""
+    """Build layers in this process alone; a `LayerMaker`."""
     yield from make_layers_from(work, layers, lambda name: files.read(name, device), device)
 
 
 def make_layers_from(
     work: LayerWork, layers: Sequence[int], read: Callable[[str], Tensors], device: torch.device
 ) -> Generator[Tensors, None, None]:
-    """Yields what a method makes of each layer, in order.
+    """Yield a method's tensors of each layer, in order.
 
-    Memory: on a GPU AHEAD + 2 layers' keys and values, and what the indexer takes for one; on a CPU what `share_cores`
-    has at a time.
+    Memory: on a GPU, the keys and values of AHEAD + 2 layers, and what the indexer allocates for one layer. On a CPU,
+    this for the layers that `share_cores` processes at a time.
     """
 
     def read_input(layer: int) -> LayerInput:
@@ -121,7 +121,7 @@ def make_layers_from(
 
 
 def ahead_on(device: torch.device, layers: Sequence[int], read: Callable[[int], T]) -> Generator[T, None, None]:
-    """Yields `read(layer)` for each layer; threads read the next ones, so AHEAD + 2 may be on the device."""
+    """Yield `read(layer)` for each layer, while threads prefetch; AHEAD + 2 layers may be on the device."""
 
     def use_own_stream() -> None:
         # On the default stream, a copy to the device would wait for the layer that is being built.

@@ -1,5 +1,7 @@
-"""Product quantisation of keys: codebooks, the rotation fitted to the document's queries, and centroids for tokens that
-are not selected."""
+"""Quantise keys by product quantisation: train codebooks, and fit a linear transform to the document's queries.
+
+Also fit masses and values of clusters that stand for tokens that are not selected.
+"""
 
 import math
 from collections.abc import Callable
@@ -12,18 +14,18 @@ from sparsekv.indexing.indexers.interface import Tensors
 from sparsekv.kernels.kmeans.kmeans import assign, moved_centres, random_points
 from sparsekv.kernels.scores.logits import attention_logits, best_tokens, softmax_with_logsumexp
 
-TAKEN = 0.04  # share of the tokens that each query takes
-PRIOR = 0.1  # of a cluster's mean mass: how much of it is as the means say
+TAKEN = 0.04  # share of the tokens that each query selects
+PRIOR = 0.1  # weight of the unfitted centroids in the fit, as a share of the mean mass of a head's clusters
 AT_ONCE = 16  # positions whose logits are in memory
 
 
 def attended(keys: torch.Tensor, queries: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
-    """[Hk, M] float32: the mean over the queries of the root of each token's share of the attention. The root, because
-    a question asks for some tokens that few of the document's queries ask for.
+    """Compute [Hk, M] float32: the square root of each token's attention weight, averaged over the queries.
 
-    Allocates three times the logits of `AT_ONCE` positions on all tokens, with a soft cap four times.
+    The root gives more weight to tokens that few of the document's queries attend to, which a question may need.
+    Allocates three times the logits of `AT_ONCE` positions on all tokens; with a soft cap, four times.
 
-    Args: as `fit_rest`'s.
+    Args: as for `fit_rest`.
     """
     roots = torch.zeros(keys.shape[:2], device=keys.device)
     for some in queries.split(AT_ONCE, 2):
@@ -33,10 +35,12 @@ def attended(keys: torch.Tensor, queries: torch.Tensor, facts: LayerFacts) -> to
 
 
 def _chosen(estimates: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """The tokens [Hk, P, K] that each position takes by estimated logits [Hk, G, P, M], which are probabilities over
-    exact log-sum-exps [Hk, G, P]."""
+    """Select the tokens [Hk, P, K] that each position takes by estimated logits [Hk, G, P, M].
+
+    Logits become probabilities by the exact log-sum-exps [Hk, G, P].
+    """
     weights, estimated_total = softmax_with_logsumexp(estimates)
-    # Estimates can be above what is exact by so much that there is no such number.
+    # Estimates can exceed the exact logits by so much that the exponential would overflow.
     weights.mul_((estimated_total - total).clamp(max=60).exp()[..., None])
     return best_tokens(weights.mean(1), max(1, round(TAKEN * estimates.shape[-1])))
 
@@ -50,17 +54,17 @@ def fit_rest(
     labels: torch.Tensor,
     facts: LayerFacts,
 ) -> Tensors:
-    """Fit masses and values of clusters to queries: rest_bias [Hk, C] float32, logarithms of the masses' factors, and
-    rest_values [Hk, C, D] in the dtype of the values.
+    """Fit masses and values of clusters to queries that attend to unselected tokens through the clusters.
 
-    Allocates four times the logits of `AT_ONCE` positions on all tokens, with a soft cap five times.
+    Returns rest_bias [Hk, C] float32, the logarithms of the masses' factors, and rest_values [Hk, C, D] in the dtype of
+    the values. Allocates four times the logits of `AT_ONCE` positions on all tokens; with a soft cap, five times.
 
     Args:
         keys, values: [Hk, M, D].
         queries: [Hk, G, P, D].
-        estimated: logits [Hk, G, P, M] of such queries by the keys' codes.
+        estimated: returns logits [Hk, G, P, M] of queries, estimated from the keys' codes.
         clusters: level0.centroids, level0.value_centroids and level0.counts.
-        labels: [Hk, M], each token's cluster.
+        labels: [Hk, M], the cluster of each token.
     """
     centroids, counts = clusters["level0.centroids"], clusters["level0.counts"].float()
     weights = torch.zeros(keys.shape[:2], device=keys.device)  # of each token, over all queries that do not take it
@@ -83,25 +87,28 @@ def fit_rest(
     return {"rest_bias": ((masses + prior) / (expected + prior)).log(), "rest_values": fitted.to(values.dtype)}
 
 
-SHRINK = 0.3  # of S, towards the same in all directions: a sample knows too little of those that it hardly has
+SHRINK = 0.3  # shrinkage of the queries' second moments to isotropy: a sample estimates rare directions badly
 
 
 def query_turn(keys: torch.Tensor, queries: torch.Tensor, parts: int, weights: torch.Tensor) -> torch.Tensor:
-    """[Hk, D, D] float16 by which queries are multiplied; keys are by `key_turn` of it, and products stay the same.
+    """Fit the matrix [Hk, D, D] float16 by which queries are multiplied.
+
+    Keys are multiplied by its `key_turn`, so that products of queries and keys stay the same.
 
     Allocates the keys three times more in float32.
 
     Args:
         keys: [Hk, M, D].
         queries: [Hk, P, D], a sample of all heads of a group.
-        parts: that a key's channels are cut into, neighbouring ones together.
+        parts: number of parts of neighbouring channels that a key is cut into.
         weights: [Hk, M], above 0: how much the error of each key matters.
     """
     (root, inverse), shares = _roots(queries.float()), weights / weights.sum(1, keepdim=True)
     turned = keys.float() @ root
     turned -= shares[:, None] @ turned
     variances, directions = torch.linalg.eigh(turned.transpose(1, 2) @ (shares[..., None] * turned))
-    # A direction's sign is rounding's: with its largest part above 0 the same keys have the same codes everywhere.
+    # Rounding decides an eigenvector's sign. Its largest component is made positive, so that codes are the same
+    # everywhere.
     largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
     directions = directions * largest.sign()
     dealt = torch.stack([_deal(of_head, parts) for of_head in variances]).to(keys.device)
@@ -112,18 +119,18 @@ def query_turn(keys: torch.Tensor, queries: torch.Tensor, parts: int, weights: t
 
 
 def key_turn(turn: torch.Tensor) -> torch.Tensor:
-    """[Hk, D, D] float32 by which keys are multiplied, for queries that are by `turn`."""
-    # A batched LU of more than 128 channels never ends with several threads of MKL, so that this is by QR.
+    """Compute the matrix [Hk, D, D] float32 by which keys are multiplied if queries are multiplied by `turn`."""
+    # QR, because a batched LU of more than 128 channels hangs with several MKL threads.
     orthogonal, triangle = torch.linalg.qr(turn.double())
     inverse: torch.Tensor = torch.linalg.solve_triangular(triangle.transpose(1, 2), orthogonal, upper=False, left=False)
     return inverse.float()
 
 
 def _roots(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The symmetric root [Hk, D, D] of the queries' second moments, shrunk, with a mean variance of 1; its inverse."""
+    """Compute the symmetric root [Hk, D, D] of the queries' shrunk second moments, of mean variance 1; its inverse."""
     moments = queries.transpose(1, 2) @ queries
     even = torch.eye(queries.shape[2], device=queries.device)
-    # A head without queries that differ from 0 has no say.
+    # A head whose queries are all 0 gets the isotropic moments alone.
     size = moments.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None].clamp(min=1e-12)
     variances, directions = torch.linalg.eigh((1 - SHRINK) * moments / size + SHRINK * even)
     # No variance is below SHRINK but for rounding.
@@ -133,8 +140,10 @@ def _roots(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _deal(variances: torch.Tensor, parts: int) -> torch.Tensor:
-    """Numbers [D] of components, part by part, given their variances [D] in rising order: the largest that is left goes
-    to the part with the smallest product that has room."""
+    """Assign components to parts, given their variances [D] in rising order; return indices [D] part by part.
+
+    The largest remaining component goes to the part with room and the smallest product of variances.
+    """
     room = len(variances) // parts
     logs = variances.clamp(min=1e-12).log().tolist()
     least, dealt, products = logs[0], [list[int]() for _ in range(parts)], [0.0] * parts
@@ -149,7 +158,7 @@ CODES = 256  # centroids of a part: the values of a byte
 
 
 def check_parts(option: str, parts: int, head_dim: int) -> None:
-    """Raise UsageError unless a head's channels divide into so many parts."""
+    """Raise UsageError unless a head's channels divide evenly into `parts`."""
     if head_dim % parts:
         raise UsageError(f"{option} {parts}: the model's heads have {head_dim} channels; give a divisor of that")
 
@@ -157,36 +166,37 @@ def check_parts(option: str, parts: int, head_dim: int) -> None:
 def train_codebooks(
     keys: torch.Tensor, parts: int, iterations: int, seed: int, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Centroids [Hk, m, C, D / m] float16 of each part, by k-means over keys [Hk, M, D]; C is M if that is below 256.
+    """Train centroids [Hk, m, C, D / m] float16 of each part by k-means over keys [Hk, M, D]; C is min(256, M).
 
-    All heads' parts move together, in one product. Allocates the keys once more in float32.
+    The parts of all heads are clustered together in batched products. Allocates the keys once more in float32.
 
     Args:
-        weights: [Hk, M], above 0: how much the error of each key matters. None: as much as any other's.
+        weights: [Hk, M], above 0: how much the error of each key matters. None for equal weights.
     """
     points = _parts(keys, parts)
     of_parts = None if weights is None else weights.repeat_interleave(parts, 0)
     generator = torch.Generator(points.device).manual_seed(seed)
     first = random_points(points, min(CODES, keys.shape[1]), generator, weights=of_parts)
-    # k-means ends with labels; codes are labels of the rounded centroids, so that these can move once more instead.
+    # k-means would end with an assignment. Codes are assigned to the rounded centroids later, so one more update of the
+    # centroids replaces it.
     _, books = moved_centres(points, first, iterations + 1, of_parts)
     return books.view(len(keys), parts, -1, points.shape[2]).half()
 
 
 def encode(keys: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
-    """Codes [Hk, M, m] uint8 of keys [Hk, M, D]: the nearest centroid of each part."""
+    """Encode keys [Hk, M, D] as codes [Hk, M, m] uint8: the index of each part's nearest centroid."""
     Hk, parts = codebooks.shape[:2]
     nearest = assign(_parts(keys, parts), codebooks.float().flatten(0, 1))
     return nearest.view(Hk, parts, -1).transpose(1, 2).byte().contiguous()
 
 
 def decode(codes: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
-    """The keys [Hk, M, D] float32 that codes [Hk, M, m] stand for."""
+    """Decode codes [Hk, M, m] to keys [Hk, M, D] float32."""
     named = codes.transpose(1, 2).long()[..., None].expand(-1, -1, -1, codebooks.shape[3])
     return codebooks.float().gather(2, named).transpose(1, 2).flatten(2)
 
 
 def _parts(keys: torch.Tensor, parts: int) -> torch.Tensor:
-    """[Hk * m, M, D / m] float32: neighbouring channels of a head's keys, part by part."""
+    """Cut keys [Hk, M, D] into parts of neighbouring channels: [Hk * m, M, D / m] float32."""
     Hk, M, D = keys.shape
     return keys.float().view(Hk, M, parts, D // parts).transpose(1, 2).flatten(0, 1)

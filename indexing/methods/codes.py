@@ -1,8 +1,8 @@
-"""Codes, offline: a code of every key, trained for the document's queries, and few clusters that stand for the rest.
+"""Codes, offline: quantised codes of all keys, trained for the document's queries, and clusters for unselected tokens.
 
-Codes are product-quantised as PQCache's (arXiv 2407.12820), after a turn that makes what they lose matter least to the
-document's queries, and best for the keys that these attend to. The clusters are Multipole's (arXiv 2506.13059), with
-fitted masses and values.
+Codes use product quantisation as in PQCache (arXiv 2407.12820). Keys are first multiplied by a matrix, so that the
+quantisation error matters least to the document's queries. Keys that these attend to are weighted most. The clusters
+are Multipole's (arXiv 2506.13059), with fitted masses and values.
 """
 
 from dataclasses import dataclass, field
@@ -28,10 +28,10 @@ from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.kernels.scores.logits import attention_logits
 
 ATTENDED_EVERY, FIT_EVERY = 2, 6
-"""How much keys matter, and what clusters stand for, is found from one of so many positions of the sample: from more of
-them output errors are the same to 1%, and the build of a CPU takes longer."""
+"""Strides through the sample's positions for the keys' weights and for the fit of the clusters. With smaller strides,
+output errors are the same to 1%, and a build on a CPU takes longer."""
 FLOOR = 0.3
-"""Of the mean weight of a head's keys: what a key weighs that none of the document's queries attends to."""
+"""Weight of a key that none of the document's queries attends to, as a share of the mean weight of its head's keys."""
 
 
 @indexers.register("codes")
@@ -65,16 +65,18 @@ class CodesIndexer(MultipoleIndexer):
         check_parts("--code-bytes", self.code_bytes, head_dim)
 
     def build_layer(self, layer: LayerInput) -> Tensors:
-        """The clusters' tensors; query_turn [Hk, D, D] and codebooks [Hk, m, C, D / m] float16; codes [Hk, M, m] uint8;
-        rest_bias [Hk, C] float32 and rest_values [Hk, C, D]. Allocates the keys four times in float32.
+        """Build the clusters' tensors, the codes and the fitted rest.
+
+        These are query_turn [Hk, D, D] and codebooks [Hk, m, C, D / m] float16, codes [Hk, M, m] uint8, rest_bias
+        [Hk, C] float32 and rest_values [Hk, C, D]. Allocates the keys four times in float32.
         """
         clusters = super().build_layer(layer)
         return clusters | self._coded_and_rest(layer, clusters)
 
     def append_layer(self, tensors: Tensors, layer: LayerInput, old_middle: int) -> Tensors:
-        """Keep the turn and the codebooks, encode the new keys with them, and fit what the clusters stand for anew.
+        """Keep query_turn and codebooks, encode the new keys with them, and fit the clusters' masses and values again.
 
-        Codebooks of fewer keys than a byte has values are made again, because they could tell few keys apart.
+        Codebooks that were trained on fewer than 256 keys are trained again, because they distinguish few keys.
         """
         clusters = super().append_layer(tensors, layer, old_middle)
         if tensors["codebooks"].shape[2] < min(CODES, layer.keys.shape[1]):
@@ -95,14 +97,14 @@ class CodesIndexer(MultipoleIndexer):
 
 
 def _grouped(layer: LayerInput) -> torch.Tensor:
-    """The sample's queries [Hk, G, P, D]."""
+    """Reshape the sample's queries to [Hk, G, P, D]."""
     assert layer.queries is not None
     grouped: torch.Tensor = layer.queries.unflatten(0, (len(layer.keys), -1))
     return grouped
 
 
 def _rest(layer: LayerInput, clusters: Tensors, coded: Tensors) -> Tensors:
-    """rest_bias and rest_values, for what the codes choose."""
+    """Fit rest_bias and rest_values for the tokens that the codes leave unselected."""
     labels, some = finest_labels(clusters), _grouped(layer)[:, :, ::FIT_EVERY]
     turn, named = coded["query_turn"].float()[:, None], decode(coded["codes"], coded["codebooks"])
 

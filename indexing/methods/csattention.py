@@ -71,7 +71,7 @@ class CSAttentionIndexer(Indexer):
         return ENTRY_BYTES * head_dim / self.subspace_size * self.centroids * self.alpha
 
     def build_layer(self, layer: LayerInput) -> Tensors:
-        """channels [m, D / m] int32 of each subspace, centroids [Hk, m, C, D / m] float16, and `_with_lists`' tensors.
+        """Build channels [m, D / m] int32, centroids [Hk, m, C, D / m] float16, and the tensors of `_with_lists`.
 
         C is `centroids`, or the number of queries if that is smaller. Allocates queries and keys in float32, and one
         subspace's scores [C, M] at a time.
@@ -89,7 +89,7 @@ class CSAttentionIndexer(Indexer):
         return self._with_lists(kept, layer)
 
     def append_layer(self, tensors: Tensors, layer: LayerInput, old_middle: int) -> Tensors:
-        """Keep the centroids and build their lists over all keys. Allocates as `build_layer`, without the queries."""
+        """Keep the centroids, and build their lists over all keys. Allocates as `build_layer`, without the queries."""
         return self._with_lists({name: tensors[name] for name in ("channels", "centroids")}, layer)
 
     def _with_lists(self, kept: Tensors, layer: LayerInput) -> Tensors:
@@ -105,8 +105,11 @@ class CSAttentionIndexer(Indexer):
         return kept | lists | {"part_weights": fit_weights(tables, last, layer.keys, layer.facts.softmax_scale)}
 
     def calibrate(self, layers: Callable[[], Iterator[BuiltLayer]]) -> dict[str, Any]:
-        """`cosines`: percentiles 0 to 100 of a query part's cosine to its nearest centroid, over all layers, heads,
-        subspaces and the first half of the held-out queries; `--backoff` reads its cosine threshold from them."""
+        """Compute `cosines`: percentiles 0 to 100 of a query part's cosine to its nearest centroid.
+
+        They are over all layers, heads, subspaces and the first half of the held-out queries. `--backoff` reads its
+        cosine threshold from them.
+        """
         found = []
         for layer in layers():
             tables = Tables.from_tensors(layer.tensors, 0, 0)

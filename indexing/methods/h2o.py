@@ -32,7 +32,10 @@ class H2OIndexer(Indexer):
         return self.query_sample
 
     def build_layer(self, layer: LayerInput) -> Tensors:
-        """scores [Hk, M] float32: sums over the sample, means over the group. Allocates 64 MB of logits at a time."""
+        """Build scores [Hk, M] float32: attention summed over the sample and averaged over the group.
+
+        Allocates 64 MB of logits at a time.
+        """
         assert layer.queries is not None
         assert layer.positions is not None
         assert layer.sink_keys is not None
@@ -46,7 +49,7 @@ class H2OIndexer(Indexer):
     def _attention(
         self, layer: LayerInput, keys: torch.Tensor, queries: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """[Hk, S + M]: attention of queries [Hk, G, P, D] at positions [P] to keys [Hk, S + M, D], summed over P."""
+        """Sum the attention of queries [Hk, G, P, D] at positions [P] to keys [Hk, S + M, D] over P: [Hk, S + M]."""
         logits = attention_logits(queries, keys, *layer.facts.scaling)
         unseen = torch.arange(keys.shape[1], device=keys.device) > positions[:, None]
         logits = logits.masked_fill(unseen, -torch.inf)

@@ -52,9 +52,10 @@ class MultipoleIndexer(ClusterIndexer):
             raise UsageError(f"--block {self.block}: give at least {self.smallest_block}")
 
     def build_layer(self, layer: LayerInput) -> Tensors:
-        """The levels of all blocks, joined, and block_offsets [blocks + 1] int32, counted from the first middle token.
+        """Build the joined levels of all blocks, and block_offsets [blocks + 1] int32, relative to the middle's start.
 
-        Allocates one block's keys twice in float32; on a GPU those of `AT_ONCE` blocks, and their keys and values.
+        Allocates one block's keys twice in float32. On a GPU it allocates this for `AT_ONCE` blocks, and their keys and
+        values.
         """
         return self._join(layer, [], block_offsets(layer.keys.shape[1], self.block))
 
@@ -79,7 +80,7 @@ class MultipoleIndexer(ClusterIndexer):
         return join_blocks(blocks + made) | {"block_offsets": torch.tensor(offsets, dtype=torch.int32)}
 
     def _together(self, keys: torch.Tensor) -> int:
-        """Tokens whose blocks are clustered together; a CPU clusters head by head."""
+        """Return the number of tokens whose blocks are clustered together; a CPU clusters head by head."""
         return min(AT_ONCE * self.block, MOST_TOKENS) if keys.is_cuda else self.block
 
     def _cluster_blocks(self, layer: LayerInput, offsets: list[int]) -> Iterator[Tensors]:
@@ -95,7 +96,7 @@ class MultipoleIndexer(ClusterIndexer):
         found = self.cluster(keys, values, layer.split.sinks, lookup)
         wanted = list(enumerate(level_sizes(self.levels, keys.shape[1])))[1:]
         if shape[1] > 1 and any(found[f"level{level}.counts"].shape[1] < size for level, size in wanted):
-            # A block with few different keys has fewer clusters to cluster again; the others have not.
+            # A block with few distinct keys may have fewer clusters than the others, so each block is clustered alone.
             for start, stop in pairwise(offsets):
                 yield from self._cluster_blocks(layer, [start, stop])
             return
@@ -105,7 +106,7 @@ class MultipoleIndexer(ClusterIndexer):
             yield of_block | {"token_order": of_block["token_order"] + start}
 
     def lookup_keys(self, layer: LayerInput, tokens: slice) -> torch.Tensor | None:
-        """Keys [Hk, T, D] by which middle tokens are clustered and looked up; None: the keys as attended."""
+        """Return the keys [Hk, T, D] by which middle tokens are clustered and looked up; None for the attended keys."""
         return None
 
     def _extend(self, block: Tensors, layer: LayerInput, tokens: slice, old: int) -> Tensors:

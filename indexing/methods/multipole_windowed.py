@@ -33,7 +33,7 @@ class WindowedMultipoleIndexer(MultipoleIndexer):
             )
 
     def lookup_keys(self, layer: LayerInput, tokens: slice) -> torch.Tensor:
-        """Keys [Hk, T, D] float32 as they would be at position 0.
+        """Return keys [Hk, T, D] float32 with RoPE undone, as they would be at position 0.
 
         Raises:
             UsageError: the layer's RoPE is not known.

@@ -1,7 +1,7 @@
 """PQCache, offline (arXiv 2407.12820): product quantisation of the middle keys, one byte per subspace.
 
 Per KV head the channels are split into `--pq-bytes` subspaces. Each is clustered on its own (on a CPU by faiss's
-k-means, as faiss's product quantiser does), and a byte of a key's code is the number of the nearest centroid. A
+k-means, as faiss's product quantiser does), and a byte of a key's code is the index of the nearest centroid. A
 subspace has 256 centroids, or as many as there are keys.
 """
 
@@ -34,7 +34,7 @@ class PQCacheIndexer(Indexer):
         check_parts("--pq-bytes", self.pq_bytes, head_dim)
 
     def build_layer(self, layer: LayerInput) -> Tensors:
-        """codebooks [Hk, m, C, D / m] float16, and codes [Hk, M, m] uint8, the nearest centroids in that float16 form.
+        """Build codebooks [Hk, m, C, D / m] float16, and codes [Hk, M, m] uint8, the nearest of the float16 centroids.
 
         Allocates the keys once more in float32.
         """
@@ -44,7 +44,7 @@ class PQCacheIndexer(Indexer):
     def append_layer(self, tensors: Tensors, layer: LayerInput, old_middle: int) -> Tensors:
         """Keep the codebooks, and encode the new keys with them.
 
-        Codebooks of fewer keys than a byte has values are made again, because they could tell few keys apart.
+        Codebooks that were trained on fewer than 256 keys are trained again, because they distinguish few keys.
         """
         if tensors["codebooks"].shape[2] < min(CODES, layer.keys.shape[1]):
             return self.build_layer(layer)

@@ -27,18 +27,18 @@ class SqueezedIndexer(ClusterIndexer):
     revision: ClassVar[int] = 2
 
     def build_layer(self, layer: LayerInput) -> Tensors:
-        """Levels of key centroids and the token order; also value centroids, which `--residual` uses."""
+        """Build levels of key centroids, the token order, and value centroids, which `--residual` uses."""
         return self.cluster(layer.keys, layer.values, layer.split.sinks)
 
     def calibrate(self, layers: Callable[[], Iterator[BuiltLayer]]) -> dict[str, Any]:
-        """Thresholds and keep rates for `decode` and `prefill`, `flat` and (with several levels) `hierarchical`."""
+        """Calibrate thresholds and keep rates for `decode` and `prefill`, `flat` and, with levels, `hierarchical`."""
         deepest = len(self.levels) - 1
         found = {
             kind: {"flat": _Lookup(group, 0)} | ({"hierarchical": _Lookup(group, deepest)} if deepest else {})
             for kind, group in (("decode", 1), ("prefill", QUESTION_TOKENS))
         }
         lookups = [lookup for of_kind in found.values() for lookup in of_kind.values()]
-        # All lookups in each pass over the layers: reading a layer costs more than scoring it.
+        # Each pass over the layers handles all lookups, because reading a layer costs more than scoring it.
         for depth in range(deepest + 1):
             for layer in layers():
                 for lookup in lookups:
@@ -85,7 +85,7 @@ class _Lookup:
 def _level_scores(
     layer: BuiltLayer, coarse: int, thresholds: list[float], group: int, *, held_out: bool
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Scores of the level below those that have thresholds, its counts, 0 for clusters that did not survive, and M."""
+    """Return scores and counts of the first level without a threshold, and M; dropped clusters have a count of 0."""
     half = layer.tail_queries.shape[1] // 2
     queries = layer.tail_queries[:, half:] if held_out else layer.tail_queries[:, :half]
     level, alive = coarse, torch.ones((), device=queries.device)
@@ -104,7 +104,7 @@ def _level_scores(
 def _pooled(
     layer: BuiltLayer, queries: torch.Tensor, level: int, alive: torch.Tensor, group: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores [Hk, Q / group, C] and counts of one level; scores are averaged over `group` queries, as in a prefill."""
+    """Return scores [Hk, Q / group, C], averaged over `group` queries as in a prefill, and counts of one level."""
     centroids = layer.tensors[f"level{level}.centroids"]
     group = min(group, queries.shape[1])
     Hk, pools = centroids.shape[0], queries.shape[1] // group

@@ -24,16 +24,16 @@ class Prefill(ABC):
     """One way to prefill: a frozen dataclass whose fields are its parameters and command-line options."""
 
     exact: ClassVar[bool] = False
-    """Whether it is dense attention, so that the chunk size does not change the result."""
+    """Whether attention is dense, so that the chunk size does not change the result."""
     revision: ClassVar[int] = 1
-    """Raised when the same parameters give other rows than before: no build reuses rows of another revision."""
+    """Increased when the same parameters give other rows than before. Builds reuse no rows of another revision."""
 
     @abstractmethod
     def attend(self, call: AttentionCall, sinks: int) -> torch.Tensor:
-        """Attention [Hq, B, D] of one chunk, whose tokens are the last of the keys.
+        """Compute the attention output [Hq, B, D] of one chunk, whose tokens are the last of the keys.
 
         Args:
-            sinks: how many first tokens are always attended.
+            sinks: number of first tokens that are always attended.
         """
 
 
@@ -41,12 +41,12 @@ prefills: Registry[type[Prefill]] = Registry("way to prefill", "sparsekv.indexin
 
 
 def prefill_name(prefill: Prefill) -> str:
-    """The name under which a prefill was registered."""
+    """Return the name under which a prefill was registered."""
     return next(name for name, known in prefills.known.items() if known is type(prefill))
 
 
 def choose_prefill(name: str) -> type[Prefill]:
-    """A prefill's class by its name; UsageError for an unknown name."""
+    """Return a prefill's class by its name. Raises UsageError for an unknown name."""
     check_choice("--prefill", name, prefills())
     return prefills()[name]
 
@@ -90,18 +90,18 @@ class SparsePrefill(Prefill):
 
     @abstractmethod
     def scores(self, query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
-        """[Hk, T]: a score of each key [Hk, T, D] before a chunk for the chunk's queries [Hk, G, B, D]."""
+        """Score each key [Hk, T, D] before a chunk for the chunk's queries [Hk, G, B, D]; returns [Hk, T]."""
 
     def choose(self, query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts, first: int, last: int) -> torch.Tensor:
-        """[Hk, K] int64: numbers of the keys [Hk, T, D] before a chunk that its queries [Hk, G, B, D] attend to.
+        """Select the keys [Hk, T, D] before a chunk that its queries [Hk, G, B, D] attend to: indices [Hk, K] int64.
 
         Args:
-            first, last: how many of the first and of the last keys are selected regardless of their scores.
+            first, last: numbers of first and last keys that are selected regardless of their scores.
         """
         return best_keys(self.scores(query, keys, facts), self.prefill_budget, first, last)
 
     def attend(self, call: AttentionCall, sinks: int) -> torch.Tensor:
-        """Layers with a sliding window attend to their whole window. Copies the selected rows and the chunk's rows."""
+        """Attend to the selected rows and the chunk's rows, which are copied; sliding windows are attended in full."""
         before = call.keys.shape[1] - call.query.shape[1]
         if call.window is not None or before <= self.prefill_budget:
             return DensePrefill().attend(call, sinks)
