@@ -19,9 +19,9 @@ DEFAULT_TASKS, DEFAULT_LENGTH = ["niah-facts"], 4096
 
 @dataclass(frozen=True)
 class Inputs:
-    """A text with tasks to make of it, or published contexts; read and checked before a model is loaded.
+    """A text and the tasks to generate from it, or published contexts. They are checked before a model is loaded.
 
-    `request` is that of any task, whose length is one of `lengths`; its counter of tokens is not yet known.
+    `request` is the request of every task. Its length and its token counter are set later, for each of `lengths`.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Inputs:
         seed: int,
         encoding: str = UTF_8,
     ) -> "Inputs":
-        """Raise UsageError for what does not fit together, and for files that cannot be read."""
+        """Read the inputs; raise UsageError for options that contradict each other, and for unreadable files."""
         if (document is None) == (data is None):
             raise UsageError("give a text to make tasks of, or --data FILE with --format; one of the two")
         if (data is None) != (data_format is None):
@@ -68,7 +68,7 @@ class Inputs:
 
 
 def _refuse_index(document: str | None) -> None:
-    """Raise UsageError for an index in the place of a text, and say which text is its own."""
+    """Raise UsageError if the document is an index; the message names the text of the index."""
     folder = Path(document or "-")
     if (folder / MANIFEST).is_file():
         raise UsageError(
@@ -78,7 +78,7 @@ def _refuse_index(document: str | None) -> None:
 
 
 def work_folder(document: str | None, data: str | None, given: Path | None) -> Path:
-    """Where the work goes; UsageError for a text that has no name, as that from standard input."""
+    """Return the evaluation's work folder; raise UsageError for a text without a name, such as standard input."""
     if given is None and document == "-":
         raise UsageError("a text from standard input has no name: name a folder with --work")
     name = Path(data or document or "eval").name
@@ -112,10 +112,10 @@ def _first_of_each_task(published: Sequence[Context], contexts: int) -> list[Con
 
 
 def _fit(context: Context, inputs: Inputs, comparison: Comparison) -> Context:
-    """With no more questions than asked for, its middle cut out where it would not fit the model.
+    """Limit a context to the requested number of questions, and cut out its middle if it does not fit the model.
 
     Raises:
-        UsageError: the cut would take out what a question asks for, which no method could find.
+        UsageError: the cut would remove the answer to a question.
     """
     context = replace(context, questions=context.questions[: inputs.request.questions])
     room = comparison.room(context)
@@ -133,7 +133,7 @@ def _fit(context: Context, inputs: Inputs, comparison: Comparison) -> Context:
 
 
 def _is_cut_out(question: Question, context: Context, short: Context) -> bool:
-    """Whether the one place where the answer stands is in the middle that a shorter context lacks."""
+    """Whether the only place of the answer is in the middle that was cut out of the shorter context."""
     if question.depth is None or short.text == context.text:
         return False
     first, half = round(question.depth * len(context.text)), len(short.text) // 2

@@ -299,7 +299,7 @@ def _guarded(reader: Callable[[Record], T], record: Record, where: str) -> T:
 
 
 def _strings(value: Any) -> tuple[str, ...]:
-    """Those of one or more answers that are there: nothing is found in every text."""
+    """Drop empty answers, because an empty text is found in every text."""
     given = value if isinstance(value, list) else [value]
     values = tuple(str(one) for one in given if one is not None and str(one).strip())
     if not values:

@@ -96,7 +96,7 @@ class CSAttention(Method):
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """The default with re-ranking; without it, each scoring; and without it, fitted weights."""
+        """Return the default form with re-ranking, and without re-ranking one form per scoring and fitted weights."""
         plain = {scoring: cls(csattention_scoring=scoring, rerank=1.0) for scoring in SCORINGS}
         return {"reranked": cls(), **plain, "mean fitted": cls(rerank=1.0, weights="fitted")}
 

@@ -53,7 +53,7 @@ class MagicPIG(Method):
             raise UsageError(f"--hash-seed {self.hash_seed}: give a number from 0 to {LARGEST_SEED}")
 
     def replaces(self) -> bool:
-        """True: the weighted sample represents all tokens."""
+        """Return True: the weighted sample represents all tokens."""
         return True
 
     def prepare(self, context: MiddleContext) -> "HashSelector":
@@ -96,7 +96,7 @@ class HashSelector(Selector):
         return found
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """The sampled tokens, up to the budget, with their log-weights."""
+        """Select the sampled tokens, up to the budget, with their log-weights."""
         tokens, together = budget.tokens(self.keys.shape[1]), (1, 2) if queries.joint else 1
         found = self.collisions(queries.query)
         drawn = found >= 2

@@ -62,7 +62,7 @@ class Multipole(ClusterMethod):
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """Each lookup with the replacement, and without it."""
+        """Return a form for each lookup, with and without centroids for the clusters not selected."""
         return {
             lookup if replaced else f"{lookup} without replacement": cls(lookup=lookup, replace=replaced)
             for replaced in (True, False)

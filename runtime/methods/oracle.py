@@ -31,5 +31,5 @@ class OracleSelector(Selector):
         """The tokens of highest exact probability."""
         logits = attention_logits(queries.query, self.keys, *self.facts.scaling)
         tokens = budget.tokens(self.keys.shape[1])
-        # As a bound it counts only the tokens it chose, and no keys read to rank them.
+        # As a bound, the cost counts only the selected tokens, and not the keys read to rank them.
         return top_tokens(group_probability(logits, queries), tokens, 0.0)

@@ -43,7 +43,7 @@ class PQCache(Method):
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """As in the paper, and with re-ranking."""
+        """Return the form of the paper, and a form with re-ranking."""
         return {"": cls(), "reranked": cls(rerank=1.5)}
 
     def prepare(self, context: MiddleContext) -> "PQSelector":
@@ -73,7 +73,7 @@ class PQSelector(Selector):
         return softcapped(logits, self.facts.softcap)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """The tokens of highest probability: estimated, or exact among the candidates with re-ranking."""
+        """Select the tokens of highest estimated probability; with re-ranking, of highest exact probability."""
         logits, tokens = self.estimates(queries.query), budget.tokens(self.codes.shape[1])
         scores = group_probability(logits, queries)
         candidates = min(scores.shape[-1], math.ceil(tokens * self.rerank))

@@ -66,7 +66,7 @@ class SnapKVSelector(KeptTokens):
         return ranking(_pooled(summed, self.method.pool_size, self.method.pooling).mean(1))
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """A question attends to the choice of its own window, and so do all later tokens."""
+        """Select by the current ranking. A question is first ranked by its own window, also for all later tokens."""
         if queries.joint:
             self.observe(queries)
         return super().select(queries, budget)
@@ -84,7 +84,7 @@ class SnapKVSelector(KeptTokens):
         self.order, self.version = self.prompt_order, self.version + 1
 
     def graph_state(self) -> int:
-        """A number that changes with each question, because the ranking is then another tensor."""
+        """Return a version that changes with each question, because each question has another ranking tensor."""
         return self.version
 
 

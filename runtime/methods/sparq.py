@@ -52,7 +52,7 @@ class SparQ(Method):
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """Without the mean value, and with it."""
+        """Return the form without the mean value, and the form with it."""
         return {"": cls(), "mean value": cls(mean_value=True)}
 
     def prepare(self, context: MiddleContext) -> "SparQSelector":
@@ -89,7 +89,7 @@ class SparQSelector(Selector):
         return softcapped(logits, self.facts.softcap)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """The tokens of highest estimated probability."""
+        """Select the tokens of highest estimated probability."""
         logits = self.estimates(queries.query, shared=queries.joint)
         read = self.keys.shape[1] * self.channels / self.keys.shape[2]
         chosen = top_tokens(group_probability(logits, queries), budget.tokens(self.keys.shape[1]), read)
@@ -100,7 +100,7 @@ class SparQSelector(Selector):
 
     @property
     def report(self) -> SelectorReport | None:
-        """With the mean value, which is centroid 0 of all tokens."""
+        """Facts for reports; None without the mean value. The mean is centroid 0 and represents all tokens."""
         if self.mean_rows is None:
             return None
         numbers = torch.zeros(self.keys.shape[:2], dtype=torch.int64, device=self.keys.device)
