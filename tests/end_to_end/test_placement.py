@@ -30,6 +30,7 @@ def _answer(index: Path, method: str, placement: str) -> tuple[dict[str, Any], i
     return json.loads(done.stdout), int(done.stderr.rpartition("peak ")[2])
 
 
+@pytest.mark.slow
 def test_the_same_answer_in_less_memory(index: Artifact) -> None:
     # By a method that takes the same kernels in both places: one that is compiled takes memory for that.
     on_device, most = _answer(index.folder, "quest", "device")

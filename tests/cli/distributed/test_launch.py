@@ -33,6 +33,7 @@ def test_commands_for_one_process_are_refused(place: Path) -> None:
     fails(2, "generate", "--gpus", "2", says=("--gpus stands before the command: `sparsekv --gpus 2 generate`",))
 
 
+@pytest.mark.slow
 def test_an_error_of_all_ranks_is_told_once(place: Path) -> None:
     code, line = _told("generate", "-i", "doc.skv", "Why?", "--method", "lessismore")
     assert (code, line[:44]) == (2, "lessismore chooses once for all heads, and e")

@@ -27,6 +27,7 @@ def _layers(both: Both) -> int:
     return len(Artifact(both.folder / "llama-ranks.skv").manifest.layers)
 
 
+@pytest.mark.slow
 def test_each_rank_makes_its_share_of_layers_and_sums(fresh: Both) -> None:
     layers = _layers(fresh)
     assert [one.get("sums", 0) for one in fresh.deeds] == [layers - layers // 2, layers // 2]
