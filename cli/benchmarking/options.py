@@ -33,7 +33,7 @@ class StepOptions:
         typer.Option(
             metavar="auto|int8",
             help="What synthetic keys and values are stored in, and read by our steps on a GPU. auto: the --dtype. "
-            "With int8 and --shared, MB counts chosen rows as if they were not.",
+            "With int8 and --shared, MB counts selected rows at full precision.",
             autocompletion=names_of(lambda: KV_DTYPES),
         ),
     ] = AUTO

@@ -74,7 +74,7 @@ KEPT = {
     "chat": "the index is as it was",
     "tune": "the index is as it was",
 }
-"""What an interrupted command keeps, by command. Other commands keep nothing and change nothing."""
+"""Results that an interrupted command keeps, by command. Other commands keep nothing and change nothing."""
 
 
 class Interruption:

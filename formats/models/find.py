@@ -19,7 +19,7 @@ from sparsekv.formats.errors import SparsekvError, UsageError, suggestion
 from sparsekv.formats.models.embedded import EMBEDDED, damaged_files, embedded_path, pull_embedded
 from sparsekv.formats.user.cache import named_models
 
-# What loading reads: no pickles, no copies of the weights in other formats or in subfolders.
+# Files that loading reads: no pickles, no copies of the weights in other formats or in subfolders.
 NEEDED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 OWN = f"take {EMBEDDED}, which needs no hub (`sparsekv models list`)"
 UNNEEDED = ["*/*", "consolidated*"]

@@ -56,7 +56,7 @@ class SplitRows(SharedRows):
         # A file that was reused has its sum.
         number = self._sums.give() if layer_file("context", layer) in self.files else 0
         self.ranks.share(EndLayer(layer, number))
-        # What they send is no sign of that: on a GPU it may be received after this process has gone on.
+        # Their messages are no sign of that: on a GPU it may be received after this process has gone on.
         self.ranks.wait_for_all(written)
         joined = join_queries(self.ranks, self.own.take_queries(layer))
         assert joined is not None

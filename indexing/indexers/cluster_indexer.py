@@ -87,7 +87,7 @@ def share_cores(
 
     def begin() -> None:
         torch.set_num_threads(threads // together)
-        # What a thread may be is its own: the caller may have switched gradients off for itself.
+        # Each thread has its own gradient mode: the caller may have switched gradients off for itself.
         torch.set_grad_enabled(False)
 
     try:

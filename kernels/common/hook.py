@@ -43,7 +43,7 @@ WAYS = {
     "head_mask": "scales its heads by a mask",
     "sinks": "has sinks of the model's own kind",
 }
-"""What a model's attention does that passes such an unsupported keyword argument; used in the error message."""
+"""Behaviour of a model's attention that each unsupported keyword argument stands for; used in the error message."""
 
 
 LogitScaling = tuple[float, float | None, torch.Tensor | None]
@@ -74,7 +74,7 @@ class AttentionCall:
 
     @property
     def scaling(self) -> LogitScaling:
-        """What becomes of logits before their softmax."""
+        """Scale, soft cap and sinks that are applied to logits before their softmax."""
         sinks = self.sink_logits
         return self.softmax_scale, self.softcap, None if sinks is None else sinks.view(len(self.keys), -1)
 
