@@ -230,7 +230,7 @@ class Bench:
                 self._check(f"{named} at {budget}", step())
             chosen, dense = layer.plan.read.total(), layer.plan.read.dense
             timing = self._timed(f"{named} at {budget}", step, cycle)
-            # Rows that several questions choose together are not their budget, and are not counted apart from an index's rows.
+            # Rows that several questions choose together exceed the budget; they are counted with the index's rows.
             of_centroids = 0 if selector.kernels is None else selector.kernels.rows_in_8_bits
             in_8_bits = 2.0 * budget.tokens(data.split.middle) + of_centroids if data.questions == 1 else 0.0
             read = (chosen / cycle + exact_rows) * data.row_bytes() - data.saved(in_8_bits)
