@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import normalize
 
+from sparsekv.kernels.kmeans.kmeans import cluster_means
+
 SCORES_AT_ONCE = 2**22  # most elements of the [B, rows, C] float32 cosines that k-means allocates at a time
 
 
@@ -44,7 +46,9 @@ def cosine_kmeans(points: torch.Tensor, clusters: int, iterations: int, generato
     centroids = _seeds(points, clusters, generator)
     for _ in range(iterations):
         labels = nearest(points, centroids)
-        sums = torch.zeros_like(centroids).scatter_add_(1, labels[..., None].expand_as(points), points)
+        # Sums in a fixed order: by atomic adds two builds on a GPU would end with different lists.
+        means, sizes = cluster_means(points, labels, clusters)
+        sums = means * sizes[..., None]
         # The direction of a sum near zero would be only rounding error.
         filled = sums.norm(dim=-1, keepdim=True) > 1e-6
         centroids = torch.where(filled, normalize(sums, dim=-1), centroids)
