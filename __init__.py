@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sparsekv.formats.errors import ArtifactError, IdentityError, MissingIndexError, SparsekvError, UsageError
     from sparsekv.runtime.api import Index, open_index
-    from sparsekv.runtime.decoding.generate import Answer, Sampling
+    from sparsekv.runtime.decoding.answer import Answer
+    from sparsekv.runtime.decoding.sampling import Sampling
     from sparsekv.runtime.decoding.session import Session
     from sparsekv.runtime.selection.registry import methods
 
@@ -35,12 +36,12 @@ __all__ = [
     "open_index",
 ]
 _MODULES = {
-    "Answer": "runtime.decoding.generate",
+    "Answer": "runtime.decoding.answer",
     "ArtifactError": "formats.errors",
     "IdentityError": "formats.errors",
     "Index": "runtime.api",
     "MissingIndexError": "formats.errors",
-    "Sampling": "runtime.decoding.generate",
+    "Sampling": "runtime.decoding.sampling",
     "Session": "runtime.decoding.session",
     "SparsekvError": "formats.errors",
     "UsageError": "formats.errors",

@@ -29,7 +29,7 @@ from sparsekv.runtime.decoding.prepare import EarlyReading
 from sparsekv.runtime.selection.registry import methods
 
 if TYPE_CHECKING:  # only for types, because they import transformers
-    from sparsekv.runtime.decoding.generate import Answer
+    from sparsekv.runtime.decoding.answer import Answer
     from sparsekv.runtime.tracing.trace import TracedIndex
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -100,7 +100,8 @@ def trace(options: TraceOptions) -> None:
     early = EarlyReading.of(artifact, options.device, config)
     # Imported here because they import transformers, which takes as long as all else; --help need not wait for it.
     from sparsekv.cli.common.loading import load_for
-    from sparsekv.runtime.decoding.generate import Sampling, question_ids
+    from sparsekv.runtime.decoding.answer import question_ids
+    from sparsekv.runtime.decoding.sampling import Sampling
     from sparsekv.runtime.tracing.trace import TracedIndex
 
     Sampling(options.max_new_tokens)

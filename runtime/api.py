@@ -23,10 +23,11 @@ from sparsekv.formats.errors import UsageError, suggestion
 from sparsekv.formats.hints import no_folder
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.attention.config import Dense, QuestionPrefill
+from sparsekv.runtime.decoding.answer import Answer
 from sparsekv.runtime.decoding.choose_config import choose_config, refuse_beside_dense
-from sparsekv.runtime.decoding.generate import Answer, Sampling
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.decoding.threads import exclusive, exclusive_process
 from sparsekv.runtime.reporting.questions import question_queries

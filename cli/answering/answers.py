@@ -15,12 +15,12 @@ from sparsekv.cli.common.questions import read_lines, read_question
 from sparsekv.formats.documents.plain_text import encode_text
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.runtime.attention.config import DecodeConfig
-from sparsekv.runtime.decoding.batch import Batch, why_alone
+from sparsekv.runtime.decoding.answer import NO_ANSWER, Answer, answer_room, question_ids
 from sparsekv.runtime.decoding.compiled import compile_steps, worth_compiling
-from sparsekv.runtime.decoding.generate import NO_ANSWER, Answer, Sampling, answer_room, question_ids
+from sparsekv.runtime.decoding.engine import Engine, Request, pack, why_alone
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session, Turn
-from sparsekv.runtime.decoding.step import one_step
 
 if TYPE_CHECKING:  # only ranks need torch.distributed
     from sparsekv.formats.distributed.group import Ranks
@@ -131,14 +131,13 @@ class Schedule:
 
     Args:
         questions: token ids [Q] of each question; None for a blank line.
-        batch: decodes several questions at once; None if questions are answered one after another.
+        engine: decodes the questions, several at once or one after another.
         ranks: the processes that share the model. All of them answer the same questions.
     """
 
-    session: Session
     sampling: Sampling
     questions: Sequence[torch.Tensor | None]
-    batch: Batch | None
+    engine: Engine
     ranks: "Ranks | None"
 
     @classmethod
@@ -159,8 +158,8 @@ class Schedule:
         """
         session, asked = Session.open(index, config), sum(one is not None for one in questions)
         together = choose_batch_size(size, session, asked, sampling.max_new_tokens)
-        batch = Batch(index, session.cache, sampling, together) if together > 1 else None
-        return cls(session, sampling, questions, batch, ranks)
+        engine = Engine(index, pack(session.cache, together) if together > 1 else session.cache)
+        return cls(sampling, questions, engine, ranks)
 
     def compile(self, mode: str, *, quiet: bool) -> None:
         """Compile the model's layers, as `--compile` asks, if the answers take enough steps. A failure is usually only
@@ -170,16 +169,12 @@ class Schedule:
             SparsekvError: the layers cannot be compiled, and the mode is `on` or there are several ranks. The other
                 ranks would wait in a step that this rank cannot take.
         """
-        model, slots = self.session.index.model, 1 if self.batch is None else self.batch.slots
+        model, slots = self.engine.index.model, self.engine.slots
         tokens = sum(one is not None for one in self.questions) * self.sampling.max_new_tokens
         if not worth_compiling(mode, model.device, tokens // slots):
             return
         try:
-            if self.batch is None:
-                step = partial(one_step, model, self.session.cache, self.session.index.input_ids[-1:])
-                seconds = compile_steps(model, step)
-            else:
-                seconds = compile_steps(model, self.batch.one_step, tokens=self.batch.shared.size_of(slots))
+            seconds = compile_steps(model, self.engine.warm_up, tokens=slots)
             note(f"compiled in {seconds:.1f} s", quiet=quiet)
         except SparsekvError as error:
             if mode == "on" or self.ranks is not None:
@@ -193,7 +188,7 @@ class Schedule:
         Args:
             on_text: called with each piece of an answer's text, if questions are answered one after another.
         """
-        answers = self._alone(on_text) if self.batch is None else self._together(self.batch)
+        answers = self._in_order(on_text if self.engine.slots == 1 else None)
         if self.ranks is None:
             return answers
         from sparsekv.runtime.decoding.distributed import join_answer
@@ -207,14 +202,11 @@ class Schedule:
             raise ValueError("a blank line is no turn")
         return Turn(question, answer.ids)
 
-    def _alone(self, on_text: Callable[[str], None]) -> Iterator[Answer]:
-        for one in self.questions:
-            yield NO_ANSWER if one is None else self.session.ask(one, self.sampling, on_text)
-
-    def _together(self, batch: Batch) -> Iterator[Answer]:
+    def _in_order(self, on_text: Callable[[str], None] | None) -> Iterator[Answer]:
         asked = [number for number, one in enumerate(self.questions) if one is not None]
         ready: dict[int, Answer] = {number: NO_ANSWER for number, one in enumerate(self.questions) if one is None}
-        answers = batch.answers([one for one in self.questions if one is not None])
+        requests = [Request(one, self.sampling, on_text) for one in self.questions if one is not None]
+        answers = self.engine.answers(requests)
         for number in range(len(self.questions)):
             while number not in ready:
                 place, answer = next(answers)

@@ -14,7 +14,8 @@ from sparsekv.cli.common.stats import note_cut, print_stats
 from sparsekv.cli.common.streams import json_text
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
-from sparsekv.runtime.decoding.generate import NO_ANSWER, Answer, Sampling
+from sparsekv.runtime.decoding.answer import NO_ANSWER, Answer
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.selection.interface import MethodSpec
 
 

@@ -10,7 +10,7 @@ from sparsekv.kernels.attention.cluster_step import compiling_took
 
 if TYPE_CHECKING:  # they import transformers, which recall-report does not need
     from sparsekv.runtime.cache.index_cache import LayerStats
-    from sparsekv.runtime.decoding.generate import Answer
+    from sparsekv.runtime.decoding.answer import Answer
 
 
 def stored_line(manifest: Manifest) -> str | None:

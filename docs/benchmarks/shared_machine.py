@@ -42,7 +42,7 @@ BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(rang
 def measure(index: str, tokens: int, repeats: int) -> None:
     """Print, as JSON, what each repeat took and how many cores others had: of a batch, and of one answer."""
     from sparsekv.runtime import api
-    from sparsekv.runtime.decoding.generate import Sampling
+    from sparsekv.runtime.decoding.sampling import Sampling
     from sparsekv.runtime.decoding.threads import left_free, usage
 
     asker = api.open_index(index).asker()

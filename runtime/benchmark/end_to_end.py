@@ -12,18 +12,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from sparsekv.formats.errors import UsageError, choose_one
-from sparsekv.kernels.common.given_rows import with_cache
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.attention.sparse_layer import packed_layer
 from sparsekv.runtime.benchmark.clock import Timing, clock_for
 from sparsekv.runtime.benchmark.layer import LayerData, dense_layer, lay_out, sparse_layer
 from sparsekv.runtime.benchmark.layer_timer import OWN, DenseForm, RefusedError, dense_forms, refuse_unshared
-from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.cache.index_cache import Fed, IndexCache, SequenceCache
 from sparsekv.runtime.cache.kv_store import MiddleRows
 from sparsekv.runtime.cache.packed_cache import PackedCache, PackedLayer, PackedStep, Piece
 from sparsekv.runtime.cache.stored_layer import StoredLayer
-from sparsekv.runtime.decoding.step import SharedStep, captured_step
+from sparsekv.runtime.decoding.step import DecodeStep
 from sparsekv.runtime.decoding.threads import all_cores
 from sparsekv.runtime.selection.interface import Budget, LayerPosition, Method, MethodSpec, MiddleContext
 from sparsekv.runtime.selection.registry import DENSE
@@ -54,61 +53,44 @@ class PackedForm(PackedLayer):
         raise NotImplementedError  # nothing is prefilled here
 
 
-class BatchSteps:
-    """Decode steps of a batch of contexts with one question each. With one context it does what `generate` does.
+class TimedSteps:
+    """Decode steps of all of a cache's sequences, as `generate` runs them. Call them within `routed`.
 
-    Call the steps within `routed`, one after another.
+    Args:
+        context: number of tokens of the stored context.
+        steps: number of steps that will be called.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: list[StoredLayer], batch: int, steps: int):
-        self.model, self.cache = model, IndexCache(layers)
-        self.step = captured_step(model, self.cache, batch=batch)
-        self.steps = steps
+    def __init__(self, model: PreTrainedModel, cache: SequenceCache, context: int, steps: int):
+        self.model, self.cache, self.steps, self.fed = model, cache, steps, 0
+        self.step = DecodeStep(model, cache, context)
 
     @contextmanager
     def routed(self) -> Iterator[None]:
         with route_attention(self.model, self.cache.attend), all_cores(self.model):
-            if self.step is not None:
-                self.step.begin(self.steps)
             try:
                 yield
             finally:
                 self.cache.release()
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run one step; return the logits [batch, V] after tokens [batch, 1], which the next call may overwrite."""
-        if self.step is not None:
-            return self.step(tokens)
-        logits: torch.Tensor = self.model(input_ids=tokens, **with_cache(self.model, self.cache)).logits
-        return logits[:, -1]
+        """Run one step; return the logits [B, V] after tokens [B, 1], which the next call may overwrite."""
+        fed = [Fed(slot, self.fed, [], asks=False) for slot in range(self.cache.slots)]
+        self.fed += 1
+        return self.step(fed, tokens[:, 0], self.steps)
 
     def captured(self) -> bool:
         """Whether the steps are replayed as CUDA graphs."""
-        return self.cache.graph is not None
+        return bool(self.cache.graphs)
 
 
-class QuestionSteps:
-    """Decode steps of one context with several questions, as `generate --batch-file` runs them."""
-
-    def __init__(self, model: PreTrainedModel, layers: list[StoredLayer], tokens: int, questions: int):
-        packed = [
-            PackedForm(layer, questions) if isinstance(layer, DenseFormLayer) else packed_layer(layer, questions)
-            for layer in layers
-        ]
-        self.model, self.cache, self.slots, self.fed = model, PackedCache(layers, packed), list(range(questions)), 0
-        self.step = SharedStep(model, self.cache, tokens, questions, capture=model.device.type == "cuda")
-
-    @contextmanager
-    def routed(self) -> Iterator[None]:
-        with route_attention(self.model, self.cache.attend), all_cores(self.model):
-            yield
-
-    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.fed += 1
-        return self.step(tokens[:, 0].tolist(), self.slots, [self.fed - 1] * len(self.slots))
-
-    def captured(self) -> bool:
-        return bool(self.step.graphs)
+def packed_cache(layers: list[StoredLayer], questions: int) -> PackedCache:
+    """Make a cache of several questions over one context, as `generate --batch-file` decodes over."""
+    packed = [
+        PackedForm(layer, questions) if isinstance(layer, DenseFormLayer) else packed_layer(layer, questions)
+        for layer in layers
+    ]
+    return PackedCache(IndexCache(layers), packed, questions)
 
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -309,11 +291,10 @@ class ModelBench:
         how = "wall clock" if device.type == "cpu" else "graph" if steps.captured() else "eager"
         return Timing.of(taken, how, logits)
 
-    def _steps(self, layers: list[StoredLayer], tokens: int) -> BatchSteps | QuestionSteps:
+    def _steps(self, layers: list[StoredLayer], tokens: int) -> TimedSteps:
         data = self.data[0]
-        if data.questions > 1:
-            return QuestionSteps(self.model, layers, data.split.tokens, data.questions)
-        return BatchSteps(self.model, layers, data.batch, tokens)
+        cache = packed_cache(layers, data.questions) if data.questions > 1 else IndexCache(layers, batch=data.batch)
+        return TimedSteps(self.model, cache, data.split.tokens, tokens)
 
     def _row(self, name: str, variant: str, budget: Budget | None, timed: Timing, kv_fraction: float) -> ModelRow:
         split, batch = self.data[0].split, self.batch

@@ -124,16 +124,10 @@ def captured(
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """A captured decode step of a model.
-
-    It has the output logits [batch, V], the inputs tokens [batch, 1] and position [1, 1], and the cache's `buffers()`
-    at the time of capture.
-    """
+    """A captured decode step of a model, its logits [B, V], and the cache's `buffers()` at the time of capture."""
 
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
-    tokens: torch.Tensor
-    position: torch.Tensor
     buffers: tuple[int, ...]
 
 

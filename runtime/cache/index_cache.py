@@ -1,8 +1,10 @@
-"""The KV cache of a model that decodes over a stored context, made of dense and sparse layers."""
+"""The caches that an engine decodes over, and the one of a single sequence, made of dense and sparse layers."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -10,7 +12,7 @@ from sparsekv.formats.errors import IdentityError, SparsekvError
 from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.common.given_rows import CalledCache
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.cache.buffers import ModelGraph, read_share, total_read
+from sparsekv.runtime.cache.buffers import ModelGraph, ReadRows, read_share, total_read
 from sparsekv.runtime.cache.stored_layer import DynamicSlot, StoredLayer
 
 
@@ -61,82 +63,207 @@ class LayerStats:
     dense: float
 
 
-class IndexCache(CalledCache):
-    """A transformers cache of stored layers; `attend` is the attention function to route a model's calls to.
+@dataclass(frozen=True)
+class Fed:
+    """The tokens of one sequence that a forward pass feeds; they get rows from index `first` on in the slot's own rows.
 
-    Between `reserve` and `release` each layer appends one row per step, so that the step can be captured as a CUDA
-    graph. A `DynamicSlot` on the device has the index of that row. `graph` is the last captured graph; `capturing` is
-    False once a capture has failed. `rewinds` counts calls of `rewind`, so that a `Batch` that shares the rows notices
-    when another question was asked.
+    `asks`: they are a question's tokens. Otherwise they are the newest token of an answer.
     """
 
-    def __init__(self, layers: list[StoredLayer], built: BuiltLayers | None = None):
-        super().__init__(layers=list(layers))
-        self.built = built or BuiltLayers()
-        self.stored_layers = layers
-        self.graph: ModelGraph | None = None
-        self.capturing = True
-        self.rewinds = 0
-        self.rows = torch.zeros(len(layers), dtype=torch.int64, device=layers[0].keys.device)
-        self.counts = torch.zeros_like(self.rows, dtype=torch.int32)
+    slot: int
+    first: int
+    tokens: list[int]
+    asks: bool
 
+
+ModelInput = tuple[torch.Tensor, torch.Tensor]
+"""Token ids and position ids, as a model takes them."""
+
+
+class SequenceCache(CalledCache, ABC):
+    """A transformers cache of the sequences that an engine decodes, each in a slot; they share one stored context.
+
+    `attend` is the attention function to route the model's calls to. `tokens` [slots] int64 on the device are the
+    inputs of a decode step. `graphs` are the captured decode steps, by the number of tokens that they feed; they stay
+    valid as long as `buffers()` does not change. `capturing` is False on a CPU, and once a capture has failed.
+    """
+
+    ROOM: int
+    """Number of rows that are reserved ahead for captured steps."""
+
+    def __init__(self, layers: Sequence[StoredLayer], built: BuiltLayers | None, slots: int):
+        super().__init__(layers=list(layers))
+        self.stored_layers, self.built, self.slots = list(layers), built or BuiltLayers(), slots
+        device = layers[0].keys.device
+        self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.graphs: dict[int, ModelGraph] = {}
+        self.capturing = device.type == "cuda"
+
+    @property
+    @abstractmethod
+    def rewinds(self) -> int:
+        """Number of calls of `rewind`, which drop the rows of all sequences over the stored context."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a captured decode step can be replayed for all that follow."""
+        return self.capturing
+
+    @abstractmethod
+    def rewind(self) -> None:
+        """Restore the stored context; works after a failed question too."""
+
+    @abstractmethod
+    def expect_prompt(self, tokens: int) -> None:
+        """Prepare for an answer after a prompt of `tokens` tokens, those of the stored context included."""
+
+    @abstractmethod
+    def questions_input(self, fed: Sequence[Fed], tokens: int) -> ModelInput:
+        """Begin a forward pass in which questions begin; `tokens` is the number of tokens of the stored context."""
+
+    @abstractmethod
+    def reserve(self, needed: int, most: int, *, capture: bool) -> bool:
+        """Reserve `needed` own rows per sequence for a decode step; return whether buffers may have changed.
+
+        If steps are captured, up to ROOM rows are reserved ahead, as far as a sequence may get up to `most` rows.
+        """
+
+    @abstractmethod
+    def place(self, fed: Sequence[Fed], size: int) -> None:
+        """Set on the device where the tokens of the next decode step get their rows; it feeds `size` tokens."""
+
+    @abstractmethod
+    def step_input(self, size: int, tokens: int) -> ModelInput:
+        """Begin a decode step that feeds the first `size` of `tokens`; may be captured."""
+
+    def end_step(self) -> None:
+        """End a decode step on the device; may be captured."""
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Count a decode step on the host, where it was launched or replayed."""
+
+    def release(self) -> None:
+        """End the decode steps of an answer."""
+
+    @abstractmethod
+    def buffers(self) -> tuple[int, ...]:
+        """Return a fingerprint of all buffers that a captured step refers to."""
+
+    @property
+    def reads(self) -> list[ReadRows]:
+        return [layer.read for layer in self.stored_layers if layer.read is not None]
+
+    def counters(self) -> list[torch.Tensor]:
+        """Return the device tensors that a step changes, except the buffers that it writes its rows to."""
+        return [one for read in self.reads for one in read.counters()]
+
+    def stats(self) -> list[LayerStats]:
+        """Return the missed-mass figures of each layer that has measured any; none if sequences share their steps."""
+        return []
+
+    @abstractmethod
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Append a layer's new rows and attend to stored and new rows; return [Hq, Q, D].
+        """Store a layer's new rows and attend to stored and new rows; return [Hq, Q, D].
 
         Raises:
             IdentityError: the layer attends differently than when the index was built.
         """
+
+
+class IndexCache(SequenceCache):
+    """The cache of a single sequence.
+
+    Between `reserve` and `release` each layer appends one row per step, so that the step can be captured as a CUDA
+    graph. A `DynamicSlot` on the device has the index of that row.
+
+    Args:
+        batch: number of sequences in lockstep, concatenated along the heads, each with a context of its own.
+    """
+
+    ROOM = 1024
+
+    def __init__(self, layers: list[StoredLayer], built: BuiltLayers | None = None, batch: int = 1):
+        super().__init__(layers, built, batch)
+        self._rewinds, self._reserved, self._room = 0, False, 0
+        self.position = torch.zeros(1, 1, dtype=torch.int64, device=self.tokens.device)
+        self.rows = torch.zeros(len(layers), dtype=torch.int64, device=self.tokens.device)
+        self.counts = torch.zeros_like(self.rows, dtype=torch.int32)
+
+    @property
+    def rewinds(self) -> int:
+        return self._rewinds
+
+    @property
+    def capturable(self) -> bool:
+        return self.capturing and all(layer.capturable for layer in self.stored_layers)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         self.built.check(call)
         layer = self.stored_layers[call.layer]
         layer.update(call.keys[None], call.values[None])
         return layer.attend(call)
 
-    @property
-    def capturable(self) -> bool:
-        """Whether a captured decode step can be replayed for all that follow."""
-        return self.capturing and all(layer.capturable for layer in self.stored_layers)
+    def questions_input(self, fed: Sequence[Fed], tokens: int) -> ModelInput:
+        return self._at_the_end(torch.tensor([list(chain.from_iterable(one.tokens for one in fed))]))
 
-    def reserve(self, tokens: int) -> None:
-        """Switch to appending one row per step, with capacity for `tokens` rows; may reallocate the buffers."""
+    def _at_the_end(self, ids: torch.Tensor) -> ModelInput:
+        """Ids [batch, T] on the device and the positions [1, T] that follow all tokens so far."""
+        used, device = self.get_seq_length(), self.tokens.device
+        return ids.to(device), torch.arange(used, used + ids.shape[1], device=device)[None]
+
+    def reserve(self, needed: int, most: int, *, capture: bool) -> bool:
+        if self._room if self._reserved else not capture:
+            return False
+        tokens = max(1, min(most - needed + 1, self.ROOM))
         for number, layer in enumerate(self.stored_layers):
             one = slice(number, number + 1)
             layer.reserve(DynamicSlot(self.rows[one], self.counts[one]), tokens)
         used = torch.tensor([layer.used for layer in self.stored_layers])
         self.rows.copy_(used)
         self.counts.copy_(used + 1)
+        self.position.fill_(self.get_seq_length())
+        self._reserved, self._room = True, self.room_left()
+        return True
+
+    def place(self, fed: Sequence[Fed], size: int) -> None:
+        """Do nothing: rows follow each other, and the device counts them."""
+
+    def step_input(self, size: int, tokens: int) -> ModelInput:
+        ids = self.tokens[:, None]
+        return (ids, self.position) if self._reserved else self._at_the_end(ids)
+
+    def end_step(self) -> None:
+        if self._reserved:
+            self.position += 1
+            self.rows += 1
+            self.counts += 1
 
     def room_left(self) -> int:
         """Return the number of rows that still fit into the buffers of every layer."""
         return min(layer.room_left() for layer in self.stored_layers)
 
-    def advance_on_device(self) -> None:
-        """Increment each layer's `DynamicSlot` on the device, at the end of a step; captured with the step."""
-        self.rows += 1
-        self.counts += 1
-
     def advance(self) -> None:
-        """Count one more row in each layer on the host, at the end of a step; needed after a replay too."""
-        for layer in self.stored_layers:
-            layer.advance()
+        if self._reserved:
+            self._room -= 1
+            for layer in self.stored_layers:
+                layer.advance()
 
     def release(self) -> None:
         """Switch back to appending any number of rows per step."""
+        self._reserved = False
         for layer in self.stored_layers:
             layer.release()
 
     def counters(self) -> list[torch.Tensor]:
-        """Return the device tensors that a step changes, except the buffers that it writes its row to."""
-        read = [one for layer in self.stored_layers if layer.read is not None for one in layer.read.counters()]
-        return [self.rows, self.counts, *read]
+        return [self.position, self.rows, self.counts, *super().counters()]
 
     def buffers(self) -> tuple[int, ...]:
-        """Return a fingerprint of all buffers; a captured step is valid as long as it does not change."""
         return tuple(number for layer in self.stored_layers for number in layer.buffers())
 
     @torch.inference_mode()
     def rewind(self) -> None:
-        """Restore the stored context for the next question; works after a failed question too."""
-        self.rewinds += 1
+        self._rewinds += 1
         self.release()
         for layer in self.stored_layers:
             layer.rewind()
@@ -170,9 +297,7 @@ class IndexCache(CalledCache):
 
         Returns 1 if all layers are dense, because dense layers count nothing. Needs one sync.
         """
-        counts = [layer.read for layer in self.stored_layers if layer.read is not None]
-        dense = sum(count.dense for count in counts)
-        return read_share(total_read(counts), dense, counted=bool(counts))
+        return read_share(total_read(self.reads), sum(read.dense for read in self.reads), counted=bool(self.reads))
 
     def stats(self) -> list[LayerStats]:
         """Return the missed-mass figures of each layer that has measured any; one sync per layer."""

@@ -1,19 +1,17 @@
 """The KV cache of several sequences that share one stored context, with rows for each sequence's own tokens."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 import torch
 
 from sparsekv.kernels.attention.attention import OwnRows
-from sparsekv.kernels.common.given_rows import CalledCache
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.kernels.common.runs import store_in_slots
-from sparsekv.runtime.cache.buffers import ReadRows
-from sparsekv.runtime.cache.index_cache import BuiltLayers
+from sparsekv.runtime.cache.index_cache import Fed, IndexCache, ModelInput, SequenceCache
 from sparsekv.runtime.cache.kv_store import Pair
 from sparsekv.runtime.cache.stored_layer import StoredLayer
 
@@ -178,52 +176,80 @@ class PackedLayer(ABC):
         """Attend for a question's tokens; return [Hq, Q, D]. `number` is the question's index in the step."""
 
 
-class PackedCache(CalledCache):
-    """A transformers cache of several sequences; `attend` is the attention function to route the model's calls to.
+class PackedCache(SequenceCache):
+    """The cache of several sequences.
 
     Args:
-        stored: the layers of the stored context, which the sequences share.
-        packed: for each of them, the layer that attends for several sequences.
+        alone: the cache of a single sequence, whose stored context the sequences share.
+        packed: for each of its layers, the layer that attends for several sequences.
     """
 
-    def __init__(self, stored: list[StoredLayer], packed: list[PackedLayer], built: BuiltLayers | None = None):
-        super().__init__(layers=list(stored))
-        self.built = built or BuiltLayers()
-        self.stored, self.packed = stored, packed
+    ROOM = 256
+
+    def __init__(self, alone: IndexCache, packed: list[PackedLayer], slots: int):
+        super().__init__(alone.stored_layers, alone.built, slots)
+        self.alone, self.packed = alone, packed
         self.step: PackedStep | None = None
-
-    def begin(self, step: PackedStep) -> None:
-        """Set the step whose tokens the next forward pass feeds."""
-        self.step = step
-
-    def reserve(self, longest: int) -> int:
-        """Grow the buffers to at least `longest` own rows per sequence; return the capacity."""
-        for layer in self.packed:
-            layer.own.reserve(longest)
-        return self.packed[0].own.capacity
-
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Within the context, steps count the rows that they read only on the device.
-
-        After each replay `advance` must add the part that the host counts.
-        """
-        for read in self.reads:
-            read.deferred = True
-        try:
-            yield
-        finally:
-            for read in self.reads:
-                read.deferred = False
-
-    def advance(self) -> None:
-        """Add the host's part of the rows that a replayed step read."""
-        for read in self.reads:
-            read.advance()
+        self.places = torch.zeros(2, slots, dtype=torch.int64, device=self.tokens.device)
+        """For each token of a decode step its sequence's slot, and the row that it gets in the slot."""
 
     @property
-    def reads(self) -> list[ReadRows]:
-        return [layer.read for layer in self.stored if layer.read is not None]
+    def rewinds(self) -> int:
+        return self.alone.rewinds
+
+    def rewind(self) -> None:
+        self.alone.rewind()
+
+    def expect_prompt(self, tokens: int) -> None:
+        """Do nothing: each step says which of its tokens are a question's."""
+
+    def questions_input(self, fed: Sequence[Fed], tokens: int) -> ModelInput:
+        device, lengths = self.tokens.device, torch.tensor([len(one.tokens) for one in fed])
+        ends = lengths.cumsum(0)
+        firsts = (ends - lengths).tolist()
+        pieces = (Piece(one.slot, first, len(one.tokens)) for one, first in zip(fed, firsts, strict=True) if one.asks)
+        single = [first for one, first in zip(fed, firsts, strict=True) if not one.asks]
+        rows = torch.cat([torch.arange(one.first, one.first + len(one.tokens)) for one in fed])
+        self.step = PackedStep(
+            slots=torch.tensor([one.slot for one in fed]).repeat_interleave(lengths).to(device),
+            rows=rows.to(device),
+            ends=ends.int().to(device),
+            single=torch.tensor(single).to(device),
+            pieces=tuple(pieces),
+            longest=int(rows.max()) + 1,
+        )
+        ids = torch.tensor([list(chain.from_iterable(one.tokens for one in fed))], device=device)
+        return ids, (tokens + self.step.rows)[None]
+
+    def reserve(self, needed: int, most: int, *, capture: bool) -> bool:
+        before = self.buffers()
+        for layer in self.packed:
+            layer.own.reserve(max(needed, self.ROOM) if capture else needed)
+        return self.buffers() != before
+
+    def place(self, fed: Sequence[Fed], size: int) -> None:
+        places = torch.tensor([[one.slot for one in fed], [one.first for one in fed]])
+        self.places[:, :size] = torch.cat([places, places[:, -1:].expand(2, size - len(fed))], 1)
+        for read in self.reads:
+            read.deferred = True
+
+    def step_input(self, size: int, tokens: int) -> ModelInput:
+        slots, rows = self.places[:, :size]
+        everyone = torch.arange(size, device=slots.device)
+        self.step = PackedStep(slots, rows, (everyone + 1).int(), everyone, (), self.packed[0].own.capacity)
+        return self.tokens[None, :size], (tokens + rows)[None]
+
+    def advance(self) -> None:
+        for read in self.reads:
+            read.advance()
+        self.release()
+
+    def release(self) -> None:
+        for read in self.reads:
+            read.deferred = False
+
+    def buffers(self) -> tuple[int, ...]:
+        return (self.packed[0].own.capacity,)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return a mask's number of rows, which are the context's and one sequence's own rows, and the first index, 0.
@@ -232,14 +258,9 @@ class PackedCache(CalledCache):
         the capacity of the buffers, which is more than any sequence uses.
         """
         assert self.step is not None
-        return self.stored[layer_idx].stored + min(self.step.longest, query_length), 0
+        return self.stored_layers[layer_idx].stored + min(self.step.longest, query_length), 0
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Store a layer's new rows and attend to shared and own rows; return [Hq, T, D].
-
-        Raises:
-            IdentityError: the layer attends differently than when the index was built.
-        """
         self.built.check(call)
         assert self.step is not None
         return self.packed[call.layer].attend(call, self.step)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
 from sparsekv.formats.distributed.group import Ranks
 from sparsekv.formats.errors import ArtifactError
@@ -13,23 +13,8 @@ from sparsekv.formats.index.reader import Artifact, ArtifactShare
 from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.kernels.common.given_rows import keys_of_one_token
 from sparsekv.runtime.cache.index_cache import LayerStats
-from sparsekv.runtime.decoding.generate import Answer
+from sparsekv.runtime.decoding.answer import Answer
 from sparsekv.runtime.decoding.open import OpenIndex
-
-
-class _FirstRanksLogits(LogitsProcessor):
-    """Logits processor that returns the first rank's logits on all ranks.
-
-    All ranks then choose the same token, even if their devices round differently.
-    """
-
-    def __init__(self, ranks: Ranks):
-        self.ranks = ranks
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.contiguous()
-        self.ranks.spread(scores)
-        return scores
 
 
 @dataclass
@@ -42,8 +27,11 @@ class OpenShare(OpenIndex):
     _: KW_ONLY
     ranks: Ranks
 
-    def agreed(self) -> LogitsProcessorList:
-        return LogitsProcessorList([_FirstRanksLogits(self.ranks)])
+    def agreed(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the first rank's logits on all ranks, whose devices may round differently."""
+        logits = logits.contiguous()
+        self.ranks.spread(logits)
+        return logits
 
 
 def open_share(artifact: Artifact, loaded: LoadedModel, ranks: Ranks, *, hold: bool) -> OpenShare:

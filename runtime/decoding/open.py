@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.nn.functional import pad
-from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparsekv.formats.device import MemoryPlan, device_memory, model_bytes
 from sparsekv.formats.errors import ArtifactError, IdentityError
@@ -220,9 +220,9 @@ class OpenIndex:
         facts = self.artifact.manifest.layers
         return IndexCache([self._dense_layer(layer, tokens) for layer in range(len(facts))], BuiltLayers(facts))
 
-    def agreed(self) -> LogitsProcessorList:
-        """Return logits processors that let all ranks of the model choose the same token; none for a single process."""
-        return LogitsProcessorList()
+    def agreed(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits [B, V] by which all ranks of the model choose the same tokens."""
+        return logits
 
     def take_rows(self, layer: int) -> LayerRows:
         """Return one layer's stored keys and values: the rows that the probe held, or rows that are read on first use.

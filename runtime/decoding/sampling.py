@@ -1,16 +1,9 @@
-"""Sampling parameters, and logits processors that sample tokens with each answer's own random generator."""
+"""Sampling parameters, and the logits processors that they stand for."""
 
 import math
 from dataclasses import dataclass
 
-import torch
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from sparsekv.formats.errors import UsageError, check_at_least_one
 
@@ -55,21 +48,3 @@ def warpers(sampling: Sampling) -> LogitsProcessorList:
     if sampling.top_p is not None and sampling.top_p < 1:
         found.append(TopPLogitsWarper(sampling.top_p))
     return found
-
-
-class Draw(LogitsProcessor):
-    """Logits processor that samples each sequence's token, and sets the scores [B, V] of all other tokens to -inf.
-
-    The sampled token's score is its probability, even if that is not finite, so that a later check can detect it. The
-    random numbers are those of `torch.manual_seed(seed)`. They come from a generator of the answer's own, because
-    torch's global generator is shared by all threads of the process.
-    """
-
-    def __init__(self, sampling: Sampling, device: torch.device):
-        self.warpers = warpers(sampling)
-        self.random = torch.Generator(device).manual_seed(sampling.seed)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        probability = self.warpers(input_ids, scores).softmax(-1)  # type: ignore[arg-type]  # any tensors will do
-        token = torch.multinomial(probability.nan_to_num(1.0), 1, generator=self.random)
-        return torch.full_like(scores, -math.inf).scatter(-1, token, probability.gather(-1, token))

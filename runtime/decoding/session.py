@@ -15,19 +15,17 @@ from sparsekv.runtime.attention.config import DecodeConfig, QuestionPrefill
 from sparsekv.runtime.attention.executors import GatherMaker
 from sparsekv.runtime.attention.sparse_layer import appends
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.decoding.batch import Batch, why_alone
-from sparsekv.runtime.decoding.generate import (
+from sparsekv.runtime.decoding.answer import (
     Answer,
-    Sampling,
-    answer_after,
     answer_room,
     ending_tokens,
     finish_reason,
     framed_ids,
-    generate,
     question_ids,
 )
+from sparsekv.runtime.decoding.engine import Engine, Request, answer_after, generate, pack, why_alone
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.threads import all_cores, exclusive, free_cores
 
 
@@ -54,7 +52,7 @@ class Session:
         self,
         question: str | torch.Tensor,
         sampling: Sampling | None = None,
-        on_text: Callable[[str], None] = lambda text: None,
+        on_text: Callable[[str], None] | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> Answer:
         """Answer one question, greedily by default; raises what `question_ids` and `generate` raise.
@@ -63,7 +61,7 @@ class Session:
 
         Args:
             question: text, which is put into the index's chat template, or token ids [Q] as `question_ids` returns.
-            on_text, stop: as for `generate`.
+            on_text, stop: as in `Request`.
         """
         with exclusive(self.index.model):
             return generate(self.index, self.cache, self._ids(question), sampling or Sampling(), on_text, stop)
@@ -87,9 +85,9 @@ class Session:
         with exclusive(self.index.model):
             if reason := why_alone(self.index, self.config.attention, self.cache):
                 raise UsageError(f"{reason}; ask one question at a time")
-            ids = [self._ids(one) for one in questions]
-            found = dict(Batch(self.index, self.cache, sampling or Sampling(), together).answers(ids))
-        return [found[number] for number in range(len(ids))]
+            requests = [Request(self._ids(one), sampling or Sampling()) for one in questions]
+            found = dict(Engine(self.index, pack(self.cache, together)).answers(requests))
+        return [found[number] for number in range(len(requests))]
 
     def _ids(self, question: str | torch.Tensor) -> torch.Tensor:
         """Return a question's token ids [Q]; raise UsageError for ids that the model does not have."""
@@ -178,7 +176,7 @@ class Conversation:
         self,
         question: str,
         sampling: Sampling,
-        on_text: Callable[[str], None] = lambda text: None,
+        on_text: Callable[[str], None] | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> Answer:
         """Answer the next question; question and answer become a turn of the conversation.
@@ -194,7 +192,7 @@ class Conversation:
             self._check_room(len(before) + len(ids))
             cache = self._cache()
             try:
-                answer = answer_after(self.index, cache, before, ids, sampling, on_text, stop)
+                answer = answer_after(self.index, cache, before, Request(ids, sampling, on_text, stop))
             except BaseException:
                 self._asker = None  # layers of this cache may now have different numbers of rows
                 raise

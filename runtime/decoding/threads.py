@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel, StoppingCriteria
+from transformers import PreTrainedModel
 
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.kernels.common.hook import all_alone, alone, called_back
@@ -302,14 +302,3 @@ def free_cores(model: PreTrainedModel) -> Iterator[FreeCores]:
     finally:
         cores.restore()
         _meter.leave()
-
-
-class Following(StoppingCriteria):
-    """Stopping criterion that never stops: it adjusts the thread count after each token of transformers' own loop."""
-
-    def __init__(self, cores: FreeCores):
-        self.cores = cores
-
-    def __call__(self, input_ids: torch.Tensor, scores: object, **more: object) -> torch.Tensor:
-        self.cores.follow()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

@@ -23,10 +23,10 @@ from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.models.rope import positions_after, positions_of
 from sparsekv.runtime.attention.config import QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.decoding.batch import Batch, why_alone
-from sparsekv.runtime.decoding.generate import Sampling, generate
+from sparsekv.runtime.decoding.engine import Engine, Request, generate, pack, why_alone
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.perplexity import perplexity
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.table import Answers, Result, ScoredAnswer, Variant
 from sparsekv.runtime.evaluation.tasks import Context, Question
@@ -256,7 +256,8 @@ class _Asking:
         self, index: OpenIndex, cache: IndexCache, longest: int, asked: list[tuple[Question, str]]
     ) -> Iterator[tuple[tuple[Question, str], ScoredAnswer]]:
         ids = [self.comparison.question_ids(self.context, question, self.prompt) for question, _ in asked]
-        for number, answer in Batch(index, cache, Sampling(longest), self.comparison.together).answers(ids):
+        engine = Engine(index, pack(cache, self.comparison.together))
+        for number, answer in engine.answers([Request(one, Sampling(longest)) for one in ids]):
             seconds = answer.time_to_first_token
             if answer.tokens_per_second:
                 seconds += (answer.generated_tokens - 1) / answer.tokens_per_second

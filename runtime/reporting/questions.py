@@ -7,7 +7,7 @@ import torch
 
 from sparsekv.kernels.common.given_rows import with_cache
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
-from sparsekv.runtime.decoding.generate import answer_room, question_ids
+from sparsekv.runtime.decoding.answer import answer_room, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.threads import exclusive
 from sparsekv.runtime.reporting.queries import MeasuredQueries, QueryBlock

@@ -23,8 +23,9 @@ from sparsekv.runtime.attention.executors import GatherMaker
 from sparsekv.runtime.attention.sparse_layer import appends
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.decoding.generate import Answer, Sampling
+from sparsekv.runtime.decoding.answer import Answer
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.decoding.threads import all_cores, exclusive, free_cores
 from sparsekv.runtime.methods.oracle import Oracle

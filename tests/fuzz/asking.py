@@ -7,9 +7,10 @@ from random import Random
 import torch
 
 from sparsekv.runtime.attention.sparse_layer import appends
-from sparsekv.runtime.decoding.batch import why_alone
-from sparsekv.runtime.decoding.generate import Answer, Sampling, question_ids
+from sparsekv.runtime.decoding.answer import Answer, question_ids
+from sparsekv.runtime.decoding.engine import why_alone
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.selection.interface import MethodSpec
 from sparsekv.runtime.tracing.trace import TracedIndex

@@ -13,8 +13,9 @@ from support.command import Outcome, run_here
 from transformers import AutoTokenizer
 
 from sparsekv.formats.models.load import tokenizer_identity
-from sparsekv.runtime.decoding.generate import Sampling, question_ids
+from sparsekv.runtime.decoding.answer import question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Conversation
 from sparsekv.runtime.selection.interface import Budget
 

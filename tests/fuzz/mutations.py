@@ -42,7 +42,7 @@ class Fault:
     patch: Patch
 
 
-HOOK, BATCH, TALK = "kernels/common/hook.py", "runtime/decoding/batch.py", "runtime/decoding/session.py"
+HOOK, BATCH, TALK = "kernels/common/hook.py", "runtime/cache/packed_cache.py", "runtime/decoding/session.py"
 SHARED, LAYER, ROPE = "indexing/reuse.py", "runtime/attention/sparse_layer.py", "formats/models/rope.py"
 PROMPT, LAYERS = "formats/documents/prompt.py", "runtime/decoding/sparse_layers.py"
 FAULTS = (
@@ -100,7 +100,7 @@ FAULTS = (
     ),
     Fault(
         "questions that share a step are a position too late",
-        Patch(BATCH, "(self.index.split.tokens + step.rows)[None]", "(self.index.split.tokens + 1 + step.rows)[None]"),
+        Patch(BATCH, "(tokens + self.step.rows)[None]", "(tokens + 1 + self.step.rows)[None]"),
     ),
 )
 

@@ -15,9 +15,9 @@ import torch
 
 from sparsekv.formats.documents.continuation import encode_question
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.decoding.generate import Sampling
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import prepare_layer
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.reporting.queries import tail_block
 from sparsekv.runtime.reporting.recall import chosen_positions, truths
 from sparsekv.runtime.reporting.report import forms

@@ -6,8 +6,9 @@ from dataclasses import replace
 import torch
 
 from sparsekv.kernels.common.hook import AttentionCall, AttentionFunction, route_attention
-from sparsekv.runtime.decoding.generate import Sampling, question_ids
+from sparsekv.runtime.decoding.answer import question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 
 from .oracles import ROUNDING, error_of, expect, expect_greedy, plain, plain_over

@@ -8,8 +8,9 @@ import torch
 
 from sparsekv.cli.answering.session import save_session
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.runtime.decoding.generate import Answer, Sampling, question_ids
+from sparsekv.runtime.decoding.answer import Answer, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Conversation
 
 from .deeds import deed

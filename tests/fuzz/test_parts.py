@@ -11,8 +11,7 @@ from fuzz.drawing import expect_drawn, left_by
 from fuzz.mutations import FAULTS, ROOT, Fault
 from fuzz.oracles import Wrong
 from fuzz.refusals import is_due
-from sparsekv.runtime.decoding.generate import Sampling
-from sparsekv.runtime.decoding.sampling import Draw
+from sparsekv.runtime.decoding.sampling import Draw, Sampling
 
 
 def test_palette_has_few_shapes_and_options() -> None:

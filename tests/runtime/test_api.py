@@ -11,7 +11,7 @@ from support.tiny_models import save_tiny
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime import api
-from sparsekv.runtime.decoding.generate import Sampling
+from sparsekv.runtime.decoding.sampling import Sampling
 
 QUESTION, SHORT = "Which word?", Sampling(max_new_tokens=5)
 

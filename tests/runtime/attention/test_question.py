@@ -7,6 +7,7 @@ import torch
 from support.choices import recorded_choices
 from support.coded_layer import coded_layer
 from support.configs import sparse
+from support.engines import answered, packed
 from support.kernel_runs import DEVICE
 from support.reference import assert_close
 from support.small_index import INDEXERS, build_small, plain_logits, random_ids, stepped_logits
@@ -17,9 +18,9 @@ from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill, Quest
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import MappedRows
-from sparsekv.runtime.decoding.batch import Batch
-from sparsekv.runtime.decoding.generate import Sampling, question_ids
+from sparsekv.runtime.decoding.answer import question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.quoka import Quoka
@@ -106,9 +107,9 @@ def test_questions_together_do_not_lay_out_rows_that_are_gathered(
         raise AssertionError("rows were laid out in memory")
 
     monkeypatch.setattr(MappedRows, "_in_memory", refuse)
-    batch = Batch(index, _cache(index, Quest(page_size=4), question, 0.2), Sampling(max_new_tokens=4), 3)
+    engine = packed(index, _cache(index, Quest(page_size=4), question, 0.2), 3)
     asked = [question_ids(index, text) for text in ("What is an expression?", "Why?")]
-    assert all(answer.generated_tokens for _, answer in batch.answers(asked))
+    assert all(answer.generated_tokens for answer in answered(engine, asked, Sampling(max_new_tokens=4)).values())
 
 
 def test_a_chunk_of_nothing_is_refused() -> None:

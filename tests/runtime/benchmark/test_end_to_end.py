@@ -11,14 +11,12 @@ from support.reference import assert_close
 from support.tiny_models import FAMILIES
 from transformers import PreTrainedModel
 
-from sparsekv.kernels.common.hook import route_attention
-from sparsekv.runtime.benchmark.end_to_end import DenseFormLayer, QuestionSteps, make_queries_alike
+from sparsekv.runtime.benchmark.end_to_end import DenseFormLayer, TimedSteps, make_queries_alike, packed_cache
 from sparsekv.runtime.benchmark.layer import LayerData, Shape, lay_out, mixture, sparse_layer
 from sparsekv.runtime.benchmark.layer_timer import dense_forms
 from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.stored_layer import StoredLayer
-from sparsekv.runtime.decoding.step import DecodeStep
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.selection.interface import Budget
 
@@ -47,12 +45,12 @@ def _decoded(
     held: bool,
 ) -> torch.Tensor:
     """Logits [T, batch, V] of tokens [T, batch, 1], one after another."""
-    cache = IndexCache([make(data) for _ in range(model.config.num_hidden_layers)])
-    with torch.inference_mode(), route_attention(model, cache.attend):
+    cache = IndexCache([make(data) for _ in range(model.config.num_hidden_layers)], batch=data.batch)
+    steps = TimedSteps(model, cache, data.split.tokens, len(tokens))
+    with torch.inference_mode(), steps.routed():
         if held:
-            step = DecodeStep(model, cache, batch=data.batch, capture=False)
-            step.begin(len(tokens))
-            return torch.stack([step(one).clone() for one in tokens])
+            cache.reserve(1, len(tokens), capture=True)
+            return torch.stack([steps(one).clone() for one in tokens])
         return torch.stack(
             [model(input_ids=one, past_key_values=cache, use_cache=True).logits[:, -1] for one in tokens]
         )
@@ -82,7 +80,7 @@ def test_questions_over_one_context_are_those_of_a_context_each(name: str) -> No
     model, questions = FAMILIES["qwen3"](), 3
     data = mixture(SHAPE, 1, 0, torch.device("cpu"), torch.float32, questions=questions)
     layers = [MAKERS[name](data) for _ in range(model.config.num_hidden_layers)]
-    steps = QuestionSteps(model, layers, SHAPE.context, questions)
+    steps = TimedSteps(model, packed_cache(layers, questions), SHAPE.context, 1)
     tokens = torch.arange(questions)[:, None]
     with torch.inference_mode(), steps.routed():
         together = steps(tokens)

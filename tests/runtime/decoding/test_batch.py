@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.configs import sparse
+from support.engines import answered, packed
 from support.odd_numbers import logits_full_of
 from support.random_tensors import normal
 from support.reference import assert_close
@@ -21,10 +22,11 @@ from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.attention.sparse_layer import PackedInPlace, PackedSparse, SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
-from sparsekv.runtime.cache.packed_cache import PackedStep, Piece
-from sparsekv.runtime.decoding.batch import Batch, why_alone
-from sparsekv.runtime.decoding.generate import Answer, Sampling, generate, question_ids
+from sparsekv.runtime.cache.packed_cache import PackedCache, PackedStep, Piece
+from sparsekv.runtime.decoding.answer import Answer, question_ids
+from sparsekv.runtime.decoding.engine import Engine, generate, why_alone
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.lessismore import LessIsMore
@@ -77,7 +79,7 @@ def alone(index: OpenIndex, cache: IndexCache, asked: list[torch.Tensor], sampli
 def together(
     index: OpenIndex, cache: IndexCache, asked: list[torch.Tensor], slots: int, sampling: Sampling = GREEDY
 ) -> list[Answer]:
-    found = dict(Batch(index, cache, sampling, slots).answers(asked))
+    found = answered(packed(index, cache, slots), asked, sampling)
     assert sorted(found) == list(range(len(asked)))
     return [found[number] for number in range(len(asked))]
 
@@ -148,12 +150,13 @@ def test_rows_that_are_read_where_they_lie_are_those_that_are_copied(
     """As a GPU's kernels read them; here the same calls in plain torch."""
     asked = [question_ids(full_index, question) for question in QUESTIONS]
     cache = full_index.cache(sparse(name, METHODS[name], Budget(0.2), residual=residual, question=prefill))
-    copied, in_place = (Batch(full_index, cache, GREEDY, 4) for _ in range(2))
-    for layer in in_place.packed.packed:
+    copied, in_place = (packed(full_index, cache, 4) for _ in range(2))
+    assert isinstance(in_place.cache, PackedCache)
+    for layer in in_place.cache.packed:
         assert isinstance(layer, PackedSparse)
         assert not layer.in_place
         layer.in_place = True
-    first, second = (dict(batch.answers(asked)) for batch in (copied, in_place))
+    first, second = (answered(engine, asked, GREEDY) for engine in (copied, in_place))
     assert {number: one.ids for number, one in second.items()} == {number: one.ids for number, one in first.items()}
     assert [second[n].kv_fraction for n in first] == pytest.approx([one.kv_fraction for one in first.values()])
 
@@ -175,11 +178,11 @@ def test_questions_that_choose_together(
     """As kernels on a GPU choose and attend; here the same calls in plain torch."""
     asked = [question_ids(full_index, question) for question in QUESTIONS]
     cache = full_index.cache(sparse(name, method, Budget(1.0), question=prefill))
-    batch = Batch(full_index, cache, GREEDY, 3)
-    batch.packed.packed = [PackedInPlace(layer, 3) for layer in sparse_layers(cache)]
-    for layer in batch.packed.packed:
+    layers = [PackedInPlace(layer, 3) for layer in sparse_layers(cache)]
+    for layer in layers:
         layer.in_place = True
-    found, expected = dict(batch.answers(asked)), together(full_index, cache, asked, 3)
+    engine = Engine(full_index, PackedCache(cache, [*layers], 3))
+    found, expected = answered(engine, asked, GREEDY), together(full_index, cache, asked, 3)
     assert [found[number].ids for number in range(len(asked))] == ids(expected)
     read = [found[number].kv_fraction for number in range(len(asked))]
     assert read == pytest.approx([one.kv_fraction for one in expected], rel=0.05)

@@ -5,14 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 from support.configs import sparse
+from support.engines import answered, packed
 from support.small_index import INDEXERS, reopen, small_plan
 
 from sparsekv.indexing.build import build_index
 from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill
-from sparsekv.runtime.decoding.batch import Batch
+from sparsekv.runtime.decoding.answer import question_ids
 from sparsekv.runtime.decoding.compiled import compile_steps
-from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
+from sparsekv.runtime.decoding.engine import Engine, generate
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.methods.codes import Codes, CodesSelector
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.lessismore import LessIsMore
@@ -48,8 +50,8 @@ def on_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return reopen(plan, folder)
 
 
-def _together(index: OpenIndex, batch: Batch, asked: list[torch.Tensor]) -> list[list[int]]:
-    found = dict(batch.answers(asked))
+def _together(engine: Engine, asked: list[torch.Tensor], sampling: Sampling = GREEDY) -> list[list[int]]:
+    found = answered(engine, asked, sampling)
     return [found[number].ids for number in range(len(asked))]
 
 
@@ -66,7 +68,7 @@ def test_everything_attended_gives_each_its_own_answer(
     )
     expected = [generate(on_gpu, cache, one, GREEDY).ids for one in asked]
     for slots in (1, 3, 8):
-        assert _together(on_gpu, Batch(on_gpu, cache, GREEDY, slots), asked) == expected
+        assert _together(packed(on_gpu, cache, slots), asked) == expected
 
 
 @pytest.mark.parametrize("name", CAPTURED)
@@ -74,12 +76,12 @@ def test_everything_attended_gives_each_its_own_answer(
 def test_captured_steps_answer_as_launched_ones(on_gpu: OpenIndex, name: str, residual: bool) -> None:
     asked = [question_ids(on_gpu, question) for question in QUESTIONS]
     cache = on_gpu.cache(sparse(name, CAPTURED[name], Budget(0.2), residual=residual))
-    captured, launched = (Batch(on_gpu, cache, GREEDY, 4) for _ in range(2))
-    launched.shared.capture = False
-    assert _together(on_gpu, captured, asked) == _together(on_gpu, launched, asked)
+    captured, launched = (packed(on_gpu, cache, 4) for _ in range(2))
+    launched.cache.capturing = False
+    assert _together(captured, asked) == _together(launched, asked)
     # GPT-OSS picks its experts on the host.
-    assert bool(captured.shared.graphs) == (on_gpu.model.config.model_type != "gpt_oss")
-    read = [dict(batch.answers(asked))[0].kv_fraction for batch in (captured, launched)]
+    assert bool(captured.cache.graphs) == (on_gpu.model.config.model_type != "gpt_oss")
+    read = [answered(engine, asked, GREEDY)[0].kv_fraction for engine in (captured, launched)]
     assert read[0] == pytest.approx(read[1], rel=0.2)  # a captured step of three is fed one of them twice
 
 
@@ -92,18 +94,18 @@ def test_codes_are_scanned_by_kernels_for_each_question(on_gpu: OpenIndex, monke
         chosen.append(plain(selector, queries, budget, counter))
         return chosen[-1]
 
-    def batch() -> Batch:
-        return Batch(on_gpu, on_gpu.cache(sparse("codes", Codes(), Budget(0.2))), GREEDY, 4)
+    def engine() -> Engine:
+        return packed(on_gpu, on_gpu.cache(sparse("codes", Codes(), Budget(0.2))), 4)
 
-    in_torch = dict(batch().answers(asked))[0].kv_fraction
+    in_torch = answered(engine(), asked, GREEDY)[0].kv_fraction
     monkeypatch.setattr(code_scan, "FEWEST_KEYS", 1)
     monkeypatch.setattr(CodesSelector, "choose_for_each", choose)
-    captured, launched = batch(), batch()
-    launched.shared.capture = False
-    assert _together(on_gpu, captured, asked) == _together(on_gpu, launched, asked)
+    captured, launched = engine(), engine()
+    launched.cache.capturing = False
+    assert _together(captured, asked) == _together(launched, asked)
     assert chosen
     assert all(one is not None for one in chosen)
-    read = [dict(one.answers(asked))[0].kv_fraction for one in (captured, launched)]
+    read = [answered(one, asked, GREEDY)[0].kv_fraction for one in (captured, launched)]
     assert read == pytest.approx([in_torch, in_torch], rel=0.3)
 
 
@@ -114,11 +116,11 @@ def test_compiled_steps_answer_as_others(tmp_path: Path) -> None:
     index = reopen(plan, tmp_path / "small.skv")
     asked = [question_ids(index, question) for question in QUESTIONS]
     cache = index.cache(sparse("multipole", Multipole(), Budget(0.2)))
-    expected = _together(index, Batch(index, cache, GREEDY, 4), asked)
-    batch = Batch(index, cache, GREEDY, 4)
-    assert compile_steps(index.model, batch.one_step, tokens=4) > 0
-    assert _together(index, batch, asked) == expected
-    assert batch.shared.graphs
+    expected = _together(packed(index, cache, 4), asked)
+    engine = packed(index, cache, 4)
+    assert compile_steps(index.model, engine.warm_up, tokens=4) > 0
+    assert _together(engine, asked) == expected
+    assert engine.cache.graphs
 
 
 def test_rows_of_their_own_that_outgrow_their_buffers(on_gpu: OpenIndex) -> None:
@@ -126,7 +128,7 @@ def test_rows_of_their_own_that_outgrow_their_buffers(on_gpu: OpenIndex) -> None
     cache = on_gpu.cache(sparse("multipole", Multipole(), Budget(0.2)))
     answers = []
     for capture in (True, False):
-        batch = Batch(on_gpu, cache, Sampling(max_new_tokens=300), 3)
-        batch.shared.capture = capture
-        answers.append(_together(on_gpu, batch, asked))
+        engine = packed(on_gpu, cache, 3)
+        engine.cache.capturing = capture
+        answers.append(_together(engine, asked, Sampling(max_new_tokens=300)))
     assert answers[0] == answers[1]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 from support.configs import sparse
+from support.engines import answered, packed
 from support.reference import assert_close
 from support.small_index import build_small
 from torch._dynamo.utils import counters
@@ -16,10 +17,10 @@ from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.decoding.batch import Batch
+from sparsekv.runtime.decoding.answer import question_ids
 from sparsekv.runtime.decoding.compiled import WORTH_IT, compile_layers, worth_compiling
-from sparsekv.runtime.decoding.generate import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.interface import Budget
 
@@ -69,7 +70,7 @@ def test_compiled_steps_of_several_sequences_give_the_same_answers(tmp_path: Pat
     compile_layers(compiled.model, backend="aot_eager", tokens=3)
     asked = [question_ids(index, question) for question in ("What is an expression?", "x", "Why?", "And how?")]
     found, expected = (
-        dict(Batch(one, one.cache(sparse("squeezed", Squeezed(), Budget(0.3))), Sampling(12), 3).answers(asked))
+        answered(packed(one, one.cache(sparse("squeezed", Squeezed(), Budget(0.3))), 3), asked, Sampling(12))
         for one in (compiled, index)
     )
     assert {number: one.ids for number, one in found.items()} == {number: one.ids for number, one in expected.items()}

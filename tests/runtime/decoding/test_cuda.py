@@ -17,9 +17,11 @@ from sparsekv.kernels.attention.attention import Segment, attend
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.kernels.kmeans.kmeans import cluster_means
 from sparsekv.kernels.scores.logits import cluster_scores
-from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
+from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import residual_source
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.h2o import H2O
@@ -222,8 +224,8 @@ def test_captured_steps_answer_as_those_that_are_launched(on_gpu: OpenIndex, nam
         found, expected = (generate(on_gpu, cache, asked, sampling) for cache in (captured, launched))
         assert found.ids == expected.ids
         assert found.kv_fraction == pytest.approx(expected.kv_fraction)
-        graphs.append(captured.graph)
-    assert launched.graph is None
+        graphs.append(captured.graphs.get(1))
+    assert not launched.graphs
     assert graphs[0] is not None
     assert all(graph is graphs[0] for graph in graphs) == (name != "snapkv")
 
@@ -238,7 +240,7 @@ def test_a_captured_step_follows_a_buffer_that_grows(on_gpu: OpenIndex) -> None:
             for cache in (captured, launched)
         )
         assert found.ids == expected.ids
-        lengths.append((captured.graph, captured.buffers()))
+        lengths.append((captured.graphs.get(1), captured.buffers()))
     assert lengths[0][1] != lengths[1][1]
     assert lengths[0][0] is not lengths[1][0]
 
@@ -248,7 +250,7 @@ def test_steps_that_wait_are_launched(on_gpu: OpenIndex) -> None:
     cache = on_gpu.cache(sparse("squeezed", Squeezed("hierarchical", "threshold"), Budget(0.1)))
     first, second = (generate(on_gpu, cache, asked, Sampling(max_new_tokens=8)) for _ in range(2))
     assert first.ids == second.ids
-    assert cache.graph is None
+    assert not cache.graphs
     assert not cache.capturable
 
 

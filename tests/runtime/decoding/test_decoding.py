@@ -15,8 +15,10 @@ from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.stored_layer import FIRST_NEW_ROWS
-from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
+from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.keydiff import KeyDiff
 from sparsekv.runtime.methods.lessismore import LessIsMore

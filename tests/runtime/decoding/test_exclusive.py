@@ -12,16 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from support.engines import packed
 from support.small_index import INDEXERS, build_small
 
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.attention.plan import Appender
-from sparsekv.runtime.decoding.batch import Batch
-from sparsekv.runtime.decoding.generate import Sampling, question_ids
+from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.engine import Request
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.perplexity import perplexity
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Conversation, Session
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.multipole import Multipole
@@ -154,9 +156,8 @@ class Deeds:
     def leave_a_batch(self) -> None:
         name, sampling = self.draw.choice(IN_BATCHES), self.draw.choice(SAMPLINGS)
         shared = self.batchers[name]
-        answers = Batch(shared.index, shared.cache, sampling, 2).answers(
-            [question_ids(shared.index, question) for question in QUESTIONS]
-        )
+        requests = [Request(question_ids(shared.index, question), sampling) for question in QUESTIONS]
+        answers = packed(shared.index, shared.cache, 2).answers(requests)
         with suppress(UsageError):
             for _ in range(self.draw.randrange(5)):
                 number, answer = next(answers, (0, None))
@@ -312,13 +313,13 @@ def test_rows_that_were_interrupted_while_they_moved_are_told(alone: Alone, monk
 
 def test_a_batch_that_another_question_came_into_is_refused(alone: Alone) -> None:
     index, shared = alone.index, batcher(alone.index, "squeezed")
-    ids = [question_ids(index, question) for question in QUESTIONS]
-    batch = Batch(index, shared.cache, SAMPLINGS[0], 2)
-    first = batch.answers(ids)
+    requests = [Request(question_ids(index, question), SAMPLINGS[0]) for question in QUESTIONS]
+    engine = packed(index, shared.cache, 2)
+    first = engine.answers(requests)
     number, answer = next(first)
     assert answer.ids == alone.together("squeezed", SAMPLINGS[0])[number]
-    second = dict(batch.answers(ids))  # the same object, whose sequences the first left half-way
-    assert [second[place].ids for place in range(len(ids))] == alone.together("squeezed", SAMPLINGS[0])
+    second = dict(engine.answers(requests))  # the same object, whose sequences the first left half-way
+    assert [second[place].ids for place in range(len(requests))] == alone.together("squeezed", SAMPLINGS[0])
     with pytest.raises(UsageError, match="another question was asked over the cache of a batch"):
         list(first)
 

@@ -183,7 +183,7 @@ def waiting(code: str, **environment: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     "code",
     [
-        "import sparsekv.runtime.decoding.generate",
+        "import sparsekv.runtime.decoding.engine",
         "import sparsekv.indexing.build",
         "import sparsekv.cli.main, sparsekv.cli.generate",
     ],

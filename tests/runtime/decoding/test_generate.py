@@ -14,8 +14,10 @@ from support.tiny_models import END, START
 from transformers import GenerationConfig
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.decoding.generate import Answer, Sampling, generate, question_ids
+from sparsekv.runtime.decoding.answer import Answer, question_ids
+from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.interface import Budget
 

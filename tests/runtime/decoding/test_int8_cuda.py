@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.configs import sparse
+from support.engines import answered, packed
 from support.random_tensors import normal
 from support.reference import assert_close
 from support.small_index import INDEXERS, random_ids, reopen, small_plan, stepped_logits
@@ -15,9 +16,10 @@ from sparsekv.indexing.build import build_index
 from sparsekv.runtime.attention.config import QuestionPrefill
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.cache.kv_store import PLACEMENTS, Int8Middle
-from sparsekv.runtime.decoding.batch import Batch
-from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
+from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.quest import Quest
@@ -119,7 +121,7 @@ def test_questions_that_decode_together_answer_as_each_alone(on_gpu: OpenIndex, 
     asked = [question_ids(on_gpu, question) for question in QUESTIONS]
     cache = on_gpu.dense_cache() if name is None else on_gpu.cache(sparse(*METHODS[name], Budget(1.0)))
     expected = [generate(on_gpu, cache, one, GREEDY).ids for one in asked]
-    together = dict(Batch(on_gpu, cache, GREEDY, 3).answers(asked))
+    together = answered(packed(on_gpu, cache, 3), asked, GREEDY)
     assert [together[number].ids for number in range(len(asked))] == expected
 
 

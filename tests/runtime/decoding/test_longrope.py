@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from support.configs import sparse
+from support.engines import answered, packed
 from support.reference import assert_close
 from support.small_index import plain_logits_after, random_ids, reopen, small_plan, stepped_logits
 from support.tiny_models import POSITIONS, build_tiny, tiny_tokenizer
@@ -13,9 +14,10 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.indexing.build import build_index
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
-from sparsekv.runtime.decoding.batch import Batch
-from sparsekv.runtime.decoding.generate import Sampling, answer_room, generate, question_ids
+from sparsekv.runtime.decoding.answer import answer_room, question_ids
+from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Conversation
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.interface import Budget
@@ -56,9 +58,9 @@ def test_an_answer_ends_at_the_switch_and_a_question_beyond_it_is_refused(tmp_pa
     told = f"positions of this model change at {TOKENS + 90}, where no index can follow; ask less, or index a document"
     with pytest.raises(UsageError, match=told):
         generate(index, cache, random_ids(90), sampling)
-    batch = Batch(index, index.dense_cache(), sampling, slots=2)
+    engine = packed(index, index.dense_cache(), 2)
     with pytest.raises(UsageError, match=told):
-        list(batch.answers([question, random_ids(90)]))
+        answered(engine, [question, random_ids(90)], sampling)
     talk = Conversation(index, DENSE)
     with pytest.raises(UsageError, match=told):
         talk.ask("Who? " * 30, sampling)

@@ -1,24 +1,25 @@
-"""A step whose lengths lie on the device, in a decoding loop of ours, says what transformers' own loop says."""
+"""The engine's tokens for one question are those of transformers' own loop, however its steps count their rows."""
 
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from support.configs import sparse
+from support.engines import count_rows_on_the_device
 from support.odd_numbers import logits_full_of
 from support.reference import assert_close
 from support.small_index import stepped_logits
 from transformers import GenerationConfig
-from transformers.generation.streamers import BaseStreamer
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache import stored_layer
-from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.decoding import step as decode_step
-from sparsekv.runtime.decoding.generate import DecodeLoop, question_ids
+from sparsekv.runtime.cache.index_cache import Fed, IndexCache
+from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.engine import Engine, Request, generate
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.step import DecodeStep
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.snapkv import SnapKV
@@ -33,63 +34,53 @@ METHODS: dict[str, Method] = {
     "snapkv": SnapKV(window_queries=4),
     "tidaldecode": TidalDecode(),
 }
+GREEDY = Sampling(max_new_tokens=24)
 
 
-@dataclass
-class Told(BaseStreamer):
-    """What a streamer is told, the prompt first."""
-
-    tokens: list[int] = field(default_factory=list)
-    ended: int = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.ended += 1
-
-
-def _continued(
-    index: OpenIndex, cache: IndexCache, question: str, *, own_loop: bool, **config: Any
-) -> tuple[list[int], Told]:
-    """Token ids of prompt and answer, and what was streamed."""
+def _by_transformers(index: OpenIndex, cache: IndexCache, question: torch.Tensor, sampling: Sampling) -> list[int]:
+    """The answer of transformers' own loop over the same cache."""
     cache.rewind()
-    prompt = torch.cat([index.input_ids, question_ids(index, question)])[None]
-    told = Told()
-    loop = {"custom_generate": DecodeLoop(DecodeStep(index.model, cache, capture=False), told)} if own_loop else {}
-    torch.manual_seed(7)
+    prompt = torch.cat([index.input_ids, question])[None]
+    drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
+    config = GenerationConfig(
+        max_new_tokens=sampling.max_new_tokens,
+        pad_token_id=0,
+        do_sample=bool(sampling.temperature),
+        **(drawn if sampling.temperature else {}),
+    )
+    torch.manual_seed(sampling.seed)
     with torch.inference_mode(), route_attention(index.model, cache.attend):
         output = index.model.generate(  # type: ignore[operator]
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            past_key_values=cache,
-            generation_config=GenerationConfig(**({"max_new_tokens": 24, "pad_token_id": 0} | config)),
-            streamer=told,
-            **loop,
+            prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, generation_config=config
         )
-    return output[0].tolist(), told
+    answer: list[int] = output[0, prompt.shape[1] :].tolist()
+    return answer
 
 
+@pytest.mark.parametrize("on_device", [False, True], ids=["", "rows counted on the device"])
 @pytest.mark.parametrize(
-    ("name", "config"),
+    ("name", "sampling"),
     [
-        *((name, {"do_sample": False}) for name in METHODS),
-        ("squeezed", {"do_sample": True, "temperature": 1.5}),
-        ("squeezed", {"do_sample": True, "temperature": 1.0, "top_k": 9, "top_p": 0.9}),
-        ("squeezed", {"do_sample": False, "repetition_penalty": 1.7}),
+        *((name, GREEDY) for name in METHODS),
+        ("squeezed", replace(GREEDY, temperature=1.5, seed=7)),
+        ("squeezed", replace(GREEDY, temperature=1.0, top_k=9, top_p=0.9, seed=7)),
     ],
-    ids=[*METHODS, "sampled", "cut", "penalised"],
+    ids=[*METHODS, "sampled", "cut"],
 )
-def test_tokens_are_those_of_transformers_own_loop(index: OpenIndex, name: str, config: dict[str, Any]) -> None:
+def test_tokens_are_those_of_transformers_own_loop(
+    index: OpenIndex, name: str, sampling: Sampling, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over several questions to one cache, the second of which is longer."""
     ours, theirs = (index.cache(sparse(name, METHODS[name], Budget(0.2))) for _ in range(2))
+    if on_device:
+        count_rows_on_the_device(monkeypatch)
     for question in QUESTIONS:
-        expected, expected_told = _continued(index, theirs, question, own_loop=False, **config)
-        found, told = _continued(index, ours, question, own_loop=True, **config)
-        assert found == expected == told.tokens
-        assert told.tokens == expected_told.tokens
-        assert told.ended == 1
-        assert ours.kv_fraction() == pytest.approx(theirs.kv_fraction())
+        asked, pieces = question_ids(index, question), list[str]()
+        expected = _by_transformers(index, theirs, asked, sampling)
+        found = generate(index, ours, asked, sampling, pieces.append)
+        assert found.ids == expected
+        assert "".join(pieces) == found.text
+        assert found.kv_fraction == ours.kv_fraction() == pytest.approx(theirs.kv_fraction())
         assert ours.get_seq_length() == theirs.get_seq_length()
 
 
@@ -99,66 +90,77 @@ def test_logits_that_are_no_numbers_are_told(index: OpenIndex, number: float, sa
     """Before a draw from them, which on a GPU no later call would survive."""
     cache = index.cache(sparse("squeezed", Squeezed(), Budget(0.2)))
     with logits_full_of(index.model, number), pytest.raises(SparsekvError, match="logits are not finite"):
-        _continued(index, cache, QUESTIONS[0], own_loop=True, do_sample=sampled)
+        generate(index, cache, question_ids(index, QUESTIONS[0]), replace(GREEDY, temperature=float(sampled)))
 
 
-def test_an_answer_stops_at_an_end_token_and_is_told_it(index: OpenIndex) -> None:
-    cache = index.cache(sparse("squeezed", Squeezed(), Budget(0.2)))
-    whole, _ = _continued(index, cache, QUESTIONS[0], own_loop=True)
-    prompt = len(index.input_ids) + len(question_ids(index, QUESTIONS[0]))
-    answer = whole[prompt:]
-    end = answer[5]
-    ended, told = _continued(index, cache, QUESTIONS[0], own_loop=True, eos_token_id=[end])
-    assert ended[prompt:] == answer[: answer.index(end) + 1]
-    assert told.tokens == ended
-
-
-def test_a_step_begins_before_its_tokens_text_is_shown(index: OpenIndex) -> None:
+def test_a_step_begins_before_its_tokens_text_is_shown(index: OpenIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU would wait for the text. Only the first token is shown at once: its step is captured, which takes long."""
-    cache, done = index.cache(sparse("squeezed", Squeezed(), Budget(0.2))), list[str]()
+    done, plain = list[str](), DecodeStep.__call__
 
-    class Shown(Told):
-        def put(self, value: torch.Tensor) -> None:
-            done.append("text")
+    def noted(step: DecodeStep, *given: Any) -> torch.Tensor:
+        done.append("step")
+        return plain(step, *given)
 
-    class Noted(DecodeStep):
-        def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-            done.append("step")
-            return super().__call__(tokens)
-
-    prompt = torch.cat([index.input_ids, question_ids(index, QUESTIONS[0])])[None]
-    with torch.inference_mode(), route_attention(index.model, cache.attend):
-        index.model.generate(  # type: ignore[operator]
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            past_key_values=cache,
-            generation_config=GenerationConfig(max_new_tokens=4, pad_token_id=0),
-            custom_generate=DecodeLoop(Noted(index.model, cache, capture=False), Shown()),
-        )
+    monkeypatch.setattr(DecodeStep, "__call__", noted)
+    monkeypatch.setattr("sparsekv.runtime.decoding.answer.Streamer.put", lambda self, value: done.append("text"))
+    cache = index.cache(sparse("squeezed", Squeezed(), Budget(0.2)))
+    generate(index, cache, question_ids(index, QUESTIONS[0]), Sampling(max_new_tokens=4), lambda text: None)
     assert done == ["text", "step", "step", "text", "step", "text", "text"]
 
 
+def test_whoever_may_stop_an_answer_has_seen_all_of_its_text(index: OpenIndex) -> None:
+    cache, pieces, seen = index.dense_cache(), list[str](), list[int]()
+
+    def stop() -> bool:
+        seen.append(len("".join(pieces)))
+        return len(seen) == 5
+
+    answer = generate(index, cache, question_ids(index, QUESTIONS[0]), GREEDY, pieces.append, stop)
+    assert answer.finish_reason == "interrupted"
+    assert answer.generated_tokens == 5
+    assert seen == sorted(seen)
+    assert seen[-1] > 0
+
+
+def test_questions_one_after_another_are_those_of_fresh_caches(index: OpenIndex) -> None:
+    """Also where what reads their answers asks something else in between."""
+    config = sparse("squeezed", Squeezed(), Budget(0.2))
+    cache, asked = index.cache(config), [question_ids(index, question) for question in QUESTIONS]
+    expected = [generate(index, index.cache(config), one, GREEDY) for one in asked]
+    for number, answer in Engine(index, cache).answers([Request(one, GREEDY) for one in asked]):
+        assert answer.ids == expected[number].ids
+        assert answer.kv_fraction == expected[number].kv_fraction
+        generate(index, cache, asked[0], Sampling(max_new_tokens=3))
+
+
 def test_a_buffer_that_is_full_grows_within_an_answer(index: OpenIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_step, "ROOM", 1)
+    long = replace(GREEDY, max_new_tokens=60)
+    expected = generate(index, index.dense_cache(), question_ids(index, QUESTIONS[0]), long)
+    monkeypatch.setattr(IndexCache, "ROOM", 1)
     monkeypatch.setattr(stored_layer, "FIRST_NEW_ROWS", 50)
-    expected, _ = _continued(index, index.dense_cache(), QUESTIONS[0], own_loop=False, max_new_tokens=60)
+    count_rows_on_the_device(monkeypatch)
     cache = index.dense_cache()
     before = cache.buffers()
-    assert _continued(index, cache, QUESTIONS[0], own_loop=True, max_new_tokens=60)[0] == expected
+    assert generate(index, cache, question_ids(index, QUESTIONS[0]), long).ids == expected.ids
     assert cache.buffers() != before
 
 
-def test_every_family_decodes_at_a_place_on_the_device(family_index: OpenIndex) -> None:
+def test_every_family_decodes_at_a_place_on_the_device(
+    family_index: OpenIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Layers that slide too, far past their window; in logits, for these models' best tokens may be close."""
-    tokens = torch.arange(60) % 200
+    count_rows_on_the_device(monkeypatch)
+    tokens, context = torch.arange(60) % 200, family_index.split.tokens
     for cache in (family_index.cache(sparse("squeezed", Squeezed(), Budget(0.2))), family_index.dense_cache()):
         expected = stepped_logits(family_index, cache, tokens, question=25)
         cache.rewind()
-        step = DecodeStep(family_index.model, cache, capture=False)
+        step = DecodeStep(family_index.model, cache, context)
         with torch.inference_mode(), route_attention(family_index.model, cache.attend):
             first = family_index.model(input_ids=tokens[None, :25], past_key_values=cache, use_cache=True).logits[0]
-            step.begin(len(tokens) - 25)
-            found = [step(token.view(1, 1)).clone() for token in tokens[25:]]
+            found = [
+                step([Fed(0, row, [], asks=False)], tokens[row : row + 1], len(tokens)).clone()
+                for row in range(25, len(tokens))
+            ]
             cache.release()
         assert_close(torch.cat([first, *found]), expected, 1e-4)
 
@@ -169,5 +171,7 @@ def test_every_family_decodes_at_a_place_on_the_device(family_index: OpenIndex) 
     ids=["elsewhere", "measured", "prefetch"],
 )
 def test_what_cannot_be_captured_says_so(index: OpenIndex, changes: dict[str, Any]) -> None:
-    assert index.cache(sparse("squeezed", Squeezed(), Budget(0.2))).capturable
-    assert not index.cache(sparse("squeezed", Squeezed(), Budget(0.2), **changes)).capturable
+    caches = [index.cache(sparse("squeezed", Squeezed(), Budget(0.2), **some)) for some in ({}, changes)]
+    for cache in caches:
+        cache.capturing = True  # as on a GPU
+    assert [cache.capturable for cache in caches] == [True, False]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.configs import sparse
+from support.engines import answered, packed
 from support.reference import assert_close
 from support.small_index import plain_logits_after, random_ids, reopen, small_plan, stepped_logits
 from support.tiny_models import WINDOW, build_tiny, tiny_tokenizer
@@ -28,8 +29,7 @@ from sparsekv.indexing.build import build_index
 from sparsekv.indexing.plan import BuildPlan
 from sparsekv.kernels.attention.attention import causal_attention
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
-from sparsekv.runtime.decoding.batch import Batch
-from sparsekv.runtime.decoding.generate import Sampling
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.interface import Budget
 
@@ -94,8 +94,7 @@ def test_a_batch_answers_as_plain_transformers(tmp_path: Path) -> None:
     build_index(plan, tmp_path / "a.skv")
     index = reopen(plan, tmp_path / "a.skv")
     questions = [random_ids(length, seed=length) for length in (5, 40, 71)]
-    batch = Batch(index, index.dense_cache(), Sampling(max_new_tokens=12), slots=2)
-    answers = dict(batch.answers(questions))
+    answers = answered(packed(index, index.dense_cache(), 2), questions, Sampling(max_new_tokens=12))
     for number, question in enumerate(questions):
         answer = torch.tensor(answers[number].ids)
         plain = plain_logits_after(index, torch.cat([question, answer]))
@@ -111,7 +110,7 @@ def test_questions_together_are_longer_than_a_window_of_all_positions(tmp_path: 
     build_index(plan, tmp_path / "a.skv")
     index = reopen(plan, tmp_path / "a.skv")
     questions = [random_ids(length, seed=length) for length in (19, 20, 21)]
-    answers = dict(Batch(index, index.dense_cache(), Sampling(max_new_tokens=4), slots=3).answers(questions))
+    answers = answered(packed(index, index.dense_cache(), 3), questions, Sampling(max_new_tokens=4))
     for number, question in enumerate(questions):
         answer = torch.tensor(answers[number].ids)
         plain = plain_logits_after(index, torch.cat([question, answer]))

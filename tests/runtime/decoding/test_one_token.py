@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.configs import sparse
+from support.engines import answered, packed
 from support.plain_talk import plain_answer
 from support.random_tensors import normal
 from support.reference import assert_close
@@ -18,9 +19,10 @@ from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, Question
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.decoding.batch import Batch
-from sparsekv.runtime.decoding.generate import Answer, Sampling, generate, question_ids
+from sparsekv.runtime.decoding.answer import Answer, question_ids
+from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Conversation
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.csattention import CSAttention
@@ -118,7 +120,7 @@ def test_it_is_answered_alone_and_in_a_batch_as_by_the_plain_model(full_index: O
         alone = [generate(full_index, cache, question, sampling) for question in asked]
         assert [one.ids[:tokens] for one in alone] == expected
         for slots in (1, 3):
-            found = dict(Batch(full_index, cache, sampling, slots).answers(asked))
+            found = answered(packed(full_index, cache, slots), asked, sampling)
             assert [found[number].ids[:tokens] for number in range(len(asked))] == expected
 
 
@@ -132,7 +134,7 @@ def test_a_batch_of_one_answers_it_as_it_does_alone(
     cache = full_index.cache(sparse(name, method, Budget(0.1), question=prefill))
     asked, sampling = [torch.tensor([token]) for token in (65, 32, 120)], Sampling(max_new_tokens=6)
     alone: list[Answer] = [generate(full_index, cache, question, sampling) for question in asked]
-    found = dict(Batch(full_index, cache, sampling, 1).answers(asked))
+    found = answered(packed(full_index, cache, 1), asked, sampling)
     assert [found[number].ids for number in range(3)] == [one.ids for one in alone]
     assert [found[number].kv_fraction for number in range(3)] == pytest.approx([one.kv_fraction for one in alone])
 

@@ -5,7 +5,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from sparsekv.runtime.decoding.generate import Streamer
+from sparsekv.runtime.decoding.answer import Streamer
 
 WORDS = ["<s>", "</s>", "def", "\u2581f", ":", "\n", "\u2581\u2581\u2581\u2581", "return", "\u2581x", "\u2581"]
 
@@ -42,7 +42,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def test_the_pieces_of_a_text_are_the_text(tokenizer: PreTrainedTokenizerFast, words: list[str]) -> None:
     ids, pieces = [WORDS.index(word) for word in words], list[str]()
     streamer = Streamer(tokenizer, pieces.append)
-    streamer.put(torch.tensor([[0, 2, 3]]))  # the prompt
     for one in ids:
         streamer.put(torch.tensor([one]))
     streamer.end()

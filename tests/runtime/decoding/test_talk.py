@@ -1,11 +1,11 @@
 """A talk: each question sees the document and all turns before it, whatever the setting is and was."""
 
 from dataclasses import replace
-from functools import partial
 from itertools import count
 
 import pytest
 import torch
+from support.engines import count_rows_on_the_device
 from support.plain_talk import QUESTIONS, SAMPLING, plain_answer, plain_talk
 from support.small_index import INDEXERS, build_small
 from support.tiny_models import END
@@ -13,11 +13,9 @@ from support.tiny_models import END
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, QuestionPrefill
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
-from sparsekv.runtime.decoding import generate
-from sparsekv.runtime.decoding.generate import Sampling
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Conversation, Place, Turn, add_turn
-from sparsekv.runtime.decoding.step import DecodeStep
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.oracle import Oracle
@@ -64,7 +62,7 @@ def test_steps_whose_lengths_lie_on_the_device_go_on_too(
     family_index: OpenIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: each answer's rows are written to slots, each question's behind them."""
-    monkeypatch.setattr(generate, "captured_step", partial(DecodeStep, capture=False))
+    count_rows_on_the_device(monkeypatch)
     talk = Conversation(family_index, setting("squeezed"))
     answers = [talk.ask(question, SAMPLING).ids for question in QUESTIONS]
     assert answers == list(plain_talk(family_index))

@@ -4,7 +4,7 @@ import torch
 from support.reference import assert_close, reference_attention
 from support.small_index import attention_outputs
 
-from sparsekv.runtime.decoding.generate import question_ids
+from sparsekv.runtime.decoding.answer import question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.reporting.queries import MeasuredQueries, QueryBlock, tail_block
 from sparsekv.runtime.reporting.questions import question_queries

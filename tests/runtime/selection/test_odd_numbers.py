@@ -16,9 +16,11 @@ from sparsekv.formats.errors import SparsekvError
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
+from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import stored_context
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.squeezed import Squeezed

@@ -23,7 +23,7 @@ from sparsekv.kernels.attention.attention import Segment, attend
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.kv_store import MappedRows
-from sparsekv.runtime.decoding.generate import question_ids
+from sparsekv.runtime.decoding.answer import question_ids
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.methods.codes import Codes

@@ -1,0 +1,198 @@
+"""Answers: a question's token ids, the end of an answer, its text as it is decoded, and its cost."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedTokenizerBase, TextStreamer
+
+from sparsekv.formats.documents.continuation import encode_question
+from sparsekv.formats.documents.prompt import end_of_turn
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index.schema import Border, ChatFrame
+from sparsekv.formats.models.rope import positions_after, positions_of, stretchable
+from sparsekv.kernels.common.hook import calling_back
+from sparsekv.runtime.cache.index_cache import LayerStats
+from sparsekv.runtime.decoding.open import OpenIndex
+
+
+class Streamer(TextStreamer):
+    """Passes decoded text to a callback piece by piece.
+
+    Args:
+        ends: ids of tokens that end an answer and are not part of its text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None], ends: Collection[int] = ()):
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self.on_text, self.ends = on_text, ends
+
+    def put(self, value: torch.Tensor) -> None:
+        """Add the next token [1] of the answer."""
+        if int(value) in self.ends:
+            return
+        before = self.token_cache
+        super().put(value)  # type: ignore[no-untyped-call]
+        if not self.token_cache:
+            self._begin_line(before)
+
+    def _begin_line(self, tokens: list[int]) -> None:
+        """Keep the last token that decodes to text in the token cache, and mark its text as already printed.
+
+        Some decoders strip the leading space of the first token. Without the kept token they would strip a space that
+        belongs to the new line.
+        """
+        for start in range(len(tokens) - 1, -1, -1):
+            text = self.tokenizer.decode(tokens[start:], **self.decode_kwargs)
+            if text:
+                self.token_cache, self.print_len = tokens[start:], len(text)
+                return
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            with calling_back():
+                self.on_text(text)
+
+
+def ending_tokens(index: OpenIndex) -> set[int]:
+    """Return the ids of the tokens that end an answer: the EOS tokens of the model's `generation_config`.
+
+    If the index has a chat frame, the end-of-turn token of the chat template is added. Without it the model would
+    continue with invented turns.
+    """
+    ends = index.model.generation_config.eos_token_id
+    found = {ends} if isinstance(ends, int) else set(ends or ())
+    if index.artifact.manifest.prompt.chat is None or (end := end_of_turn(index.tokenizer)) is None:
+        return found
+    return found | {end}
+
+
+def finish_reason(answer: Sequence[int], ends: set[int]) -> str:
+    """Return why an answer ended: `stop` if its last token is in `ends`, otherwise `length`."""
+    return "stop" if answer and answer[-1] in ends else "length"
+
+
+def unshown_endings(index: OpenIndex) -> set[int]:
+    """Return the ending tokens that are not shown as text.
+
+    These are the tokenizer's added tokens, including added tokens that it does not mark as special.
+    """
+    return ending_tokens(index) & index.tokenizer.added_tokens_decoder.keys()
+
+
+def answer_text(index: OpenIndex, answer: Sequence[int]) -> str:
+    """Decode an answer's tokens to text, without special tokens and without an added token that ends the answer."""
+    shown = answer[:-1] if answer and answer[-1] in unshown_endings(index) else answer
+    return str(index.tokenizer.decode(list(shown), skip_special_tokens=True))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A generated text, its tokens and its cost.
+
+    Times are wall-clock seconds. `kv_fraction` covers all decode steps.
+    `finish_reason` is `stop` if the model ended the answer, `length` if the token limit was reached, `interrupted` if
+    the caller stopped it, and empty for an empty line.
+    `layers` has the missed-mass figures of each layer, if the cache measures them.
+    """
+
+    text: str
+    ids: list[int] = field(repr=False)
+    prompt_tokens: int
+    generated_tokens: int
+    finish_reason: str
+    tokens_per_second: float
+    time_to_first_token: float
+    kv_fraction: float
+    layers: list[LayerStats] = field(default_factory=list)
+
+
+NO_ANSWER = Answer("", [], 0, 0, "", 0.0, 0.0, 0.0)
+"""The answer to an empty line."""
+
+
+def answer_of(
+    index: OpenIndex,
+    ids: list[int],
+    prompt_tokens: int,
+    times: tuple[float, float, float],
+    kv_fraction: float,
+    layers: Sequence[LayerStats] = (),
+) -> Answer:
+    """Make an `Answer` from its token ids and measurements.
+
+    Args:
+        times: three clock readings in seconds: when the question was asked, and when the first and the last token of
+            the answer were generated.
+    """
+    (asked, first, last), steps = times, len(ids) - 1
+    return Answer(
+        text=answer_text(index, ids),
+        ids=ids,
+        prompt_tokens=prompt_tokens,
+        generated_tokens=len(ids),
+        finish_reason=finish_reason(ids, ending_tokens(index)),
+        tokens_per_second=steps / (last - first) if steps and last > first else 0.0,
+        time_to_first_token=first - asked,
+        kv_fraction=kv_fraction,
+        layers=list(layers),
+    )
+
+
+def question_ids(index: OpenIndex, question: str, *, raw: bool = False, special_tokens: bool = False) -> torch.Tensor:
+    """Encode a question as the token ids [Q] that follow the stored prompt.
+
+    If the index has a chat frame, they include the rest of the chat template around the question.
+
+    Args:
+        raw: encode the question alone, without the chat template.
+        special_tokens: special tokens in the question keep their meaning; otherwise they are encoded as plain text.
+
+    Raises:
+        UsageError: the question is empty.
+        SparsekvError: the question's special tokens cannot be encoded as plain text.
+    """
+    prompt = index.artifact.manifest.prompt
+    return framed_ids(index, question, None if raw else prompt.chat, prompt.border, special_tokens=special_tokens)
+
+
+def framed_ids(
+    index: OpenIndex, question: str, chat: ChatFrame | None, border: Border | None, *, special_tokens: bool = False
+) -> torch.Tensor:
+    """Encode a question as token ids [Q], with the text that a chat frame puts around it.
+
+    Raises what `question_ids` raises.
+
+    Args:
+        chat: the chat frame; None: encode the question alone.
+        border: the end of the text that the question follows; None: unknown.
+    """
+    if not question.strip():
+        raise UsageError("the question is empty; give it as an argument, with --prompt-file or on standard input")
+    return torch.tensor(encode_question(index.tokenizer, border, chat, question, special_tokens=special_tokens))
+
+
+def answer_room(index: OpenIndex, prompt_tokens: int) -> int | None:
+    """Return the maximum number of answer tokens after a prompt of `prompt_tokens` tokens; None for no limit.
+
+    `prompt_tokens` includes the tokens of the stored prompt.
+
+    Raises:
+        UsageError: no position of the model is left for an answer.
+    """
+    config = index.model.config
+    positions, held = positions_after(config, index.split.tokens), positions_of(config)
+    if positions is not None and positions != held and prompt_tokens >= positions:
+        raise UsageError(
+            f"document and question have {prompt_tokens} tokens and positions of this model change at {positions}, "
+            f"where no index can follow; ask less, or index a document of more than {positions} tokens"
+        )
+    if positions is None:
+        return None
+    if prompt_tokens >= positions:
+        stretch = ", or build the index with --rope-scaling" if stretchable(config) else ""
+        raise UsageError(
+            f"document and question have {prompt_tokens} tokens and the model has {positions} positions; ask a shorter "
+            f"question{stretch}"
+        )
+    return positions - prompt_tokens
