@@ -44,13 +44,13 @@ def _compare(known: StoredLayer, held: StoredLayer, layer: SmallLayer, before: i
         one.rewind()
     if before:
         _update([known, held], 0, before)
-    cache.reserve(STEPS)
+    cache.reserve(before + 1, before + STEPS, capture=True)
     for step in range(STEPS):
         new = _update([known, held], 10 + step, 1)
         query = normal(50 + step, HEADS * GROUP, 1, SIZE)
         call = AttentionCall(0, query, *new, scale, None, window, None)
         expected, found = (one.attend(call) for one in (known, held))
-        cache.advance_on_device()
+        cache.end_step()
         cache.advance()
         assert_close(found, expected.double(), 1e-5)
         assert held.get_seq_length() == known.get_seq_length()

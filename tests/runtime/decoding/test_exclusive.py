@@ -313,13 +313,18 @@ def test_rows_that_were_interrupted_while_they_moved_are_told(alone: Alone, monk
 
 def test_a_batch_that_another_question_came_into_is_refused(alone: Alone) -> None:
     index, shared = alone.index, batcher(alone.index, "squeezed")
-    requests = [Request(question_ids(index, question), SAMPLINGS[0]) for question in QUESTIONS]
+    lengths = (3, 8, 5)  # the first to end leaves another half-way
+    requests = [
+        Request(question_ids(index, question), replace(SAMPLINGS[0], max_new_tokens=length))
+        for question, length in zip(QUESTIONS, lengths, strict=False)
+    ]
+    expected = dict(packed(index, batcher(index, "squeezed").cache, 2).answers(requests))
     engine = packed(index, shared.cache, 2)
     first = engine.answers(requests)
     number, answer = next(first)
-    assert answer.ids == alone.together("squeezed", SAMPLINGS[0])[number]
+    assert answer.ids == expected[number].ids
     second = dict(engine.answers(requests))  # the same object, whose sequences the first left half-way
-    assert [second[place].ids for place in range(len(requests))] == alone.together("squeezed", SAMPLINGS[0])
+    assert [second[place].ids for place in range(len(requests))] == [expected[place].ids for place in range(3)]
     with pytest.raises(UsageError, match="another question was asked over the cache of a batch"):
         list(first)
 
