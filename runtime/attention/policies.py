@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -52,15 +52,17 @@ class Prefetcher:
         The first step has no previous query, so it searches with its own.
         """
         pending, self.pending = self.pending, None  # cleared first, so that a failed search raises only once
+        if pending is None:
+            wait_for_searches()  # layers may share state with the searches that this step has started
         found = self.search(queries) if pending is None else self._arrived(pending)
         self.pending = _worker().submit(self._run, queries, self._mark(queries.query.device))
         return found
 
     def forget(self) -> None:
-        """Wait for the pending search and discard its result: the index is about to change."""
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            wait([pending])
+        """Discard the pending search's result, and wait until no layer searches: the index is about to change, or a
+        question's tokens are about to be searched for."""
+        self.pending = None
+        wait_for_searches()
 
     def _mark(self, device: torch.device) -> torch.cuda.Event | None:
         if device.type != "cuda":

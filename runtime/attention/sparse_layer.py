@@ -45,6 +45,8 @@ class SparseLayer(StoredLayer):
         decode = plan.decode if self.step_row is None else plan.captured
         if not decodes and self.conversation is not None:
             self.conversation.forget()
+        if not decodes and plan.prefetcher is not None:
+            plan.prefetcher.forget()
         policy = decode if decodes else plan.prefill
         return policy.attend(step_of(self, call)).flatten(0, 1)
 

@@ -33,6 +33,8 @@ SLOW = 3
 """How many times as long a case on a GPU may take that was too slow at first."""
 COMPILED = Path("/dev/shm/sparsekv-fuzz-triton")
 """Where compiled kernels lie, of all workers and of the runs that follow, unless TRITON_CACHE_DIR says it."""
+LOST_GPU = "AcceleratorError"
+"""The kind of a failure after which no call of its process to the GPU works."""
 SHRUNK_OF_A_KIND = 2
 """So many failures of one kind are made simple; the others are only told."""
 
@@ -152,6 +154,9 @@ class Worker:
         timer.cancel()
         if line:
             answer: dict[str, Any] = json.loads(line)
+            if answer["kind"].startswith(LOST_GPU):
+                self.end()
+                self.process = None
             return answer
         self.process = None
         with suppress(subprocess.TimeoutExpired):

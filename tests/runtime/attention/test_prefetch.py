@@ -1,5 +1,6 @@
 """Searching a step ahead: each decode step attends to what the query of the step before asked for."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +65,42 @@ def test_a_search_that_fails_is_told_once() -> None:
     assert prefetcher.next(step) == ()
     prefetcher.forget()
     assert prefetcher.next(step) == ()
+
+
+def test_a_first_search_waits_for_those_of_the_layers_before() -> None:
+    """Layers may share what they found: the first step of a layer must not read what another is still writing."""
+    done = list[str]()
+
+    def search(queries: Queries) -> Any:
+        if "first layer" in done:  # its second search, which a thread runs
+            time.sleep(0.1)
+        done.append("first layer")
+        return ()
+
+    def other(queries: Queries) -> Any:
+        done.append("second layer")
+        return ()
+
+    step = as_queries(normal(0, 2, 3, 1, 16))
+    first, second = Prefetcher(search), Prefetcher(other)
+    first.next(step)
+    second.next(step)
+    assert done[:3] == ["first layer", "first layer", "second layer"]
+
+
+def test_a_question_is_not_searched_for_beside_the_step_before() -> None:
+    """In a talk the last step of an answer has begun a search that nobody needs."""
+    layer = small_layer(3)
+    ahead = sparse_layer(layer, Quest(page_size=5).prepare(layer.context), Budget(9), ahead=True)
+    _decode(layer, ahead)
+    prefetcher = ahead.plan.prefetcher
+    assert prefetcher is not None
+    assert prefetcher.pending is not None
+    Hk, G, _, D = layer.queries.shape
+    keys, values, query = (normal(part, heads, 3, D) for part, heads in enumerate((Hk, Hk, Hk * G)))
+    ahead.update(keys[None], values[None])
+    ahead.attend(AttentionCall(0, query, keys, values, layer.context.facts.softmax_scale, None, None, None))
+    assert prefetcher.pending is None
 
 
 class _Late(Selector):
