@@ -145,6 +145,11 @@ def check_room(comparison: Comparison, contexts: list[Context]) -> None:
     for context in contexts:
         tokens = len(comparison.prompt(context.text, bare=context.bare).input_ids)
         room = comparison.room(context, tokens)
+        if room is not None and room < 1:
+            raise UsageError(
+                f"the question and the answer of {context.task} leave no room for a document in the positions of "
+                f"{comparison.loaded.name}; give a smaller --max-new-tokens, or a model with more positions"
+            )
         if room is not None and tokens > room:
             raise UsageError(
                 f"a document of {context.task} has {tokens} tokens, where {comparison.loaded.name} has room for {room} "

@@ -223,6 +223,11 @@ def test_a_question_longer_than_the_positions(place: Path) -> None:
     fails(2, "recall-report", "--queries", "long.txt", says=("4096 positions", "--rope-scaling"))
 
 
+def test_an_evaluated_answer_longer_than_the_positions(place: Path) -> None:
+    asked = ("eval", "doc.txt", "--task", "niah-single", "--length", "500", "--work", "work")
+    fails(2, *asked, "--max-new-tokens", "5000", says=("leave no room for a document", "smaller --max-new-tokens"))
+
+
 def test_debug_shows_the_traceback(place: Path) -> None:
     outcome = run_here("--debug", "generate", "Why?", "--budget", "0")
     assert outcome.code == 2

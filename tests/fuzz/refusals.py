@@ -65,6 +65,10 @@ DUE = (
         False,
     ),
     Due(
+        r"the question and the answer of \S+ leave no room for a document in the positions of \S+;",
+        lambda case: case.deed in EVALUATING and (case.positions > 0 or case.rope in BY_LENGTH),
+    ),
+    Due(
         rf"the document is too short to index: {N} tokens with the chat template, where sinks and tail alone take {N};",
         less=True,
     ),
