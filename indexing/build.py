@@ -326,7 +326,7 @@ class Builder:
         return {"queries": self.queries} if own and own != self.queries else {}
 
     def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:
-        """Build or resume the index of a prompt. Raises what `build_index` raises, with the remedies of `eval`."""
+        """Build or resume the index of a prompt. Raises the errors of `build_index`, with the remedies of `eval`."""
         plan = BuildPlan(self.loaded, prompt, replace(self.config, prefill=self.prefills[prefill]))
         ways_out = WaysOut("choose another folder with --work", "give a smaller --length")
         build_index(plan, folder, progress, ways_out=ways_out)

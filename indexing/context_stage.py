@@ -107,7 +107,7 @@ class ContextStage:
         self.model, self.input_ids = self.plan.loaded.model, self.plan.prompt.input_ids
 
     def run(self) -> ContextFacts:
-        """Run the stage and return the context's facts. Raises what `build_context` raises."""
+        """Run the stage and return the context's facts. Raises the errors of `build_context`."""
         build, plan, reuse, writer = self.build, self.plan, self.reuse, self.writer
         kv_dtype, recipe = plan.config.kv_dtype, build.context_recipe
         writer.need_space(self._bytes_to_write())

@@ -182,7 +182,7 @@ class BuildRecipe:
     encoding: str = UTF_8
 
     def load(self) -> LoadedModel:
-        """Load the model that prefills the documents. Raises what `load_model` raises."""
+        """Load the model that prefills the documents. Raises the errors of `load_model`."""
         return load(self.model, self.device, self.dtype, self.config.rope_scaling, quiet=self.quiet)
 
     def index(
@@ -286,7 +286,7 @@ def index_by_ranks(ranks: "Ranks", recipe: BuildRecipe, target: Target, show: Pr
     """Build a document's index on several ranks, or resume or update it. All ranks call this together.
 
     Raises:
-        SparsekvError: the ranks cannot share the model; or what `BuildRecipe.index` raises.
+        SparsekvError: the ranks cannot share the model; or the errors of `BuildRecipe.index`.
     """
     loads = partial(load, recipe.model, str(ranks.device), recipe.dtype, recipe.config.rope_scaling, quiet=recipe.quiet)
     if not ranks.first:

@@ -74,7 +74,7 @@ class ArtifactWriter(BuildFolder):
         return {name: made.result() for name, made in self._made.items()}
 
     def record(self, name: str) -> FileRecord:
-        """Return the record of a file of this build. Waits until it is on disk, and raises what `files` raises."""
+        """Return the record of a file of this build. Waits until it is on disk, and raises the errors of `files`."""
         return self._made[name].result()
 
     def reuse(self, name: str, recipe: str, of: Sequence[str] = ()) -> bool:

@@ -140,7 +140,7 @@ def _roots(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _deal(variances: torch.Tensor, parts: int) -> torch.Tensor:
-    """Assign components to parts, given their variances [D] in rising order; return indices [D] part by part.
+    """Assign components to parts, given their variances [D] in ascending order; return indices [D] part by part.
 
     The largest remaining component goes to the part with room and the smallest product of variances.
     """

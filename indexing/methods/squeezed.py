@@ -1,8 +1,10 @@
-"""Squeezed Attention, offline (arXiv 2411.09688): k-means of the keys, section 3.1, and its hierarchy, section 3.3.
+"""Build the index of Squeezed Attention (arXiv 2411.09688): k-means of the keys (section 3.1), and a hierarchy of
+clusters (section 3.3).
 
-Keys are clustered by cosine, a centroid is the mean of its raw keys, and the centroids are clustered again for each
-coarser level. The global threshold (appendix C) is calibrated on the first half of the held-out tail's queries,
-separately for decoding and for a question's prefill, because averaging over a question's queries flattens the scores.
+Keys are clustered by cosine, and a centroid is the mean of its unnormalised keys. The centroids are clustered again for
+each coarser level. The global threshold (appendix C) is calibrated on the first half of the held-out tail's queries.
+Decoding and a question's prefill have separate thresholds, because averaging over a question's queries flattens the
+scores.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,8 +52,11 @@ class SqueezedIndexer(ClusterIndexer):
 
 @dataclass
 class _Lookup:
-    """Calibrates one kind of lookup from the coarsest level down: each coarse level gets a threshold that keeps half of
-    the tokens left by the level above, the finest level gets a curve."""
+    """Calibrates one kind of lookup, level by level from the coarsest.
+
+    Each coarse level gets a threshold that keeps half of the tokens that the level above has kept. The finest level
+    gets a curve of the share of tokens kept by threshold.
+    """
 
     group: int
     coarse: int

@@ -50,7 +50,7 @@ class ModelTimer:
 
     Args:
         indexed: names of the methods that have an index.
-        indexers: returns the indexers of the named methods.
+        indexers: returns an indexer for each named method that has an index.
     """
 
     def __init__(

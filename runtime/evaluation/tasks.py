@@ -108,7 +108,7 @@ class DrawnTask(Task):
 
     @abstractmethod
     def draw(self, request: Request, number: int) -> Context:
-        """Draw the context of an index, counted from 0. Raises what `make` raises."""
+        """Draw the context of an index, counted from 0. Raises the errors of `make`."""
 
 
 tasks: Registry[Task] = Registry("task", "sparsekv.runtime.evaluation")

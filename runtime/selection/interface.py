@@ -134,7 +134,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Selection:
-    """Rows to attend to, the cost of selecting them, and centroids of the rest; None: no centroids."""
+    """Rows to attend to, the cost of selecting them, and centroids of the unselected tokens; None: no centroids."""
 
     rows: RowSet
     cost: Cost
@@ -273,7 +273,7 @@ class Budget:
 
     @classmethod
     def parse_each(cls, texts: Iterable[str]) -> list["Budget"]:
-        """Parse texts and return the distinct budgets in order; 5% and 0.05 are equal. Raises what `parse` raises."""
+        """Parse texts and return the distinct budgets in order; 5% and 0.05 are equal. Raises the errors of `parse`."""
         return list(dict.fromkeys(cls.parse(text) for text in texts))
 
     def tokens(self, middle: int) -> int:
@@ -500,13 +500,13 @@ class Selector(ABC):
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """One method's online half: a frozen dataclass whose fields are its parameters and command-line options."""
+    """A method of selecting tokens: a frozen dataclass whose fields are its parameters and command-line options."""
 
     needs_index: ClassVar[bool] = False
     default_budget: ClassVar[float] = 0.1
     """Default budget of answers, as a share of the middle."""
     estimates_missed: ClassVar[bool] = False
-    """Whether its selections have centroids of the rest, from which the missed share is estimated."""
+    """Whether its selections have centroids of the unselected tokens, from which the missed share is estimated."""
     learns_queries: ClassVar[bool] = False
     """Whether its index is built from the document's queries, so that it may do better on these than on others."""
     searched_on_host: ClassVar[bool] = False

@@ -298,7 +298,7 @@ class TracedIndex:
     ) -> tuple[Answer, dict[str, Any]]:
         """Answer a question; return the answer and its trace as a JSON object without the question's text.
 
-        Raises what `Session.ask` raises, too.
+        Raises the errors of `Session.ask`, too.
 
         Args:
             question: [Q] token ids, as `question_ids` returns them.
@@ -322,7 +322,7 @@ class TracedIndex:
         return DecodeConfig(EVERYTHING, question=self.config.question)
 
     def hide(self, passages: Sequence[str]) -> torch.Tensor:
-        """Mark the prompt's tokens that belong to some passages: [N] bool. Raises what `tokens_of` raises.
+        """Mark the prompt's tokens that belong to some passages: [N] bool. Raises the errors of `tokens_of`.
 
         A passage may extend into the document's last characters, which are tokenized with the question.
         """

@@ -306,8 +306,8 @@ class ClusterSteps:
         Args:
             wanted: coarse clusters are opened until they have this many children and hold `tokens` tokens.
             slots: upper bound of the number of opened children.
-            counter: [Hk] int64, to which the number of opened children is added. With it the centroids of the rest
-                come with logits, for kernels that attend in place.
+            counter: [Hk] int64, to which the number of opened children is added. With it the centroids of the
+                unselected tokens come with logits, for kernels that attend in place.
         """
         assert self.below is not None
         (fine, coarse), (counts, coarse_counts) = self.tree.centroids, self.tree.counts
