@@ -139,8 +139,10 @@ def _place(name: str) -> str:
 
 
 def _check_holds_several(output: Path | None, extensions: Collection[str]) -> None:
-    """Raise UsageError if `output` cannot contain several indices. Refused are an index, a file, and a new name with
-    the extension of an index or a text."""
+    """Raise UsageError if `output` cannot contain several indices.
+
+    It cannot if it is an index or a file, or if it does not exist and its name has the extension of an index or a text.
+    """
     if output is None or (output.is_dir() and output.suffix != ENDING and not os.path.exists(output / MANIFEST)):
         return
     texts = {*extensions, *(Path(ending).suffix for ending in TEXT_ENDINGS)} - {""}

@@ -67,7 +67,7 @@ def fit_rest(
         labels: [Hk, M], the cluster of each token.
     """
     centroids, counts = clusters["level0.centroids"], clusters["level0.counts"].float()
-    weights = torch.zeros(keys.shape[:2], device=keys.device)  # of each token, over all queries that do not take it
+    weights = torch.zeros(keys.shape[:2], device=keys.device)  # of each token, summed over queries that do not select it
     expected = torch.zeros_like(counts)
     for some in queries.split(AT_ONCE, 2):
         shares, total = softmax_with_logsumexp(attention_logits(some, keys, *facts.scaling))
@@ -127,13 +127,16 @@ def key_turn(turn: torch.Tensor) -> torch.Tensor:
 
 
 def _roots(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the symmetric root [Hk, D, D] of the queries' shrunk second moments, of mean variance 1; its inverse."""
+    """Compute the symmetric square root [Hk, D, D] of the queries' second-moment matrix, and the root's inverse.
+
+    The matrix is scaled to a mean variance of 1, and shrunk to the identity by SHRINK.
+    """
     moments = queries.transpose(1, 2) @ queries
     even = torch.eye(queries.shape[2], device=queries.device)
-    # A head whose queries are all 0 gets the isotropic moments alone.
+    # If all queries of a head are 0, its matrix is SHRINK times the identity.
     size = moments.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None].clamp(min=1e-12)
     variances, directions = torch.linalg.eigh((1 - SHRINK) * moments / size + SHRINK * even)
-    # No variance is below SHRINK but for rounding.
+    # Variances are at least SHRINK, except for rounding errors.
     deviations = variances.clamp(min=SHRINK / 2).sqrt()[..., None]
     back = directions.transpose(1, 2)
     return directions @ (deviations * back), directions @ (back / deviations)

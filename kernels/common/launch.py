@@ -57,7 +57,7 @@ def group_rows(group: int) -> int:
 
 
 def tile_rows(head_dim: int, dtype: torch.dtype, size: int) -> int:
-    """Return the number of rows of a tile of `size` bytes, limited to 16 to 128."""
+    """Return the number of rows of a tile of `size` bytes, clamped to the range from 16 to 128."""
     return min(max(size // (power_of_two(head_dim) * dtype.itemsize), 16), 128)
 
 

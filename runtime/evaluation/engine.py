@@ -59,7 +59,7 @@ class Builder(Protocol):
         """Return the number of queries from which a method's tensors are built, if another method uses more."""
 
     def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:
-        """Build the index of a prompt, or resume an interrupted build. Raises what building an index raises."""
+        """Build the index of a prompt, or resume an interrupted build. Raises the errors of `indexing.build_index`."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ NUMBERS_OF = (
 
 
 def things(number: int, random_numbers: random.Random) -> list[str]:
-    """Draw `number` different things of `NUMBERS_OF`; raise UsageError if it has fewer."""
+    """Draw `number` different names of things from `NUMBERS_OF`. Raises UsageError if the list has fewer."""
     if number > len(NUMBERS_OF):
         raise UsageError(f"--questions {number}: niah-facts has {len(NUMBERS_OF)} for a context; ask for fewer")
     return random_numbers.sample(NUMBERS_OF, number)

@@ -197,7 +197,10 @@ class ClusterStream:
         return {name: rows.rows for name, rows in self.rows.items()}
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Appended:
-        """Append new tokens to the open block's clusters. When the block closes, cluster its parts from scratch.
+        """Append new tokens to the open block's clusters.
+
+        If the block becomes too long, it is split into closed blocks and a new open block, which are all clustered from
+        scratch.
 
         Args:
             keys, values: [Hk, T, D], the open block's rows in layout order, then the new rows.
