@@ -312,7 +312,7 @@ FIXED = (
     *("output", "max_tokens", "sinks", "tail", "prefill", "rope_scaling", "raw", "special_tokens", "force"),
     *("kv_dtype", "ray", "workers", "from_file", "encoding"),
 )
-"""Options that decide how a document becomes an index. They cannot change when methods are added to an index."""
+"""Options that determine how a document becomes an index. They cannot change when methods are added to an index."""
 
 
 def index_among(documents: Sequence[str], *, ranks: bool) -> Path | None:

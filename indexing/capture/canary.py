@@ -172,7 +172,7 @@ class CanaryRun:
 
 
 def canary_positions(model: PreTrainedModel, tokens: int) -> list[int]:
-    """Return the ascending positions at which runs end: the quarters of a prompt, including its last token.
+    """Return the ascending positions at which runs end: after each quarter of a prompt, the last at its last token.
 
     If RoPE frequencies depend on the sequence's length (dynamic, longrope), only the last position is returned. A run
     in the middle would rotate its queries by other frequencies than the stored keys have.

@@ -1,6 +1,6 @@
 """Quantise keys by product quantisation: train codebooks, and fit a linear transform to the document's queries.
 
-Also fit masses and values of clusters that stand for tokens that are not selected.
+Also fit masses and values of clusters that represent tokens that are not selected.
 """
 
 import math
@@ -67,7 +67,7 @@ def fit_rest(
         labels: [Hk, M], the cluster of each token.
     """
     centroids, counts = clusters["level0.centroids"], clusters["level0.counts"].float()
-    weights = torch.zeros(keys.shape[:2], device=keys.device)  # of each token, summed over queries that do not select it
+    weights = torch.zeros(keys.shape[:2], device=keys.device)  # of each token, over queries that do not select it
     expected = torch.zeros_like(counts)
     for some in queries.split(AT_ONCE, 2):
         shares, total = softmax_with_logsumexp(attention_logits(some, keys, *facts.scaling))
@@ -107,7 +107,7 @@ def query_turn(keys: torch.Tensor, queries: torch.Tensor, parts: int, weights: t
     turned = keys.float() @ root
     turned -= shares[:, None] @ turned
     variances, directions = torch.linalg.eigh(turned.transpose(1, 2) @ (shares[..., None] * turned))
-    # Rounding decides an eigenvector's sign. Its largest component is made positive, so that codes are the same
+    # Rounding may change an eigenvector's sign. Its largest component is made positive, so that codes are the same
     # everywhere.
     largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
     directions = directions * largest.sign()

@@ -98,7 +98,7 @@ def _level_scores(
     for threshold in thresholds:
         parent = layer.tensors[f"level{level - 1}.parent"].long()[:, None].expand(-1, scores.shape[1], -1)
         opened = (scores >= threshold) & (counts > 0)
-        # As in decoding: if no cluster of a head reaches the threshold, its best cluster is opened all the same.
+        # As in decoding, a head's best cluster is opened even if no cluster reaches the threshold.
         opened = opened.scatter(2, scores.argmax(2, keepdim=True), True)
         alive = opened.gather(2, parent)
         level -= 1

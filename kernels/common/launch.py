@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import torch
 
-FEWEST_ROWS = 32  # fewest rows of a program; splitting further costs more time than it saves
+FEWEST_ROWS = 32  # smallest number of rows of a program; with fewer, splitting costs more time than it saves
 NO_GPU = 2  # number of SMs assumed where kernels run in the interpreter
 
 

@@ -134,7 +134,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Selection:
-    """Rows to attend to, the cost of selecting them, and centroids of the unselected tokens; None: no centroids."""
+    """Rows to attend to, the cost of selecting them, and `rest`, centroids of the unselected tokens, or None."""
 
     rows: RowSet
     cost: Cost

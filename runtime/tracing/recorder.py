@@ -1,4 +1,4 @@
-"""Recorder of what each layer attends to in each step, reduced to shares of the document's passages."""
+"""Record what each layer attends to in each step, as the attention shares of the document's passages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
