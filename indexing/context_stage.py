@@ -223,8 +223,8 @@ class ContextStage:
     def _bytes_to_write(self) -> int:
         """Estimate the disk space in bytes that the build needs.
 
-        It is the sum of the missing layers' keys and values, a tenth of all layers' exact keys and values for the
-        methods, the sampled queries, and the files of methods with a `bytes_per_token`.
+        It counts the missing layers' keys and values, and the sampled queries. For methods it adds a tenth of the exact
+        keys and values of all layers, and the files of methods with a `bytes_per_token`.
         """
         split, config = self.build.split, self.model.config.get_text_config()
         missing = sum(layer_file("context", layer) in self.reuse.missing for layer in range(config.num_hidden_layers))

@@ -93,8 +93,11 @@ class CSAttentionIndexer(Indexer):
         return self._with_lists({name: tensors[name] for name in ("channels", "centroids")}, layer)
 
     def _with_lists(self, kept: Tensors, layer: LayerInput) -> Tensors:
-        """Add table_tokens [Hk, m, C, L] int32, ascending along a list, table_scores [Hk, m, C, L] float16, key_mean
-        [Hk, m, D / m] float32, the mean of all middle keys, and part_weights [Hk, m] float32."""
+        """Add the posting lists, the mean key and the subspaces' weights to the tensors.
+
+        The lists are table_tokens [Hk, m, C, L] int32, ascending along a list, and table_scores [Hk, m, C, L] float16.
+        key_mean [Hk, m, D / m] float32 is the mean of all middle keys, and part_weights is [Hk, m] float32.
+        """
         assert layer.queries is not None
         keys = split_channels(layer.keys, kept["channels"])
         length = max(1, round(self.alpha * keys.shape[2]))

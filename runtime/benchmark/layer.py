@@ -77,7 +77,7 @@ class LayerData:
         return self.keys.shape[2] * self.keys.element_size()
 
     def saved(self, rows: float) -> float:
-        """Number of bytes that reading `rows` keys and values of each head saves in int8; 0 if they are not int8."""
+        """Return the bytes that int8 saves when `rows` keys and values of each head are read; 0 without int8."""
         return (
             0.0 if self.stored is None else len(self.keys) * rows * (self.row_bytes() - row_bytes(self.keys.shape[2]))
         )

@@ -250,7 +250,7 @@ class CodesSelector(Selector):
         )
 
     def _read(self, scanned: int, more: int) -> float:
-        """Number of D-sized rows that a selection reads from the index, plus `more` keys."""
+        """Return the number of D-sized rows that a selection reads from the index, plus `more` keys."""
         clusters = (2 if self.replace else 1) * self.counts.shape[1]
         return self.stored_rows + clusters + scanned * self.codes.shape[2] / self.row_bytes + more
 

@@ -241,7 +241,7 @@ def step_measures(attempt: Attempt, truth: Truth, wanted: int) -> dict[str, torc
 
 
 def _coverage(selector: Selector, truth: Truth, wanted: int) -> torch.Tensor:
-    """Share of the oracle's tokens that the selector scores, [Hk, Q]; NaN if it scores all tokens."""
+    """Compute the share [Hk, Q] of the oracle's tokens that the selector scores; NaN if it scores all tokens."""
     report = selector.report
     if report is None or report.covered is None:
         return torch.full_like(truth.probability[..., 0], torch.nan)

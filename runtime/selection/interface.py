@@ -60,7 +60,7 @@ class RowSet:
         return torch.ones_like(self.starts) if self.run_lengths is None else self.run_lengths
 
     def counts(self) -> torch.Tensor | int:
-        """Number of rows of each query [Hk, Q or 1], or `total` where it is known."""
+        """Return the number of rows of each query [Hk, Q or 1], or `total` if it is known."""
         return self.lengths.sum(-1) if self.total is None else self.total
 
     def expand(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -141,9 +141,9 @@ class Selection:
     rest: Residual | None = None
 
     def rows_read(self) -> torch.Tensor | float:
-        """Number of D-sized rows read per KV head, of selected keys and values and of the index.
+        """Return the number of D-sized rows read per KV head, for selected keys and values and for the index.
 
-        Returns a number or [Hk, Q or 1].
+        It is a number or a tensor [Hk, Q or 1].
         """
         # Numbers stay Python numbers, because copying one to the GPU as a tensor waits for the GPU's pending work.
         return 2 * self.rows.counts() + self.cost.index_rows
@@ -277,12 +277,12 @@ class Budget:
         return list(dict.fromkeys(cls.parse(text) for text in texts))
 
     def tokens(self, middle: int) -> int:
-        """Number of tokens that the budget allows for a middle of M tokens: at least 1, at most M."""
+        """Return the number of tokens that the budget allows for a middle of M tokens: at least 1, at most M."""
         count = self.value if isinstance(self.value, int) else round(self.value * middle)
         return max(1, min(middle, count))
 
     def share(self, middle: int) -> float:
-        """The budget as a share of a middle of M tokens."""
+        """Return the budget as a share of a middle of M tokens."""
         return self.tokens(middle) / middle
 
     def __str__(self) -> str:
@@ -535,7 +535,7 @@ class Method(ABC):
         return not self.replaces()
 
     def cycle(self) -> int:
-        """Number of decode steps per search of the index; the steps between two searches reuse the last selection."""
+        """Return the number of decode steps per search of the index. Steps between two searches reuse a selection."""
         return 1
 
     @classmethod

@@ -192,7 +192,7 @@ def _records(
 
 
 def _shares(totals: list[float], passages: list[list[float]]) -> dict[str, Any]:
-    """Name 3 or 4 totals: exact, chosen, stood for, and missed, which is None if there are only 3."""
+    """Map 3 or 4 totals to their names: exact, chosen, stood for, and missed, which is None if there are only 3."""
     return {**dict(zip(SHARES, [*totals, None], strict=False)), "passages": passages}
 
 
@@ -314,7 +314,7 @@ class TracedIndex:
 
     @property
     def _attending(self) -> DecodeConfig:
-        """The config with which the index answers. Dense attention runs as the oracle, so that it can be recorded."""
+        """Config with which the index answers. Dense attention runs as the oracle, so that it can be recorded."""
         return self._everything if isinstance(self.config.attention, Dense) else self.config
 
     @property

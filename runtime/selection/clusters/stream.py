@@ -166,7 +166,7 @@ class _Open:
     clusters: list[int]
 
     def start(self, name: str) -> int:
-        """Index of the open block's first entry in a tensor of `lookup_tensors`."""
+        """Return the index of the open block's first entry in a tensor of `lookup_tensors`."""
         if name == "token_order":
             return self.row
         return self.clusters[int(name.partition(".")[0].removeprefix("level")) if name.startswith("level") else 0]
