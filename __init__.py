@@ -1,11 +1,11 @@
-"""Sparse-attention indices of a long, fixed prompt: open one and ask it.
+"""Sparse-attention indices of a long, fixed prompt: open an index and ask it questions.
 
     import sparsekv
 
     index = sparsekv.open_index("manual.skv")
     answer = index.ask("How is it installed?", sparsekv.Sampling(max_new_tokens=20), budget="5%")
 
-Names are imported when they are first used, so that `import sparsekv` takes no second of torch's.
+Names are imported when they are first used, so that `import sparsekv` does not import torch, which takes a second.
 """
 
 from importlib import import_module
@@ -50,10 +50,10 @@ _MODULES = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
-        """A public name, imported from its module (PEP 562)."""
+        """Import a public name from its module when it is first used (PEP 562)."""
         if name == "__version__":
             from importlib.metadata import version
 

@@ -197,7 +197,7 @@ class Search:
 
 
 def _search(options: TuneOptions, artifact: Artifact, goal: Goal) -> Search:
-    """Search for the cheapest settings that meet the goal. Raises what `runtime.tuning.tune` raises."""
+    """Search for the cheapest settings that meet the goal. Raises the errors of `runtime.tuning.tune`."""
     where, names = choose_device(options.device), options.method or []
     timed = options.cheapest == "time"
     times = SettingTimes(artifact, clock_for(where, RUNS, cold=True)) if timed else None

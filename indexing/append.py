@@ -234,7 +234,7 @@ def growing_plan(
     """Plan a build that appends tokens. Sinks and tail keep their sizes, so the old tail becomes part of the middle.
 
     Args:
-        chunk_size: tokens per forward pass of a dense prefill; None lets the device decide.
+        chunk_size: tokens per forward pass of a dense prefill; None for the device's default.
 
     Raises:
         ArtifactError: a file of the index is damaged, or from another version.
@@ -336,7 +336,7 @@ def adding_plan(
     """Plan a build that adds methods to an index and leaves everything else unchanged.
 
     Args:
-        chunk_size: tokens per forward pass where queries have to be computed again; None lets the device decide.
+        chunk_size: tokens per forward pass if queries have to be computed again; None for the device's default.
 
     Raises:
         ArtifactError: the index was prefilled by another version, in a way that this one does not know.

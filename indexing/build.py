@@ -301,7 +301,7 @@ class Builder:
 
     @property
     def parameters(self) -> dict[str, dict[str, Any]]:
-        """Parameters that decide each method's tensors, by method; a revision is included if it is above 1."""
+        """Parameters that determine each method's tensors, by method; a revision is included if it is above 1."""
         later = {name: one.revision for name, one in self.config.methods.items() if one.revision > 1}
         known = {name: {"revision": revision} for name, revision in later.items()}
         return {name: asdict(indexer) | known.get(name, {}) for name, indexer in self.config.methods.items()}
@@ -312,7 +312,7 @@ class Builder:
         return max((indexer.queries_wanted() for indexer in self.config.methods.values()), default=0)
 
     def decides(self, prefill: str) -> dict[str, Any]:
-        """Return the settings that decide an index, besides its prompt, model and methods."""
+        """Return the settings that determine an index, besides its prompt, model and methods."""
         config, way = self.config, self.prefills[prefill]
         # kv_dtype is left out for exact rows, so that answers of versions without int8 storage stay valid.
         stored = {} if config.kv_dtype is None else {"kv_dtype": config.kv_dtype}
@@ -326,7 +326,7 @@ class Builder:
         return {"queries": self.queries} if own and own != self.queries else {}
 
     def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:
-        """Build or resume the index of a prompt. Raises what `build_index` raises, with the remedies of `eval`."""
+        """Build or resume the index of a prompt. Raises the errors of `build_index`, with the remedies of `eval`."""
         plan = BuildPlan(self.loaded, prompt, replace(self.config, prefill=self.prefills[prefill]))
         ways_out = WaysOut("choose another folder with --work", "give a smaller --length")
         build_index(plan, folder, progress, ways_out=ways_out)

@@ -71,9 +71,9 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class ContextFacts:
-    """Results of a prefill besides tensors: facts of each layer's attention, probe, int8 storage error and canary.
+    """Results of a prefill other than tensors: each layer's attention settings, probe, int8 storage error and canary.
 
-    The canary is empty in a build that an earlier version began.
+    The canary is empty if an earlier version began the build.
     """
 
     layers: list[LayerFacts]
@@ -102,7 +102,7 @@ def facts_from_note(note: object) -> ContextFacts | None:
         return None
     try:
         layers = [LayerFacts.model_validate(layer) for layer in note["layers"]]
-        # Notes of earlier versions have no storage or no canary.
+        # Notes that earlier versions wrote may lack the storage error or the canary.
         storage = note.get("kv_storage")
         storage = None if storage is None else KVStorage.model_validate(storage)
         canary = [CanaryToken.model_validate(token) for token in note.get("canary", [])]
@@ -114,7 +114,7 @@ def facts_from_note(note: object) -> ContextFacts | None:
 def context_recipe(
     model: ModelIdentity, ids_sha256: str, split: Split, dtype: str, prefill: PrefillRecord, kv_dtype: KVDtype | None
 ) -> str:
-    """Compute the recipe of a context's files: the hash of everything that decides their content.
+    """Compute the recipe of a context's files: the hash of everything that determines their content.
 
     Args:
         kv_dtype: the storage dtype of keys and values; None for `dtype`.
@@ -124,7 +124,7 @@ def context_recipe(
 
 
 def row_settings(model: ModelIdentity, split: Split, dtype: str, prefill: PrefillRecord) -> dict[str, object]:
-    """Return all settings that decide a token's keys and values, in the model's dtype, besides the prompt's tokens.
+    """Return all settings that determine a token's keys and values, in the model's dtype, besides the prompt's tokens.
 
     Rows of an index may begin another index only if these settings are equal. `context_recipe` uses them, too, so that
     no setting can be part of the recipe but missing here.

@@ -107,7 +107,7 @@ class ContextStage:
         self.model, self.input_ids = self.plan.loaded.model, self.plan.prompt.input_ids
 
     def run(self) -> ContextFacts:
-        """Run the stage and return the context's facts. Raises what `build_context` raises."""
+        """Run the stage and return the context's facts. Raises the errors of `build_context`."""
         build, plan, reuse, writer = self.build, self.plan, self.reuse, self.writer
         kv_dtype, recipe = plan.config.kv_dtype, build.context_recipe
         writer.need_space(self._bytes_to_write())
@@ -223,8 +223,8 @@ class ContextStage:
     def _bytes_to_write(self) -> int:
         """Estimate the disk space in bytes that the build needs.
 
-        It is the sum of the missing layers' keys and values, a tenth of all layers' exact keys and values for the
-        methods, the sampled queries, and the files of methods with a `bytes_per_token`.
+        It counts the missing layers' keys and values, and the sampled queries. For methods it adds a tenth of the exact
+        keys and values of all layers, and the files of methods with a `bytes_per_token`.
         """
         split, config = self.build.split, self.model.config.get_text_config()
         missing = sum(layer_file("context", layer) in self.reuse.missing for layer in range(config.num_hidden_layers))

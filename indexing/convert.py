@@ -20,18 +20,20 @@ from sparsekv.indexing.sampling import sample_recipe, write_sample
 def convert_index(
     artifact: Artifact, kv_dtype: KVDtype, folder: Path, device: torch.device, progress: Progress
 ) -> Manifest:
-    """Write an index of the same prompt, with keys and values in 8 bits, to a new folder; returns its manifest.
+    """Write an index of the same prompt, with int8 keys and values, to a new folder; return its manifest.
 
-    Prompt and queries are those of the old index, as are the logits of probe and canary, over exact rows. Methods are
-    built anew from the rows in 8 bits: files equal those of `build_index` with the same `kv_dtype`. The folder appears
-    when it is whole. Memory: one layer, and the files that wait to be written.
+    The prompt and the queries are copied from the old index. So are the logits of probe and canary, which were computed
+    from exact rows. Methods are built again from the int8 rows, so that all files equal those of `build_index` with the
+    same `kv_dtype`. The folder appears only when all files are written. Allocates one layer, and the files that wait to
+    be written.
 
     Args:
-        artifact: one that stores exact rows, opened thoroughly, so that damage never gets a sum of its own.
-        device: where rows are converted and methods are built.
+        artifact: an index with exact rows. It was opened with all checksums verified, because damaged rows would
+            otherwise be written with a valid checksum.
+        device: device on which rows are converted and methods are built.
 
     Raises:
-        ArtifactError: a file is damaged, a method is of another version, or the folder is there or cannot be written.
+        ArtifactError: a file is damaged, a method has another version, or the folder exists or cannot be written.
     """
     indexers = stored_indexers(artifact.manifest)
     try:
@@ -82,7 +84,7 @@ def _manifest(old: Manifest, storage: KVStorage, methods: dict[str, MethodRecord
 
 
 def _bytes(manifest: Manifest) -> int:
-    """Estimate the new index's disk space; everything but keys and values is at most as large as before."""
+    """Estimate the new index's size on disk. Files other than keys and values are at most as large as before."""
     context = [manifest.files[layer_file("context", layer)] for layer in range(len(manifest.layers))]
     shapes = [record.tensors["keys"].shape for record in context]
     stored = sum(2 * row_bytes(channels) * heads * tokens for heads, tokens, channels in shapes)

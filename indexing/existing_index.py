@@ -1,4 +1,5 @@
-"""Protect the index in a build's folder: refuse to lose it, report what is kept, and build lost methods again."""
+"""Protect the index in a build's folder: refuse to lose its data, report what is kept, and rebuild methods that would
+be lost."""
 
 from dataclasses import replace
 from itertools import zip_longest
@@ -18,17 +19,19 @@ from sparsekv.indexing.reuse import ReusePlan
 from sparsekv.indexing.sampling import sample_size
 
 RUN = 16
-"""Tokens of a passage that is compared: long enough that texts on one subject have few in common by chance."""
+"""Number of tokens of a passage by which texts are compared. It is so large that texts on one subject have few passages
+in common by chance."""
 LEAST_IN_COMMON = 1 / 3
 """Least share of an index's passages that a text must contain to count as a later version of its document.
 
-Edits leave more, a text that goes on all, and another text under the same licence or headings little: this project's
-README of 400 commits ago has 0.41 of its passages in today's, and its pages less than 0.01 of each other's.
+An edited text keeps more of the passages, and a continued text keeps all. Another text with the same licence or
+headings has few. For example, 0.41 of the passages of this project's README are still in it 400 commits later. Two
+pages of its documentation have less than 0.01 of their passages in common.
 """
 
 
 def share_that_stays(before: torch.Tensor, after: torch.Tensor) -> float:
-    """The share of an earlier text's passages that a later one has too; 1 for a text of less than one passage.
+    """Return the share of an earlier text's passages that are also in a later text; 1 if the earlier text has none.
 
     Args:
         before, after: token ids [N] int64.
@@ -48,7 +51,7 @@ def _passages(ids: torch.Tensor) -> torch.Tensor:
     runs = len(ids) - RUN + 1
     if runs < 1:
         return ids[:0]
-    # Odd factors keep every bit of a token; sums and products of int64 wrap, which a hash may.
+    # Multiplication by an odd factor loses no bit of a token. Overflow of int64 does no harm in a hash.
     factors = torch.randint(2**62, (RUN,), generator=torch.Generator().manual_seed(0)) * 2 + 1
     numbers = torch.zeros(runs, dtype=torch.int64)
     for place, factor in enumerate(factors):
@@ -104,8 +107,11 @@ def _keep_others(build: Build, base: Manifest) -> None:
 
 
 def _share_that_stays(build: Build, base: Manifest) -> float:
-    """The share of an index's passages that the text has too: all, where it was cut; what both begin with, where the
-    index's tokens are damaged."""
+    """Return the share of an index's passages that are also in the text to build.
+
+    It is 1 if the text is the beginning of the index's text. If the file of the index's tokens is damaged, it is the
+    share of the index's tokens that both texts begin with.
+    """
     writer, input_ids = build.writer, build.plan.prompt.input_ids
     if not writer.is_whole(base.files[TOKENS]):
         same = common_prefix_tokens(base.prompt.block_hashes, chained_block_hashes(input_ids.tolist()))
@@ -144,7 +150,7 @@ def tell_what_is_there(build: Build, reuse: ReusePlan) -> None:
 
 
 def _other_settings(build: Build, base: Manifest) -> list[str]:
-    """The options that decide keys and values, beside model and text, as an index was built where a build differs."""
+    """List options of an index that differ from the build and change keys and values; model and text are left out."""
     plan, stored = build.plan, None if base.kv_storage is None else base.kv_storage.dtype
     before = _settings(base.split, base.dtype, base.prefill, stored)
     now = _settings(build.split, plan.dtype, plan.prefill_record, plan.config.kv_dtype)
@@ -155,7 +161,7 @@ def _other_settings(build: Build, base: Manifest) -> list[str]:
 
 
 def _other_prompt(build: Build, base: Manifest) -> list[str]:
-    """The reasons, beside the text, why an index has other token ids than a build."""
+    """List the reasons, other than the text, why an index has other token ids than a build."""
     now, before = build.plan.prompt, base.prompt
     reasons = {
         "--raw": before.chat is None and now.chat is not None,
@@ -173,7 +179,7 @@ def _other_prompt(build: Build, base: Manifest) -> list[str]:
 
 
 def first_difference(before: str, after: str) -> tuple[str, str]:
-    """The first line of each of two texts in which they differ; empty where one text has no such line."""
+    """Return the first pair of lines in which two texts differ. A line that a text lacks is empty."""
     pairs = zip_longest(before.splitlines(), after.splitlines(), fillvalue="")
     return next(((one, other) for one, other in pairs if one != other), ("", ""))
 
@@ -194,13 +200,13 @@ def _keep_dense(build: Build, base: Manifest) -> None:
 
 
 def with_lost_methods(build: Build) -> Build:
-    """The build, plus those methods of the existing index that would be lost, with their old parameters.
+    """Add to a build those methods of the existing index that would be lost, with their old parameters.
 
-    Where keys and values are replaced all would be; where they stay, those with a missing file, and those that build
-    from a sample of queries, if the plan's methods need another one.
+    If keys and values are replaced, these are all methods. If they stay, these are the methods with a missing file. The
+    methods that are built from a sample of queries are added as well, if the plan's methods need another sample.
 
     Raises:
-        ArtifactError: this version cannot build one of them as it was.
+        ArtifactError: this version cannot build one of the methods with its old parameters.
     """
     plan, writer, earlier = build.plan, build.writer, build.earlier
     if earlier is None or plan.growth or plan.config.force:
@@ -221,7 +227,10 @@ def with_lost_methods(build: Build) -> Build:
 
 
 def _with(build: Build, names: list[str], base: Manifest) -> Build:
-    """The build, plus methods of an index as they were; raises ArtifactError where this version cannot build one."""
+    """Add an index's methods, with their parameters, to a build.
+
+    Raises ArtifactError if this version cannot build one of them.
+    """
     try:
         others = {name: indexer_of(indexers()[name], base.methods[name].parameters) for name in names}
         config = replace(build.plan.config, methods=build.plan.config.methods | others)

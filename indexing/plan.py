@@ -77,7 +77,7 @@ class EarlierIndex:
         return context_rows(self.read(layer_file("context", layer)), self._dtype).part(slice(tokens))
 
     def query_positions(self) -> torch.Tensor:
-        """Return the rising positions [P] of stored queries: the sample's, in the middle, then the tail's.
+        """Return the ascending positions [P] of stored queries: the sample's, in the middle, then the tail's.
 
         Returns no positions if a file of queries is damaged.
         """

@@ -26,7 +26,7 @@ class ReusePlan:
     Args:
         missing: names of the context's files to write; the others are reused.
         facts: facts of layers, probe and canary that an earlier build noted; None if there are none.
-        positions: [P] int64, rising, the sample whose queries the methods need.
+        positions: [P] int64, ascending, the sample whose queries the methods need.
         sample_recipe: the recipe of the sample's files.
         has_samples: the sample's files are reused.
         prefix_tokens: number of leading tokens that are not prefilled, because the earlier index has their rows.
@@ -77,7 +77,7 @@ def shared_prefix(build: Build, positions: torch.Tensor) -> int:
     The index must have these rows from the same model, dtype and prefill.
 
     Args:
-        positions: [P], rising, positions whose queries are needed. A query that the index lacks is computed from the
+        positions: [P], ascending, positions whose queries are needed. A query that the index lacks is computed from the
             rows before it. After a sparse prefill, or if the model scales queries by the cache's length, it cannot be,
             and the prefix ends at that position.
     """

@@ -22,7 +22,7 @@ SEED = 0
 
 
 def sample_positions(split: Split, count: int) -> torch.Tensor:
-    """Return the rising positions [P] int64 of the `count` middle tokens of lowest priority; all if there are fewer."""
+    """Return the ascending positions [P] int64 of the `count` middle tokens of lowest priority, or of all."""
     end = split.sinks + split.middle
     # The raw stream of a bit generator is the same in every numpy version. A longer stream begins with a shorter one.
     priorities = np.random.Philox(SEED).random_raw(end)[split.sinks :]
@@ -54,7 +54,7 @@ def write_sample(
 def prefix_queries(
     plan: BuildPlan, earlier: EarlierIndex, positions: torch.Tensor, rows: Callable[[int], Pair]
 ) -> PrefixQueries:
-    """Return a function that returns a layer's queries [Hq, P, D] at rising positions [P] of a prefix.
+    """Return a function that returns a layer's queries [Hq, P, D] at ascending positions [P] of a prefix.
 
     Queries that the earlier index stores are read from it. The other queries are computed by running only their tokens
     through the model.

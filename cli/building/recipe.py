@@ -139,8 +139,10 @@ def _place(name: str) -> str:
 
 
 def _check_holds_several(output: Path | None, extensions: Collection[str]) -> None:
-    """Raise UsageError if `output` cannot contain several indices. Refused are an index, a file, and a new name with
-    the extension of an index or a text."""
+    """Raise UsageError if `output` cannot contain several indices.
+
+    It cannot if it is an index or a file, or if it does not exist and its name has the extension of an index or a text.
+    """
     if output is None or (output.is_dir() and output.suffix != ENDING and not os.path.exists(output / MANIFEST)):
         return
     texts = {*extensions, *(Path(ending).suffix for ending in TEXT_ENDINGS)} - {""}
@@ -182,7 +184,7 @@ class BuildRecipe:
     encoding: str = UTF_8
 
     def load(self) -> LoadedModel:
-        """Load the model that prefills the documents. Raises what `load_model` raises."""
+        """Load the model that prefills the documents. Raises the errors of `load_model`."""
         return load(self.model, self.device, self.dtype, self.config.rope_scaling, quiet=self.quiet)
 
     def index(
@@ -286,7 +288,7 @@ def index_by_ranks(ranks: "Ranks", recipe: BuildRecipe, target: Target, show: Pr
     """Build a document's index on several ranks, or resume or update it. All ranks call this together.
 
     Raises:
-        SparsekvError: the ranks cannot share the model; or what `BuildRecipe.index` raises.
+        SparsekvError: the ranks cannot share the model; or the errors of `BuildRecipe.index`.
     """
     loads = partial(load, recipe.model, str(ranks.device), recipe.dtype, recipe.config.rope_scaling, quiet=recipe.quiet)
     if not ranks.first:
@@ -310,7 +312,7 @@ FIXED = (
     *("output", "max_tokens", "sinks", "tail", "prefill", "rope_scaling", "raw", "special_tokens", "force"),
     *("kv_dtype", "ray", "workers", "from_file", "encoding"),
 )
-"""Options that decide how a document becomes an index. They cannot change when methods are added to an index."""
+"""Options that determine how a document becomes an index. They cannot change when methods are added to an index."""
 
 
 def index_among(documents: Sequence[str], *, ranks: bool) -> Path | None:

@@ -29,7 +29,7 @@ def index_several(targets: Sequence[Target], work: Work, *, quiet: bool) -> None
     documents that failed at the end.
 
     Raises:
-        SparsekvError: some documents could not be indexed; or what `work` raises.
+        SparsekvError: some documents could not be indexed; or the errors of `work`.
     """
     failures: dict[str, str] = {}
     results, count = sys.stdout, 0  # the original stdout, because the Ray cluster redirects sys.stdout
@@ -100,7 +100,7 @@ def index_by_ray(
     """Index all documents on a Ray cluster, the largest file first.
 
     Raises:
-        UsageError: a document is standard input, which workers do not have; or what `RayCluster.run` raises.
+        UsageError: a document is standard input, which workers do not have; or the errors of `RayCluster.run`.
     """
     if any(one.document == "-" for one in targets):
         raise UsageError("--ray: workers have no standard input; name a file")

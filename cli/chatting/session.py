@@ -82,7 +82,7 @@ class Chat:
     asked: str = ""
 
     def ask(self, question: str) -> None:
-        """Print the answer to the next question while it is generated. Raises what `Conversation.ask` raises."""
+        """Print the answer to the next question while it is generated. Raises the errors of `Conversation.ask`."""
         stream, answered = AnswerStream(), False
         try:
             with self.interrupts.answering() as stop:

@@ -23,7 +23,7 @@ _telling: "list[ProgressLines]" = []
 
 
 def telling() -> "ProgressLines | None":
-    """Return the `ProgressLines` that is active, or None. Only one of them should print at a time."""
+    """Return the active `ProgressLines`, or None. Only one `ProgressLines` should print at a time."""
     return _telling[-1] if _telling else None
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # only ranks need torch.distributed
 def load(
     name: str | None, device: str, dtype: str, rope_scaling: str | None, *, quiet: bool, ranks: "Ranks | None" = None
 ) -> LoadedModel:
-    """Load a model and its tokenizer, or the embedded model if `name` is None. Raises what `load_model` raises.
+    """Load a model and its tokenizer, or the embedded model if `name` is None. Raises the errors of `load_model`.
 
     A model that the user names here is trusted later too, when only an index names it.
 
@@ -91,7 +91,7 @@ def load_for(
     ranks: "Ranks | None" = None,
     early: EarlyReading | None = None,
 ) -> OpenIndex:
-    """Open an index with a model. Raises what `load_and_open` raises.
+    """Open an index with a model. Raises the errors of `load_and_open`.
 
     Args:
         hold, loaded_in, ranks, early: as in `load_and_open`.

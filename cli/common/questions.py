@@ -129,7 +129,7 @@ def read_lines(file: str, option: str) -> list[str]:
 
 
 def read_questions(file: str, option: str) -> list[str]:
-    """Return every line of a file or of standard input that is not blank. Raises what `read_lines` raises."""
+    """Return every line of a file or of standard input that is not blank. Raises the errors of `read_lines`."""
     return [line for line in read_lines(file, option) if line.strip()]
 
 

@@ -38,7 +38,7 @@ def _known(names: list[str], parameter: Any, kind: Any, ctx: Any) -> KnownOption
 
 
 def _value(parameter: Any, kind: Any, ctx: Any) -> tuple[str, list[str]]:
-    """Return the kind of an option's value, and the values that the option's metavar or its own completion lists."""
+    """Return the kind of an option's value, and its possible values from its metavar or completion function."""
     metavar = parameter.metavar or ""
     choices = [part for part in metavar.split("|") if _LITERAL.fullmatch(part)]
     choices += [str(item.value) for item in parameter.shell_complete(ctx, "") if item.type == "plain"]

@@ -110,8 +110,8 @@ def _names(dotted: str) -> tuple[str, ...]:
 
 
 CALLS_OWN = ("special-tokens", "force", "rebuild", "again", "keep-indices", "reset", "ray")
-"""Options that a file may not set. They decide what is written, replaced or trusted, a Ray cluster too, so the user
-gives them in each call."""
+"""Options that a file may not set, so that the user must give them in each call. They decide what is written, replaced
+or trusted, such as a Ray cluster."""
 _NAMES_A_FILE = re.compile(r"FILE|FOLDER|\.skv")
 _TAKES = {
     bool: "true or false",

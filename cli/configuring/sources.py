@@ -254,8 +254,9 @@ class SetDefault:
 
 
 def set_defaults(commands: Iterable[str], get_command: Callable[[str], Any]) -> tuple[str | None, list[SetDefault]]:
-    """Return the file's path relative to the current folder, and all defaults. The path is None if there is no file;
-    the environment's defaults come first.
+    """Return the path of `sparsekv.toml`, relative to the current folder, and all defaults that are set.
+
+    The path is None if there is no such file. The environment's defaults come before those of the file.
 
     Raises:
         UsageError: the file cannot be read, or its content is not valid.

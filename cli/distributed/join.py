@@ -1,5 +1,7 @@
-"""One process (rank) of a distributed command: it joins the other ranks, and refuses what ranks cannot do together.
-Only the first rank prints results."""
+"""One process (rank) of a distributed command: it joins the other ranks, and refuses options that need one process.
+
+Only the first rank prints results.
+"""
 
 import ctypes
 import os
@@ -22,10 +24,10 @@ _stderr = -1
 
 
 def enter(place: Place) -> None:
-    """Begin as a rank: end if the launcher dies, and print nothing unless this is the first rank.
+    """Set up a rank: it ends if the launcher dies, and prints nothing unless it is the first rank.
 
     Raises:
-        UsageError: the command runs in one process only.
+        UsageError: the command runs only as one process.
     """
     global _stderr
     if place.folder is not None:
@@ -42,7 +44,7 @@ def enter(place: Place) -> None:
 
 
 def fail_as_rank(place: Place, error: BaseException, command: str, *, debug: bool) -> NoReturn:
-    """End with an error, and print the error if no other rank has printed one."""
+    """End this process with an error, and print the error if no other rank has printed one."""
     from sparsekv.formats.distributed.group import is_first_to_tell, is_lost_rank
 
     lost = is_lost_rank(list(causes(error)))
@@ -78,7 +80,7 @@ def join_ranks(device: str) -> "Ranks | None":
 
 
 def refuse_with_ranks(given: Mapping[str, object]) -> None:
-    """Raise UsageError for the first of these options that is given. They work in one process only."""
+    """Raise UsageError for the first of these options that the user has set. They work only in one process."""
     for option, value in given.items():
         if value:
             raise UsageError(f"with several ranks there is no {option}; leave it out, or --gpus")

@@ -1,5 +1,5 @@
-"""`sparsekv --gpus N COMMAND`: start N processes on one machine that run one command together, and end them
-together."""
+"""`sparsekv --gpus N COMMAND`: start N processes on one machine that run one command together, and end them all if
+one fails."""
 
 import os
 import signal
@@ -30,7 +30,8 @@ Rank = subprocess.Popen[bytes]
 def run_ranks(size: int, arguments: Sequence[str]) -> int:
     """Run `sparsekv ARGUMENTS` as `size` ranks.
 
-    The first rank has this process's standard files. The other ranks print only an error that no rank has reported yet.
+    The first rank uses this process's standard input and output. The other ranks print only an error that no rank has
+    reported yet.
 
     Returns:
         0 on success. 128 plus the signal's number if the user or a closed pipe ended the run. Otherwise the exit code
@@ -42,15 +43,15 @@ def run_ranks(size: int, arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="sparsekv-ranks-") as folder, _ends() as end:
         ranks: list[Rank] = []
         try:
-            # If a rank cannot be started, the list has the earlier ranks, which are then stopped.
+            # If a rank cannot be started, the list holds the ranks started before it, which are then stopped.
             ranks.extend(_start_rank(number, size, arguments, folder) for number in range(size))
             failed = _wait(ranks, end)
         finally:
             _stop(ranks)
         if failed is None:
             return end.code
-        # The rank that reported the error decides the exit code.
-        # Another rank may have ended earlier, only because it lost that rank.
+        # The rank that reported the error determines the exit code.
+        # Another rank may have ended earlier, but only because its connection to that rank broke.
         told = _told(Path(folder) / TOLD)
         code = ranks[failed if told is None else told].returncode
         if told is not None or end.code:
@@ -89,7 +90,7 @@ def _start_rank(number: int, size: int, arguments: Sequence[str], folder: str) -
 
 @dataclass
 class _End:
-    """The user's request to end the run: whether there is one, its exit code, and its time."""
+    """The user's request to end the run: its exit code, which is 0 before a request, and the time of the request."""
 
     code: int = 0
     asked: float = float("inf")
@@ -101,8 +102,10 @@ class _End:
 
 @contextmanager
 def _ends() -> Iterator[_End]:
-    """Record Ctrl-C and SIGTERM within the context. A terminal sends Ctrl-C to the ranks too, and the first rank
-    reports what is kept."""
+    """Record Ctrl-C and SIGTERM within the context.
+
+    A terminal also sends Ctrl-C to the ranks. The first rank then reports which results are kept.
+    """
     end = _End()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number, handler in before.items():
@@ -116,8 +119,10 @@ def _ends() -> Iterator[_End]:
 
 
 def _wait(ranks: Sequence[Rank], end: _End) -> int | None:
-    """Wait for the ranks. Returns the index of the first rank that failed, or None. After a failure, the other ranks
-    get `GRACE` seconds to notice it."""
+    """Wait for the ranks, and return the index of the first rank that failed, or None.
+
+    After a failure the other ranks get `GRACE` seconds to end by themselves.
+    """
     failed, deadline, passed_on = None, float("inf"), False
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < min(deadline, end.asked + GRACE):
         time.sleep(PAUSE)
@@ -130,15 +135,17 @@ def _wait(ranks: Sequence[Rank], end: _End) -> int | None:
 
 
 def _failed(ranks: Sequence[Rank]) -> int | None:
-    """Return the index of a rank that failed, or None. A killed rank comes first, because others may fail only as a
-    consequence."""
+    """Return the index of a rank that failed, or None.
+
+    A rank that was killed by a signal is returned first, because other ranks may fail only as a consequence.
+    """
     # Poll every rank: a rank may have ended while an earlier one waits for it.
     codes = {number: code for number, rank in enumerate(ranks) if (code := rank.poll())}
     return min(codes, key=lambda number: codes[number], default=None)
 
 
 def _stop(ranks: Sequence[Rank]) -> None:
-    """End the ranks that still run. This is safe at any point, because no index is damaged by it."""
+    """End the ranks that still run. This is safe at any time: it does not damage an index."""
     for rank in ranks:
         if rank.poll() is None:
             rank.terminate()
@@ -154,14 +161,17 @@ MOST_ON_FEW_CORES = 8  # processes; a machine with more GPUs than this has more 
 
 
 def refuse_other_commands(arguments: Sequence[str]) -> None:
-    """Raise UsageError if these arguments call a command that runs in one process only."""
+    """Raise UsageError if these arguments call a command that runs only as one process."""
     command = next((one for one in arguments if not one.startswith("-")), "")
     if command and command not in BY_RANKS:
         raise UsageError(f"{command} runs as one process; several GPUs are for {' and '.join(BY_RANKS)}")
 
 
 def _start_processes(size: int | None) -> int | None:
-    """Run the command as ranks and exit with their code. For one process, or if help is printed, only return `size`."""
+    """Run the command as ranks, and exit with their exit code.
+
+    If the command runs as one process, or only prints help, only return `size`.
+    """
     if size is None or size == 1:
         return size
     place = own_place()

@@ -203,7 +203,7 @@ class EvalOptions:
         refuse_unwritable_html(self.html)
 
     def inputs(self) -> Inputs:
-        """Read the texts to ask about, and the questions. Raises what `Inputs.read` raises."""
+        """Read the texts to ask about, and the questions. Raises the errors of `Inputs.read`."""
         return Inputs.read(
             self.document,
             self.task or [],

@@ -76,7 +76,7 @@ class EvalRecipe:
         )
 
     def load(self) -> Comparison:
-        """Load the model and return the comparison. Raises what `load_model` raises."""
+        """Load the model and return the comparison. Raises the errors of `load_model`."""
         options = self.options
         loaded = load(options.model, options.device, options.dtype, None, quiet=options.quiet)
         return Comparison(
@@ -120,7 +120,7 @@ def answer_by_ray(
     """Let a Ray cluster answer the questions that have no answer yet. Afterwards all answers are in the work folder.
 
     Raises:
-        SparsekvError: some contexts could not be answered; or what `RayCluster.run` raises.
+        SparsekvError: some contexts could not be answered; or the errors of `RayCluster.run`.
     """
     parts, failures = Parts(recipe.work), list[str]()
     with Answers(recipe.work) as answers:

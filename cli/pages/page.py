@@ -216,7 +216,7 @@ def refuse_unwritable_html(path: Path | None) -> None:
 
 
 def write_html(page: Page, path: Path, *, quiet: bool) -> None:
-    """Write the page and note its name. Raises what `write_page` raises."""
+    """Write the page and note its name. Raises the errors of `write_page`."""
     write_page(page, path, "--html")
     note(f"page: {path}", quiet=quiet)
 

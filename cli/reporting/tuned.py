@@ -15,7 +15,7 @@ from sparsekv.runtime.tuning.goals import Goal, Progress, Tuned
 
 
 def cost_ahead(artifact: Artifact, goal: Goal, names: list[str]) -> str:
-    """Describe in one line how much a search will measure. Raises what `candidates` raises."""
+    """Describe in one line how much a search will measure. Raises the errors of `candidates`."""
     forms = candidates(artifact, names, residual=goal.residual)
     of = _counted(len({form.name for form in forms}), "method")
     layers = _counted(len(artifact.manifest.indexed_layers), "layer")

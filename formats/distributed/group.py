@@ -1,5 +1,5 @@
-"""The processes (ranks) that share one model: their messages through `torch.distributed`, and each one's part of the
-model."""
+"""Communication between the processes (ranks) that share one model, through `torch.distributed`, and the division of
+the model among them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -17,35 +17,37 @@ from sparsekv.formats.errors import UsageError
 
 @dataclass(frozen=True)
 class Channel:
-    """A way of its own to the first rank, beside what `Ranks` sends; one thread of each rank may use it at a time.
+    """A connection to the first rank that is independent of the messages of `Ranks`.
 
-    Raises, where the other rank is gone, what `is_lost_rank` knows.
+    Only one thread of each rank may use it at a time. If the other rank has ended, methods raise an error that
+    `is_lost_rank` recognises.
     """
 
     group: dist.ProcessGroup
 
     def send(self, data: bytes) -> None:
-        """Send some bytes to the first rank; returns once that takes them."""
+        """Send bytes to the first rank, and return when it has received them."""
         dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, self.group)
 
     def receive(self, size: int, number: int) -> bytes:
-        """Wait for `size` bytes from rank `number`."""
+        """Receive `size` bytes from rank `number`; blocks until they arrive."""
         data = torch.empty(size, dtype=torch.uint8)
         dist.recv(data, number, self.group)
         return data.numpy().tobytes()
 
 
-_KEYS = ("k_proj", "qkv_proj", "query_key_value")  # projections whose output holds keys, alone or with others
+_KEYS = ("k_proj", "qkv_proj", "query_key_value")  # projections whose output is keys, or includes them
 
 
 def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConfig:
     """Choose how transformers splits a model over `size` ranks.
 
-    By its tensor-parallel plan; a model that has one for its experts alone keeps the rest whole on each rank.
+    The model's tensor-parallel plan is used. If a model has only a plan for its experts, each rank holds all other
+    weights.
 
     Raises:
-        UsageError: transformers has no plan for it, or its heads or experts cannot be shared out evenly, which
-            transformers itself would find in the middle of a forward pass.
+        UsageError: transformers has no plan for the model, or its heads or experts cannot be divided evenly. Without
+            this check, transformers would fail in the middle of a forward pass.
     """
     text: Any = config.get_text_config()
     plan, experts = text.base_model_tp_plan or {}, text.base_model_ep_plan or {}
@@ -69,28 +71,28 @@ def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConf
 
 
 def _divisors(number: int) -> str:
-    """A remedy where a number of heads or experts does not divide."""
+    """Return the remedy for a number of heads or experts that is not divisible by the number of ranks."""
     found = [f"--gpus {one}" for one in range(2, number + 1) if number % one == 0]
     return f"give {' or '.join(found)}" if found else "use one GPU"
 
 
 def splits_heads(model: PreTrainedModel) -> bool:
-    """Whether each rank attends with KV heads of its own; False: all of them attend with all heads."""
+    """Whether the KV heads are split over the ranks. Otherwise each rank attends with all heads."""
     return _splits_keys(model.tp_plan or {})
 
 
 def _splits_keys(plan: Mapping[str, str]) -> bool:
-    """Whether a plan leaves each rank with its share of the keys; with another style it gathers what it has split."""
+    """Whether a plan splits the keys over the ranks. Styles other than `colwise` gather the keys again on each rank."""
     return any(name.rsplit(".", 1)[-1] in _KEYS and style == "colwise" for name, style in plan.items())
 
 
 T = TypeVar("T")
 Tensors = Mapping[str, torch.Tensor]
 TensorForm = tuple[torch.Size, torch.dtype, str]
-"""A tensor's shape, dtype and kind of device."""
+"""A tensor's shape, dtype and type of device."""
 PATIENCE = timedelta(minutes=30)
-"""How long a rank waits for another before it gives up: longer than any disk delays one layer, or one shard."""
-_ANSWER = 60.0  # seconds after which a rank that waits for its disk tells the others that it is there
+"""Timeout of a rank that waits for another rank. No disk delays a layer or a shard of weights for so long."""
+_ANSWER = 60.0  # seconds between the messages by which a rank that waits for its disk shows that it still runs
 _STORE = "store"
 _TOLD = "sparsekv/told"
 _LOST = (
@@ -103,12 +105,16 @@ _LOST = (
     "Socket Timeout",
     "failed to recv",
 )
-"""Parts of what gloo, NCCL and their stores say where another process is gone; they have no error class for it."""
+"""Parts of the error messages of gloo, NCCL and their stores when another process has ended. They have no exception
+class for this case."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that share a model; every method but `first` is called by all of them, in one order."""
+    """This process as one of the ranks that share a model.
+
+    All ranks must call the methods, except `first`, in the same order.
+    """
 
     number: int
     size: int
@@ -116,28 +122,32 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that writes, asks and prints."""
+        """Whether this is the rank that writes files, directs the other ranks and prints results."""
         return self.number == 0
 
     def share(self, value: T | None) -> T:
         """Broadcast the first rank's value, any Python object, to all ranks; the other ranks' values are ignored."""
         box: list[T | None] = [value]
         dist.broadcast_object_list(box, 0, device=torch.device("cpu"))
-        return box[0]  # type: ignore[return-value]  # the first rank gives one
+        return box[0]  # type: ignore[return-value]  # the first rank's value is never None
 
     def collect(self, value: T) -> list[T]:
         """Gather the values of all ranks, in the order of the ranks."""
         found: list[T | None] = [None] * self.size
         dist.all_gather_object(found, value)
-        return found  # type: ignore[return-value]  # each rank gives one
+        return found  # type: ignore[return-value]  # every rank has filled its entry
 
     def wait_for_all(self, done: Callable[[float], bool]) -> None:
-        """Wait, possibly for hours, until `done` returns True on every rank; it gets the seconds it may wait."""
+        """Wait, possibly for hours, until `done` returns True on every rank.
+
+        Args:
+            done: waits at most the given number of seconds, and returns whether this rank is done.
+        """
         while not all(self.collect(done(_ANSWER))):
             pass
 
     def open_channel(self) -> Channel:
-        """A way for threads of the ranks to tell the first one something meanwhile."""
+        """Open a connection on which threads of the ranks can send to the first rank, independently of other calls."""
         return Channel(dist.new_group(backend="gloo", timeout=PATIENCE))
 
     def spread(self, tensor: torch.Tensor) -> None:
@@ -147,10 +157,10 @@ class Ranks:
     def join_heads(self, own: torch.Tensor) -> torch.Tensor | None:
         """Gather the heads of all ranks as [heads, ...] on the first rank's device; return None on the other ranks.
 
-        Besides the result, nothing is allocated.
+        Only the result is allocated.
 
         Args:
-            own: [heads / size, ...], of one shape on all ranks.
+            own: [heads / size, ...], with the same shape on all ranks.
         """
         own = own.contiguous()
         if not self.first:
@@ -164,7 +174,7 @@ class Ranks:
         return whole
 
     def give(self, own: Tensors | None) -> None:
-        """Send tensors of any shapes and types, or none, to the first rank, which calls `take` meanwhile."""
+        """Send tensors of any shapes and dtypes, or none, to the first rank, which must call `take`."""
         self.collect(
             None
             if own is None
@@ -175,7 +185,7 @@ class Ranks:
                 dist.send(_bytes(tensor.contiguous()), 0)
 
     def take(self) -> Iterator[Tensors]:
-        """Yield the tensors that each other rank sends by `give`, in rank order; all of them must be consumed."""
+        """Yield the tensors that each other rank sends by `give`, in rank order. The iterator must be exhausted."""
         forms: list[dict[str, TensorForm] | None] = self.collect(None)
         for number, given in enumerate(forms):
             if given is not None:
@@ -184,7 +194,7 @@ class Ranks:
     def _received(self, given: Mapping[str, TensorForm], number: int) -> Tensors:
         found = {}
         for name, (shape, dtype, kind) in given.items():
-            # A backend sends within one kind of device: what was on a CPU there is on a CPU here.
+            # A backend sends only between devices of one type, so a CPU tensor is received in CPU memory.
             found[name] = torch.empty(shape, dtype=dtype, device=self.device if kind == self.device.type else kind)
             if found[name].numel():
                 dist.recv(_bytes(found[name]), number)
@@ -192,12 +202,12 @@ class Ranks:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes [n] uint8: a backend need not know each type."""
+    """View a tensor's memory as bytes [n] uint8, because backends do not support every dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def join(place: Place) -> Ranks:
-    """Meet the other ranks: over gloo in host memory, over NCCL between GPUs, of which each rank takes its own.
+    """Connect to the other ranks: by gloo for host memory, by NCCL for GPUs. Each rank uses the GPU of its local rank.
 
     Raises:
         UsageError: there are fewer GPUs than ranks.
@@ -221,12 +231,12 @@ def join(place: Place) -> Ranks:
 
 
 def is_first_to_tell(place: Place) -> bool:
-    """Whether no rank has reported an error to the user yet; True for only one call among all ranks."""
+    """Whether no rank has reported an error to the user yet. Among all ranks, only the first call returns True."""
     if place.folder is not None:
         try:
             with (place.folder / TOLD).open("x") as file:
                 file.write(str(place.number))
-        except OSError:  # also where the folder is gone, with the user's command
+        except OSError:  # another rank has created the file; or the folder is gone, because the user's command ended
             return False
         return True
     if not dist.is_initialized():

@@ -5,17 +5,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "SPARSEKV_RANKS"
-"""The folder where ranks that `sparsekv --gpus` started meet; only they have this variable."""
+"""Environment variable with the folder through which ranks find each other. Only `sparsekv --gpus` sets it."""
 LAUNCHER = "SPARSEKV_LAUNCHER"
-"""Environment variable with the id of the process that started these ranks."""
+"""Environment variable with the process id of the launcher that started these ranks."""
 TOLD = "told"
-"""Name of the file in that folder that the first rank to report an error creates, with its rank in it."""
+"""Name of a file in that folder. The first rank that reports an error creates it and writes its index to it."""
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 @dataclass(frozen=True)
 class Place:
-    """A process's rank among `size` ranks, its local rank, and the folder where ranks meet (None under torchrun)."""
+    """A process's rank among `size` ranks.
+
+    `local` is its index on this machine. `folder` is the folder through which ranks find each other; None under
+    torchrun.
+    """
 
     number: int
     size: int
@@ -26,7 +30,8 @@ class Place:
 def own_place() -> Place | None:
     """Return this process's place among the ranks; None for a process that works alone.
 
-    The variables of a rank count only beside one of `sparsekv --gpus` or torchrun: other launchers set them as well.
+    Launchers other than `sparsekv --gpus` and torchrun also set `RANK` and `WORLD_SIZE`. So these variables are ignored
+    unless a variable of one of the two is set.
     """
     found = os.environ
     if (FOLDER not in found and _TORCHRUN not in found) or int(found.get("WORLD_SIZE", "1")) < 2:

@@ -1,4 +1,4 @@
-"""Documents: text of a file, a pipe or standard input, read in an encoding, and refused if it is not text."""
+"""Read a document's text from a file, a pipe or standard input, decode it, and raise an error if it is not text."""
 
 import codecs
 import hashlib
@@ -17,28 +17,28 @@ from sparsekv.formats.errors import SparsekvError, UsageError, reason_of
 from sparsekv.formats.index.schema import MANIFEST
 
 PATIENCE = 10.0
-"""Seconds to wait until somebody opens a named pipe for writing."""
+"""Seconds to wait until another process opens a named pipe for writing."""
 _READ_BYTES = 2**20
 
 
 @contextmanager
 def open_source(source: str, *, option: str = "") -> Iterator[BinaryIO]:
-    """Open a file, or standard input for `-`, for reading bytes; all errors while reading name the source.
+    """Open a file, or standard input for `-`, for reading bytes. Errors while reading name the source.
 
-    A pipe is read for as long as its writer takes; only a pipe that nobody opens for writing is an error.
+    Reading a pipe waits for its writer without a time limit. Only a pipe that no process opens for writing is an error.
 
     Args:
         option: the option by which the user named the file, for error messages.
 
     Raises:
-        UsageError: no such file, one that may not be read, a folder, a socket, or standard input that is closed.
-        SparsekvError: reading it failed, or nobody writes to the pipe.
+        UsageError: the source does not exist, is not readable, or is a folder, a socket or a closed standard input.
+        SparsekvError: reading failed, or no process writes to the pipe.
     """
     if source == "-":
         if sys.stdin is None:
             raise UsageError("standard input is closed; name a file, or pass it a text")
         wait_for_stdin()
-        stdin: Any = sys.stdin.buffer  # has `read1`, although its declared type does not
+        stdin: Any = sys.stdin.buffer  # has a method `read1` that its declared type lacks
         yield io.BufferedReader(_Source(stdin.read1, "standard input"))
         return
     name = f"{option} {source or repr('')}".lstrip()
@@ -51,20 +51,26 @@ def open_source(source: str, *, option: str = "") -> Iterator[BinaryIO]:
 
 
 def wait_for_stdin() -> None:
-    """Have reads of standard input wait for its writer, whatever another program set of the pipe that both have: what
-    has not come yet would be taken for its end. That program's own reads of it wait from then on, too."""
-    with suppress(OSError, ValueError):  # it is no file of the system's
+    """Make standard input blocking.
+
+    Another program that shares the pipe may have made it non-blocking. Data that has not arrived yet would then look
+    like the end of the input. That program's own reads block from then on, too.
+    """
+    with suppress(OSError, ValueError):  # standard input has no file descriptor
         os.set_blocking(sys.stdin.fileno(), True)
 
 
 def read_bytes(source: str, *, most: int | None = None, option: str = "") -> bytes:
-    """Read all bytes of a source, or the first `most`. Raises what `open_source` raises."""
+    """Read all bytes of a source, or the first `most` bytes. Raises the errors of `open_source`."""
     with open_source(source, option=option) as reader:
         return reader.read(-1 if most is None else most)
 
 
 class _Source(io.RawIOBase):
-    """Raw reader over a function that reads up to a number of bytes; `waiting`: the last read found no data yet."""
+    """Raw reader over a function that reads at most a given number of bytes.
+
+    `waiting` is True after a read for which a non-blocking source had no data yet.
+    """
 
     def __init__(self, read: Callable[[int], bytes | None], name: str):
         self._read, self.name, self.waiting = read, name, False
@@ -85,7 +91,7 @@ class _Source(io.RawIOBase):
 
 
 def _open(source: str, name: str) -> io.FileIO:
-    """Open a file without waiting for a pipe's writer, as a plain open would, without limit."""
+    """Open a file in non-blocking mode, because a blocking open waits for a pipe's writer without a time limit."""
     try:
         if stat.S_ISSOCK(os.stat(source).st_mode):
             raise UsageError(f"{name} is a socket; name a text file")
@@ -103,7 +109,10 @@ def _open(source: str, name: str) -> io.FileIO:
 
 
 def _await_writer(file: io.FileIO, reader: "io.BufferedReader[_Source]") -> None:
-    """Return when the pipe has data, or has or had a writer; unnamed pipes get no new writer and are not waited for."""
+    """Wait until the pipe has data, or a process has opened it for writing; raise SparsekvError after PATIENCE.
+
+    This does not wait for an unnamed pipe, because no process can open one.
+    """
     named = not os.readlink(f"/proc/self/fd/{file.fileno()}").startswith("pipe:")
     events = select.poll()
     events.register(file, select.POLLIN)
@@ -125,38 +134,39 @@ _MARKS = {
     "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
     "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
 }
-"""Byte order marks of encodings whose order of bytes is not in their names."""
+"""Byte order marks of the encodings whose names do not determine the byte order."""
 _MARKABLE = (UTF_8, "utf-8-sig")
-"""Encodings in which no text begins with a mark of `_MARKS`, so that the mark decides."""
+"""Encodings that are replaced if the text begins with a mark of `_MARKS`: no text in them begins so."""
 
 
 class Document:
-    """A text read in pieces: everything read is checked and hashed, and what `first` or `whole` returned is kept.
+    """A text that is read in pieces. Each piece is checked and hashed; text that `first` or `whole` read is kept.
 
-    A byte order mark at the start is dropped, and one of UTF-16 or UTF-32 is followed instead of UTF-8. Each method but
-    `of` raises UsageError if what it reads is not text in its encoding, or if the whole text is white space.
+    A byte order mark at the start is removed. If it is one of UTF-16 or UTF-32, it decides the encoding instead of
+    UTF-8. All methods except `of` raise UsageError if the bytes that they read are not text in the encoding, or if the
+    whole text is white space.
 
     Args:
-        encoding: one that `check_encoding` returns.
+        encoding: a name that `check_encoding` has returned.
     """
 
     def __init__(self, name: str, reader: BinaryIO, encoding: str = UTF_8):
         self._name, self._reader, self._encoding = name, reader, encoding
         self._decoder, self._sum = codecs.getincrementaldecoder(encoding)(), hashlib.sha256()
-        self._decoded = 0  # bytes
+        self._decoded = 0  # number of bytes
         self._kept: list[str] = []
         self._characters, self._begun, self._ended, self._blank = 0, False, False, True
 
     @classmethod
     def of(cls, text: str) -> "Document":
-        """A document from a string, which is not checked."""
+        """Create a document from a string, without checking it."""
         document = cls("", io.BytesIO())
         document._kept, document._characters, document._ended = [text], len(text), True
         document._sum.update(text.encode())
         return document
 
     def first(self, characters: int) -> str:
-        """The first `characters` characters, or all if there are fewer; not to be called after `sha256`."""
+        """Return the first `characters` characters, or all if there are fewer. Must not be called after `sha256`."""
         while not self._ended and self._characters < characters:
             piece = self._read()
             self._kept.append(piece)
@@ -164,13 +174,16 @@ class Document:
         return "".join(self._kept)[:characters]
 
     def whole(self) -> str:
-        """The whole text; not to be called after `sha256`."""
+        """Return the whole text. Must not be called after `sha256`."""
         while not self._ended:
             self._kept.append(self._read())
         return "".join(self._kept)
 
     def sha256(self) -> str:
-        """The sha256 of the text in UTF-8 without a byte order mark, in hex; reads the rest without keeping it."""
+        """Return the sha256, in hex, of the text in UTF-8 without a byte order mark.
+
+        Reads the rest of the text without keeping it in memory.
+        """
         while not self._ended:
             self._read()
         return self._sum.hexdigest()
@@ -199,7 +212,7 @@ class Document:
         return text
 
     def _check_mark(self, data: bytes) -> None:
-        """Raise UsageError for UTF-16 or UTF-32 without the mark that tells the order of its bytes."""
+        """Raise UsageError for UTF-16 or UTF-32 without a byte order mark."""
         marks = _MARKS.get(self._encoding)
         if data and marks and not data.startswith(marks):
             raise UsageError(
@@ -208,7 +221,7 @@ class Document:
 
 
 def check_encoding(name: str) -> str:
-    """Return Python's name of a text encoding. Raises UsageError if the name is unknown, or is no text encoding."""
+    """Return Python's name of a text encoding. Raises UsageError if no text encoding has the name."""
     try:
         found = codecs.lookup(name)
         codecs.getincrementaldecoder(name)
@@ -221,17 +234,21 @@ def check_encoding(name: str) -> str:
 
 
 def marked_encoding(data: bytes, encoding: str = UTF_8) -> str:
-    """UTF-16 or UTF-32 if a text's first bytes are its byte order mark and `encoding` is UTF-8, or `encoding`."""
-    # UTF-32 first: its mark begins with that of UTF-16, and a text has no zero character behind it.
+    """Return the encoding of a text: that of its byte order mark if `encoding` is UTF-8, else `encoding`.
+
+    Args:
+        data: the first bytes of the text. Byte order marks of UTF-16 and UTF-32 count.
+    """
+    # UTF-32 comes first, because its little-endian mark is that of UTF-16 and a zero character, which no text has.
     marked = [name for name, marks in reversed(_MARKS.items()) if data.startswith(marks)]
     return marked[0] if marked and encoding in _MARKABLE else encoding
 
 
 def undecodable(error: UnicodeError, encoding: str, end: int) -> str:
-    """The predicate of an error message for a text with a byte that its encoding lacks.
+    """Return the predicate of an error message for a text that cannot be decoded.
 
     Args:
-        end: bytes of the text up to the end of those that the decoder was given.
+        end: byte offset in the text at which the data passed to the decoder ends.
     """
     said = f"is not text in {encoding.upper()}"
     if not isinstance(error, UnicodeDecodeError):
@@ -240,10 +257,10 @@ def undecodable(error: UnicodeError, encoding: str, end: int) -> str:
 
 
 def decode_text(data: bytes, name: str) -> str:
-    """Decode a whole text from UTF-8, or UTF-16 or UTF-32 with a byte order mark, which is dropped.
+    """Decode a whole text from UTF-8, or from UTF-16 or UTF-32 with a byte order mark. The mark is removed.
 
     Raises:
-        UsageError: it is not text in that encoding.
+        UsageError: the bytes are not text in that encoding.
     """
     encoding = marked_encoding(data)
     try:
@@ -252,13 +269,13 @@ def decode_text(data: bytes, name: str) -> str:
         where = undecodable(error, encoding, len(data))
         raise UsageError(f"{name} {where}; convert it to UTF-8 first, such as by iconv") from None
     if "\0" in text:
-        # UTF-16 of plain English is UTF-8 too, with a zero byte behind each letter.
+        # English text in UTF-16 is valid UTF-8, too, in which a zero byte follows each letter.
         raise UsageError(f"{name} is not text: it contains zero bytes; convert it to UTF-8 first, such as by iconv")
     return text
 
 
 def _way_out(data: bytes) -> str:
-    """The remedy for a text that is in another encoding."""
+    """Return the part of an error message that tells how to read a text in another encoding."""
     zeros = [data[start:1000:2].count(0) for start in (0, 1)]
     if max(zeros) > len(data[:1000]) // 4 > 2 * min(zeros):
         return f", as UTF-16 does; give --encoding utf-16-{'le' if zeros[1] > zeros[0] else 'be'}"
@@ -272,12 +289,13 @@ def open_document(source: str, *, whole: bool, encoding: str = UTF_8) -> Iterato
     """Open the document in a file, or on standard input for `-`.
 
     Args:
-        whole: read all of it now; otherwise only its first MiB, which mostly suffices to find that it is not text.
-        encoding: the text's, by any of its names.
+        whole: read the whole document now. Otherwise read its first MiB, which mostly shows whether it is text.
+        encoding: any of the names of the text's encoding.
 
     Raises:
-        UsageError: no such file or encoding, a folder, one that may not be read, empty, or not text in the encoding.
-        SparsekvError: reading it failed.
+        UsageError: the encoding is unknown. Or the source does not exist, is a folder, is not readable, is empty, or is
+            not text in the encoding.
+        SparsekvError: reading failed.
     """
     known = check_encoding(encoding)
     with open_source(source) as reader:
@@ -290,6 +308,6 @@ def open_document(source: str, *, whole: bool, encoding: str = UTF_8) -> Iterato
 
 
 def read_document(source: str, encoding: str = UTF_8) -> str:
-    """Text of a file, or of standard input for `-`; raises what `open_document` raises."""
+    """Return the text of a file, or of standard input for `-`. Raises the errors of `open_document`."""
     with open_document(source, whole=True, encoding=encoding) as document:
         return document.whole()

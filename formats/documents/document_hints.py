@@ -1,4 +1,4 @@
-"""Commands about the document of an index that messages show: each runs when it is pasted into a shell."""
+"""Format commands about an index's document that messages show, ready to paste into a shell."""
 
 from pathlib import Path
 
@@ -11,13 +11,13 @@ from sparsekv.formats.models.embedded import EMBEDDED, is_named
 
 _MOST_HASHED = 64 << 20
 _EVALUATED, _LEAST_EVALUATED = 4096, 512
-"""Tokens of a context of `eval` by default, and of the shortest that is suggested to it."""
+"""Default number of tokens of a context of `eval`, and the smallest number that a hint suggests."""
 
 
 def document_of(folder: Path, manifest: Manifest) -> Path | None:
-    """The document of an index, where it lies beside it or in the current folder unchanged, by its hash.
+    """Find the file with the document of an index, next to the index or in the current folder, by its checksum.
 
-    An index that text was appended to has no such file.
+    Returns None if no file has the checksum, as after the document was edited or text was appended to the index.
     """
     texts = [path for ending in TEXT_ENDINGS for path in Path().glob(ending)]
     for path in dict.fromkeys([*beside(folder), *texts]):
@@ -32,10 +32,10 @@ def document_of(folder: Path, manifest: Manifest) -> Path | None:
 
 
 def eval_hint(folder: Path, manifest: Manifest, *chosen: str) -> str:
-    """How right answers are measured on the document of an index, with more options: a command that runs.
+    """Format the `eval` command that measures right answers on the document of an index, with the options `chosen`.
 
-    Where the document is not known, as that of an index that text was appended to, or too short, it is the call of the
-    help, with the reason.
+    If the document is not found, its model was never named or the text is too short, the command shows the help, and
+    the reason follows.
     """
     text, tokens = document_of(folder, manifest), manifest.split.tokens
     whole = manifest.prompt.max_tokens is None

@@ -1,6 +1,6 @@
-"""Tokenises text with any control tokens in it as plain text, so that no text can begin or end a chat turn.
+"""Tokenise text so that control tokens in it are plain text: no text can begin or end a chat turn.
 
-Control tokens are those that a tokenizer marks as special, and other added tokens that occur in its chat template.
+Control tokens are the tokens that a tokenizer marks as special, and other added tokens that occur in its chat template.
 """
 
 import re
@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from sparsekv.formats.errors import SparsekvError
 
 _NEUTRAL = ("\n", "0", ".", "-")
-"""Texts that are put before a text to tokenise it without the tokenizer's prefix; most merge with no other text."""
+"""Texts that are prepended to a text, to tokenise it without the tokenizer's prefix. They rarely merge with it to one
+token."""
 
 
 class Trusted(str):
@@ -35,7 +36,7 @@ def encode_text(
 ) -> EncodedText:
     """Tokenise the parts of a text as one text; control tokens are plain text except in `Trusted` parts.
 
-    If the other parts have no control tokens, these are the ids that the tokenizer itself returns.
+    If only `Trusted` parts have control tokens, the result is the same as the tokenizer's own.
 
     Args:
         add_special_tokens: let the tokenizer add its special tokens at the ends.
@@ -52,7 +53,7 @@ def encode_text(
     meant = _count(_encode(tokenizer, frame, add_special_tokens=add_special_tokens), control)
     found = _count(ids, control) - meant
     if unknown is not None and unknown in found:
-        # All other unknown tokens come from characters that the tokenizer does not know.
+        # The tokenizer also uses this token for unknown characters, which do not count here.
         found[unknown] = sum(part.count(unknown) for part in parts if not isinstance(part, Trusted))
     if not found.total():
         return EncodedText(ids, {})
@@ -77,7 +78,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> l
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     template = str(tokenizer.chat_template or "")
     named = {number: str(tokenizer.convert_ids_to_tokens(number)) for number in tokenizer.all_special_ids}
-    # Some models begin turns with tokens that are not marked special; white space is text even in a template.
+    # Some models begin turns with tokens that are not marked special. Added tokens of white space are plain text.
     added = {
         number: str(token)
         for number, token in tokenizer.added_tokens_decoder.items()
@@ -87,7 +88,7 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 
 
 def _unknown_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the token for unknown characters; None if there is none, or it has another role as well."""
+    """Return the token for unknown characters; None if the tokenizer has none, or if it has another role as well."""
     names = Counter(str(token) for token in tokenizer.special_tokens_map.values())
     token = tokenizer.special_tokens_map.get("unk_token")
     return None if token is None or names[str(token)] > 1 else str(token)
@@ -100,13 +101,14 @@ def _count(ids: Sequence[int], control: Mapping[int, str]) -> Counter[str]:
 def encode_after(
     tokenizer: PreTrainedTokenizerBase, lead: str, *parts: str, special_tokens: bool = False
 ) -> EncodedText:
-    """Tokenise the parts of a text that continues `lead`, which is tokenised with them and left out of the result.
+    """Tokenise the parts of a text that continues `lead`.
 
-    Tokenised alone, a text gets the prefix with which a SentencePiece tokenizer begins a text. If what follows changes
-    the tokens of `lead`, the parts are tokenised without it, but without that prefix too.
+    `lead` is tokenised together with the parts, and its tokens are left out of the result. The parts alone would get
+    the prefix with which a SentencePiece tokenizer begins each text. If the parts change the tokens of `lead`, they are
+    tokenised without `lead`, and still without the prefix.
 
     Args:
-        lead: the end of the text before the parts; control tokens in it are plain text.
+        lead: the end of the text before the parts. Control tokens in it are plain text.
         special_tokens: let control tokens keep their meaning in all parts.
 
     Raises:
@@ -132,13 +134,13 @@ def begins_with_prefix(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _runs(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], control: Mapping[int, str]) -> Iterator[str | int]:
-    """Runs of plain text, and between them the ids of control tokens in trusted parts."""
+    """Yield the parts as runs of plain text, and between these the ids of control tokens in trusted parts."""
     numbers, added = {token: number for number, token in control.items()}, tokenizer.added_tokens_decoder
     literals = re.compile("|".join(f"({re.escape(token)})" for token in sorted(numbers, key=len, reverse=True)))
     run, strips = "", False
 
     def ended(text: str, token: Any = None) -> str:
-        # Some tokens take the white space beside them, as they do where the tokenizer itself finds them.
+        # Some added tokens include the adjacent white space, which the tokenizer itself would strip as well.
         text = text.lstrip() if strips else text
         return text.rstrip() if token is not None and token.lstrip else text
 
@@ -156,7 +158,7 @@ def _runs(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], control: Map
 def _encode_runs(
     tokenizer: PreTrainedTokenizerBase, runs: Sequence[str | int], control: Mapping[int, str]
 ) -> list[int]:
-    """Token ids of runs; the prefix of a text stands where the tokenizer puts it in a text that has control tokens."""
+    """Tokenise runs. A run gets the tokenizer's prefix if the tokenizer itself would insert one there."""
     ids: list[int] = []
     for place, run in enumerate(runs):
         if isinstance(run, int):
@@ -172,7 +174,7 @@ def _encode_run(
 ) -> list[int]:
     ids = _encode_plain(tokenizer, run, goes_on=goes_on)
     if left := _count(ids, control):
-        # Tokenizers split only tokens marked special; the others are cut in two, so that they are not recognised.
+        # Tokenizers split only tokens marked special. Other control tokens are cut in two here, to be plain text.
         cuts = [match.start() + 1 for token in left for match in re.finditer(re.escape(token), run)]
         edges = [0, *sorted(cuts), len(run)]
         pieces = [run[start:end] for start, end in pairwise(edges)]
@@ -182,7 +184,7 @@ def _encode_run(
 
 
 def _encode_plain(tokenizer: PreTrainedTokenizerBase, text: str, *, goes_on: bool) -> list[int]:
-    """Token ids of a text in which tokens marked special are split; `goes_on`: without the prefix of a text."""
+    """Tokenise a text, with tokens marked special as plain text. With `goes_on`, the text gets no prefix."""
     if goes_on and text and begins_with_prefix(tokenizer):
         for lead in _NEUTRAL:
             stem = _encode(tokenizer, lead, split_special_tokens=True)
@@ -193,12 +195,12 @@ def _encode_plain(tokenizer: PreTrainedTokenizerBase, text: str, *, goes_on: boo
 
 
 def _prefix_after(tokenizer: PreTrainedTokenizerBase, token: str) -> bool:
-    """Whether the tokenizer puts the prefix of a text after a control token, too."""
+    """Whether the tokenizer also inserts the prefix of a text after this control token."""
     return _encode(tokenizer, f"{token}a")[1:] == _encode(tokenizer, "a")
 
 
 def added_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Token ids that the tokenizer adds before and after a text."""
+    """Return the token ids that the tokenizer adds before and after a text."""
     letter, whole = _encode(tokenizer, "a"), _encode(tokenizer, "a", add_special_tokens=True)
     start = next(start for start in range(len(whole)) if whole[start : start + len(letter)] == letter)
     return whole[:start], whole[start + len(letter) :]

@@ -1,4 +1,4 @@
-"""Tokenise a document inside the model's chat template; find the template's text between two turns."""
+"""Tokenise a document inside the model's chat template, and find the template's text between two turns."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -26,11 +26,15 @@ _DOCUMENT, _QUESTION = "<<sparsekv document>>", "<<sparsekv question>>"
 
 @dataclass(frozen=True)
 class FixedPrompt:
-    """input_ids [N] of everything before the question, the document's sha256, and the chat frame if there is one.
+    """The prompt before the question: its token ids, the document's checksum and the chat template's texts.
 
-    `special_tokens`: special tokens in the document kept their meaning. `plain`: those that were read as plain text,
-    with their counts. `cut`: how many tokens of the document are in the prompt, where it goes on; None: all. `border`:
-    where the ids end in the text; None: what follows is tokenised as a text of its own.
+    Attributes:
+        input_ids: [N] int64, ids of all tokens before the question.
+        chat: the chat template's texts around document and question; None without a template.
+        special_tokens: whether special tokens in the document kept their meaning.
+        plain: special tokens of the document that were read as plain text, with their counts.
+        cut: number of the document's tokens in the prompt, if the document was cut; None: the prompt has all of them.
+        border: where in the document's text the token ids end. None: the question is tokenised separately.
     """
 
     input_ids: torch.Tensor
@@ -43,10 +47,13 @@ class FixedPrompt:
 
 
 def chat_frame(tokenizer: PreTrainedTokenizerBase, before: str | None = None) -> ChatFrame | None:
-    """The chat template's text before the document, between document and question, and after; None without a template.
+    """Return the chat template's texts before the document, between document and question, and after the question.
+
+    Returns None for a tokenizer without a chat template.
 
     Args:
-        before: the text before the document, if not the template's: one with the date in it gives another every day.
+        before: text before the document that replaces the template's. A template that contains the date would
+            otherwise give another text every day.
 
     Raises:
         UsageError: the template fails, or its output does not contain the user's text exactly once.
@@ -63,7 +70,10 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase, before: str | None = None) ->
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, answered: bool = False) -> str:
-    """Messages in a model's chat template, up to where its answer begins unless the last one is an answer.
+    """Render messages with a model's chat template.
+
+    Args:
+        answered: the last message is an answer. Otherwise the text ends where the model's answer would begin.
 
     Raises:
         UsageError: the template fails.
@@ -83,11 +93,13 @@ def encode_prompt(
     max_tokens: int | None = None,
     special_tokens: bool = False,
 ) -> FixedPrompt:
-    """Token ids of the fixed prompt: the chat template's head, then the document's first `max_tokens` tokens.
+    """Tokenise the fixed prompt: the chat template's text before the document, then `max_tokens` document tokens.
 
     Args:
-        text: of a `Document`, only as much is kept in memory as these tokens need.
-        before: as of `chat_frame`.
+        text: the document. A `Document` keeps only the text of these tokens in memory.
+        raw: tokenise the document without the chat template.
+        before: see `chat_frame`.
+        max_tokens: number of tokens after which the document is cut; None: it is not cut.
         special_tokens: special tokens in the document keep their meaning; otherwise they are plain text.
 
     Raises:
@@ -118,8 +130,10 @@ def encode_prompt(
 def _encoder(
     tokenizer: PreTrainedTokenizerBase, head: str, chat: ChatFrame | None, *, special_tokens: bool
 ) -> Callable[[str], EncodedText]:
-    """Encodes a document's beginning behind the frame's head, without what the tokenizer puts at a text's end: a
-    question follows."""
+    """Return a function that tokenises the beginning of a document behind the chat template's head.
+
+    The tokens that the tokenizer adds at the end of a text are removed, because a question follows.
+    """
     ending = [] if chat is not None else added_ends(tokenizer)[1]
 
     def encode(part: str) -> EncodedText:
@@ -132,8 +146,10 @@ def _encoder(
 
 
 def departure(tokenizer: PreTrainedTokenizerBase, prompt: FixedPrompt, text: str) -> str:
-    """Where the token ids of a prompt and a question differ from those of the chat template's own conversation; empty
-    if they are the same, and where a text was cut or has no template.
+    """Describe how a prompt and a question are tokenised differently from the chat template's rendered conversation.
+
+    Returns an empty text if both have the same token ids. They are not compared if the prompt has no template, or if
+    the document was cut or has special tokens that were read as plain text.
 
     Args:
         text: the whole document.
@@ -142,7 +158,7 @@ def departure(tokenizer: PreTrainedTokenizerBase, prompt: FixedPrompt, text: str
         return ""
     frame, question = prompt.chat, SAMPLES[0]
     shown = f"{_shown(text, frame)}{BETWEEN}{question}"
-    now = chat_frame(tokenizer)  # its head may have another date in it than the prompt's
+    now = chat_frame(tokenizer)  # its text before the document may have another date than the prompt's
     if now is None or render(tokenizer, [{"role": "user", "content": f"{text}{BETWEEN}{question}"}]) != (
         f"{now.before}{shown}{frame.after}"
     ):
@@ -150,21 +166,22 @@ def departure(tokenizer: PreTrainedTokenizerBase, prompt: FixedPrompt, text: str
     parts = [Trusted(frame.before), shown, Trusted(frame.after)]
     whole = encode_text(tokenizer, *parts, special_tokens=prompt.special_tokens).ids
     ours = prompt.input_ids.tolist() + encode_question(tokenizer, prompt.border, frame, question)
-    # Unigram pieces of the same sum of scores may stand in another order: rounding decides which.
+    # A Unigram tokenizer may order pieces of equal total score differently, as decided by rounding.
     if sorted(whole) == sorted(ours):
         return ""
     return "the tokens where the text ends and a question begins are not those of the model's chat template"
 
 
 def _shown(text: str, chat: ChatFrame | None) -> str:
-    """The text as the beginning of a message."""
+    """Return the text as the template shows it at the start of a message: some templates strip leading white space."""
     return text.lstrip() if chat is not None and chat.trimmed else text
 
 
 def _first(encode: Callable[[str], EncodedText], document: Document, tokens: int) -> tuple[EncodedText, bool]:
-    """The first tokens of a prompt, and whether the document goes on.
+    """Return the first tokens of a prompt, and whether the document has more.
 
-    A beginning may be cut inside a token, so its tokens are accepted only when a beginning twice as long has the same.
+    The text that is tokenised may be cut inside a token. So its tokens are accepted only if a text twice as long begins
+    with the same tokens.
     """
     shorter: list[int] = []
     characters = 8 * tokens + 4096
@@ -184,11 +201,13 @@ _TURNS = [("user", _DOCUMENT), ("assistant", _ANSWER), ("user", _QUESTION)]
 
 
 def next_turn(tokenizer: PreTrainedTokenizerBase, chat: ChatFrame) -> ChatFrame | None:
-    """The frame of a question that follows an answer, from the end of the answer's text on: the token that ends an
-    answer is the template's. None if the template fails, or drops the answer or the question from its output.
+    """Return the chat template's texts around a question that follows an answer.
+
+    They begin where the answer's text ends, so they include the template's token that ends an answer. Returns None if
+    the template fails, or if its output lacks the answer or the question.
 
     Args:
-        chat: the frame of the question that was answered.
+        chat: the template's texts around the question that was answered.
     """
     _, answered, rest = _rendered(tokenizer, 3).partition(_ANSWER)
     between, asked, after = rest.partition(_QUESTION)
@@ -198,7 +217,10 @@ def next_turn(tokenizer: PreTrainedTokenizerBase, chat: ChatFrame) -> ChatFrame 
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The added token that the chat template puts behind an answer; None if it puts none there, or text before it."""
+    """Return the id of the added token with which the chat template ends an answer.
+
+    Returns None if the text that the template puts behind an answer does not begin with an added token.
+    """
     _, _, rest = _rendered(tokenizer, 2).partition(_ANSWER)
     rest = rest.lstrip()
     found = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if str(token).strip()}
@@ -206,7 +228,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, turns: int) -> str:
-    """The first turns of a conversation in the chat template; empty without one, and where it fails."""
+    """Render the first turns of a sample conversation; empty if there is no chat template, or if it fails."""
     messages = [{"role": role, "content": content} for role, content in _TURNS[:turns]]
     try:
         return render(tokenizer, messages, answered=turns == 2) if tokenizer.chat_template else ""

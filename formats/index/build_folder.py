@@ -123,7 +123,7 @@ class BuildFolder:
         return content in self._whole
 
     def _earlier(self, name: str, recipe: str) -> FileRecord | None:
-        """Return the journal's or the base's record of an intact file made by a recipe; None if there is none."""
+        """Return the journal's or the base's record of an intact file with a recipe; None if neither has one."""
         records = (self._journal.files.get(name), self.base.files.get(name) if self.base else None)
         return next((one for one in records if one and one.recipe == recipe and self.is_whole(one)), None)
 

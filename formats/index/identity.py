@@ -1,4 +1,4 @@
-"""Fingerprint what decides a model's keys and values, and its tokenizer, and compare both with an index."""
+"""Fingerprint all that determines a model's keys and values, and its tokenizer, and compare both with an index."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -311,7 +311,7 @@ def first_axis(folder: str, tensor: str) -> str | None:
 def _known_shapes(name: str, record: FileRecord, *, in_8_bits: bool) -> dict[str, Shape]:
     """Return the shapes that tensors of a method's file must have.
 
-    If the file has a tensor of int8 centroids, it must have all of them.
+    If the file has one of the tensors of int8 centroids, it must have all of these tensors.
 
     Raises:
         ValueError: the file has int8 centroids, but the index stores no keys and values in int8.

@@ -166,8 +166,8 @@ class Artifact:
     """A finished index on disk, as it was when it was opened. Later writes by other processes do not change it.
 
     Opening reads the manifest, opens every file, checks file sizes, and checks that the shapes in the manifest agree.
-    The first read of a file checks the names, shapes and dtypes of its tensors against the manifest, its sha256 if it
-    is smaller than a layer's keys and values, and that scales of keys and values are finite.
+    The first read of a file checks the names, shapes and dtypes of its tensors against the manifest, and that scales of
+    keys and values are finite. It also checks the sha256 of a file that is smaller than a layer's keys and values.
 
     Args:
         thorough: check the sha256 of every file on its first read, and that its numbers are finite. This is for

@@ -74,7 +74,7 @@ class ArtifactWriter(BuildFolder):
         return {name: made.result() for name, made in self._made.items()}
 
     def record(self, name: str) -> FileRecord:
-        """Return the record of a file of this build. Waits until it is on disk, and raises what `files` raises."""
+        """Return the record of a file of this build. Waits until it is on disk, and raises the errors of `files`."""
         return self._made[name].result()
 
     def reuse(self, name: str, recipe: str, of: Sequence[str] = ()) -> bool:
@@ -95,7 +95,7 @@ class ArtifactWriter(BuildFolder):
         return len(whole) == len(recipes)
 
     def _found(self, name: str, recipe: str) -> FileRecord | None:
-        """Return the record of an intact file that this build or an earlier one made by a recipe; None without one."""
+        """Return the record of an intact file that this or an earlier build wrote by a recipe; None if none did."""
         if name in self._made:
             self._made[name].result()
         return None if self.force and name not in self._made else self._earlier(name, recipe)
@@ -114,7 +114,7 @@ class ArtifactWriter(BuildFolder):
         The tensors are held until then and must not change. Rows that `write_rows` has written are not written again.
 
         Args:
-            recipe: the hash of everything that decides the content, except the files in `of`.
+            recipe: the hash of everything that determines the content, except the files in `of`.
             of: files of this build that it is made from. Their checksums become part of the recipe.
             wait: wait until at most 6 GiB of tensors are held in all. False for tensors that stay in memory anyway.
 

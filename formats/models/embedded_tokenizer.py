@@ -1,7 +1,8 @@
 """The embedded model's tokenizer, built from the vocabulary and merges in its GGUF file.
 
-transformers has its own conversion, but it omits that this family first splits numbers into digits, and its special
-tokens change between releases. An index is bound to its tokenizer, so this tokenizer has to be the same everywhere.
+transformers has its own conversion of GGUF files. That conversion does not split numbers into digits, as this family
+of models does, and its special tokens change between releases. An index is bound to its tokenizer, so this tokenizer
+has to be the same everywhere.
 """
 
 from pathlib import Path
@@ -12,11 +13,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-CONTROL = 3  # GGUF's token type of special tokens
+CONTROL = 3  # the token type of special tokens in GGUF
 
 
 def build_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer that splits digits, with the GGUF file's special tokens and chat template."""
+    """Build a byte-level BPE tokenizer that splits digits, with the GGUF file's special tokens and chat template."""
     reader = GGUFReader(gguf)
     tokens = _strings(reader, "tokens")
     merges = [(left, right) for left, right in (merge.split(" ") for merge in _strings(reader, "merges"))]

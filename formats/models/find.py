@@ -1,5 +1,4 @@
-"""The folder of a model: the embedded one, a local folder, or one of the Hugging Face hub, fetched into the hub's own
-cache."""
+"""Find a model's folder: that of the embedded model, a local folder, or a download in the Hugging Face hub's cache."""
 
 import os
 import shlex
@@ -19,18 +18,21 @@ from sparsekv.formats.errors import SparsekvError, UsageError, suggestion
 from sparsekv.formats.models.embedded import EMBEDDED, damaged_files, embedded_path, pull_embedded
 from sparsekv.formats.user.cache import named_models
 
-# Files that loading reads: no pickles, no copies of the weights in other formats or in subfolders.
+# Files needed to load a model. Pickles, and copies of the weights in other formats or in subfolders, are left out.
 NEEDED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 OWN = f"take {EMBEDDED}, which needs no hub (`sparsekv models list`)"
 UNNEEDED = ["*/*", "consolidated*"]
 
 
 def hub_folder(name: str, *, download: bool = True) -> Path:
-    """Folder of a hub model's files, named after its commit; downloads missing files unless `download` is False.
+    """Return the folder of a hub model's files, which is named after the model's commit.
+
+    Missing files are downloaded unless `download` is False.
 
     Raises:
-        UsageError: no such model, no access to it, or neither a network nor a copy in the cache.
-        SparsekvError: the download broke off or could not be written.
+        UsageError: the model does not exist or may not be accessed, or the hub is unreachable and the cache has no
+            copy.
+        SparsekvError: the download was interrupted or could not be written.
     """
     try:
         return Path(
@@ -51,7 +53,7 @@ def hub_folder(name: str, *, download: bool = True) -> Path:
             problem, remedy = "is not on this machine", f"fetch it with `sparsekv models pull {shlex.quote(name)}`"
     except (HfHubHTTPError, OSError) as error:
         raise SparsekvError(f"cannot download '{name}': {first_line(error)}; run the same command again") from None
-    except Exception as error:  # the hub's client, by its version httpx or httpx2, has errors of its own
+    except Exception as error:  # exception classes depend on the hub's HTTP client: httpx or httpx2, by its version
         remedy = "check the network and the proxy (HTTPS_PROXY), and run the same command again"
         raise SparsekvError(f"cannot download '{name}': {first_line(error)}; {remedy}") from error
     known = [EMBEDDED, *(one for one in named_models() if not os.path.isabs(one))]
@@ -69,11 +71,11 @@ Progress = Callable[[str], None]
 
 
 def find_model(name: str, progress: Progress, *, download: bool = True) -> tuple[Path, str, str | None]:
-    """Find a model's folder, full name and revision; download it if needed, unless `download` is False.
+    """Find a model's folder, full name and revision. Missing files are downloaded unless `download` is False.
 
     Raises:
-        UsageError: no such model, or a file.
-        SparsekvError: a download that failed, or a folder that cannot be read.
+        UsageError: the model does not exist, or the name is that of a file.
+        SparsekvError: a download failed, or the folder cannot be read.
     """
     if name == EMBEDDED:
         return pull_embedded(progress), name, None
@@ -97,15 +99,15 @@ def find_model(name: str, progress: Progress, *, download: bool = True) -> tuple
 
 
 def fetch(name: str, progress: Progress = lambda text: None) -> None:
-    """Download what this machine lacks of a model that is to be loaded; raises what `load_model` raises of its name."""
+    """Download the files of a model that this machine lacks. Raises the errors of `find_model`."""
     find_model(name, progress)
 
 
 def local_folder(name: str) -> Path:
-    """Return the folder of a model that is on this machine.
+    """Return the folder of a model that is on this machine, without a download.
 
     Raises:
-        UsageError: no such model.
+        UsageError: the model is not on this machine.
         SparsekvError: the embedded model is not in the cache.
     """
     if name == EMBEDDED and damaged_files(embedded_path(), full=False):

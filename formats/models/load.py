@@ -30,17 +30,17 @@ OWN = "sha256.json"
 """Checksums beside the embedded model's folder, which identify one copy of the files."""
 
 TEMPLATES = "additional_chat_templates"
-"""The folder in which transformers finds a tokenizer's other templates."""
+"""The folder from which transformers reads a tokenizer's additional chat templates."""
 
 MOST = 64 << 20
-"""Most bytes of tokenizer files to hash. A larger folder holds other files, too, and hashing it would take longer than
-serialising the tokenizer."""
+"""Largest total size, in bytes, of tokenizer files to hash. A larger folder must hold other files, too, and hashing it
+would take longer than serialising the tokenizer."""
 
 FORM = 1
-"""Version of how tokenizers are loaded from their files; increase it when that changes."""
+"""Version of the code that loads tokenizers from their files; increase it when that code changes."""
 
 Look = list[tuple[str, int, int, int]]
-"""Name, size, time and inode of each file."""
+"""Name, size in bytes, modification time in nanoseconds and inode of each file."""
 
 
 class TokenizerFiles:
@@ -50,7 +50,9 @@ class TokenizerFiles:
         self._folder, self._seen = folder, _look(folder)
 
     def hash(self) -> str | None:
-        """Hash the files and the versions of the libraries that read them, by sha256; called once these are loaded.
+        """Hash the files, and the versions of the libraries that read them, by sha256.
+
+        Called when the tokenizer is loaded, to find out whether the files have changed meanwhile.
 
         Returns:
             None if a file cannot be read, the files have more than MOST bytes, or they have changed since the snapshot.
@@ -70,7 +72,7 @@ class TokenizerFiles:
 
 
 def _look(folder: Path) -> Look | None:
-    """List the tokenizer files of a folder; None if there are none, or they cannot be listed."""
+    """List the tokenizer files of a folder; None if the folder has none or cannot be listed."""
     try:
         paths = [path for one in (folder, folder / TEMPLATES) if one.is_dir() for path in one.iterdir()]
         named = {str(path.relative_to(folder)): path.stat() for path in sorted(paths) if _counts(path)}
@@ -86,16 +88,18 @@ def _counts(path: Path) -> bool:
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 PLAIN_ATTENTION = (None, "eager", "sdpa")
-"""Attention that a config may ask for and every machine has. Another one, such as flash attention, is not loaded, since
-this program's own attention replaces it."""
+"""Attention implementations that every machine has. Others that a config may request, such as flash attention, are not
+loaded, because this program's own attention replaces them."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A causal language model in evaluation mode, its tokenizer, and where they came from.
+    """A causal language model in evaluation mode, its tokenizer and their origin.
 
-    `name` is the embedded name, the hub id or the folder's absolute path; `revision` a hub model's commit;
-    `tokenizer_files` is the hash of the files that the tokenizer was loaded from, if it is known.
+    Attributes:
+        name: name of the embedded model, hub id, or absolute path of the folder.
+        revision: commit of a hub model.
+        tokenizer_files: hash of the files from which the tokenizer was loaded, if it is known.
     """
 
     model: "PreTrainedModel"
@@ -107,7 +111,10 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model that needs no hub, and whether it is in the cache (`bytes` is its size on disk, 0 if not)."""
+    """A model that is available without the hub, and whether it is in the cache.
+
+    `bytes` is its size on disk; 0 if it is not in the cache.
+    """
 
     name: str
     description: str
@@ -118,7 +125,7 @@ class KnownModel:
 
 
 def known_models() -> list[KnownModel]:
-    """The models that need no hub: the embedded one."""
+    """List the models that are available without the hub: only the embedded model."""
     folder = embedded_path()
     cached = not damaged_files(folder, full=False)
     return [
@@ -134,11 +141,11 @@ def known_models() -> list[KnownModel]:
 
 
 def pull(name: str = EMBEDDED, progress: Progress = lambda text: None) -> Path:
-    """Download a model, so that it runs offline, and return its folder; the embedded one is verified in full.
+    """Download a model, so that it runs offline, and return its folder. The embedded model is checked in full.
 
     Raises:
-        UsageError: no such model, or the name is a local folder.
-        SparsekvError: no network, no space, a wrong checksum.
+        UsageError: the model does not exist, or the name is that of a local folder.
+        SparsekvError: the network or disk space is missing, or a checksum is wrong.
     """
     if name == EMBEDDED:
         return pull_embedded(progress, full_check=True)
@@ -162,15 +169,17 @@ def load_model(
     Args:
         name: the embedded model's name, a local folder, or a hub id.
         device: `auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:N`.
-        dtype: one of DTYPES, or `auto` (float32 on the CPU, elsewhere the checkpoint's own or else bfloat16).
+        dtype: a name in DTYPES, or `auto`: float32 on the CPU; elsewhere the checkpoint's dtype, or bfloat16 if the
+            config has none.
         rope_scaling: `yarn:F` or `dynamic:F`, see `RopeScaling`.
         progress: called with one line at the start of each step that takes a while.
-        meanwhile: called on another thread while a GPU gets the weights; if it fails, nobody is told.
-        ranks: how many processes load a share of it each; UsageError where they cannot share it.
+        meanwhile: called on another thread while the weights are loaded to a GPU. Its exceptions are ignored.
+        ranks: number of processes that load a share of the model each.
 
     Raises:
-        UsageError: an unknown model, device, dtype or scaling; no tokenizer; not a causal language model.
-        SparsekvError: weights that are damaged, incomplete or larger than the device's memory.
+        UsageError: the model, device, dtype or scaling is unknown, the model has no tokenizer or is not a causal
+            language model, or it cannot be divided among the ranks.
+        SparsekvError: the weights are damaged, incomplete or larger than the device's memory.
     """
     from sparsekv.formats.models.causal_model import causal_model, mapped_weights
 
@@ -183,7 +192,7 @@ def load_model(
         chosen = DTYPES.get(dtype) or _auto_dtype(config, target)
         if target.type == "cuda":
             thread.submit(meanwhile, target, chosen)
-        # For a CPU; their pages are mapped while the tokenizer is loaded.
+        # On a CPU the weights' pages are mapped while the tokenizer is loaded.
         mapped = mapped_weights(folder, config) if ranks == 1 and target.type == "cpu" else None
         tokenizer = _tokenizer(folder, name)
         hashed = thread.submit(files.hash)
@@ -192,10 +201,10 @@ def load_model(
 
 
 def load_tokenizer(name: str) -> "Tokenizer":
-    """Load only the tokenizer of a model that is on this machine, without any download.
+    """Load only the tokenizer of a model that is on this machine, without a download.
 
     Raises:
-        UsageError: no such model, or one without a tokenizer.
+        UsageError: the model is not on this machine, or has no tokenizer.
         SparsekvError: the embedded model is not in the cache.
     """
     folder = local_folder(name)
@@ -232,7 +241,7 @@ def _config(folder: Path, name: str, scaling: RopeScaling | None) -> "PreTrained
         raise UsageError(
             f"model '{name}' ({config.model_type}) is not a causal language model; choose one that generates text"
         )
-    if (folder / "adapter_config.json").exists() and not is_peft_available():  # transformers would leave it out
+    if (folder / "adapter_config.json").exists() and not is_peft_available():  # transformers would ignore the adapter
         raise UsageError(f"model '{name}' has an adapter, which needs peft: install it, or merge it into the weights")
     if scaling is not None:
         scaling.stretch(config)
@@ -258,11 +267,11 @@ def _tokenizer(folder: Path, name: str) -> "Tokenizer":
 
 
 def identify(loaded: LoadedModel, index: Manifest | None = None) -> tuple[ModelIdentity, TokenizerIdentity]:
-    """Fingerprint the model's config and weights that decide keys and values, its tokenizer and its chat template.
+    """Fingerprint the model's config and weights that determine keys and values, its tokenizer and its chat template.
 
     Args:
         index: if its tokenizer was loaded from the same files, its tokenizer identity is returned. Serialising the
-            tokenizer would take ten times as long as hashing its files, and hold Python's global lock.
+            tokenizer would take ten times as long as hashing its files, and would hold Python's global lock.
     """
     model = loaded.model
     adapters = getattr(model, "peft_config", None)

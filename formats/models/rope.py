@@ -1,4 +1,4 @@
-"""Extend a model beyond the positions it was trained on, by its config alone: `yarn:F` or `dynamic:F`."""
+"""Extend a model beyond the positions that it was trained on, by RoPE scaling in its config: `yarn:F`, `dynamic:F`."""
 
 import math
 from dataclasses import dataclass
@@ -9,12 +9,15 @@ from sparsekv.formats.errors import UsageError
 STRETCHED = ("linear", "llama3", "longrope", "yarn")
 """Kinds of RoPE that give a model more positions than its original ones, by a factor that holds for any length."""
 
-if TYPE_CHECKING:  # as in load.py
+if TYPE_CHECKING:  # transformers takes a second to import
     from transformers import PreTrainedConfig
 
 
 def rope_depends_on_length(parameters: dict[str, Any] | None) -> bool:
-    """Whether RoPE frequencies change with the sequence's length (dynamic, longrope), so that chunks would disagree."""
+    """Whether RoPE frequencies change with the sequence's length (dynamic, longrope).
+
+    The chunks of a chunked prefill would then be rotated by different frequencies.
+    """
     return any(kind.get("rope_type") in ("dynamic", "longrope") or "long_mscale" in kind for kind in _kinds(parameters))
 
 
@@ -22,7 +25,8 @@ def positions_of(config: "PreTrainedConfig") -> int | None:
     """Return the number of positions that a model supports; None if its config has no limit.
 
     A config may leave `max_position_embeddings` at the original length, as Qwen's recipe for YaRN does. The model then
-    holds the original length times the factor. A dynamic RoPE changes beyond `max_position_embeddings`.
+    supports the original length times the factor. A dynamic RoPE changes its frequencies beyond
+    `max_position_embeddings`.
     """
     config = config.get_text_config()
     positions: int | None = getattr(config, "max_position_embeddings", None)
@@ -39,11 +43,11 @@ def positions_of(config: "PreTrainedConfig") -> int | None:
 def positions_after(config: "PreTrainedConfig", document: int) -> int | None:
     """Return the number of positions that a model supports for sequences that begin with a document.
 
-    With longrope, a sequence longer than the original length uses other RoPE frequencies, for its first tokens, too. An
-    index has the document's keys for one set of frequencies, so a sequence must not pass from one set to the other.
+    With longrope, a sequence that is longer than the original length uses other RoPE frequencies, also for its first
+    tokens. An index has the document's keys for one set of frequencies, so a sequence must not grow past that length.
 
     Args:
-        document: the number of the document's tokens.
+        document: number of tokens of the document.
     """
     positions, switch = positions_of(config), _switch(config.get_text_config())
     if switch is None or document > switch:
@@ -62,7 +66,7 @@ def stretchable(config: "PreTrainedConfig") -> bool:
 
 def _switch(config: "PreTrainedConfig") -> int | None:
     """Return the sequence length beyond which RoPE frequencies change; None if they never change."""
-    # Phi-3 drops its cache when a sequence grows past this length, whatever the kind of its RoPE.
+    # With any type of RoPE, Phi-3 drops its cache when a sequence grows past this length.
     switches = [getattr(config, "original_max_position_embeddings", None)]
     switches += [
         kind.get("original_max_position_embeddings")
@@ -80,13 +84,14 @@ def _kinds(parameters: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How to give a model `factor` times its positions.
+    """A RoPE scaling that gives a model `factor` times its positions.
 
-    `yarn:F` is YaRN (arXiv 2309.00071) as transformers has it, with the config's positions as the original length.
+    `yarn:F` is YaRN (arXiv 2309.00071) as transformers implements it, with the config's positions as the original
+    length.
 
-    `dynamic:F` is dynamic NTK scaling at one fixed length, F times the original L: theta times
-    `(F * F - F + 1) ** (D / (D - 2))`, D being the rotated channels of a head. transformers' own `dynamic` type
-    recomputes theta as a sequence grows, so keys of early and late chunks would be rotated differently.
+    `dynamic:F` is dynamic NTK scaling for one fixed length, which is F times the original length. It multiplies theta
+    by `(F * F - F + 1) ** (D / (D - 2))`, where D is the number of rotated channels of a head. transformers' own
+    `dynamic` type recomputes theta as a sequence grows, so keys of early and late chunks would be rotated differently.
     """
 
     kind: str
@@ -94,7 +99,7 @@ class RopeScaling:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `yarn:F` or `dynamic:F` with a finite F above 1; UsageError for anything else."""
+        """Parse `yarn:F` or `dynamic:F` with a finite F above 1. Raises UsageError for any other text."""
         kind, _, number = text.partition(":")
         try:
             factor = float(number)
@@ -105,12 +110,12 @@ class RopeScaling:
         return cls(kind, factor)
 
     def stretch(self, config: "PreTrainedConfig") -> None:
-        """Change a config in place, before its model is made.
+        """Apply the scaling to a config in place, before the model is created.
 
-        Where layer types have parameters of their own (Gemma 3), those of full attention are changed.
+        If layer types have their own RoPE parameters (Gemma 3), those of full attention are changed.
 
         Raises:
-            UsageError: the model has no rotary positions, or they are scaled already.
+            UsageError: the model has no rotary embedding, or its positions are scaled already.
         """
         config = config.get_text_config()
         rope = _plain_rope(config)

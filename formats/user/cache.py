@@ -15,11 +15,11 @@ from sparsekv.formats.errors import SparsekvError, reason_of
 def give_home() -> None:
     """Set HOME to a folder if this user has no home, such as an unknown uid in a container.
 
-    Libraries would otherwise write their caches to a folder `~` of the current folder. The folder is of this user alone
-    and the same each time, below the system's folder for temporary files.
+    Libraries would otherwise write their caches to a folder named `~` in the current folder. HOME becomes a folder in
+    the system's folder for temporary files. It belongs to this user alone, and mostly is the same in each call.
 
     Raises:
-        SparsekvError: no such folder can be made.
+        SparsekvError: the folder cannot be created.
     """
     if os.path.isabs(os.path.expanduser("~")):
         return
@@ -28,7 +28,7 @@ def give_home() -> None:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         found = folder.lstat()
-        # Another user may have made it first, to have us write or read there.
+        # Another user may have created this folder, to read our files or to have us read theirs.
         own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
         os.environ["HOME"] = str(folder) if own else mkdtemp(prefix="sparsekv-")
     except OSError as error:
@@ -57,7 +57,7 @@ def read_small(path: Path) -> str:
 
 
 def replace_small(path: Path, text: str) -> None:
-    """Replace a file atomically; if that fails the old file stays and nothing is raised, as a cache only saves work."""
+    """Replace a file atomically. If that fails, the old file stays and nothing is raised: a cache is optional."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         number, name = mkstemp(prefix=f"{path.name}.", dir=path.parent)
@@ -74,7 +74,8 @@ _FILE = "named_models.json"
 
 
 def named_models() -> list[str]:
-    """Read the ids of hub models and absolute folder paths that the user has named; empty without an intact list."""
+    """Read the list of models that the user has named: hub ids and absolute folder paths. A damaged list counts as
+    empty."""
     try:
         found = json.loads(read_small(cache_root() / _FILE) or "[]")
     except (ValueError, RecursionError):
@@ -83,5 +84,5 @@ def named_models() -> list[str]:
 
 
 def keep_named(names: list[str]) -> None:
-    """Replace the list of models that the user has named; a cache that cannot be written keeps the old list."""
+    """Replace the list of models that the user has named. If it cannot be written, the old list stays."""
     replace_small(cache_root() / _FILE, json.dumps(sorted(set(names)), indent=1) + "\n")

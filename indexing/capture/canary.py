@@ -93,7 +93,7 @@ def _difference(model: PreTrainedModel, ids: torch.Tensor, name: str) -> float:
 
 @contextmanager
 def _tried(what: str) -> Iterator[None]:
-    """Turns whatever a model raises into a SparsekvError: `what`, and the model's own reason."""
+    """Convert any exception of a model into a SparsekvError with the message `what` and the model's own reason."""
     try:
         yield
     except (SparsekvError, MemoryError, torch.OutOfMemoryError):
@@ -103,7 +103,9 @@ def _tried(what: str) -> Iterator[None]:
 
 
 class _AnswerCache(CalledCache):
-    """Captured rows as an answer attends to them: `attend` appends the keys and values that it is called with.
+    """A cache of captured rows, to which the tokens of an answer attend as in decoding.
+
+    Each call of `attend` appends the call's keys and values.
 
     Raises:
         SparsekvError: the layers have heads of different sizes.
@@ -119,7 +121,10 @@ class _AnswerCache(CalledCache):
         super().__init__(layers=list(self.rows))
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Dense attention [Hq, Q, D] to captured and appended rows; SparsekvError for rows of other sizes."""
+        """Compute dense attention [Hq, Q, D] to captured and appended rows.
+
+        Raises SparsekvError if the call's keys have another size than the cache's, or if there are too many rows.
+        """
         if (len(call.keys), call.keys.shape[2]) != (self.heads, self.channels):
             told = f"{len(call.keys)} heads of {call.keys.shape[2]} channels"
             raise SparsekvError(
@@ -133,8 +138,10 @@ class _AnswerCache(CalledCache):
 
 
 def _answer_logits(model: PreTrainedModel, ids: torch.Tensor, cache: _AnswerCache) -> list[torch.Tensor]:
-    """Logits [T, vocabulary] in all after each of the token ids [T] that follow the cache's: the last ones fed one by
-    one."""
+    """Compute the logits [T, vocabulary], in parts, after each of the token ids [T] that follow the cache's tokens.
+
+    The last SINGLE tokens are fed one by one, the others in one forward pass.
+    """
     with route_attention(model, cache.attend):
         return [
             model(input_ids=part[None], **with_cache(model, cache)).logits[0].float()
@@ -143,14 +150,15 @@ def _answer_logits(model: PreTrainedModel, ids: torch.Tensor, cache: _AnswerCach
 
 
 RUN = 8
-"""Tokens that run together. Their median difference counts, so that one token routed to another expert is ignored."""
+"""Number of tokens of a run, in one forward pass. Their median difference counts, so that a single token that is routed
+to another expert has no effect."""
 QUARTERS = (1, 2, 3, 4)
-"""Where runs end, in quarters of the prompt."""
+"""Ends of the runs, in quarters of the prompt."""
 
 
 @dataclass(frozen=True)
 class CanaryRun:
-    """Logits [Q, vocabulary] of tokens up to `position`: by the model's own attention and by ours."""
+    """Logits [Q, vocabulary] of the tokens up to `position`, by the model's own attention (`own`) and by ours."""
 
     position: int
     own: torch.Tensor
@@ -164,7 +172,7 @@ class CanaryRun:
 
 
 def canary_positions(model: PreTrainedModel, tokens: int) -> list[int]:
-    """Return the rising positions at which runs end: the quarters of a prompt, including its last token.
+    """Return the ascending positions at which runs end: after each quarter of a prompt, the last at its last token.
 
     If RoPE frequencies depend on the sequence's length (dynamic, longrope), only the last position is returned. A run
     in the middle would rotate its queries by other frequencies than the stored keys have.
@@ -177,14 +185,14 @@ def canary_positions(model: PreTrainedModel, tokens: int) -> list[int]:
 def run_canary(model: PreTrainedModel, input_ids: torch.Tensor, rows: Callable[[int], RowPair]) -> list[CanaryRun]:
     """Run the tokens before each of the canary's positions over the stored rows, by the model's attention and by ours.
 
-    Memory: what `rows` allocates for a layer, and what the model's attention does for RUN tokens.
+    Memory: what `rows` allocates for a layer, and what the model's attention allocates for RUN tokens.
 
     Args:
         input_ids: [N] int64.
         rows: returns a layer's keys and values [Hk, N, D] as they are stored, on the model's device.
 
     Raises:
-        SparsekvError: the model's own attention cannot run over given rows.
+        SparsekvError: the model's own attention cannot run over a cache with these rows.
     """
     return [_run(model, input_ids, last, rows) for last in canary_positions(model, len(input_ids))]
 
@@ -220,15 +228,16 @@ def _up_to(last: int, rows: Callable[[int], RowPair]) -> Rows:
 def compare_canary(
     manifest: Manifest, tokens: int, model: PreTrainedModel, input_ids: torch.Tensor, rows: Callable[[int], RowPair]
 ) -> None:
-    """Compare the canary of an index with what a model makes of the first rows, which a build takes over from it.
+    """Compare an index's canary with the model's logits over the index's first rows, which a build reuses.
 
     Args:
-        tokens: how many rows are taken over.
+        tokens: number of tokens whose rows are reused.
         input_ids: [N] int64, the build's prompt, which begins with the tokens of these rows.
         rows: returns a layer's keys and values [Hk, T, D] of at least these tokens, on the model's device.
 
     Raises:
-        IdentityError: the logits differ beyond rounding: another model made the rows, or one that attended otherwise.
+        IdentityError: the logits differ beyond rounding, because another model computed the rows or the model attended
+            differently.
     """
     tolerance = probe_tolerance(manifest, model.dtype, over_exact=is_over_exact(manifest))
     for token in manifest.canary:
@@ -237,7 +246,7 @@ def compare_canary(
         at = token.position
         logits = logits_over_rows(model, input_ids[at : at + 1], at, _up_to(at, rows))[-1]
         if not bool(logits.isfinite().all()):
-            return  # the rows are damaged, which is told once they are captured: the model is not to blame
+            return  # the rows are damaged; `capture` reports that later, and it is not the model's fault
         if not (off := difference(token, logits)) <= tolerance:
             raise IdentityError(
                 f"the canary (logits of token {at:,} over the stored context)",

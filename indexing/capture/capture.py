@@ -1,4 +1,4 @@
-"""Keys, values and queries captured as a model attends to them, by a prefill in chunks."""
+"""Capture keys, values and queries as a model attends to them, by a prefill in chunks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -92,7 +92,7 @@ def in_8_bits(rows: Pair, layer: int, taken: TakenOver | None) -> dict[str, torc
 
 
 PrefixQueries = Callable[[int, torch.Tensor], torch.Tensor]
-"""Returns a layer's stored queries [Hq, P, D] at positions [P] of a prefix that the model does not run over again."""
+"""Returns a layer's stored queries [Hq, P, D] at positions [P] of a prefix that is not prefilled again."""
 RowsDone = Callable[[int, torch.Tensor, torch.Tensor, int], None]
 
 
@@ -126,8 +126,11 @@ class CapturedLayer(CapturedQueries):
 
 @dataclass
 class _Recorder:
-    """The attention function of a capture: attends as its prefill does, and stores the last R queries and those at
-    `positions` [P], rising. `prefix_queries` returns the queries at positions inside the prefix, which is not run."""
+    """The attention function of a capture. It attends like the prefill, and stores queries.
+
+    These are the last R queries (`tail`) and those at ascending `positions` [P]. `prefix_queries` returns the queries
+    at positions in the prefix, which is not prefilled.
+    """
 
     prefill: Prefill
     sinks: int
@@ -155,7 +158,7 @@ class _Recorder:
         self._keep_tail(call)
         if call.window is None:
             self._keep_sample(call)
-        # The last token gives the probe, which is later compared with dense attention over the stored context.
+        # The last token's logits become the probe, which is later compared with dense attention over the stored rows.
         dense = call.keys.shape[1] == self.tokens and not self.prefill.exact
         return (DensePrefill() if dense else self.prefill).attend(call, self.sinks)
 
@@ -187,7 +190,8 @@ class _Recorder:
 class Capture:
     """A finished prefill: one entry per layer, and the last token's logits [vocabulary] in float32.
 
-    `take` returns a layer and drops it from the cache, and `take_queries` drops it and returns its queries alone.
+    `take` and `take_queries` free a layer's keys and values in the cache. `take` returns them with the layer's queries,
+    and `take_queries` returns only the queries.
     """
 
     logits: torch.Tensor
@@ -261,16 +265,17 @@ def capture(
     Args:
         input_ids: [N] int64.
         tail: R, the number of last queries to keep.
-        positions: [P] int64, rising: further positions whose queries to keep, in memory allocated in one piece.
-        chunk_size: tokens per forward pass; a dense prefill's result does not depend on it beyond rounding. Ignored
-            for a model whose RoPE depends on the sequence's length: it runs over the whole prompt in one pass.
-        prefill: what chunks attend to; dense by default. With any other, the last token runs by itself, densely.
-        sinks: first tokens that every chunk attends to, whatever the prefill.
+        positions: [P] int64, ascending: further positions whose queries are kept, in one tensor per layer.
+        chunk_size: tokens per forward pass. Apart from rounding, the result of a dense prefill does not depend on it.
+            If the model's RoPE depends on the sequence's length, it is ignored, and the prompt runs in one pass.
+        prefill: the attention of chunks; dense by default. With a sparse prefill, the last token runs separately, with
+            dense attention.
+        sinks: number of first tokens that every chunk of a sparse prefill attends to.
         prefix_tokens: leading tokens whose keys and values are already known (an edited document).
         prefix: returns keys and values [Hk, >= prefix_tokens, D] of a layer; needed with `prefix_tokens`.
-        prefix_queries: returns a layer's queries at positions in the prefix; needed if `positions` has any there.
-        rows_done: called for each layer after each chunk, with the layer's keys and values [Hk, N, D], of which the
-            rows before `end` will not change any more.
+        prefix_queries: returns a layer's queries at positions in the prefix; needed if `positions` includes such.
+        rows_done: called for each layer after each chunk, with the layer's keys and values [Hk, N, D] and `end`. The
+            rows before `end` are final.
         progress: called with the number of tokens done after each chunk.
     """
     tokens = len(input_ids)

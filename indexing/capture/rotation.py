@@ -1,4 +1,4 @@
-"""Measure each layer's RoPE on the model, and compute queries of single tokens over known keys and values."""
+"""Measure each layer's RoPE by running the model, and compute single tokens' queries from stored keys and values."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.kernels.common.runs import rotate, split_pairs
 
 LOGIT_BYTES = 2**28
-"""Bytes of float32 logits that limit how many queries attend at a time."""
+"""Largest size, in bytes, of the float32 logits of the queries that attend at a time."""
 
 
 @torch.inference_mode()
@@ -24,16 +24,17 @@ def queries_of_tokens(
     rows: Callable[[int], Pair],
     chunk_size: int,
 ) -> dict[int, torch.Tensor]:
-    """Compute queries [Hq, P, D] at `positions`, by layer with full attention, as in a dense prefill of the prompt.
+    """Compute the queries [Hq, P, D] at `positions`, as a dense prefill of the prompt would compute them.
 
-    A token's query depends on other tokens only through their keys and values. Allocates these queries, what the model
-    needs for a chunk, one layer's rows, and twice LOGIT_BYTES.
+    The result has an entry for each layer with full attention. Only the tokens at `positions` run through the model,
+    because a token's query depends on other tokens only through their keys and values. Allocates these queries, the
+    model's memory for a chunk, one layer's rows, and twice LOGIT_BYTES.
 
     Args:
         input_ids: [N] int64.
-        positions: [P] int64, rising.
+        positions: [P] int64, ascending.
         chunk_size: tokens per forward pass.
-        rows: returns a layer's keys and values [Hk, T, D] as attended, of the first T tokens, on the model's device;
+        rows: returns a layer's keys and values [Hk, T, D] as attended, of the first T tokens, on the model's device.
             T is more than the last position.
     """
     queries: dict[int, list[torch.Tensor]] = {}
@@ -47,14 +48,14 @@ def queries_of_tokens(
 
         with route_attention(model, attend_to_rows):
             ids = input_ids.to(model.device)[at][None]
-            # With a mask of its own transformers does not take a gap between positions for the start of another text.
+            # Without a mask, transformers would treat a gap between positions as the start of another packed sequence.
             whole = torch.ones_like(ids)
             model(input_ids=ids, attention_mask=whole, position_ids=at[None], use_cache=False, logits_to_keep=1)
     return {layer: torch.cat(parts, 1) for layer, parts in queries.items()}
 
 
 def _attend_at(call: AttentionCall, at: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Compute attention [Hq, P, D] of a call's queries at positions [P], each to the rows [Hk, T, D] up to its own."""
+    """Compute causal attention [Hq, P, D] of a call's queries at positions [P] to rows [Hk, T, D]."""
     T, (Hq, P, _), query = keys.shape[1], call.query.shape, call.grouped
     numbers, at_once = torch.arange(T, device=at.device), max(1, LOGIT_BYTES // (4 * Hq * T))
     parts = []
@@ -66,34 +67,34 @@ def _attend_at(call: AttentionCall, at: torch.Tensor, keys: torch.Tensor, values
     return torch.cat(parts, 2).flatten(0, 1)
 
 
-LEAST_TOLERANCE = 1e-4  # relative to the length of a pair of channels; a wrong rotation misses some pair by all of it
-SMALL_PAIR = 1e-3  # share of the mean channel, added to a pair's length: smaller pairs may be lost in rounding
+LEAST_TOLERANCE = 1e-4  # error relative to the length of a pair of channels; a wrong RoPE has an error of about 1
+SMALL_PAIR = 1e-3  # share of the mean absolute channel that is added to a pair's length, because of rounding errors
 UNTURNED = RopeFacts(frequencies=[], interleaved=False)
 
 
 @torch.inference_mode()
 def measure_rotations(model: PreTrainedModel, input_ids: torch.Tensor) -> list[RopeFacts | None]:
-    """Each layer's RoPE for a sequence as long as the prompt, by two forward passes over one token.
+    """Measure each layer's RoPE for a sequence of the prompt's length, by two forward passes over one token.
 
-    A scale that all positions share, such as YaRN's, is not part of the rotation. Frequencies that depend on the
-    sequence's length (dynamic, longrope) are those for the prompt's length.
+    The rotation does not include a scale that all positions share, such as YaRN's. If the frequencies depend on the
+    length of the sequence (dynamic, longrope), those for the prompt's length are returned.
 
     Args:
         input_ids: [N] int64; N - 1 is the position to measure at.
 
     Returns:
-        One entry per layer; None if none of the model's rotary embeddings explains what the layer does.
+        One entry per layer; None if none of the model's rotary embeddings predicts the layer's keys.
     """
     last = len(input_ids) - 1
     before = keys_of_one_token(model, input_ids[-1:], 0)
     after = keys_of_one_token(model, input_ids[-1:], last)
-    # Read only now: the second pass has set the frequencies to those for its length.
+    # The frequencies are read after the second pass, which sets them to those for its length.
     candidates = [UNTURNED, *_rotary_embeddings(model)]
     return [_explanation(before[layer], after[layer], last, candidates) for layer in sorted(before)]
 
 
 def _rotary_embeddings(model: PreTrainedModel) -> list[RopeFacts]:
-    """List candidate RoPEs: each set of frequencies in the model's buffers, with both ways to pair channels."""
+    """List candidate RoPEs: each set of frequencies in the model's buffers, with both ways of pairing channels."""
     found = [
         RopeFacts(frequencies=buffer.float().tolist(), interleaved=interleaved)
         for name, buffer in model.named_buffers()
@@ -114,9 +115,9 @@ def _explanation(
 
 
 def _misfit(before: torch.Tensor, after: torch.Tensor, position: int, rope: RopeFacts) -> float:
-    """The largest error of the predicted rotation over pairs of channels, relative to the pair's length.
+    """Return the largest error of the predicted rotation of a pair of channels, relative to the pair's length.
 
-    The maximum over pairs and not a sum, which a few large channels that hardly rotate would dominate.
+    It is the maximum over all pairs, because a few large channels that hardly rotate would dominate a sum.
     """
     frequencies = torch.tensor(rope.frequencies, device=before.device)
     before, after = before.float(), after.float()

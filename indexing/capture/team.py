@@ -1,4 +1,4 @@
-"""The processes that make an index: this one alone, or this one as the leader of others."""
+"""The processes that build an index: this process alone, or this process as the leader of others."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -19,7 +19,7 @@ from sparsekv.indexing.indexers.layer_work import LayerWork, make_layers
 
 
 class Captured(Protocol):
-    """The interface of a finished prefill; see `Capture`, which is one of a whole model."""
+    """The interface of a finished prefill; `Capture` is its implementation for one process with the whole model."""
 
     def facts(self, layer: int) -> LayerFacts: ...
 
@@ -39,7 +39,7 @@ class TryModel:
 
 @dataclass(frozen=True)
 class RunPrompt:
-    """Prefill input_ids [N] and keep what is captured; the options are keyword arguments of `capture`."""
+    """Prefill input_ids [N] and keep the capture; the options are keyword arguments of `capture`."""
 
     input_ids: torch.Tensor
     options: Mapping[str, Any]
@@ -47,7 +47,7 @@ class RunPrompt:
 
 @dataclass(frozen=True)
 class RunCanary:
-    """Run the passes of `run_canary` over input_ids [N] and what was captured, as `kv_dtype` stores it."""
+    """Run the passes of `run_canary` over input_ids [N] and the captured rows, rounded as `kv_dtype` stores them."""
 
     input_ids: torch.Tensor
     kv_dtype: KVDtype | None
@@ -61,7 +61,7 @@ class MeasureRotations:
 
 
 ModelRun = TryModel | RunPrompt | RunCanary | MeasureRotations
-"""A run of the model that all processes which share it make together."""
+"""A run of the model that all processes that share it must start together."""
 
 
 class SharedRows(ABC):
@@ -76,7 +76,7 @@ class SharedRows(ABC):
 
     @abstractmethod
     def end(self, layer: int, written: Callable[[float], bool]) -> tuple[CapturedQueries, RemoteSum | None]:
-        """Wait until all processes have written a layer's rows, and release what was captured of it.
+        """Wait until all processes have written a layer's rows, and free the captured rows.
 
         Args:
             written: waits for a number of seconds, and returns whether this process has written its rows.

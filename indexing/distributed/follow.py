@@ -1,4 +1,4 @@
-"""Run a rank of a build other than the first: it carries out the first rank's requests."""
+"""Run one of the other ranks of a distributed build, which carries out the first rank's requests."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -37,17 +37,17 @@ from sparsekv.indexing.indexers.interface import Tensors
 def follow(ranks: Ranks, loaded: LoadedModel) -> None:
     """Carry out the first rank's requests until its build no longer needs this rank.
 
-    Memory: this rank's share of the model and its own heads' cache of N rows. A layer's rows go once they are written
-    or sent, and all that is left before layers are made. Then what `make_layers_from` takes, as on the first rank:
-    there are layers of all heads. Writing takes 16 MiB of page-locked memory for each thread, as of the first rank's,
-    reading 256 MiB.
+    Memory: during the prefill, this rank's share of the model, and a cache of N rows for its own heads. A layer's rows
+    are freed when they are written or sent, and all remaining rows before methods are built. From then on, the memory
+    of `make_layers_from`, for layers with all heads, as on the first rank. In page-locked memory, each writing thread
+    allocates 16 MiB, and reading allocates 256 MiB.
 
     Raises:
-        ArtifactError: its rows could not be written, or files not be read.
-        SparsekvError: an index cannot follow the model.
+        ArtifactError: this rank's rows could not be written, or files could not be read.
+        SparsekvError: the model attends in a way that an index does not support.
         UsageError: a method cannot be built for this model.
     """
-    # The first rank's build begins with it, and weights that are shared out are gathered for it by all.
+    # The first rank's build begins with this fingerprint, for which all ranks must gather sharded weights together.
     fingerprint_weights(loaded.model.state_dict().items())
     with ExitStack() as stack:
         writer = stack.enter_context(PartWriter(HeadPart(ranks.number, ranks.size)))
@@ -58,7 +58,10 @@ def follow(ranks: Ranks, loaded: LoadedModel) -> None:
 
 @dataclass
 class _Follower:
-    """The state of a rank between two requests; `own` is its last capture, and `sums` makes those of shared files."""
+    """The state of a rank between two requests.
+
+    `own` is its last capture. `sums` computes and sends the checksums of shared files.
+    """
 
     ranks: Ranks
     loaded: LoadedModel
@@ -68,7 +71,7 @@ class _Follower:
     sums: SentSums | None = None
 
     def does(self, request: Request) -> bool:
-        """Carry out a request; return False if it ends the build."""
+        """Carry out a request. Returns False if the request ends this rank's work."""
         match request:
             case ShareFiles():
                 self._share_files(request)
@@ -105,7 +108,7 @@ class _Follower:
         return self.own
 
     def _captured(self, request: RunPrompt) -> Capture:
-        """The capture of a prompt, of which the rows are written as they come to be."""
+        """Capture a prompt. Its rows are written to the shared files while the prefill goes on."""
 
         def rows_done(layer: int, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
             self.writer.put(layer_file("context", layer), {"keys": keys, "values": values}, end)
@@ -121,7 +124,7 @@ class _Follower:
         join_queries(self.ranks, self._capture.take_queries(request.layer))
 
     def _make_layers(self, request: MakeLayers) -> None:
-        self.own = None  # no layer is asked for after that
+        self.own = None  # frees the captured rows: no later request needs them
         give_memory_back(self.ranks.device)
         found = self._opened(request)
         if not all(self.ranks.collect(found is not None)) or found is None:
@@ -133,7 +136,7 @@ class _Follower:
         give_turns(self.ranks, request.work, request.layers, read)
 
     def _opened(self, request: MakeLayers) -> dict[str, WholeFile] | None:
-        """The files that are named, by name; None where not all of them are here, as on another machine."""
+        """Open the request's files, by name; None if a file does not exist here, as on another machine."""
         try:
             folder = Folder(request.folder)
             return {name: find_whole(folder, shared) for name, shared in request.found.items()}

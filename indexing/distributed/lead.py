@@ -1,4 +1,4 @@
-"""Run the first rank of a build: it writes the index, and has the other ranks run the model and build methods, too."""
+"""Run the first rank of a distributed build. It writes the index, and all ranks run the model and build methods."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,12 +32,12 @@ from sparsekv.indexing.indexers.layer_work import LayerWork, make_layers
 
 
 class SplitRows(SharedRows):
-    """The rows of a model whose KV heads are split over ranks."""
+    """Writes the rows of a model whose KV heads are split over ranks: each rank writes its own heads."""
 
     own: Capture | None = None
-    """The last capture of this rank."""
+    """This rank's last capture."""
     files = frozenset[str]()
-    """Names of the files that all ranks write, and can read once they have ended them."""
+    """Names of the files that all ranks write. After they have ended a file, all ranks can read it."""
     _sums: ReceivedSums
 
     def __init__(self, ranks: Ranks):
@@ -51,12 +51,12 @@ class SplitRows(SharedRows):
         return shared
 
     def end(self, layer: int, written: Callable[[float], bool]) -> tuple[CapturedQueries, RemoteSum | None]:
-        """Once it returns, no rank writes to the layer's file."""
+        """Wait until all ranks have written a layer's rows; after that no rank writes to the layer's file."""
         assert self.own is not None
-        # A file that was reused has its sum.
+        # A reused file already has a checksum.
         number = self._sums.give() if layer_file("context", layer) in self.files else 0
         self.ranks.share(EndLayer(layer, number))
-        # Their messages are no sign of that: on a GPU it may be received after this process has gone on.
+        # The queries that the ranks send do not show this: on a GPU, this process goes on before they are received.
         self.ranks.wait_for_all(written)
         joined = join_queries(self.ranks, self.own.take_queries(layer))
         assert joined is not None
@@ -64,13 +64,13 @@ class SplitRows(SharedRows):
 
 
 class Leader(Team):
-    """Asks the other ranks for each run of the model, for the heads that they captured, and for layers' indices.
+    """Requests from the other ranks each run of the model, the heads that they captured, and the tensors of methods.
 
     Args:
-        split: whether each rank captures heads of its own; False: all capture all heads.
+        split: the KV heads are split over the ranks. Otherwise each rank captures all heads.
     """
 
-    starts_after_prefix = False  # only this rank could read the prefix's rows
+    starts_after_prefix = False  # the other ranks cannot read the rows of the prefix
 
     def __init__(self, ranks: Ranks, *, split: bool):
         self.ranks, self.part = ranks, HeadPart(ranks.number, ranks.size) if split else ALL_HEADS
@@ -89,12 +89,15 @@ class Leader(Team):
     def make_layers(
         self, work: LayerWork, layers: Sequence[int], files: ArtifactWriter, device: torch.device
     ) -> Generator[Tensors, None, None]:
-        """In turn with the other ranks, if all of them can read the files; else by this one alone, as all else then."""
+        """Yield a method's tensors of layers, which all ranks build in turn if all of them can read the files.
+
+        Otherwise this rank releases the others, and builds these and all later tensors alone.
+        """
         give_memory_back(device)
         if layers and not self._released:
             if self._others_read(work, layers, files):
                 return take_turns(self.ranks, work, layers, lambda name: files.read(name, device))
-            # They would wait for hours.
+            # The other ranks would otherwise wait for this rank's work, possibly for hours.
             self.release()
         return make_layers(work, layers, files, device)
 
@@ -104,7 +107,7 @@ class Leader(Team):
             self.ranks.share(End())
 
     def _others_read(self, work: LayerWork, layers: Sequence[int], files: ArtifactWriter) -> bool:
-        """Whether the others can read all that the work on these layers is made from, without waiting for sums."""
+        """Whether the other ranks can read all files that this work reads, without waiting for checksums."""
         shared = self._rows.files if self._rows else frozenset()
         context = {layer_file("context", layer) for layer in layers} - shared
         if any(files.is_new(name) for name in context):
@@ -116,7 +119,7 @@ class Leader(Team):
 
 @dataclass(frozen=True)
 class JoinedCapture:
-    """A capture whose layers come from all ranks, one layer at a time."""
+    """A capture whose heads are on all ranks; they are gathered one layer at a time."""
 
     ranks: Ranks
     own: Capture
@@ -125,7 +128,7 @@ class JoinedCapture:
         return self.own.facts(layer)
 
     def not_finite(self) -> str | None:
-        """The first tensor of any rank with an infinity or NaN; None if all are finite."""
+        """Name a tensor with an infinity or NaN on any rank; None if all are finite."""
         self.ranks.share(CheckNumbers())
         return next((wrong for wrong in self.ranks.collect(self.own.not_finite()) if wrong), None)
 

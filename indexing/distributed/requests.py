@@ -1,4 +1,4 @@
-"""Requests of the first rank of a build to the others, with the layers, heads and file checksums that they return."""
+"""Requests of a build's first rank to the other ranks, and the exchange of layers, heads and file checksums."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -25,7 +25,7 @@ _UNREADABLE = bytes(_SUM)  # all zeros: the file could not be read; no file has 
 
 
 class ReceivedSums:
-    """The first rank's side: assigns the checksums of layers' files to ranks in turn, and receives them."""
+    """The first rank's side of checksums: assigns layers' files to ranks in turn, and receives the checksums."""
 
     def __init__(self, ranks: Ranks, channel: Channel):
         self._ranks, self._channel, self._given = ranks, channel, 0
@@ -36,9 +36,9 @@ class ReceivedSums:
         return (self._given - 1) % self._ranks.size
 
     def remote(self, layer: int, number: int) -> RemoteSum | None:
-        """A function that receives the checksum of a layer's file from a rank; None for checksums of this rank.
+        """Return a function that receives the checksum of a layer's file from a rank; None if this rank computes it.
 
-        The functions are called in the order in which checksums were given out.
+        The functions must be called in the order in which `give` assigned the files.
         """
         return partial(self._receive, layer, number) if number else None
 
@@ -46,12 +46,12 @@ class ReceivedSums:
         message = self._channel.receive(_LAYER + _SUM, number)
         if (other := int.from_bytes(message[:_LAYER], "big")) != layer:
             raise RuntimeError(f"rank {number} sent the sum of layer {other} in the place of {layer}")
-        # Where it could not read the file, this rank finds that out by itself, and says so.
+        # If the other rank could not read the file, this rank reads it, and reports the reason if that fails, too.
         return None if message[_LAYER:] == _UNREADABLE else message[_LAYER:].hex()
 
 
 class SentSums:
-    """Side of the other ranks: computes checksums of files in threads, and sends them in order."""
+    """The other ranks' side of checksums: computes the checksums of files in threads, and sends them in order."""
 
     def __init__(self, channel: Channel):
         self._channel = channel
@@ -61,7 +61,7 @@ class SentSums:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        # After an error the first rank may receive no more, until it is ended for that.
+        # After an error, do not wait for threads: the first rank may no longer receive, and sending would block.
         for threads in (self._summing, self._sending):
             threads.shutdown(wait=error is None, cancel_futures=error is not None)
 
@@ -93,9 +93,9 @@ def give_memory_back(device: torch.device) -> None:
 
 
 def take_turns(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read) -> Generator[Tensors, None, None]:
-    """Yield a method's tensors of each layer, in order, on the first rank; the ranks build layers in turn.
+    """Yield a method's tensors of each layer, in order, on the first rank. The ranks build layers in turn.
 
-    Memory: as for `make_layers_from`, plus a layer's tensors of one other rank.
+    Memory: that of `make_layers_from`, and one layer's tensors from another rank.
     """
     with closing(_own(ranks, work, layers, read)) as own:
         for tensors in own:
@@ -104,11 +104,11 @@ def take_turns(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read)
 
 
 def give_turns(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read) -> None:
-    """Build the layers of another rank's turns, and send each to the first rank. Memory: as for `make_layers_from`."""
+    """Build every `size`-th layer on this rank, and send them to the first rank. Memory: that of `make_layers_from`."""
     turns = range(0, len(layers), ranks.size)
     with closing(_own(ranks, work, layers, read)) as own:
         for _ in turns:
-            ranks.give(next(own, None))  # None: the last turn is of fewer layers than there are ranks
+            ranks.give(next(own, None))  # None: the last turn has fewer layers than there are ranks
 
 
 def _own(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read) -> Generator[Tensors, None, None]:
@@ -117,9 +117,9 @@ def _own(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read) -> Ge
 
 
 def join_layer(ranks: Ranks, own: CapturedLayer) -> CapturedLayer | None:
-    """Join a layer's heads of all ranks on the first rank's device; return None on the other ranks.
+    """Gather a layer's heads of all ranks on the first rank's device; return None on the other ranks.
 
-    All ranks call it together, each with the same number of heads.
+    All ranks must call this together, with the same number of heads each.
     """
     keys, values = (ranks.join_heads(rows) for rows in (own.keys, own.values))
     queries = join_queries(ranks, own)
@@ -129,7 +129,7 @@ def join_layer(ranks: Ranks, own: CapturedLayer) -> CapturedLayer | None:
 
 
 def join_queries(ranks: Ranks, own: CapturedQueries) -> CapturedQueries | None:
-    """Join a layer's queries of all ranks, as `join_layer` does, without its keys and values."""
+    """Gather a layer's queries of all ranks, as `join_layer` does, but not its keys and values."""
     tail = ranks.join_heads(own.tail)
     sinks, sample = (None if rows is None else ranks.join_heads(rows) for rows in (own.sink_logits, own.sample))
     return None if tail is None else CapturedQueries(tail, sinks, sample)
@@ -137,9 +137,9 @@ def join_queries(ranks: Ranks, own: CapturedQueries) -> CapturedQueries | None:
 
 @dataclass(frozen=True)
 class ShareFiles:
-    """Open files of the context in an index's folder, by name, and reply whether that worked.
+    """Request to open files of the context in an index's folder, and to reply whether that worked.
 
-    If it worked for all ranks, each writes its heads' rows to these files during the next prefill.
+    If all ranks could open them, each writes its heads' rows to these files during the next prefill.
     """
 
     folder: Path
@@ -148,22 +148,22 @@ class ShareFiles:
 
 @dataclass(frozen=True)
 class CheckNumbers:
-    """Reply whether all captured numbers are finite."""
+    """Request to reply whether all captured numbers are finite."""
 
 
 @dataclass(frozen=True)
 class SendLayer:
-    """Send a layer's captured rows and queries, and release them."""
+    """Request to send a layer's captured rows and queries, and to free them."""
 
     layer: int
 
 
 @dataclass(frozen=True)
 class EndLayer:
-    """Reply once a layer's rows are in its file, send its captured queries, and release the layer.
+    """Request to reply when a layer's rows are in its file, to send its captured queries, and to free the layer.
 
-    The rank `summed_by` then computes the file's checksum and sends it from a thread. If that is the first rank, it
-    computes the checksum by itself, if one is needed.
+    The rank `summed_by` then computes the file's checksum, and sends it from a thread. If `summed_by` is 0, the first
+    rank computes the checksum if it needs one.
     """
 
     layer: int
@@ -172,8 +172,11 @@ class EndLayer:
 
 @dataclass(frozen=True)
 class MakeLayers:
-    """Tell whether all files that the work on these layers reads can be read: by what finds them, or as files whose
-    rows this rank has ended. If so for all ranks, make the layers that are this rank's turns, and send them."""
+    """Request to reply whether this rank can read all files that the work on these layers reads.
+
+    If all ranks can, each builds the layers that are its turns, and sends them. `found` has the handles of the files;
+    files that the ranks have written together are not in it.
+    """
 
     work: LayerWork
     layers: Sequence[int]
@@ -183,7 +186,7 @@ class MakeLayers:
 
 @dataclass(frozen=True)
 class End:
-    """End this rank's work: the build no longer needs it."""
+    """Request to end the rank's work, because the build no longer needs the rank."""
 
 
 Request = ModelRun | ShareFiles | CheckNumbers | SendLayer | EndLayer | MakeLayers | End

@@ -1,4 +1,4 @@
-"""The base class of indexers that cluster keys: k-means of each head, hierarchies, and blocks for appending."""
+"""Base class of indexers that cluster keys: k-means of each head, hierarchies of clusters, and blocks for appending."""
 
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,15 +18,15 @@ from sparsekv.kernels.kmeans.kmeans import SPACES, random_kmeans, to_space
 def kmeans(
     points: torch.Tensor, clusters: int, iterations: int, seed: int, valid: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Labels of a k-means per head, from one last assignment to the final centroids.
+    """Cluster the points of each head by k-means; return their labels, as assigned to the final centroids.
 
     Args:
         points: [Hk, M, D] float32.
         clusters: number of clusters, at most the number of valid points of any head.
-        valid: [Hk, M] bool; invalid points are left out and get label 0. None: all are valid.
+        valid: [Hk, M] bool. Points that are not valid are ignored and get label 0. None: all points are valid.
 
     Returns:
-        [Hk, M] int64, the same in every run on one device. Clusters may be empty.
+        [Hk, M] int64, the same in each run on one device. Clusters may be empty.
     """
     if points.is_cuda:
         generator = torch.Generator(points.device).manual_seed(seed)
@@ -38,7 +38,7 @@ def kmeans(
         return _kmeans_faiss(head[mask], clusters, iterations, seed)
 
     labels = torch.zeros(points.shape[:2], dtype=torch.int64)
-    # A head a thread: faiss's product library lets only one call at a time use several, and these wait for each other.
+    # One thread per head. Only one call of faiss's BLAS library at a time can use several threads; others would wait.
     with ThreadPoolExecutor(min(len(points), torch.get_num_threads())) as threads:
         for of_head, mask, found in zip(labels, valid, threads.map(cluster, points, valid), strict=True):
             of_head[mask] = found
@@ -46,10 +46,10 @@ def kmeans(
 
 
 def _kmeans_faiss(points: torch.Tensor, clusters: int, iterations: int, seed: int) -> torch.Tensor:
-    import faiss  # here, as it is not needed on a GPU
+    import faiss  # imported here, because it is not needed on a GPU
 
-    faiss.omp_set_num_threads(1)  # of this thread alone
-    # The two bounds keep faiss from subsampling, and from printing warnings from C++ to the terminal.
+    faiss.omp_set_num_threads(1)  # only for calls from this thread
+    # The two bounds keep faiss from subsampling the points, and its C++ code from printing warnings to the terminal.
     data = points.contiguous().numpy()
     trained = faiss.Kmeans(
         data.shape[1],
@@ -67,9 +67,10 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 MOST = 8
-"""Most items that are processed at a time."""
+"""Largest number of items that are processed at a time."""
 MOST_TOKENS = 1 << 18
-"""Of these items together: each takes memory of its own, some 20 KB a token with `codes` and an 8B's heads."""
+"""Largest number of tokens of these items together. Memory grows with it: by about 20 KB per token for `codes` and the
+heads of an 8B model."""
 
 
 def share_cores(
@@ -79,32 +80,34 @@ def share_cores(
 
     Args:
         tokens: the number of tokens of one item.
-        of: number of items that the threads are divided among, where `items` are only some of them; as many as there
-            are by default. Sums depend on the threads of an item, and must not depend on the items that are missing.
+        of: number of items among which the threads are divided, if `items` are only a part of them; None: the number of
+            `items`. The rounding of sums depends on an item's threads, so it must not depend on how many are left.
     """
     threads = torch.get_num_threads()
     together = max(1, min(threads, MOST, of or len(items), MOST_TOKENS // max(1, tokens)))
 
     def begin() -> None:
         torch.set_num_threads(threads // together)
-        # Each thread has its own gradient mode: the caller may have switched gradients off for itself.
+        # The gradient mode is per thread, so the caller's mode does not hold here.
         torch.set_grad_enabled(False)
 
     try:
         yield from read_ahead(items, work, together, begin)
     finally:
-        # A thread of its own sets the number of MKL's threads for all, and torch's for those that begin later.
+        # `begin` has changed MKL's number of threads for all threads, and torch's for threads that start later.
         torch.set_num_threads(threads)
 
 
 def split_blocks(tensors: Tensors) -> list[Tensors]:
-    """Undo `join_blocks`: the tensors of each block, with clusters numbered from 0, without token_offsets.
+    """Split joined tensors into those of each block, the inverse of `join_blocks`.
+
+    In each block clusters are numbered from 0. The result has no token_offsets.
 
     Args:
-        tensors: those of `join_blocks`, and block_offsets [blocks + 1].
+        tensors: the tensors that `join_blocks` returns, and block_offsets [blocks + 1].
 
     Returns:
-        One dictionary per block; all tensors are views but `parent`.
+        One dictionary per block. All tensors except `parent` are views.
     """
     offsets = tensors["block_offsets"].long()
     blocks: list[Tensors] = [{} for _ in offsets[1:]]
@@ -124,17 +127,21 @@ def split_blocks(tensors: Tensors) -> list[Tensors]:
 
 
 def _first_clusters(counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The first cluster of each block in one level, then the number of clusters; counts [Hk, C], offsets [blocks + 1].
+    """Return the first cluster of each block in one level, followed by the level's number of clusters.
 
-    Empty clusters come last in their block, so a block's first cluster is the first whose tokens end past the block's
+    Empty clusters come last in their block. So a block's first cluster is the first whose tokens end after the block's
     offset. All heads have the same number of clusters in a block.
+
+    Args:
+        counts: [Hk, C], token counts of the level's clusters.
+        offsets: [blocks + 1], first token of each block, then the number of tokens.
     """
     ends = counts[0].long().cumsum(0)
     return torch.cat([torch.searchsorted(ends, offsets[:-1], right=True), offsets.new_tensor([len(ends)])])
 
 
 def finest_labels(block: Tensors) -> torch.Tensor:
-    """[Hk, T] int64: the finest cluster of each token of a block, or of all, in the order of the prompt."""
+    """Return the finest cluster of each token, [Hk, T] int64 in the order of the prompt, in one block or in all."""
     order = block["token_order"].long()
     ends = block["level0.counts"].long().cumsum(1)
     rows = torch.arange(order.shape[1], device=order.device).expand_as(order).contiguous()
@@ -144,7 +151,10 @@ def finest_labels(block: Tensors) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ClusterIndexer(Indexer):
-    """Builds levels of clusters; `levels` are centroids per level, finest first, as shares of the tokens clustered."""
+    """Builds levels of clusters.
+
+    `levels` are the numbers of centroids of each level, finest first, as shares of the clustered tokens.
+    """
 
     levels: tuple[float, ...] = field(
         default=(0.05, 0.01),
@@ -178,14 +188,14 @@ class ClusterIndexer(Indexer):
     def cluster(
         self, keys: torch.Tensor, values: torch.Tensor, first_token: int, lookup_keys: torch.Tensor | None = None
     ) -> Tensors:
-        """Cluster tokens together and return the tensors of `level_tensors`; allocates the keys once more in float32.
+        """Cluster tokens as one block, and return the tensors of `level_tensors`.
 
-        With `outliers` the finest level has as many clusters more.
+        Allocates a copy of the keys in float32. Each outlier adds a cluster to the finest level.
 
         Args:
             keys, values: [Hk, M, D].
             first_token: position in the prompt of the first token.
-            lookup_keys: [Hk, M, D], clustered instead of the keys.
+            lookup_keys: [Hk, M, D], keys to cluster instead of `keys`.
         """
         points, sizes = keys if lookup_keys is None else lookup_keys, level_sizes(self.levels, keys.shape[1])
         labels, sizes[0] = single_out(points, self._kmeans(points, sizes[0]), sizes[0], self.outliers)

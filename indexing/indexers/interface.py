@@ -76,7 +76,7 @@ class LayerInput:
 
     Args:
         queries: [Hq, P, D], a sample of the middle's queries; None unless the method's `queries_wanted` is above 0.
-        positions: [P], rising, the positions of these queries.
+        positions: [P], ascending, the positions of these queries.
         sink_keys: [Hk, S, D], the keys before the middle.
         sink_logits: [Hq], the learned attention-sink logits of models that have them.
     """
@@ -102,7 +102,7 @@ class BuiltLayer:
 
 @dataclass(frozen=True)
 class Indexer(ABC):
-    """One method's offline half: a frozen dataclass whose fields are its parameters and command-line options."""
+    """Builds one method's tensors: a frozen dataclass whose fields are its parameters and command-line options."""
 
     revision: ClassVar[int] = 1
     """Increased when the same parameters give other tensors than before. Builds reuse no files of another revision."""

@@ -96,7 +96,7 @@ LayerMaker = Callable[[LayerWork, Sequence[int], ArtifactWriter, torch.device], 
 def make_layers(
     work: LayerWork, layers: Sequence[int], files: ArtifactWriter, device: torch.device
 ) -> Generator[Tensors, None, None]:
-    """Build layers in this process alone; a `LayerMaker`."""
+    """Yield a method's tensors of each layer, built in this process alone. This function is a `LayerMaker`."""
     yield from make_layers_from(work, layers, lambda name: files.read(name, device), device)
 
 

@@ -1,6 +1,6 @@
 """Quantise keys by product quantisation: train codebooks, and fit a linear transform to the document's queries.
 
-Also fit masses and values of clusters that stand for tokens that are not selected.
+Also fit masses and values of clusters that represent tokens that are not selected.
 """
 
 import math
@@ -67,7 +67,7 @@ def fit_rest(
         labels: [Hk, M], the cluster of each token.
     """
     centroids, counts = clusters["level0.centroids"], clusters["level0.counts"].float()
-    weights = torch.zeros(keys.shape[:2], device=keys.device)  # of each token, over all queries that do not take it
+    weights = torch.zeros(keys.shape[:2], device=keys.device)  # of each token, over queries that do not select it
     expected = torch.zeros_like(counts)
     for some in queries.split(AT_ONCE, 2):
         shares, total = softmax_with_logsumexp(attention_logits(some, keys, *facts.scaling))
@@ -107,7 +107,7 @@ def query_turn(keys: torch.Tensor, queries: torch.Tensor, parts: int, weights: t
     turned = keys.float() @ root
     turned -= shares[:, None] @ turned
     variances, directions = torch.linalg.eigh(turned.transpose(1, 2) @ (shares[..., None] * turned))
-    # Rounding decides an eigenvector's sign. Its largest component is made positive, so that codes are the same
+    # Rounding may change an eigenvector's sign. Its largest component is made positive, so that codes are the same
     # everywhere.
     largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
     directions = directions * largest.sign()
@@ -127,20 +127,23 @@ def key_turn(turn: torch.Tensor) -> torch.Tensor:
 
 
 def _roots(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the symmetric root [Hk, D, D] of the queries' shrunk second moments, of mean variance 1; its inverse."""
+    """Compute the symmetric square root [Hk, D, D] of the queries' second-moment matrix, and the root's inverse.
+
+    The matrix is scaled to a mean variance of 1, and shrunk to the identity by SHRINK.
+    """
     moments = queries.transpose(1, 2) @ queries
     even = torch.eye(queries.shape[2], device=queries.device)
-    # A head whose queries are all 0 gets the isotropic moments alone.
+    # If all queries of a head are 0, its matrix is SHRINK times the identity.
     size = moments.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None].clamp(min=1e-12)
     variances, directions = torch.linalg.eigh((1 - SHRINK) * moments / size + SHRINK * even)
-    # No variance is below SHRINK but for rounding.
+    # Variances are at least SHRINK, except for rounding errors.
     deviations = variances.clamp(min=SHRINK / 2).sqrt()[..., None]
     back = directions.transpose(1, 2)
     return directions @ (deviations * back), directions @ (back / deviations)
 
 
 def _deal(variances: torch.Tensor, parts: int) -> torch.Tensor:
-    """Assign components to parts, given their variances [D] in rising order; return indices [D] part by part.
+    """Assign components to parts, given their variances [D] in ascending order; return indices [D] part by part.
 
     The largest remaining component goes to the part with room and the smallest product of variances.
     """

@@ -1,8 +1,8 @@
-"""Codes, offline: quantised codes of all keys, trained for the document's queries, and clusters for unselected tokens.
+"""Build the index of the method `codes`: codes of all keys, and clusters that represent unselected tokens.
 
-Codes use product quantisation as in PQCache (arXiv 2407.12820). Keys are first multiplied by a matrix, so that the
-quantisation error matters least to the document's queries. Keys that these attend to are weighted most. The clusters
-are Multipole's (arXiv 2506.13059), with fitted masses and values.
+Keys are encoded by product quantisation, as in PQCache (arXiv 2407.12820). They are first multiplied by a matrix, so
+that the quantisation error matters least to the document's queries. Keys that these queries attend to have the largest
+weights. The clusters are those of Multipole (arXiv 2506.13059), with fitted masses and values.
 """
 
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ FLOOR = 0.3
 @indexers.register("codes")
 @dataclass(frozen=True)
 class CodesIndexer(MultipoleIndexer):
-    """Builds codes of all middle keys, and a cluster per 64 tokens with what its remainder weighs."""
+    """Builds codes of all middle keys, and one cluster per 64 tokens, with fitted masses and values."""
 
     by_default: ClassVar[bool] = True
     learns: ClassVar[bool] = True

@@ -1,8 +1,8 @@
-"""CSAttention, offline: centroids of the prompt's queries per subspace of a head, each with a posting list of keys.
+"""Build the index of CSAttention: posting lists of keys, one for each centroid of the prompt's queries in a subspace.
 
-Per KV head the queries of its whole group are clustered by cosine in each subspace (k-means++ seeds). A centroid's
-posting list has the L middle keys of highest partial score c k, L being the share `--alpha` of the middle. Scores are
-computed with the centroids as they are stored, in float16.
+For each KV head, the queries of the whole group are clustered by cosine in each subspace, from k-means++ seeds. A
+centroid's posting list holds the L middle keys of highest partial score c k, where L is the share `--alpha` of the
+middle. Scores are computed with the stored centroids, which are in float16.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ QUANTILES = 101
 @indexers.register("csattention")
 @dataclass(frozen=True)
 class CSAttentionIndexer(Indexer):
-    """Builds query-centric tables; not a default method, as the tables are larger than the keys and values."""
+    """Builds query-centric posting lists. Not a default method, because the lists are larger than keys and values."""
 
     learns: ClassVar[bool] = True
     takes_tokens: ClassVar[bool] = True
@@ -89,12 +89,15 @@ class CSAttentionIndexer(Indexer):
         return self._with_lists(kept, layer)
 
     def append_layer(self, tensors: Tensors, layer: LayerInput, old_middle: int) -> Tensors:
-        """Keep the centroids, and build their lists over all keys. Allocates as `build_layer`, without the queries."""
+        """Keep the centroids, and build their lists over all keys. Allocates as `build_layer` does, but no queries."""
         return self._with_lists({name: tensors[name] for name in ("channels", "centroids")}, layer)
 
     def _with_lists(self, kept: Tensors, layer: LayerInput) -> Tensors:
-        """Add table_tokens [Hk, m, C, L] int32, rising along a list, table_scores [Hk, m, C, L] float16, key_mean
-        [Hk, m, D / m] float32, the mean of all middle keys, and part_weights [Hk, m] float32."""
+        """Add the posting lists, the mean key and the subspaces' weights to the tensors.
+
+        The lists are table_tokens [Hk, m, C, L] int32, ascending along a list, and table_scores [Hk, m, C, L] float16.
+        key_mean [Hk, m, D / m] float32 is the mean of all middle keys, and part_weights is [Hk, m] float32.
+        """
         assert layer.queries is not None
         keys = split_channels(layer.keys, kept["channels"])
         length = max(1, round(self.alpha * keys.shape[2]))

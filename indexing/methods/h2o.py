@@ -1,7 +1,7 @@
-"""H2O, offline: the attention that each middle token received from the prompt's own queries.
+"""Build the index of H2O (arXiv 2306.14048): the attention that each middle token gets from the prompt's own queries.
 
-It is a sum over a sample of the prompt's queries, each with its causal softmax, sinks included. The sum favours early
-tokens, which more queries attend to, as it does in the paper (arXiv 2306.14048).
+It is a sum over a sample of the prompt's queries. Each query has a causal softmax that includes the sinks. As in the
+paper, the sum favours early tokens, because more queries can attend to them.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ LOGITS_AT_ONCE = 16 * 2**20  # elements of [Hq, P, S + M] float32 logits: 64 MB
 @indexers.register("h2o")
 @dataclass(frozen=True)
 class H2OIndexer(Indexer):
-    """Accumulates attention per token; not a default method, as it needs a sample of the prompt's queries."""
+    """Sums the attention to each token. Not a default method, because it needs a sample of the prompt's queries."""
 
     query_sample: int = field(
         default=4096, metadata={"help": "Queries of the document, per KV head, whose attention is summed."}

@@ -1,8 +1,9 @@
-"""Multipole Attention, offline (arXiv 2506.13059, section 3): blockwise clusters with key and value centroids.
+"""Build the index of Multipole Attention (arXiv 2506.13059, section 3): blockwise clusters with key and value
+centroids.
 
-Blocks make it possible to append tokens without clustering the old ones again: only the last block, between
-alpha = W / 2 and W + alpha tokens long, ever changes. RetroInfer (arXiv 2505.02922) clusters in segments and estimates
-attention from centroids, too.
+With blocks, tokens can be appended without clustering all old tokens again. Only the last block changes, which has
+between alpha = W / 2 and W + alpha tokens. RetroInfer (arXiv 2505.02922) also clusters in segments and estimates
+attention from centroids.
 """
 
 from collections.abc import Iterator
@@ -28,10 +29,10 @@ from sparsekv.kernels.kmeans.hierarchy import (
 )
 from sparsekv.kernels.kmeans.kmeans import to_space
 
-STEP = 128  # tokens appended to a block together, at most
-AT_ONCE = 16  # blocks that a GPU clusters together: the launches of one block's kernels take longer than their work
-MOST_TOKENS = 1 << 17  # of these blocks together
-MOST_JOINS = 2  # more than two such steps cost more than clustering the block from scratch
+STEP = 128  # largest number of tokens that are appended to a block at once
+AT_ONCE = 16  # blocks that a GPU clusters together, because launching a block's kernels takes longer than running them
+MOST_TOKENS = 1 << 17  # largest number of tokens of these blocks in all
+MOST_JOINS = 2  # more steps of STEP tokens would cost more than clustering the block from scratch
 
 
 @indexers.register("multipole")

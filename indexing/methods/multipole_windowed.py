@@ -1,8 +1,9 @@
-"""Multipole Attention with windowed RoPE, offline (arXiv 2506.13059, section 3.1, after A2ATS, arXiv 2502.12665).
+"""Build the index of Multipole Attention with windowed RoPE (arXiv 2506.13059, section 3.1, after A2ATS, arXiv
+2502.12665).
 
-Keys are clustered with RoPE undone, so that clusters do not depend on position. Each cluster stores two key centroids:
-one of the keys with RoPE undone, for lookup, and one of the keys as attended, because the centroids of unselected
-clusters are in one softmax with exact keys.
+Keys are clustered with RoPE undone, so that clusters do not depend on position. Each cluster stores two key centroids.
+The centroid of the keys with RoPE undone is used for lookup. The centroid of the keys with RoPE is attended to, because
+the centroids of unselected clusters are in one softmax with exact keys.
 """
 
 from dataclasses import dataclass

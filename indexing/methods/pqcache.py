@@ -1,8 +1,8 @@
-"""PQCache, offline (arXiv 2407.12820): product quantisation of the middle keys, one byte per subspace.
+"""Build the index of PQCache (arXiv 2407.12820): product quantisation of the middle keys, one byte per subspace.
 
-Per KV head the channels are split into `--pq-bytes` subspaces. Each is clustered on its own (on a CPU by faiss's
-k-means, as faiss's product quantiser does), and a byte of a key's code is the index of the nearest centroid. A
-subspace has 256 centroids, or as many as there are keys.
+For each KV head, the channels are split into `--pq-bytes` subspaces. Each subspace is clustered separately; on a CPU by
+faiss's k-means, as in faiss's product quantiser. Each byte of a key's code is the index of the nearest centroid in a
+subspace. A subspace has 256 centroids, or as many as there are keys if these are fewer.
 """
 
 from dataclasses import dataclass, field

@@ -1,8 +1,10 @@
-"""Squeezed Attention, offline (arXiv 2411.09688): k-means of the keys, section 3.1, and its hierarchy, section 3.3.
+"""Build the index of Squeezed Attention (arXiv 2411.09688): k-means of the keys (section 3.1), and a hierarchy of
+clusters (section 3.3).
 
-Keys are clustered by cosine, a centroid is the mean of its raw keys, and the centroids are clustered again for each
-coarser level. The global threshold (appendix C) is calibrated on the first half of the held-out tail's queries,
-separately for decoding and for a question's prefill, because averaging over a question's queries flattens the scores.
+Keys are clustered by cosine, and a centroid is the mean of its unnormalised keys. The centroids are clustered again for
+each coarser level. The global threshold (appendix C) is calibrated on the first half of the held-out tail's queries.
+Decoding and a question's prefill have separate thresholds, because averaging over a question's queries flattens the
+scores.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,8 +52,11 @@ class SqueezedIndexer(ClusterIndexer):
 
 @dataclass
 class _Lookup:
-    """Calibrates one kind of lookup from the coarsest level down: each coarse level gets a threshold that keeps half of
-    the tokens left by the level above, the finest level gets a curve."""
+    """Calibrates one kind of lookup, level by level from the coarsest.
+
+    Each coarse level gets a threshold that keeps half of the tokens that the level above has kept. The finest level
+    gets a curve of the share of tokens kept by threshold.
+    """
 
     group: int
     coarse: int
@@ -93,7 +98,7 @@ def _level_scores(
     for threshold in thresholds:
         parent = layer.tensors[f"level{level - 1}.parent"].long()[:, None].expand(-1, scores.shape[1], -1)
         opened = (scores >= threshold) & (counts > 0)
-        # As in decoding: if no cluster of a head reaches the threshold, its best cluster is opened all the same.
+        # As in decoding, a head's best cluster is opened even if no cluster reaches the threshold.
         opened = opened.scatter(2, scores.argmax(2, keepdim=True), True)
         alive = opened.gather(2, parent)
         level -= 1

@@ -72,7 +72,7 @@ class SparsePrefill(Prefill):
     first queries of a chunk may not attend to the text that they continue.
     """
 
-    # Revision 1 kept rows that were computed with other sinks or chunks when a build continued an earlier index.
+    # In revision 1, a build could reuse rows of an earlier index although its sinks or chunks were different.
     revision: ClassVar[int] = 2
     prefill_budget: int = field(default=1024, metadata={"help": "How many earlier tokens a chunk attends to."})
     prefill_recent: float = field(

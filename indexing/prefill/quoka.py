@@ -1,4 +1,4 @@
-"""Sparse prefills: QuoKA (section 3.4 of the paper), SampleAttention (arXiv 2406.15486) and KeyDiff (arXiv
+"""Sparse prefills: QuoKA (section 3.4 of its paper), SampleAttention (arXiv 2406.15486) and KeyDiff (arXiv
 2504.15364)."""
 
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from sparsekv.kernels.scores.quoka import directions, far_directions, nearest_ke
 @prefills.register("sampleattention")
 @dataclass(frozen=True)
 class SampleAttentionPrefill(SparsePrefill):
-    """Scores keys by the attention of evenly spaced queries of the chunk."""
+    """Scores keys by the attention that evenly spaced queries of the chunk pay to them."""
 
     prefill_queries: int = field(
         default=16, metadata={"help": "How many of a chunk's queries rank the tokens that the whole chunk attends to."}
@@ -34,7 +34,7 @@ class SampleAttentionPrefill(SparsePrefill):
 @prefills.register("keydiff")
 @dataclass(frozen=True)
 class KeyDiffPrefill(SparsePrefill):
-    """Scores keys by minus their cosine to the mean key direction, without queries."""
+    """Scores keys by their negative cosine with the mean key direction, independently of the queries."""
 
     def scores(self, query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
         return keydiff_scores(keys)
@@ -43,7 +43,7 @@ class KeyDiffPrefill(SparsePrefill):
 @prefills.register("quoka")
 @dataclass(frozen=True)
 class QuokaPrefill(QuokaOptions, SparsePrefill):
-    """Scores keys by cosine to a few queries of the chunk; on a GPU by kernels that do not store the scores."""
+    """Scores keys by their cosine with a few queries of the chunk. On a GPU, kernels do this without storing scores."""
 
     def __post_init__(self) -> None:
         SparsePrefill.__post_init__(self)

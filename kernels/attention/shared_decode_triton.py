@@ -86,7 +86,7 @@ def exact_logsumexp_triton(query, keys, own, softmax_scale, softcap=None, sink_l
     return totals
 
 
-MOST_ROWS, QUERY_NUMBERS = 64, 8192  # most query rows of a program, and their most elements: outputs are in registers
+MOST_ROWS, QUERY_NUMBERS = 64, 8192  # most query rows of a program, and most elements of them: outputs are in registers
 TILE_BYTES, WARPS, PROGRAMS_PER_SM = 16_384, 4, 2
 # Pipeline stages. A tile of chosen rows can be loaded only after the row indices. With five stages it is prefetched two
 # iterations ahead.

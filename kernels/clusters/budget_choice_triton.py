@@ -41,7 +41,7 @@ def sums_and_largest(a, b, c, d, e, f):
 
 @triton.jit
 def later(place, a, b, c, d, e, other, f, g, h, i, j):
-    """Return the later of two places and its values; this is the combine function of a reduction."""
+    """Return the higher of two histogram bins (`place`) with its values: the combine function of a reduction."""
     here = place > other
     a, b, c = tl.where(here, a, f), tl.where(here, b, g), tl.where(here, c, h)
     return tl.maximum(place, other), a, b, c, tl.where(here, d, i), tl.where(here, e, j)
@@ -49,7 +49,7 @@ def later(place, a, b, c, d, e, other, f, g, h, i, j):
 
 @triton.jit
 def by_place(place, size, number, SIZE: tl.constexpr, OPEN: tl.constexpr):
-    """Sum sizes by place, [SIZE]; with OPEN, the sums of member numbers by place, [SIZE], follow."""
+    """Sum cluster sizes by histogram bin (`place`), [SIZE]; with OPEN, sums of the member numbers, [SIZE], follow."""
     column = tl.arange(0, 2 * SIZE if OPEN else SIZE)[None, :]
     amount = tl.where(column < SIZE, size[:, None], number[:, None]) if OPEN else size[:, None]
     return tl.sum(tl.where(place[:, None] == column % SIZE, amount, 0), 0)
@@ -57,7 +57,7 @@ def by_place(place, size, number, SIZE: tl.constexpr, OPEN: tl.constexpr):
 
 @triton.jit
 def counted(counts, head, part, others, SIZE: tl.constexpr, PARTS: tl.constexpr, OPEN: tl.constexpr):
-    """Sum sizes and numbers at each place over all parts of a head, and over the parts before `part`.
+    """Sum sizes and numbers in each histogram bin over all parts of a head, and over the parts before `part`.
 
     Each of the four results is [SIZE]. Without OPEN, the numbers are the sizes.
     """
@@ -82,10 +82,10 @@ def counted(counts, head, part, others, SIZE: tl.constexpr, PARTS: tl.constexpr,
 def last_place(
     sizes, before, numbers, numbers_before, held, had, budget, wanted, SIZE: tl.constexpr, OPEN: tl.constexpr
 ):
-    """Find the last place that is taken; 0 if the budget is not reached.
+    """Find the lowest histogram bin of ranks from which clusters are taken; 0 if the budget is not reached.
 
-    Also return the tokens above it plus `held`, and the members above it plus `had`. The last three results count in
-    the parts before this one: the members above the last place, the members at it, and the tokens at it.
+    Also return the number of tokens in the bins above it plus `held`, and of members above it plus `had`. The last
+    three results are counts of the parts before this one: members above the bin, members in it, and tokens in it.
     """
     place = tl.arange(0, SIZE)
     if OPEN:

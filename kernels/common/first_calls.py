@@ -35,7 +35,7 @@ def _decoder_layer(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _checks(device: torch.device, dtype: torch.dtype) -> None:
-    """Call the operations of `formats.values.check_values`, on a token order of two tokens."""
+    """Call the operations of `check_values` in `formats.index.layout`, on a token order of two tokens."""
     numbers = torch.ones(2, 2, dtype=dtype, device=device)
     whole = torch.stack(torch.aminmax(numbers)).isfinite().all()
     order = torch.zeros(2, 2, dtype=torch.int32, device=device)

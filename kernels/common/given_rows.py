@@ -1,4 +1,5 @@
-"""Forward passes of a few tokens over keys and values from a callback, and transformers' name of the cache argument."""
+"""Run forward passes of a few tokens over keys and values that a callback returns, and name transformers' argument for
+a cache."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,7 +97,7 @@ class GivenLayer(RowLayer):
 
 @torch.inference_mode()
 def logits_over_rows(model: PreTrainedModel, input_ids: torch.Tensor, before: int, rows: Rows) -> torch.Tensor:
-    """Compute the logits [Q, vocabulary] of tokens [Q] at positions from `before` on, float32 on the CPU.
+    """Compute the logits [Q, vocabulary], float32 on the CPU, of tokens [Q] whose first position is `before`.
 
     The model attends with the implementation that it was loaded with and makes its own masks, unless `route_attention`
     is active. That implementation decides the memory for Q queries. Without a mask it allocates nothing of the size of
@@ -112,7 +113,10 @@ def logits_over_rows(model: PreTrainedModel, input_ids: torch.Tensor, before: in
 
 @torch.inference_mode()
 def keys_of_one_token(model: PreTrainedModel, input_ids: torch.Tensor, position: int) -> dict[int, torch.Tensor]:
-    """Keys [Hk, D] of each layer for one token id [1], run alone at a position; ranks of a model call it together."""
+    """Compute each layer's keys [Hk, D] for one token id [1] that runs alone at a position.
+
+    If ranks share the model, all of them must call this together.
+    """
     keys: dict[int, torch.Tensor] = {}
 
     def attend_to_itself(call: AttentionCall) -> torch.Tensor:

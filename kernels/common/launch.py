@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import torch
 
-FEWEST_ROWS = 32  # fewest rows of a program; splitting further costs more time than it saves
+FEWEST_ROWS = 32  # smallest number of rows of a program; with fewer, splitting costs more time than it saves
 NO_GPU = 2  # number of SMs assumed where kernels run in the interpreter
 
 
@@ -57,7 +57,7 @@ def group_rows(group: int) -> int:
 
 
 def tile_rows(head_dim: int, dtype: torch.dtype, size: int) -> int:
-    """Return the number of rows of a tile of `size` bytes, limited to 16 to 128."""
+    """Return the number of rows of a tile of `size` bytes, clamped to the range from 16 to 128."""
     return min(max(size // (power_of_two(head_dim) * dtype.itemsize), 16), 128)
 
 

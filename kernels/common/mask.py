@@ -71,7 +71,7 @@ def make_mask(
         local_size: the sliding window or chunk size that transformers passes with the function.
     """
     constants = _constants(mask_function)
-    # Several sequences in one pass may together have more queries than each of them has keys.
+    # If a pass runs several sequences, it may have more queries in all than one sequence has keys.
     end = kv_offset + kv_length
     if constants is None:
         stop = min(q_offset + q_length, end)

@@ -114,7 +114,7 @@ LOGIT_WARPS = 4
 # repeat the work that is common to the program.
 WARPS_OF_FEW, WARPS_OF_MANY = 4, 1
 TILES_OF_A_PROGRAM = 2  # if there are enough tiles for all SMs; a query's scale is then computed once for two tiles
-MANY = 16  # programs per SM that keep it busy
+MANY = 16  # number of programs that keep an SM busy
 TWO_CODES, NEXT_TWO_CODES = tl.constexpr(0x000F000F), tl.constexpr(0x00F000F0)
 BOTH = tl.constexpr(0x00010001)
 
@@ -305,7 +305,7 @@ def rank_tokens_triton(query, lists, exact, wanted, softmax_scale, softcap=None)
     # the logits as functions of codes.
     nearest = torch.empty(H, G, m, dtype=torch.int32, device=device)
     slopes, floors = torch.empty(2, H, G, m, device=device)
-    # Largest logit, in units of log 2, and sum of exponentials: first of the tiles of keys, then of the exact keys.
+    # Largest logits, in units of log 2, and sums of exponentials: one for each tile of keys, then those of exact keys.
     peaks, totals = torch.empty(2, H, G, sums, device=device)
     _look_up_kernel[(m + EXACT_PROGRAMS, H)](
         query, lists.centroids, lists.channels, lists.origins, lists.steps, lists.weights, exact.keys,

@@ -239,7 +239,7 @@ def last_bin(counts, wanted, BINS: tl.constexpr):
 
 @triton.jit
 def _bounds(coarse, fine, wanted, tile, tiles, BINS: tl.constexpr, ROWS: tl.constexpr):
-    """Compute the bounds of a head's choice, as one tile needs them.
+    """Compute the lowest rank that a head chooses, and where one tile writes its chosen keys.
 
     Returns:
         the last chosen rank; the number of chosen keys in the tiles before `tile`; and the number of keys of the last
@@ -258,7 +258,7 @@ def _bounds(coarse, fine, wanted, tile, tiles, BINS: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def _bounds_of_few(counts, wanted, tile, tiles, FEW_RANKS: tl.constexpr, ROWS: tl.constexpr):
-    """Compute the bounds like `_bounds`, from a count for each rank."""
+    """Compute the results of `_bounds` from a count for each rank."""
     every, before = _sums_of_pairs(counts, tile, tiles, FEW_RANKS, ROWS)
     column = tl.arange(0, FEW_RANKS)
     last = tl.max(tl.where(tl.cumsum(every, 0, reverse=True) >= wanted, column, 0), 0)
@@ -272,10 +272,10 @@ def _bounds_of_few(counts, wanted, tile, tiles, FEW_RANKS: tl.constexpr, ROWS: t
 
 @triton.jit
 def bounds_of(coarse, fine, head, wanted, tile, tiles, FEW_RANKS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr):
-    """Compute the bounds of a head's choice; see `_bounds`.
+    """Compute the lowest rank that a head chooses, and where one tile writes its chosen keys; see `_bounds`.
 
-    With FEW_RANKS, they follow from the counts of FEW_RANKS ranks. Otherwise FEW_RANKS is 0, and they follow from the
-    counts of coarse bins and of the ranks in one bin.
+    With FEW_RANKS, this uses the counts of FEW_RANKS ranks. Otherwise FEW_RANKS is 0, and this uses the counts of
+    coarse bins and of the ranks in one bin.
     """
     if FEW_RANKS:
         bounds = _bounds_of_few(coarse + head * tiles * (FEW_RANKS // 2), wanted, tile, tiles, FEW_RANKS, ROWS)

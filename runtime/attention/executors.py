@@ -87,7 +87,7 @@ class GatherExecutor:
 
     Args:
         mapped: views of the index's files that the selector reads; their pages are released after each search.
-        fetch_rest: fetch the centroids of the rest even if they are not attended, for the missed-mass meter.
+        fetch_rest: fetch the centroids of the unselected tokens even if not attended, for the missed-mass meter.
     """
 
     selector: Selector

@@ -1,7 +1,7 @@
-"""Times steps and memory copies: by the wall clock on a CPU, by events around CUDA graph replays on a GPU.
+"""Time steps and memory copies: by the wall clock on a CPU, by events around CUDA graph replays on a GPU.
 
-Caches are cold, as in a model, where other layers run in between: before each run more memory is read than the cache
-holds. With `cold=False` the caches keep what the previous run left.
+Caches are cold, as in a model, where other layers run between two steps of a layer: before each run, more memory is
+read than the cache holds. With `cold=False` the caches keep the data of the previous run.
 """
 
 import statistics
@@ -15,8 +15,8 @@ import torch
 from sparsekv.runtime.cache.buffers import Step, captured, waits
 
 WARM_UPS = 3
-CPU_EVICTED, CUDA_EVICTED = 2**27, 2**28  # bytes read to make the caches cold; on a GPU at least four times its L2
-CPU_COPIED, CUDA_COPIED = 2**27, 2**30  # bytes
+CPU_EVICTED, CUDA_EVICTED = 2**27, 2**28  # bytes read to evict the caches; at least four times a GPU's L2 cache
+CPU_COPIED, CUDA_COPIED = 2**27, 2**30  # bytes of the copy that measures bandwidth
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class Clock(ABC):
     """Times steps on one device.
 
     Args:
-        runs: how often a step is timed, at least 2.
-        cold: make the caches cold before each run.
-        evicted: bytes read for that.
+        runs: number of times that a step is timed, at least 2.
+        cold: evict the caches before each run.
+        evicted: number of bytes that are read to evict them.
     """
 
     def __init__(self, device: torch.device, runs: int, *, cold: bool, evicted: int):
         self.device, self.runs, self.cold = device, runs, cold
-        # Filled with ones, because zeros may all map to one page. It is read and not written, because written cache
-        # lines would have to be stored during the timed step.
+        # The memory is filled with ones, because pages of zeros may all map to one physical page. It is read and not
+        # written, because dirty cache lines would be written back during the timed step.
         self.scrap = torch.ones(evicted // 4 if cold else 1, device=device)
 
     def _evict(self) -> None:
@@ -57,11 +57,11 @@ class Clock(ABC):
 
     @abstractmethod
     def time(self, step: Step, cycle: int = 1) -> Timing:
-        """Time a step. A step that searches only every `cycle` calls is timed over `cycle` calls, as their mean."""
+        """Time a step. If a step searches only at every `cycle`-th call, the time is the mean of `cycle` calls."""
 
     @abstractmethod
     def _milliseconds(self, run: Callable[[], object]) -> list[float]:
-        """Milliseconds of each of `self.runs` runs."""
+        """Measure the milliseconds of each of `self.runs` runs."""
 
     def bandwidth(self) -> float:
         """Measure the reachable bandwidth: bytes read and written per second by a large copy in the device's memory."""
@@ -79,7 +79,7 @@ def clock_for(device: torch.device, runs: int, *, cold: bool) -> Clock:
 
 
 class WallClock(Clock):
-    """Times by the host's wall clock."""
+    """Times steps by the host's wall clock."""
 
     def __init__(self, device: torch.device, runs: int, *, cold: bool):
         super().__init__(device, runs, cold=cold, evicted=CPU_EVICTED)
@@ -101,8 +101,10 @@ class WallClock(Clock):
 
 
 class CudaClock(Clock):
-    """Times replays of a CUDA graph by events. Steps that cannot be captured, because they sync with the GPU, are run
-    eagerly, and `Timing.how` says so."""
+    """Times replays of a CUDA graph by events.
+
+    Steps that sync with the GPU cannot be captured. They run eagerly, and `Timing.how` is `eager`.
+    """
 
     def __init__(self, device: torch.device, runs: int, *, cold: bool):
         if device.index is not None:
@@ -120,7 +122,7 @@ class CudaClock(Clock):
             return Timing.of([ms / cycle for ms in taken], how, run())
         graph, output = found
         taken = self._milliseconds(graph.replay)
-        # The output is overwritten first, so that it surely comes from the replay.
+        # The output is overwritten first, so that the returned output must come from the replay.
         output.fill_(torch.nan)
         graph.replay()
         return Timing.of([ms / cycle for ms in taken], "graph", output.clone())

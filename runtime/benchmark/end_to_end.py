@@ -1,4 +1,4 @@
-"""Timings of a whole model's decode steps, dense and sparse, over synthetic contexts."""
+"""Time a whole model's decode steps, with dense and sparse attention, over synthetic contexts."""
 
 import math
 import time
@@ -29,7 +29,10 @@ from sparsekv.runtime.selection.registry import DENSE
 
 
 class DenseFormLayer(StoredLayer):
-    """Cache layer that attends to the context only, by a form of dense attention; it stores new rows like any layer."""
+    """Cache layer that attends only to the context, by one of torch's forms of dense attention.
+
+    It stores new rows, but does not attend to them.
+    """
 
     def __init__(self, data: LayerData, form: DenseForm):
         super().__init__(data.split.tokens, data.keys[:, :0], data.values[:, :0])
@@ -40,7 +43,7 @@ class DenseFormLayer(StoredLayer):
 
 
 class PackedForm(PackedLayer):
-    """A `DenseFormLayer` for several questions over one context."""
+    """Batched `DenseFormLayer` for several questions over one context."""
 
     def __init__(self, layer: DenseFormLayer, slots: int):
         super().__init__(layer, slots)
@@ -50,7 +53,7 @@ class PackedForm(PackedLayer):
         return self.form(call.query)
 
     def ask(self, call: AttentionCall, piece: Piece, number: int) -> torch.Tensor:
-        raise NotImplementedError  # nothing is prefilled here
+        raise NotImplementedError  # the benchmark prefills no questions
 
 
 class TimedSteps:
@@ -174,7 +177,7 @@ def make_queries_alike(model: PreTrainedModel, share: float) -> bool:
     projections = [module for name, module in model.named_modules() if name.endswith("q_proj")]
     for module in projections:
         assert isinstance(module, torch.nn.Linear)
-        own = float(module.weight.std()) * math.sqrt(module.in_features)  # of inputs of unit variance
+        own = float(module.weight.std()) * math.sqrt(module.in_features)  # of the queries, for inputs of unit variance
         common = torch.randn(module.out_features, dtype=module.weight.dtype, device=module.weight.device)
         module.bias = torch.nn.Parameter(common * own * share / math.sqrt(1 - share**2))
     return bool(projections)
@@ -186,10 +189,12 @@ WARM_UPS, FORM_RUNS = 3, 10
 
 @dataclass(frozen=True)
 class ModelRow:
-    """One way to decode: milliseconds per step (median and quartiles) and tokens per second of all sequences together.
+    """Times of one way of attending: milliseconds per step (median and quartiles), and tokens per second in all.
 
-    `timed` is graph, eager or wall clock; `speedup` is the ratio of tokens per second to torch's dense attention;
-    `kv_fraction` is of the middle's keys and values, index included. The row without attention times everything else.
+    Attributes:
+        timed: `graph`, `eager` or `wall clock`.
+        speedup: tokens per second, relative to those of torch's dense attention.
+        kv_fraction: bytes read of the middle and the index, as a share of the middle's keys and values.
     """
 
     method: str
@@ -208,7 +213,11 @@ class ModelRow:
 
 
 class ModelBench:
-    """Measures a model over a few layers' data of one context and batch; `tell` is called with a line per row."""
+    """Times a model over the data of a few layers, for one context length and batch.
+
+    Args:
+        tell: called with a line for each row.
+    """
 
     def __init__(self, model: PreTrainedModel, data: list[LayerData], runs: int, tell: Callable[[str], None]):
         self.model, self.data, self.runs, self.tell = model, data, runs, tell
@@ -217,8 +226,10 @@ class ModelBench:
 
     @torch.inference_mode()
     def dense(self) -> Iterator[ModelRow]:
-        """Three rows: the fastest form of torch's dense attention, which becomes the baseline of the others; our dense
-        attention; no attention."""
+        """Time steps with torch's fastest form of dense attention, with our dense attention, and without attention.
+
+        The first is the baseline of all speed-ups. The last is the time of everything except attention.
+        """
         name = self._fastest_form()
         forms = [dict(dense_forms(data))[name] for data in self.data]
         torchs = self._time(self._each(lambda data, turn: DenseFormLayer(data, forms[turn])))
@@ -231,12 +242,15 @@ class ModelBench:
 
     @torch.inference_mode()
     def sparse(self, form: MethodSpec, contexts: list[MiddleContext], budgets: list[Budget]) -> Iterator[ModelRow]:
-        """A form at each budget, with one context for each distinct layer; call `dense` first.
+        """Time a form of a method at each budget; `dense` must be called first.
 
         Allocates a copy of the middles in the method's layout.
 
+        Args:
+            contexts: one context for each distinct layer.
+
         Raises:
-            RefusedError: its logits are not finite, or several questions cannot share a step.
+            RefusedError: the logits are not finite, or several questions cannot share a step.
         """
         laid_out: dict[int, MiddleRows] = {}
         for budget in budgets:
@@ -262,7 +276,7 @@ class ModelBench:
         return layers
 
     def _each(self, make: Callable[[LayerData, int], StoredLayer]) -> list[StoredLayer]:
-        """A cache layer for each of the model's layers, over the data in turn."""
+        """Create a cache layer for each of the model's layers. They use the data of the distinct layers in turn."""
         turns = [number % len(self.data) for number in range(self.layers)]
         return [make(self.data[turn], turn) for turn in turns]
 
@@ -320,7 +334,7 @@ class ModelBench:
 
 
 class _Stopwatch:
-    """Milliseconds between laps, the first of which begins when it is made, by the host's clock."""
+    """Measures the milliseconds between laps by the host's clock. The first lap begins at construction."""
 
     def __init__(self) -> None:
         self.marks = [time.perf_counter()]
@@ -333,8 +347,7 @@ class _Stopwatch:
 
 
 class _CudaStopwatch:
-    """The same by CUDA events between the steps; time that the GPU waits for the host counts, as where questions share
-    one."""
+    """Measures the milliseconds between laps by CUDA events. They include the time that the GPU waits for the host."""
 
     def __init__(self) -> None:
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Synthetic keys, values and queries of one layer for a batch, and the decode step over them."""
+"""Generate synthetic keys, values and queries of one layer for a batch, and create decode steps over them."""
 
 import math
 from collections.abc import Mapping
@@ -26,10 +26,13 @@ from sparsekv.runtime.selection.interface import LayerPosition, MiddleContext, S
 class LayerData:
     """One layer over a batch of contexts, which are concatenated along the heads, because heads are independent.
 
-    keys, values [batch Hk, N, D]; query [batch Hq, Q, D] of the step, of Q questions over each context; tail
-    [batch Hq, R, D], held-out queries, which methods may calibrate on or observe; sampled [batch Hq, P, D], the
-    contexts' own queries at positions [P], for indexers that are built from queries. `stored`: keys and values are what
-    these tensors in 8 bits mean, which our steps read.
+    Attributes:
+        keys, values: [batch Hk, N, D].
+        query: [batch Hq, Q, D], queries of the step, for Q questions over each context.
+        tail: [batch Hq, R, D], held-out queries, on which methods may be calibrated, or which they may observe.
+        sampled: [batch Hq, P, D], the contexts' own queries at `positions` [P], for methods built from queries.
+        stored: int8 keys and values, by name, which our steps read; `keys` and `values` are then their dequantised
+            form. None: steps read `keys` and `values`.
     """
 
     keys: torch.Tensor
@@ -41,7 +44,7 @@ class LayerData:
     batch: int
     split: Split
     facts: LayerFacts
-    # Layer 31 of 32, alone: with methods that share selections between layers it finds none and makes its own.
+    # The last layer of 32, without the others. Methods that share selections between layers must then select here.
     position: LayerPosition = field(default_factory=lambda: LayerPosition(31, 32))
     stored: Mapping[str, torch.Tensor] | None = None
 
@@ -55,7 +58,7 @@ class LayerData:
         return slice(self.split.sinks, self.split.sinks + self.split.middle)
 
     def of_heads(self, heads: slice) -> "LayerData":
-        """Return the layer with some of its KV heads and their query heads."""
+        """Return the layer with only some of its KV heads, and their query heads."""
         group = len(self.query) // len(self.keys)
         own = slice(heads.start * group, heads.stop * group)
         some: dict[str, Any] = {name: getattr(self, name)[heads] for name in ("keys", "values")}
@@ -74,7 +77,7 @@ class LayerData:
         return self.keys.shape[2] * self.keys.element_size()
 
     def saved(self, rows: float) -> float:
-        """Number of bytes that reading `rows` keys and values of each head saves in int8; 0 if they are not int8."""
+        """Return the bytes that int8 saves when `rows` keys and values of each head are read; 0 without int8."""
         return (
             0.0 if self.stored is None else len(self.keys) * rows * (self.row_bytes() - row_bytes(self.keys.shape[2]))
         )
@@ -140,7 +143,7 @@ def layer_step(data: LayerData, layer: StoredLayer) -> Step:
 
 
 def _shared_step(data: LayerData, layer: StoredLayer) -> Step:
-    """Create a step of several questions. No question sees rows of its own, so that all attend to the context only."""
+    """Create a step of several questions. They have no rows of their own, so all attend only to the context."""
     packed, each = packed_layer(layer, data.questions), torch.arange(data.questions, device=data.keys.device)
     step = PackedStep(each, torch.full_like(each, -1), (each + 1).int(), each, (), 1)
     new = data.keys.new_zeros(len(data.keys), data.questions, data.keys.shape[2])
@@ -162,19 +165,19 @@ def exact_output(data: LayerData) -> torch.Tensor:
 
 
 def relative_error(output: torch.Tensor, exact: torch.Tensor) -> float:
-    """Mean over query heads and questions of |output - exact| / |exact|; both [batch Hq, Q, D]."""
+    """Compute the mean of |output - exact| / |exact| over query heads and questions; both are [batch Hq, Q, D]."""
     return float(((output.float() - exact).norm(dim=-1) / exact.norm(dim=-1)).mean())
 
 
 SINKS, TAIL = 10, 128
 TOKENS_A_TOPIC, TOPICS_A_THEME, RUN = 64, 16, 16
 SIZE_SIGMA, RADIUS, RADIUS_SIGMA = 1.0, 0.6, 0.4
-FOCUS = (1.0, 0.5, 0.25)  # how strongly a query points at each of its topics
-ASTRAY, COMMON = 0.4, 0.5  # of a query: noise, and the part along its KV head's common direction
-BEST, MASS = 0.05, (0.65, 0.9)  # this share of the tokens, the best, has between these shares of the attention
-VALUE_SHARE = 0.6  # weight of a value's topic; the rest is noise, with unit variance in all
-ALIKE = 0.9  # of a question's query: the part that all questions over a context have in common
-HELD_OUT = 64  # queries of the tail
+FOCUS = (1.0, 0.5, 0.25)  # weights of the centres of a query's topics in the query
+ASTRAY, COMMON = 0.4, 0.5  # weights in a query of noise, and of its KV head's common direction
+BEST, MASS = 0.05, (0.65, 0.9)  # the best tokens, of this share, get between these shares of the attention
+VALUE_SHARE = 0.6  # weight of a value's topic; the rest is noise, so that the variance is 1
+ALIKE = 0.9  # weight, in a question's query, of the part that all questions over a context share
+HELD_OUT = 64  # number of queries of the tail
 
 
 @dataclass(frozen=True)
@@ -187,11 +190,11 @@ class Shape:
     head_dim: int
 
     def split(self) -> Split:
-        """The default split of an index."""
+        """Return the default split of an index into sinks, middle and tail."""
         return Split(sinks=SINKS, middle=self.context - SINKS - TAIL, tail=TAIL)
 
     def facts(self) -> LayerFacts:
-        """Facts like a Llama's; no RoPE is applied to the data."""
+        """Return attention facts like a Llama's. RoPE is not applied to the data."""
         frequencies = [10_000.0 ** (-pair / (self.head_dim // 2)) for pair in range(self.head_dim // 2)]
         rope = RopeFacts(frequencies=frequencies, interleaved=False)
         return LayerFacts(
@@ -208,12 +211,12 @@ def mixture(
     sampled: int = 0,
     questions: int = 1,
 ) -> LayerData:
-    """A batch of contexts, each from a seed of its own, with one or more questions over each.
+    """Generate a batch of contexts, each from its own seed, with one or more questions over each.
 
     Allocates keys and values of all contexts in `dtype`, and temporarily four times one context's keys in float32.
 
     Args:
-        sampled: how many of the contexts' own queries to make for indexers, per KV head.
+        sampled: number of the contexts' own queries to generate for indexers, per KV head.
     """
     rows = batch * shape.kv_heads, shape.context, shape.head_dim
     keys, values = (torch.empty(rows, dtype=dtype, device=device) for _ in range(2))
@@ -232,7 +235,7 @@ def mixture(
 
 
 class _Sequence:
-    """One context's mixture."""
+    """Generates the keys, values and queries of one context, as a mixture of topics."""
 
     def __init__(self, shape: Shape, seed: int, device: torch.device):
         self.shape, self.generator = shape, torch.Generator(device).manual_seed(seed)
@@ -244,17 +247,17 @@ class _Sequence:
         self.sink_size = torch.zeros(shape.kv_heads, device=device)
 
     def _normal(self, *shape: int) -> torch.Tensor:
-        """[Hk, ...] standard normal."""
+        """Draw a tensor [Hk, ...] of standard normal numbers."""
         return torch.randn(
             self.shape.kv_heads, *shape, generator=self.generator, device=self.generator.device, dtype=torch.float32
         )
 
     def _uniform(self, *shape: int) -> torch.Tensor:
-        """[Hk, ...] uniform from 0 to 1."""
+        """Draw a tensor [Hk, ...] of uniform numbers from 0 to 1."""
         return torch.rand(self.shape.kv_heads, *shape, generator=self.generator, device=self.generator.device)
 
     def _labels(self) -> torch.Tensor:
-        """[Hk, N]: the topic of each token; each run of tokens draws a topic with probability by size."""
+        """Draw each token's topic, [Hk, N]. A run of tokens has one topic, drawn in proportion to the topics' sizes."""
         begins = self._uniform(self.shape.context) < 1 / RUN
         begins[:, 0] = True
         sizes = (SIZE_SIGMA * self._normal(self.topics)).exp()
@@ -263,14 +266,14 @@ class _Sequence:
         return drawn.gather(1, runs)
 
     def _centres(self) -> torch.Tensor:
-        """[Hk, topics, D]: centres, half of whose variance is their theme's."""
+        """Draw the topics' centres [Hk, topics, D]. The topics of a theme share half of their variance."""
         themes = max(2, self.topics // TOPICS_A_THEME)
         theme = torch.arange(self.topics, device=self.labels.device) % themes
         of_themes, own = self._normal(themes, self.shape.head_dim), self._normal(self.topics, self.shape.head_dim)
         return (of_themes[:, theme] + own) * math.sqrt(0.5)
 
     def _of_topics(self, rows: torch.Tensor) -> torch.Tensor:
-        """[Hk, N, D]: for each token its topic's row of rows [Hk, topics, D]."""
+        """Gather each token's row [Hk, N, D] from its topic's row in `rows` [Hk, topics, D]."""
         return rows.gather(1, self.labels[..., None].expand(-1, -1, rows.shape[2]))
 
     def _keys(self) -> torch.Tensor:
@@ -279,8 +282,10 @@ class _Sequence:
         return noise.add_(self._of_topics(self.centres))
 
     def queries(self, count: int, questions: int = 1) -> torch.Tensor:
-        """[Hq, count, D]; the first query of each head determines their norm, and the norm of the sink's key. Those of
-        the first `questions` are alike."""
+        """Generate queries [Hq, count, D], of which the first `questions` are similar.
+
+        The first query of each head determines the norm of all its queries, and that of the sink's key.
+        """
         Hk, group, D = self.shape.kv_heads, self.shape.heads // self.shape.kv_heads, self.shape.head_dim
         tokens = (self._uniform(group, count, len(FOCUS)) * self.shape.context).long()
         tokens[..., 0] = tokens[:, :1, :, 0]
@@ -297,9 +302,9 @@ class _Sequence:
         return self._sized(queries).flatten(0, 1)
 
     def _sized(self, queries: torch.Tensor) -> torch.Tensor:
-        """Queries [Hk, G, count, D], rescaled per head; allocates four times the logits of each head's first query."""
+        """Rescale the queries [Hk, G, count, D] of each head. Allocates four times the logits of each first query."""
         scale = self.shape.head_dim**-0.5
-        # Not of the first token, whose key becomes the sink's.
+        # The first token is left out, because its key is replaced by the sink's.
         logits = attention_logits(queries[:, :, :1], self.middle_keys[:, 1:], scale)[:, :, 0]
         low, high = MASS
         wanted = low + (high - low) * self._uniform(logits.shape[1])
@@ -311,22 +316,22 @@ class _Sequence:
         return queries
 
     def keys(self) -> torch.Tensor:
-        """[Hk, N, D] float32, after `queries`."""
+        """Return the keys [Hk, N, D] float32; `queries` must be called first."""
         keys = self.middle_keys
         keys[:, 0] = self.common[:, 0] * self.sink_size[:, None]
         return keys
 
     def values(self) -> torch.Tensor:
-        """[Hk, N, D] float32."""
+        """Generate the values [Hk, N, D] float32."""
         centres = VALUE_SHARE * self._normal(self.topics, self.shape.head_dim)
         noise = self._normal(self.shape.context, self.shape.head_dim).mul_(math.sqrt(1 - VALUE_SHARE**2))
         return noise.add_(self._of_topics(centres))
 
 
 def _sharpen(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Factors [Hk, G] for logits [Hk, G, N] that give the best of them a share `wanted` [Hk, G] of the softmax.
+    """Find factors [Hk, G] for logits [Hk, G, N] that give the best tokens a share `wanted` [Hk, G] of the softmax.
 
-    Found by bisection, because the share rises with the factor.
+    The factors are found by bisection, because the share grows with the factor.
     """
     best = max(1, round(BEST * logits.shape[-1]))
     ordered = logits.sort(-1, descending=True).values

@@ -1,4 +1,4 @@
-"""Timings of one layer's decode step with methods at budgets, relative to the fastest dense attention."""
+"""Time one layer's decode step with methods at several budgets, relative to torch's fastest dense attention."""
 
 import platform
 import warnings
@@ -38,7 +38,7 @@ from sparsekv.runtime.selection.registry import DENSE, configure
 class SettingTimes:
     """Times a decode step of one query, selection included, over the keys and values of an index's layer.
 
-    Memory: the layer's keys and values, and while a form is timed a copy of them in its layout.
+    Memory: the layer's keys and values, and a copy of them in a form's layout while the form is timed.
     """
 
     def __init__(self, artifact: Artifact, clock: Clock):
@@ -48,12 +48,12 @@ class SettingTimes:
 
     @torch.inference_mode()
     def dense(self) -> float:
-        """Milliseconds of a step of dense attention, as `generate --method dense` takes it; the median."""
+        """Return the median milliseconds of a step of dense attention, as `generate --method dense` runs it."""
         return self.clock.time(layer_step(self.data, dense_layer(self.data))).median
 
     @torch.inference_mode()
     def sparse(self, form: MethodSpec, share: float) -> float:
-        """Milliseconds of a step of a form at a share of the middle; the median."""
+        """Return the median milliseconds of a step of a form, at a share of the middle as budget."""
         rows = LayerRows(self.artifact, self.layer)
         prepared = prepare_layer(rows, form, self.clock.device)
         middle = lay_out(self.data, prepared.selector)
@@ -71,21 +71,22 @@ CUDA_BACKENDS = {
 
 
 DenseForm = Callable[[torch.Tensor], torch.Tensor]
-"""Attention of queries [batch Hq, Q, D] to one layer's keys and values, without a mask; returns the same shape."""
+"""Function that attends with queries [batch Hq, Q, D] to one layer's keys and values, without a mask. It returns the
+same shape."""
 
 
 def dense_steps(data: LayerData) -> Iterator[tuple[str, Step]]:
-    """The forms of dense attention that torch can run here, by name, as steps with the layer's own query."""
+    """Yield the forms of dense attention that torch can run here, by name, as steps with the layer's own query."""
     for name, form in dense_forms(data):
         yield name, partial(form, data.query)
 
 
 def dense_forms(data: LayerData) -> Iterator[tuple[str, DenseForm]]:
-    """The forms of one step of dense attention that torch can run here, by name.
+    """Yield the forms of dense attention that torch can run here, by name.
 
-    `gqa` passes grouped heads to torch; `folded` passes a group's query heads as several queries of one KV head, which
-    is the same without a mask, and reads keys and values once for all questions. On a GPU each is tried with each of
-    torch's fused kernels. Allocates only what torch does.
+    `gqa` passes grouped query heads to torch. `folded` passes a group's query heads as several queries of one KV head.
+    Without a mask the result is the same, and keys and values are read once for all questions. On a GPU, both are tried
+    with each of torch's fused kernels. Only torch's own allocations are made.
     """
     backends: dict[str, SDPBackend | None] = {"": None}
     if data.keys.is_cuda:
@@ -123,7 +124,7 @@ def _runs(step: Step) -> bool:
     """Whether torch can run this form with these tensors."""
     try:
         with warnings.catch_warnings():
-            # When a kernel is unavailable, torch also warns about every other one that was not tried.
+            # If a kernel is unavailable, torch also warns about each kernel that was not tried.
             warnings.simplefilter("ignore")
             step()
     except RuntimeError as error:
@@ -137,7 +138,7 @@ OWN = "sparsekv"
 
 
 class RefusedError(SparsekvError):
-    """Raised if a step cannot run or its output is not finite, so that its time would mean nothing."""
+    """Raised if a step cannot run, or if its output is not finite, so that its time would be meaningless."""
 
 
 def refuse_unshared(method: Method, plan: LayerPlan, what: str) -> None:
@@ -150,11 +151,17 @@ def refuse_unshared(method: Method, plan: LayerPlan, what: str) -> None:
 
 @dataclass(frozen=True)
 class StepTiming:
-    """One step's time: median and quartiles in milliseconds; `timed` is graph, eager or wall clock.
+    """The times of one step: median and quartiles in milliseconds.
 
-    `output_error` is relative to dense attention in float32; `kv_fraction` is of the middle's keys and values, index
-    included; `bandwidth` is in bytes per second; `floor_share` is the floor over the median; `speedup` is the fastest
-    dense form's median over this one's. Dense attention has no budget.
+    Attributes:
+        budget: None for dense attention.
+        timed: `graph`, `eager` or `wall clock`.
+        speedup: median time of torch's fastest form of dense attention, divided by this median.
+        kv_fraction: bytes read of the middle and the index, as a share of the middle's keys and values.
+        bandwidth: bytes read per second.
+        floor_ms: time in which a memory copy reads as many bytes.
+        floor_share: `floor_ms` divided by the median.
+        output_error: error of the output relative to dense attention in float32.
     """
 
     method: str
@@ -178,12 +185,12 @@ class StepTiming:
 
     @property
     def name(self) -> str:
-        """The method and its variant."""
+        """Name of the method, with its variant."""
         return f"{self.method} {self.variant}".strip()
 
 
 class Bench:
-    """Measures one layer; `copy` is the copy bandwidth for the floors, in bytes per second."""
+    """Times the steps of one layer. `copy` is the bandwidth of a memory copy in bytes per second."""
 
     @torch.inference_mode()
     def __init__(self, data: LayerData, clock: Clock, copy: float):
@@ -194,8 +201,10 @@ class Bench:
 
     @torch.inference_mode()
     def dense(self) -> list[StepTiming]:
-        """Rows of all of torch's forms of dense attention, fastest first, which becomes the baseline of the others;
-        then our own dense attention, which decodes the layers that are not indexed."""
+        """Time all of torch's forms of dense attention, fastest first, and then our own dense attention.
+
+        The fastest form is the baseline of all speed-ups. Our own dense attention decodes layers that are not indexed.
+        """
         middle, keys = self.data.split.middle, self.data.keys
         read = 2.0 * keys.shape[0] * keys.shape[1] * self.data.row_bytes()
         timings = {name: self._timed(f"{DENSE} {name}", step) for name, step in dense_steps(self.data)}
@@ -209,12 +218,12 @@ class Bench:
 
     @torch.inference_mode()
     def sparse(self, form: MethodSpec, context: MiddleContext, budgets: list[Budget]) -> Iterator[StepTiming]:
-        """A form at each budget, which chooses from `context`; call `dense` first.
+        """Time a form of a method over `context` at each budget; `dense` must be called first.
 
         Allocates a copy of the middle in the method's layout.
 
         Raises:
-            RefusedError: its output is not finite, or several questions cannot share a step.
+            RefusedError: the output is not finite, or several questions cannot share a step.
         """
         data = self.data
         selector = form.method.prepare(context)
@@ -230,7 +239,7 @@ class Bench:
                 self._check(f"{named} at {budget}", step())
             chosen, dense = layer.plan.read.total(), layer.plan.read.dense
             timing = self._timed(f"{named} at {budget}", step, cycle)
-            # Rows that several questions choose together exceed the budget; they are counted with the index's rows.
+            # Rows that several questions choose together exceed the budget. `read.total` counts them with the index.
             of_centroids = 0 if selector.kernels is None else selector.kernels.rows_in_8_bits
             in_8_bits = 2.0 * budget.tokens(data.split.middle) + of_centroids if data.questions == 1 else 0.0
             read = (chosen / cycle + exact_rows) * data.row_bytes() - data.saved(in_8_bits)
@@ -238,7 +247,7 @@ class Bench:
             yield self._row(form.name, form.variant, budget, data.split.middle, timing, read, chosen / dense)
 
     def named(self, what: str) -> str:
-        """The name of a measurement, with context length and batch."""
+        """Return the name of a measurement, with context length and batch."""
         return f"{what} over {self.data.split.tokens:,} tokens, batch {self.batch},"
 
     def _timed(self, name: str, step: Step, cycle: int = 1) -> Timing:
@@ -277,12 +286,15 @@ class Bench:
 
 
 Forms = Callable[[type[Method], MethodRecord | None], dict[str, Method]]
-"""The forms of a method to time, by variant."""
+"""Function that returns the forms of a method to time, by variant."""
 
 
 @dataclass
 class Timed:
-    """Timed rows, and the reasons why others are missing; `copy_bandwidth` is in bytes per second."""
+    """The results of a comparison: timed rows, and for each missing row the reason (`refused`).
+
+    `copy_bandwidth` is the bandwidth of a memory copy in bytes per second.
+    """
 
     copy_bandwidth: float
     rows: list[StepTiming] = field(default_factory=list)
@@ -291,7 +303,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Timer:
-    """A timed comparison of methods at budgets; `tell` is called with a line for each row."""
+    """Compares the times of methods at several budgets. `tell` is called with a line for each row."""
 
     source: Source
     methods: Mapping[str, type[Method]]
@@ -301,7 +313,9 @@ class Timer:
     tell: Callable[[str], None]
 
     def run(self, clock: Clock) -> Timed:
-        """Time everything. Memory is one layer's, its copy in one method's layout, and that method's index.
+        """Time dense attention and all methods on all layers.
+
+        Memory: one layer, its copy in one method's layout, and that method's index.
 
         Raises:
             SparsekvError: a layer does not fit the device's memory.
@@ -310,7 +324,7 @@ class Timer:
         try:
             for data in self.source.layers(self.built):
                 self._time_layer(timed, Bench(data, clock, timed.copy_bandwidth))
-                del data  # or else the next one would be made beside it
+                del data  # free the layer before the next one is generated
         except torch.OutOfMemoryError:
             raise SparsekvError(
                 f"keys and values do not fit the memory of {clock.device}; choose a smaller --context or --batch"
@@ -339,7 +353,7 @@ class Timer:
 
 
 def check_runs(runs: int) -> int:
-    """Return the number of runs; raise UsageError for fewer than 2, which have no spread."""
+    """Return the number of runs. Raises UsageError for fewer than 2, because quartiles need two runs."""
     if runs < 2:
         raise UsageError(f"--runs {runs}: give at least 2, for a spread")
     return runs
@@ -353,7 +367,7 @@ def configured(parameters: Mapping[str, Any], method: type[Method], record: Meth
 
 
 def machine(where: torch.device) -> str:
-    """The name of the device or processor that runs the steps."""
+    """Return the name of the GPU or CPU that runs the steps."""
     if where.type == "cuda":
         return torch.cuda.get_device_name(where)
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

@@ -1,4 +1,4 @@
-"""Timing the steps of a whole model with random weights, dense and with methods."""
+"""Time the decode steps of a whole model with random weights, with dense attention and with methods."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -33,7 +33,7 @@ RUNS = {"cpu": 10, "cuda": 30}
 
 @dataclass(frozen=True)
 class EndToEnd:
-    """Options of the end-to-end benchmark; None, or an empty list, where the device decides."""
+    """Options of the end-to-end benchmark. If an option is None or an empty list, its default depends on the device."""
 
     config: str | None
     distinct: int | None
@@ -49,8 +49,8 @@ class ModelTimer:
     """Times one model with all contexts, batches, methods and budgets.
 
     Args:
-        indexed: methods that have an index.
-        indexers: what builds those of the methods that are named.
+        indexed: names of the methods that have an index.
+        indexers: returns an indexer for each named method that has an index.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class ModelTimer:
         self.report, self.refused = report, list[str]()
 
     def run(self) -> list[ModelRow]:
-        """Rows of dense attention and of each method at each budget.
+        """Time dense attention, and each method at each budget.
 
         Allocates the model, and the distinct layers twice: in order of position and in one method's layout.
 
         Raises:
-            SparsekvError: they do not fit the device's memory.
+            SparsekvError: model and layers do not fit the device's memory.
         """
         try:
             return self._run()
@@ -119,12 +119,12 @@ class ModelTimer:
         for context in dict.fromkeys(self.source.contexts):
             for batch in dict.fromkeys(self.source.batches):
                 data = [self.source.layer(context, batch, self.built, number) for number in range(self.distinct)]
-                torch._dynamo.reset()  # or else another number of questions would be compiled for any number
+                torch._dynamo.reset()  # otherwise the next number of questions would be compiled as a dynamic size
                 hook = compile_layers(model, tokens=data[0].questions) if self.compiled else None
                 rows += self._time(ModelBench(model, data, self.runs, self.report))
                 if hook is not None:
                     hook.remove()
-                del data  # or else the next ones would be made beside them
+                del data  # free the layers before the next ones are generated
         return rows
 
     def _time(self, bench: ModelBench) -> list[ModelRow]:
@@ -139,7 +139,7 @@ class ModelTimer:
         return rows
 
     def about(self) -> dict[str, Any]:
-        """Settings of the measurement, for a reader of the figures."""
+        """Return the settings of the measurement, to be shown with the results."""
         return {
             "machine": machine(self.device),
             "torch": torch.__version__,
@@ -157,6 +157,6 @@ class ModelTimer:
 
 def _context(data: LayerData, indexer: LayerIndexer | None) -> MiddleContext:
     context = index_mixture(data, indexer).context
-    # In the form that selectors want it in: all layers of the model share it then, where each would have its own.
+    # Selectors need int64. Converted here, the tensor is shared by all layers; otherwise each layer would have a copy.
     long = {name: one.long() for name, one in context.tensors.items() if name == "token_order"}
     return replace(context, tensors=context.tensors | long)

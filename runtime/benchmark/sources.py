@@ -1,4 +1,4 @@
-"""Sources of the layers on which decode steps are timed: a synthetic mixture, or an index on disk."""
+"""Provide the layers on which decode steps are timed: from a synthetic mixture, or from an index on disk."""
 
 import re
 from abc import ABC, abstractmethod
@@ -19,29 +19,29 @@ from sparsekv.runtime.decoding.prepare import stored_context
 from sparsekv.runtime.selection.interface import LayerPosition, MiddleContext
 from sparsekv.runtime.selection.registry import choose_methods, methods_of
 
-HEADS_AT_ONCE = 8  # KV heads that an index is built for together
+HEADS_AT_ONCE = 8  # number of KV heads for which a method's tensors are built together
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Indexed:
-    """A layer's context for a method, and the record of its index, if it has one."""
+    """A layer's context for a method, and the manifest's record of the method; None if the method has no index."""
 
     context: MiddleContext
     record: MethodRecord | None
 
 
 class LayerIndexer(ABC):
-    """Builds a method's tensors of a layer in memory. Callers pass it in, so that this module does not need indexing.
+    """Builds a method's tensors of a layer in memory. Callers pass it in, so that this module need not import indexing.
 
-    `parameters` is a dataclass of what it builds with.
+    `parameters` is a dataclass with the parameters of the build.
     """
 
     parameters: Any
 
     @abstractmethod
     def queries_wanted(self) -> int:
-        """Number of the contexts' own queries, per KV head, from which it builds; 0: none."""
+        """Return the number of the contexts' own queries, per KV head, from which tensors are built; 0 for none."""
 
     @abstractmethod
     def build(self, data: LayerData) -> Tensors:
@@ -49,26 +49,29 @@ class LayerIndexer(ABC):
 
     @abstractmethod
     def record(self, tensors: Tensors, data: LayerData) -> MethodRecord:
-        """The manifest's record of these tensors of a layer, calibrated on its tail."""
+        """Make the manifest's record of these tensors of a layer, with a calibration on the layer's tail."""
 
 
 def index_mixture(data: LayerData, indexer: LayerIndexer | None) -> Indexed:
-    """Build a method's tensors; None: it needs none.
+    """Build a method's tensors of a layer, and its context. Without an indexer, the method has no tensors.
 
-    Memory: what the indexer takes for `HEADS_AT_ONCE` heads at a time; calibration for no more.
+    Memory: that of the indexer for `HEADS_AT_ONCE` heads. The calibration uses at most as many heads.
     """
     if indexer is None:
         return Indexed(data.context({}), None)
     pieces = [data.of_heads(heads) for heads in _pieces(len(data.keys))]
     built = [indexer.build(piece) for piece in pieces]
-    # Some heads are enough for the calibration, because it holds for all layers of a model.
+    # A part of the heads suffices for the calibration, because one calibration serves all layers of a model.
     some = min(1, len(pieces) - 1)
     record = indexer.record(built[some], pieces[some])
     return Indexed(data.context(_join(built), record.calibration, record.parameters), record)
 
 
 def _pieces(heads: int) -> list[slice]:
-    """All heads at once; else the first by itself, so that shapes tell which tensors have an axis of heads."""
+    """Split the heads into pieces of at most HEADS_AT_ONCE.
+
+    If there are several pieces, the first is a single head. Comparing shapes then shows which tensors have a head axis.
+    """
     if heads <= HEADS_AT_ONCE:
         return [slice(0, heads)]
     starts = [0, *range(1, heads, HEADS_AT_ONCE)]
@@ -76,19 +79,19 @@ def _pieces(heads: int) -> list[slice]:
 
 
 def _join(pieces: list[Tensors]) -> Tensors:
-    """The tensors of all heads; one without an axis of heads is the same in every piece."""
+    """Concatenate the pieces' tensors along the heads. A tensor without a head axis is the same in every piece."""
     first, *others = pieces
     by_head = {name for name, one in first.items() if others and len(one) == 1 and len(others[0][name]) > 1}
     return {name: torch.cat([piece[name] for piece in pieces]) if name in by_head else first[name] for name in first}
 
 
 def stored_layer(artifact: Artifact, layer: int | None, device: torch.device, dtype: torch.dtype) -> LayerData:
-    """A layer of an index, by default the middle one; its queries are the later half of the held-out tail's.
+    """Read a layer of an index, by default the middle one. Its queries are the later half of the tail's queries.
 
     Memory: keys and values in `dtype`.
 
     Raises:
-        UsageError: no such layer, or one whose attention torch's own does not compute.
+        UsageError: the index has no such layer, or torch's dense attention does not support the layer's attention.
     """
     manifest = artifact.manifest
     indexed = manifest.indexed_layers
@@ -106,7 +109,7 @@ def stored_layer(artifact: Artifact, layer: int | None, device: torch.device, dt
 
 
 def layer_of(artifact: Artifact, number: int, device: torch.device, dtype: torch.dtype) -> LayerData:
-    """One indexed layer of an index; its queries are the later half of the held-out tail's.
+    """Read an indexed layer of an index. Its queries are the later half of the tail's queries.
 
     Memory: keys and values in `dtype`.
     """
@@ -126,7 +129,7 @@ def layer_of(artifact: Artifact, number: int, device: torch.device, dtype: torch
         split=manifest.split,
         facts=manifest.layers[number],
         position=LayerPosition(indexed.index(number), len(indexed)),
-        # As decoding has it: on a CPU steps read restored rows.
+        # As in decoding: on a CPU, steps read dequantised rows.
         stored=rows.tensors if isinstance(rows, Int8Stored) and device.type == "cuda" else None,
     )
 
@@ -145,7 +148,7 @@ def asked(data: LayerData, questions: int) -> LayerData:
 
 
 def stored_index(data: LayerData, artifact: Artifact, name: str) -> Indexed:
-    """An index's tensors of a method in a layer that `stored_layer` returned."""
+    """Return the context of a method, with the index's tensors, for a layer that `stored_layer` has returned."""
     number = artifact.manifest.indexed_layers[data.position.number]
     context = stored_context(LayerRows(artifact, number), name, data.keys.device)
     context = replace(
@@ -161,8 +164,12 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
 @dataclass(frozen=True)
 class Wanted:
-    """Sizes of a layer that the user gave; None or empty where the device or the index decides. `shared`: the
-    batches are of questions over one context. `kv_dtype`: what keys and values are stored in, None for the dtype."""
+    """Sizes of a layer as the user set them. If a size is None or empty, its default depends on device or index.
+
+    Attributes:
+        shared: a batch is a number of questions over one context.
+        kv_dtype: storage dtype of keys and values; None for `dtype`.
+    """
 
     contexts: list[str]
     batches: list[int]
@@ -222,7 +229,7 @@ class Mixtures:
             raise UsageError(f"--seed {self.seed}: give a number from 0 to {LARGEST_SEED}")
 
     def methods(self, names: list[str]) -> list[str]:
-        """Those to time, of the names that were given; UsageError for one that cannot run."""
+        """Return the methods to time. Raises UsageError for a name of a method that cannot run."""
         return choose_methods(names or list(DEFAULT_METHODS), list(self.indexed))
 
     def layers(self, built: Mapping[str, LayerIndexer]) -> Iterator[LayerData]:
@@ -241,17 +248,17 @@ class Mixtures:
         return data if self.kv_dtype is None else data.in_8_bits()
 
     def index(self, data: LayerData, name: str, indexer: LayerIndexer | None) -> Indexed:
-        """The context of a method in one of the layers."""
+        """Build the context of a method for one of the layers."""
         return index_mixture(data, indexer)
 
     def about(self) -> dict[str, Any]:
-        """Settings of the measurement, for a reader of the figures."""
+        """Return the settings of the measurement, to be shown with the results."""
         sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "dtype": self.dtype}
         return {"data": "mixture", "seed": self.seed, **sizes, "kv_dtype": self.kv_dtype or self.dtype}
 
 
 class StoredLayerSource:
-    """One layer of an index, with the indices that it holds."""
+    """Provides one layer of an index, with the tensors of the index's methods."""
 
     def __init__(self, artifact: Artifact, layer: int | None, wanted: Wanted, device: torch.device):
         sizes = {"context": wanted.contexts, "batch": [] if wanted.shared else wanted.batches}
@@ -283,7 +290,7 @@ class StoredLayerSource:
 
 
 Source = Mixtures | StoredLayerSource
-"""A source of layers, and of the methods' indices of them."""
+"""Provides layers, and the contexts of methods for them."""
 
 
 def _tokens(text: str) -> int:

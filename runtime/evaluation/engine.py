@@ -1,4 +1,4 @@
-"""Evaluation: answers every question with each method, budget and prefill, over one index per document and prefill."""
+"""Answer every question with each method, budget and prefill, over one index per document and prefill."""
 
 import math
 import shutil
@@ -59,7 +59,7 @@ class Builder(Protocol):
         """Return the number of queries from which a method's tensors are built, if another method uses more."""
 
     def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:
-        """Build the index of a prompt, or resume an interrupted build. Raises what building an index raises."""
+        """Build the index of a prompt, or resume an interrupted build. Raises the errors of `indexing.build_index`."""
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ class _Asking:
 
     @cached_property
     def _beside(self) -> str:
-        """Hash of the context's questions that are answered in batches."""
+        """Return a hash of the context's questions that are answered in batches."""
         some = [one for one in self.context.questions if not METRICS[one.metric].continuation]
         ids = [self.comparison.question_ids(self.context, one, self.prompt).tolist() for one in some]
         return hash_json([ids, [self.comparison.longest(one) for one in some]])

@@ -1,4 +1,4 @@
-"""RULER's tasks (arXiv 2404.06654): needles in haystacks, aggregation and variable tracking."""
+"""Generate RULER's tasks (arXiv 2404.06654): needles in haystacks, aggregation and variable tracking."""
 
 import random
 import re
@@ -78,7 +78,7 @@ NUMBERS_OF = (
 
 
 def things(number: int, random_numbers: random.Random) -> list[str]:
-    """Draw `number` different things of `NUMBERS_OF`; raise UsageError if it has fewer."""
+    """Draw `number` different names of things from `NUMBERS_OF`. Raises UsageError if the list has fewer."""
     if number > len(NUMBERS_OF):
         raise UsageError(f"--questions {number}: niah-facts has {len(NUMBERS_OF)} for a context; ask for fewer")
     return random_numbers.sample(NUMBERS_OF, number)
@@ -212,13 +212,19 @@ THINGS = replace(
 )
 
 DIGITS = 7
-TOKENS_A_VALUE = 12  # seven digits, a quote and a space in any tokenizer; RULER's 128 let a model ramble on
+TOKENS_A_VALUE = 12  # enough for seven digits, a quote and a space in any tokenizer; RULER allows 128
 
 
 @dataclass(frozen=True)
 class Needles(DrawnTask):
-    """A needle task with `values` per key, whose questions ask for `asked` keys each. A context has at least `keys`
-    keys, and one for each question; with `alone` it has one needle and one question."""
+    """A needle task: sentences that give a key a value are hidden in a text, and questions ask for the values of keys.
+
+    Attributes:
+        keys: least number of keys of a context, which has at least one key for each question.
+        values: number of values of a key.
+        asked: number of keys that a question asks for.
+        alone: a context has only one needle and one question.
+    """
 
     name: str
     keys: int
@@ -285,7 +291,7 @@ COMMON_INTRODUCTION = (
 COMMON_ASK = "Question: What are the 10 most common words in the above list?"
 COMMON_BEGIN = "Answer: The top 10 words that appear most often in the list are:"
 COMMON = 10
-LONG = 4096  # tokens; from this length on RULER repeats the common words 30 times instead of 6
+LONG = 4096  # tokens; from this length on, RULER repeats common words 30 times instead of 6 times
 
 FREQUENT_INTRODUCTION = (
     "Read the following coded text and track the frequency of each coded word. "
@@ -301,7 +307,7 @@ ZETA = 1.6449340668482264  # zeta(ALPHA), which normalises the frequencies
 
 
 class CommonWords(DrawnTask):
-    """Words of the text and of a word list; ten of them occur ten times as often as the rest (short lists: six)."""
+    """Lists words, of which ten are common: they occur ten times as often as the others; six times in short lists."""
 
     def draw(self, request: Request, number: int) -> Context:
         known = sorted({*re.findall(r"\b[a-z]{4,10}\b", request.text), *ADJECTIVES, *NOUNS})
@@ -325,7 +331,7 @@ class CommonWords(DrawnTask):
 
 
 class FrequentWords(DrawnTask):
-    """Coded words with frequencies by Zipf's law; the most frequent one is dots, which are to be ignored."""
+    """Lists coded words with frequencies by Zipf's law. The most frequent word is dots, which a model must ignore."""
 
     def draw(self, request: Request, number: int) -> Context:
         drawn = random.Random(f"{request.seed} fwe {request.length} {number}")
@@ -361,7 +367,7 @@ MAX_NEW_TOKENS = 30
 
 
 class VariableTracking(DrawnTask):
-    """One chain of four hops for each question; a chain's assignments are hidden in order."""
+    """Hides a chain of variable assignments, of four hops, for each question. A chain's assignments are in order."""
 
     def draw(self, request: Request, number: int) -> Context:
         drawn = random.Random(f"{request.seed} vt {request.length} {number}")

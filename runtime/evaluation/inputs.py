@@ -88,10 +88,12 @@ def work_folder(document: str | None, data: str | None, given: Path | None) -> P
 
 
 def read_contexts(inputs: Inputs, comparison: Comparison) -> list[Context]:
-    """The contexts of all tasks at all lengths, or the first of the published ones, cut where they are too long.
+    """Generate the contexts of all tasks at all lengths, or return the first published contexts of each task.
+
+    Published contexts that are too long are shortened.
 
     Raises:
-        UsageError: the text is too short or a length too small for a task.
+        UsageError: the text is too short for a task, or a length is too small.
     """
     if inputs.published:
         kept = _first_of_each_task(inputs.published, inputs.request.contexts)

@@ -32,8 +32,10 @@ _ARTICLE = (
 
 @dataclass(frozen=True)
 class Dataset:
-    """One dataset: a prompt with {context} and {input}. `bare` ones, with few-shot or code prompts, get no chat
-    template."""
+    """A published dataset: its prompt, with the placeholders {context} and {input}, and how its answers are scored.
+
+    With `bare`, no chat template is used, because the prompt has few-shot examples or code.
+    """
 
     prompt: str
     max_new_tokens: int
@@ -141,7 +143,7 @@ CONTINUATION_TOKENS = 64
 
 
 def ask(question: str, answers: tuple[str, ...], text: str, metric: str = "f1") -> Question:
-    """A question about a document, with the depth at which an answer occurs literally, if one does."""
+    """Create a question about a document. Its depth is that of the first answer that occurs literally in the text."""
     found = next((answer for answer in answers if answer and answer in text), None)
     return Question(
         text=f"{INSTRUCTION}\n\nQuestion: {question}",
@@ -154,9 +156,9 @@ def ask(question: str, answers: tuple[str, ...], text: str, metric: str = "f1") 
 
 
 class QuestionAnswering(Task):
-    """One context, the beginning of the text, with many questions about it (PreFixQA's form, arXiv 2411.09688).
+    """Asks many questions about one context, the beginning of the text (as in PreFixQA, arXiv 2411.09688).
 
-    Questions whose answer occurs in the text only after the context's end are left out.
+    A question is left out if its answer occurs in the text only after the end of the context.
     """
 
     def make(self, request: Request) -> list[Context]:
@@ -182,7 +184,7 @@ def _inside(answers: tuple[str, ...], text: str, request: Request) -> bool:
 
 
 class Continuation(DrawnTask):
-    """Windows of the text, each scored by the perplexity of the words that follow it."""
+    """Cuts windows out of the text. Each is scored by the perplexity of the words that follow it."""
 
     def draw(self, request: Request, number: int) -> Context:
         pieces = re.findall(r"\s*\S+", request.text)
@@ -219,7 +221,8 @@ RULER_ENDS = (
     ("\nWhat are all the special magic", "match-all", 128, "niah", " The special magic"),
     ("\nWhat is the special magic", "match-all", 128, "niah", " The special magic"),
 )
-"""For each of RULER's tasks: the start of its question, metric, maximum answer tokens, name, start of its answer."""
+"""For each of RULER's tasks: start of its question, metric, largest number of answer tokens, name, start of its answer.
+"""
 
 CHOICES = (
     "What is the correct answer to this question: {question}\nChoices:\n(A) {choice_A}\n(B) {choice_B}\n"
@@ -229,20 +232,20 @@ CHOICES = (
 
 
 def read_published(file: str, form: str) -> list[Context]:
-    """Contexts of a jsonl file, one per line, each with one question or, for `prefixqa`, many.
+    """Read the contexts of a jsonl file, one per line. Each has one question or, for `prefixqa`, several.
 
     Raises:
-        UsageError: an unknown format, an unreadable file, or a line that is not in this format.
+        UsageError: the format is unknown, the file is unreadable, or a line is not in this format.
     """
     check_choice("--format", form, FORMATS)
     return [_read(record, number, FORMATS[form], f"--data {file} --format {form}") for number, record in _lines(file)]
 
 
 def read_pairs(file: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Questions and their answers, one JSON object per line: `question`, and `answers` or `answer`.
+    """Read questions and their answers, one JSON object per line with `question`, and `answers` or `answer`.
 
     Raises:
-        UsageError: an unreadable file, or a line that is not in this format.
+        UsageError: the file is unreadable, or a line is not in this format.
     """
     option = "--pairs"
     return tuple(
@@ -251,7 +254,7 @@ def read_pairs(file: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 def shorten(text: str, count: CountTokens, limit: int) -> str:
-    """The text, with its middle cut out if it has more than `limit` tokens, as in LongBench."""
+    """Cut the middle out of a text that has more than `limit` tokens, as in LongBench."""
     if count(text) <= limit:
         return text
 
@@ -272,7 +275,7 @@ def _lines(file: str, option: str = "--data") -> list[tuple[int, Record]]:
         if line.strip():
             try:
                 record = dict(json.loads(line))
-                json.dumps(record, ensure_ascii=False).encode()  # half of a character, as \ud83d alone, is no text
+                json.dumps(record, ensure_ascii=False).encode()  # a lone surrogate, such as \ud83d, cannot be encoded
                 found.append((number, record))
             except UnicodeEncodeError:
                 raise UsageError(f"{option} {file}, line {number}: a character was cut in half there") from None
@@ -299,7 +302,7 @@ def _guarded(reader: Callable[[Record], T], record: Record, where: str) -> T:
 
 
 def _strings(value: Any) -> tuple[str, ...]:
-    """Drop empty answers, because an empty text is found in every text."""
+    """Return one or several answers as texts, without empty ones, because every text contains the empty text."""
     given = value if isinstance(value, list) else [value]
     values = tuple(str(one) for one in given if one is not None and str(one).strip())
     if not values:
@@ -308,7 +311,10 @@ def _strings(value: Any) -> tuple[str, ...]:
 
 
 def _measurable_pair(record: Record) -> tuple[str, tuple[str, ...]]:
-    """A question with answers that F1 can find, which looks at neither punctuation nor articles."""
+    """Read a question with its answers. Raises ValueError if the answers have only punctuation and articles.
+
+    F1 ignores these, so no answer of a model could match.
+    """
     question, answers = _pair(record)
     if not any(normalise(one) for one in answers):
         raise ValueError(f"F1 counts neither punctuation nor articles, which is all of the answer {answers[0]!r}")
@@ -343,7 +349,7 @@ def _ruler(record: Record, name: str) -> Context:
     ends = [(text.rfind(end[0]), end) for end in RULER_ENDS if end[0] in text]
     if not ends:
         raise ValueError("the input ends with no question of RULER's tasks")
-    # The last match, because a prompt with an example also has a question before the context.
+    # The last match counts, because a prompt with an example also has a question before the context.
     at, (_, metric, longest, task, begins) = max(ends)
     asked, prefix = text[at:], str(record.get("answer_prefix", "")).strip()
     if not prefix and begins in asked:
@@ -362,7 +368,7 @@ def _longbench_v2(record: Record, name: str) -> Context:
 
 
 def _niah(record: Record, name: str) -> Context:
-    """A haystack that contains its needle; scored by F1 with the needle's words if the record has no `answer`."""
+    """Read a haystack with its needle. Without `answer`, an answer is scored by F1 with the needle's words."""
     text, needle = str(record["context"]), str(record["needle"]).strip()
     if not needle or needle not in text:
         raise ValueError("the needle does not stand in the context")

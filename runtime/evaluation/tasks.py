@@ -80,7 +80,7 @@ class Request:
                 raise UsageError(f"--depth {100 * depth:g}: give a percentage from 0 to 100")
 
     def asked(self) -> int:
-        """Number of questions of a context, for a task that can generate any number of them."""
+        """Return the number of questions of a context, for a task that can generate any number of them."""
         return QUESTIONS if self.questions is None else self.questions
 
     def depth(self, number: int, of: int) -> float:
@@ -108,7 +108,7 @@ class DrawnTask(Task):
 
     @abstractmethod
     def draw(self, request: Request, number: int) -> Context:
-        """Draw the context of an index, counted from 0. Raises what `make` raises."""
+        """Draw the context of an index, counted from 0. Raises the errors of `make`."""
 
 
 tasks: Registry[Task] = Registry("task", "sparsekv.runtime.evaluation")

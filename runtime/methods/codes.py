@@ -1,6 +1,7 @@
-"""Codes, online: product-quantisation codes of all keys, or of those in the best clusters, select the tokens.
+"""Decoding with the method `codes`: tokens are selected by product-quantisation codes of keys.
 
-The clusters' centroids, with fitted masses and values, represent all other tokens. One softmax covers both.
+The codes of all keys are scanned, or only those in the best clusters. The clusters' centroids, with fitted masses and
+values, represent all other tokens. One softmax covers selected tokens and centroids.
 """
 
 import math
@@ -47,7 +48,7 @@ PIECE = 32  # largest number of a question's tokens that share a selection
 @methods.register("codes")
 @dataclass(frozen=True)
 class Codes(Method):
-    """Ranks keys by their codes, all or those of the best clusters; centroids replace what is not chosen."""
+    """Ranks all keys, or those of the best clusters, by their codes; centroids replace the tokens not selected."""
 
     needs_index: ClassVar[bool] = True
     learns_queries: ClassVar[bool] = True
@@ -78,7 +79,7 @@ class Codes(Method):
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """Return the form that attends to centroids of the rest, and the form that does not."""
+        """Return the form that attends to centroids of the tokens not selected, and the form that does not."""
         return {"": cls(), "without replacement": cls(replace=False)}
 
     @classmethod
@@ -86,11 +87,11 @@ class Codes(Method):
         return describe_clusters(context.tensors, context.keys, values, context.first_token, biggest)
 
     def prepare(self, context: MiddleContext) -> "CodesSelector":
-        """Allocates the codebooks in float32 and each token's cluster.
+        """Create the selector of a layer. Allocates the codebooks in float32 and each token's cluster.
 
-        For `scan` 1 it also allocates a second copy of the codes: on a CPU as int32, for GPU kernels with the clusters
-        as int16 or int32. A selection allocates the logits of what it scans a few times. With kernels it allocates one
-        byte per token, and if several queries select each for itself, one byte per token and query.
+        For `scan` 1 it also allocates a second copy of the codes: in int32 on a CPU; for GPU kernels together with the
+        clusters in int16 or int32. A selection allocates the logits of the scanned keys a few times. With kernels it
+        allocates one byte per token; if several queries select separately, one byte per token and query.
         """
         return CodesSelector(context, self)
 
@@ -121,7 +122,7 @@ class CodesSelector(Selector):
 
     @cached_property
     def step_codes(self) -> StepCodes:
-        """Inputs of the compiled step of a CPU, and the step itself if it could be compiled."""
+        """Inputs of the compiled CPU step, and the step itself if it could be compiled."""
         return StepCodes(
             turn=self.estimates.turn.contiguous(),
             books=self.estimates.codebooks.contiguous(),
@@ -137,7 +138,7 @@ class CodesSelector(Selector):
 
     @cached_property
     def gpu_scan(self) -> CodeScan:
-        """Scan by GPU kernels, created by the first step that uses it. None does if the rows are on another device."""
+        """Scan by GPU kernels. It is created when a step first uses it, which needs rows on the same device."""
         return CodeScan(self.tensors, self.clusters, self.facts)
 
     def replace_by_own(self) -> bool:
@@ -145,7 +146,7 @@ class CodesSelector(Selector):
         return True
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select the tokens of highest estimated probability; with re-ranking, the best by exact probability.
+        """Select the tokens of highest estimated probability. With re-ranking, candidates are compared exactly.
 
         Reads all clusters.
         """
@@ -181,7 +182,7 @@ class CodesSelector(Selector):
         return SelectorKernels(self.attend_fused, choose_for_each=self.choose_for_each)
 
     def choose_for_each(self, queries: Queries, budget: Budget, counter: torch.Tensor) -> Selection | None:
-        """Select for each query on a GPU; None unless the codes of all keys are scanned without re-ranking."""
+        """Return the union of each query's selection on a GPU; None unless all keys are scanned without re-ranking."""
         tokens = budget.tokens(self.middle)
         if self.method.rerank > 1 or tokens == self.middle or not self.has_gpu_scan:
             return None
@@ -206,18 +207,18 @@ class CodesSelector(Selector):
         return output, 2.0 * tokens + (self._read(self.middle, 0) if tokens < self.middle else 0.0)
 
     def _is_compiled(self, query: torch.Tensor) -> bool:
-        """Whether the compiled step supports a query. If not, torch's own operations look up codes faster."""
+        """Whether the compiled step supports a query. Uncompiled, it would look up codes more slowly than torch."""
         return query.dtype == torch.float32 and not query.is_cuda and self.step_codes.compiled is not None
 
     def _total(self, logits: torch.Tensor, queries: Queries) -> torch.Tensor:
-        """Estimate the log-sum-exp of the logits on all tokens [Hk, G, Q] from the clusters' logits."""
+        """Estimate the log-sum-exp [Hk, G, Q] of the logits on all tokens from the clusters' logits."""
         return torch.logaddexp((logits + self.log_masses[:, None, None]).logsumexp(-1), queries.exact_logsumexp())
 
     def _choose_compiled(self, queries: Queries, tokens: int) -> torch.Tensor | None:
         """Choose tokens [Hk, Q, K] for each query with the compiled step; None if it does not support the queries.
 
-        The step takes one query after another, each with all cores. Torch's look-ups for several queries take many
-        times as long.
+        The step processes one query after another, each on all cores. Torch's look-ups for several queries would take
+        many times as long.
         """
         Hk, _, Q, _ = queries.query.shape
         if (queries.joint and Q > 1) or Hk != len(self.codes) or not self._is_compiled(queries.query):
@@ -228,7 +229,7 @@ class CodesSelector(Selector):
     def _selection(
         self, chosen: torch.Tensor, logits: Callable[[], torch.Tensor], scanned: int, more: int
     ) -> Selection:
-        """Build the selection of tokens [Hk, Q or 1, K]. `more` keys were read in addition to what was scanned."""
+        """Build the selection of tokens [Hk, Q or 1, K] for which `scanned` codes and `more` keys were read."""
         rest = Residual(lambda: self._rest(chosen, logits()), attended=self.replace)
         return Selection(single_rows(chosen), Cost(self._read(scanned, more)), rest)
 
@@ -249,7 +250,7 @@ class CodesSelector(Selector):
         )
 
     def _read(self, scanned: int, more: int) -> float:
-        """Number of D-sized rows that a selection reads of the index, plus `more` keys."""
+        """Return the number of D-sized rows that a selection reads from the index, plus `more` keys."""
         clusters = (2 if self.replace else 1) * self.counts.shape[1]
         return self.stored_rows + clusters + scanned * self.codes.shape[2] / self.row_bytes + more
 

@@ -1,10 +1,10 @@
-"""CSAttention, online: keys are found through posting lists of the prompt's query centroids.
+"""Decoding with CSAttention: keys are selected through posting lists, one for each centroid of the prompt's queries.
 
-In each subspace the query reads the posting list of its nearest centroid. The listed scores, summed by key, estimate
-the logits, and the best keys are attended. In the paper a key that is not in a list counts as 0, which is more than a
-listed key with a negative score. By default it therefore counts as the mean of the keys that the list leaves out, and
-each subspace's scores are multiplied by the query's projection on the centroid. The best keys by these estimates, more
-than the budget, are then read and re-ranked by exact logits.
+In each subspace the query reads the posting list of its nearest centroid. The listed scores, summed for each key,
+estimate the logits, and the best keys are attended to. In the paper a key that is not in a list scores 0 there, which
+is more than a listed key with a negative score. By default it therefore scores the mean over the keys that the list
+leaves out, and each subspace's scores are multiplied by the query's projection on the centroid. More candidates than
+the budget are then read and re-ranked by exact logits.
 """
 
 from dataclasses import dataclass, field
@@ -75,11 +75,11 @@ class CSAttention(Method):
         check_at_least_one(self, "step", "buffer")
 
     def prepare(self, context: MiddleContext) -> TableSelector:
-        """Keeps the middle's keys (a second copy if they are on another device) and the centroids.
+        """Create the selector of a layer. It keeps the centroids and the middle's keys, copied if on another device.
 
-        Tables are not copied; each append allocates new ones, and the first also copies the keys. On a GPU, posting
-        lists over 16,384 keys or more are also laid out by token, half a byte for each key of the middle in each list,
-        unless appending or backoff is on.
+        The posting lists are not copied. Each append allocates new ones, and the first append also copies the keys. On
+        a GPU, posting lists over 16,384 keys or more are also stored by token, unless appending or backoff is on. This
+        takes half a byte per list and key of the middle.
         """
         return TableSelector(
             context,
@@ -96,7 +96,7 @@ class CSAttention(Method):
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """Return the default form with re-ranking, and without re-ranking one form per scoring and fitted weights."""
+        """Return the default form, and without re-ranking one form per scoring and one with fitted weights."""
         plain = {scoring: cls(csattention_scoring=scoring, rerank=1.0) for scoring in SCORINGS}
         return {"reranked": cls(), **plain, "mean fitted": cls(rerank=1.0, weights="fitted")}
 
@@ -106,7 +106,7 @@ class CSAttention(Method):
 
 
 def _backoff_cosine(calibration: dict[str, Any], share: float) -> float | None:
-    """The cosine below which this share of the calibrated lookups lies; None for a share of 0."""
+    """Return the cosine that this share of the calibration lookups is below; None for a share of 0."""
     if not share:
         return None
     cosines = calibration["cosines"]

@@ -1,8 +1,9 @@
 """H2O (arXiv 2306.14048): keeps the heavy hitters, the tokens with the most attention in the prompt's prefill.
 
-Differences from the paper: it spends half of its budget on the most recent tokens; here those are the exact tail, and
-the whole budget is heavy hitters. It evicts step by step and also sums the attention of the answer's queries; here
-tokens are ranked once, by the sums over a sample of the document's queries (`--query-sample`).
+There are two differences from the paper. The paper spends half of its budget on the most recent tokens. Here these
+tokens are always attended to as the tail, and the whole budget is spent on heavy hitters. The paper evicts tokens step
+by step and also sums the attention of the answer's queries. Here tokens are ranked once, by sums over a sample of the
+document's queries (`--query-sample`).
 """
 
 from dataclasses import dataclass
@@ -22,5 +23,5 @@ class H2O(Method):
     learns_queries: ClassVar[bool] = True
 
     def prepare(self, context: MiddleContext) -> KeptTokens:
-        """Keeps one int64 per token and head."""
+        """Create the selector of a layer. It keeps one int64 per token and head."""
         return KeptTokens(ranking(context.tensors["scores"]))

@@ -3,8 +3,9 @@
 A quarter of the budget goes to the most recent tokens. The rest is filled from the rankings of all query heads in turn:
 the best token of each head, then the second best of each, and so on, each token once.
 
-Differences from the published code: the most recent tokens are the middle's last ones, because sinks and tail are exact
-anyway; they are removed after the rankings are merged and not before, so that one merged ranking serves every budget.
+There are two differences from the published code. The most recent tokens are the middle's last tokens, because the
+tail is always attended to. They are removed from the ranking after the heads' rankings are merged and not before, so
+that one merged ranking serves every budget.
 """
 
 from dataclasses import dataclass, field
@@ -35,12 +36,12 @@ class LessIsMore(LayerSharing):
             raise UsageError(f"--recent-share {self.recent_share:g}: give a share from 0 to 1")
 
     def prepare(self, context: MiddleContext) -> "LessIsMoreSelector":
-        """Allocates nothing; each selection of a ranking layer allocates three times the logits over the middle."""
+        """Create the selector of a layer. A selection in a ranking layer allocates the middle's logits three times."""
         return LessIsMoreSelector(self, context, self.recent_share)
 
 
 class LessIsMoreSelector(SharingSelector):
-    """Ranks tokens by their best rank with any head."""
+    """Ranks each token by its best rank among all query heads."""
 
     def __init__(self, method: LayerSharing, context: MiddleContext, recent_share: float):
         super().__init__(method, context, "lessismore")
@@ -51,19 +52,19 @@ class LessIsMoreSelector(SharingSelector):
         if queries.joint:
             logits = softmax_beside(logits, queries.exact_logsumexp()).mean(2, keepdim=True)
         orders = ranking(logits.flatten(0, 1))
-        # A token's turn with a head is rank * heads + head: the order of a round robin over the heads' rankings.
+        # rank * heads + head is a token's turn in a round robin over the heads' rankings.
         of_first = len(orders) * torch.arange(orders.shape[-1], dtype=torch.int32, device=orders.device)
         turns = torch.empty_like(orders, dtype=torch.int32).scatter_(-1, orders, of_first.expand_as(orders))
         turns += torch.arange(len(orders), dtype=torch.int32, device=orders.device)[:, None, None]
         return turns.amin(0, keepdim=True).argsort(-1)
 
     def best(self, order: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The most recent tokens, then the best of the others up to `tokens`."""
+        """Return the most recent tokens, followed by the best of the other tokens, up to `tokens` in all."""
         middle, others = order.shape[-1], int(tokens * (1 - self.recent_share))
         if self.recent_share < 1:
             others = max(1, others)
         oldest_recent = middle - (tokens - others)
-        # The first `tokens` of the ranking have at most tokens - others recent ones, so enough others.
+        # At most tokens - others of the first `tokens` in the ranking are recent, so at least `others` are not.
         first = order[..., :tokens]
         old_first = (first >= oldest_recent).int().argsort(dim=-1, stable=True)
         recent = torch.arange(oldest_recent, middle, dtype=order.dtype, device=order.device)

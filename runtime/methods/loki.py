@@ -30,12 +30,16 @@ class Loki(Method):
         check_at_least_one(self, "dims")
 
     def prepare(self, context: MiddleContext) -> "LokiSelector":
-        """Allocates the components [Hk, M, d] in the keys' dtype, and temporarily the keys in float64."""
+        """Create the selector of a layer. Allocates [Hk, M, d] in the keys' dtype, and temporarily float64 keys."""
         return LokiSelector(context, self.dims)
 
 
 class LokiSelector(Selector):
-    """basis [Hk, D, d] float32, the directions of highest variance; reduced [Hk, M, d]; mean [Hk, 1, D]."""
+    """Selects by estimated logits, from the directions of highest variance among the keys.
+
+    `basis` [Hk, D, d] float32 holds these directions, `reduced` [Hk, M, d] the keys' components along them, and `mean`
+    [Hk, 1, D] float32 the mean key.
+    """
 
     def __init__(self, context: MiddleContext, dims: int):
         keys, self.facts = context.keys, context.facts
@@ -45,17 +49,17 @@ class LokiSelector(Selector):
         directions = torch.linalg.eigh(centred.transpose(1, 2) @ centred).eigenvectors.flip(-1)[..., :dims]
         self.mean, self.basis = mean.float(), directions.float()
         self.reduced = (centred @ directions).to(keys.dtype)
-        # The reduced keys, the basis and the mean key.
+        # A selection reads the reduced keys, the basis and the mean key.
         self.index_rows = self.reduced[0].numel() / keys.shape[2] + self.basis.shape[2] + 1
 
     def estimates(self, query: torch.Tensor) -> torch.Tensor:
-        """Estimated logits [Hk, G, Q, M] float32 of queries [Hk, G, Q, D]."""
+        """Estimate the logits [Hk, G, Q, M] float32 of queries [Hk, G, Q, D]."""
         turned = query.float() @ self.basis[:, None]
         logits = attention_logits(turned, self.reduced, self.facts.softmax_scale)
         logits = logits + attention_logits(query.float(), self.mean, self.facts.softmax_scale)
         return softcapped(logits, self.facts.softcap)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """The tokens of highest estimated probability."""
+        """Select the tokens of highest estimated probability."""
         tokens = budget.tokens(self.reduced.shape[1])
         return top_tokens(group_probability(self.estimates(queries.query), queries), tokens, self.index_rows)

@@ -1,11 +1,12 @@
 """MagicPIG (arXiv 2410.16179): samples tokens by locality-sensitive hashing, with importance weights.
 
-SimHash: the K bits of a table's code are the signs of random projections of a query, and of keys minus their head's
-mean. A query head samples a token when their codes agree in at least two of L tables, which has the probability
-u = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L - 1) with p = 1 - angle / pi. Subtracting log u from the token's logit makes
-numerator and denominator of the attention unbiased. Each query head samples for itself, and the group reads the union:
-a head gives weight 0 to tokens that it did not sample. If more tokens are sampled than the budget, those with most
-collisions over the group are kept, which makes the estimate biased. With a budget of everything nothing is sampled.
+The hash is SimHash: the K bits of a table's code are the signs of random projections, of the query or of a key minus
+its head's mean key. A query head samples a token if the codes of query and key are equal in at least two of L tables.
+This has the probability u = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L - 1) with p = 1 - angle / pi. Subtracting log u from
+the token's logit makes numerator and denominator of the attention unbiased. Each query head samples for itself, and the
+group reads the union; a head gives weight 0 to tokens that it did not sample. If more tokens are sampled than the
+budget allows, those with the most collisions over the group are kept, which makes the estimate biased. If the budget
+is the whole middle, all tokens are attended to exactly.
 """
 
 from dataclasses import dataclass, field
@@ -57,12 +58,18 @@ class MagicPIG(Method):
         return True
 
     def prepare(self, context: MiddleContext) -> "HashSelector":
-        """Allocates projections [L, D, K], codes [L, Hk, M] int16, and temporarily the keys in float32."""
+        """Create the selector of a layer.
+
+        Allocates projections [L, D, K], codes [L, Hk, M] int16, and temporarily the keys in float32.
+        """
         return HashSelector(self, context)
 
 
 class HashSelector(Selector):
-    """projections [L, D, K], different in each layer; codes [L, Hk, M] int16; mean key [Hk, 1, D]."""
+    """Samples tokens by their keys' hash codes `codes` [L, Hk, M] int16.
+
+    `projections` [L, D, K] are random and differ between layers. `mean` is the mean key [Hk, 1, D].
+    """
 
     def __init__(self, method: MagicPIG, context: MiddleContext):
         self.keys, D = context.keys, context.keys.shape[2]
@@ -72,11 +79,11 @@ class HashSelector(Selector):
         self.mean = self.keys.float().mean(1, keepdim=True)
         self.codes = self._codes(self.keys.float() - self.mean)
         bits = self.keys.shape[1] * method.hash_tables * method.hash_bits
-        # All codes, and one row for the mean key, which the angles are computed with.
+        # A selection reads all codes, and the mean key, which is needed to compute the angles.
         self.index_rows = bits / 8 / (D * self.keys.element_size()) + 1
 
     def _codes(self, rows: torch.Tensor) -> torch.Tensor:
-        """Codes [L, ...] int16 of rows [..., D] float32. Allocates the rows' products with a few tables at a time."""
+        """Compute codes [L, ...] int16 of rows [..., D] float32. Allocates the products for a few tables at a time."""
         bits = self.projections.shape[2]
         places = 2.0 ** torch.arange(bits, device=rows.device)
         codes = []
@@ -87,9 +94,9 @@ class HashSelector(Selector):
         return torch.cat(codes)
 
     def collisions(self, query: torch.Tensor) -> torch.Tensor:
-        """[Hk, G, Q, M] int16: in how many tables a query [Hk, G, Q, D] and a key have the same code."""
+        """Count in how many tables a query [Hk, G, Q, D] and a key have the same code: [Hk, G, Q, M] int16."""
         found = torch.zeros(*query.shape[:3], self.keys.shape[1], dtype=torch.int16, device=query.device)
-        # Compared into the dtype of `found`: converting booleans would take longer than comparing and adding.
+        # `eq` writes int16, because converting booleans would take longer than comparing and adding.
         alike = torch.empty_like(found)
         for of_query, of_keys in zip(self._codes(query.float()), self.codes, strict=True):
             found += torch.eq(of_query[..., None], of_keys[:, None, None], out=alike)
@@ -110,7 +117,10 @@ class HashSelector(Selector):
         return Selection(RowSet(starts, (counts > 0).long(), tokens, log_weights=weights), Cost(self.index_rows))
 
     def log_probability(self, query: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """[Hk, G, Q, S] float32: log of the probability that queries [Hk, G, Q, D] sample tokens [Hk, Q or 1, S]."""
+        """Compute the log of the probability that queries [Hk, G, Q, D] sample tokens [Hk, Q or 1, S].
+
+        The result is [Hk, G, Q, S] float32.
+        """
         rows = tokens.flatten(1)[..., None].expand(-1, -1, self.keys.shape[2])
         keys = (self.keys.gather(1, rows).float() - self.mean).view(*tokens.shape, -1)
         unit_keys = torch.nn.functional.normalize(keys, dim=-1)

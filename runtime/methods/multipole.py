@@ -1,9 +1,11 @@
-"""Multipole Attention, online (arXiv 2506.13059, section 3): the best clusters exactly, centroids for all others.
+"""Decoding with Multipole Attention (arXiv 2506.13059, section 3): it attends to the tokens of the best clusters, and
+to the centroids of all other clusters.
 
-Every token is represented once: exactly, or by the centroid of its cluster, which adds N_i exp(q Kc_i) Vc_i to the
-numerator and N_i exp(q Kc_i) to the denominator of one softmax. In a hierarchy a coarse cluster that is not opened
-represents all its tokens; an opened one leaves that to its children. RetroInfer (arXiv 2505.02922) also estimates
-attention from centroids. New tokens wait in an exact buffer and are then appended to the last block (section 3.3).
+Each token is represented once: by itself, or by the centroid of its cluster. The centroid of N_i tokens adds
+N_i exp(q Kc_i) Vc_i to the numerator and N_i exp(q Kc_i) to the denominator of one softmax. In a hierarchy, a coarse
+cluster that is not opened represents all its tokens. In an opened cluster, the children represent them. RetroInfer
+(arXiv 2505.02922) also estimates attention from centroids. New tokens are first attended to exactly, in a buffer, and
+are then appended to the last block of clusters (section 3.3).
 """
 
 from dataclasses import dataclass, field
@@ -41,7 +43,7 @@ class Multipole(ClusterMethod):
         check_at_least_one(self, "buffer")
 
     def prepare(self, context: MiddleContext) -> ClusterSelector:
-        """Keeps each level's centroids and counts; the token order is the only allocation of the context's size."""
+        """Create the selector of a layer. It keeps each level's centroids and counts, and the order of the tokens."""
         clustering = BlockClustering.from_parameters(context.parameters) if self.stream and context.parameters else None
         return ClusterSelector(
             context,
@@ -54,7 +56,7 @@ class Multipole(ClusterMethod):
         )
 
     def windowed_rope(self, context: MiddleContext) -> WindowedRope | None:
-        """The query rotation for clusters of keys with RoPE undone; None: clusters are of keys as attended."""
+        """Return the query rotation for clusters of keys with RoPE undone; None: keys were clustered with RoPE."""
         return None
 
     def replaces(self) -> bool:
@@ -62,7 +64,7 @@ class Multipole(ClusterMethod):
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """Return a form for each lookup, with and without centroids for the clusters not selected."""
+        """Return two forms for each lookup: with and without centroids for the clusters not selected."""
         return {
             lookup if replaced else f"{lookup} without replacement": cls(lookup=lookup, replace=replaced)
             for replaced in (True, False)

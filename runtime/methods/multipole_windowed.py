@@ -1,7 +1,8 @@
-"""Multipole Attention with windowed RoPE, online (arXiv 2506.13059, section 3.1, after A2ATS, arXiv 2502.12665).
+"""Decoding with Multipole Attention and windowed RoPE (arXiv 2506.13059, section 3.1, after A2ATS, arXiv 2502.12665).
 
-Keys are clustered with RoPE undone, and the clusters scored by a query rotated to one fixed distance. Exact tokens and
-the centroids of the rest keep their true RoPE, because one softmax must not mix two rotations of the keys.
+Keys are clustered with RoPE undone. The clusters are scored by a query that is rotated to one fixed distance. Attention
+itself uses the true RoPE, for selected tokens and for centroids, because one softmax must not mix two rotations of the
+keys.
 """
 
 from dataclasses import dataclass, field

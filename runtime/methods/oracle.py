@@ -1,4 +1,5 @@
-"""The oracle: the tokens of highest exact attention probability. Scores every key; an upper bound for selections."""
+"""The oracle selects the tokens of highest exact attention probability. It is an upper bound for other selections, and
+scores every key."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,24 +13,24 @@ from sparsekv.runtime.selection.token_choice import group_probability, top_token
 @methods.register("oracle")
 @dataclass(frozen=True)
 class Oracle(Method):
-    """Exact top-K of the group's mean probability."""
+    """Selects the top K tokens by exact probability, averaged over the group."""
 
     is_bound: ClassVar[bool] = True
 
     def prepare(self, context: MiddleContext) -> "OracleSelector":
-        """Allocates nothing; each selection allocates the logits over the middle."""
+        """Create the selector of a layer. Each selection allocates the logits over the middle."""
         return OracleSelector(context)
 
 
 class OracleSelector(Selector):
-    """keys [Hk, M, D]."""
+    """Selects by exact logits on the keys [Hk, M, D]."""
 
     def __init__(self, context: MiddleContext):
         self.keys, self.facts = context.keys, context.facts
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """The tokens of highest exact probability."""
+        """Select the tokens of highest exact probability."""
         logits = attention_logits(queries.query, self.keys, *self.facts.scaling)
         tokens = budget.tokens(self.keys.shape[1])
-        # As a bound, the cost counts only the selected tokens, and not the keys read to rank them.
+        # The oracle is a bound, so its cost excludes the keys that are read to rank the tokens.
         return top_tokens(group_probability(logits, queries), tokens, 0.0)

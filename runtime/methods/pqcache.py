@@ -1,8 +1,8 @@
-"""PQCache, online (arXiv 2407.12820): estimates the logits of all keys from product-quantisation codes.
+"""Decoding with PQCache (arXiv 2407.12820): the logits of all keys are estimated from product-quantisation codes.
 
-A query's products with all centroids form a lookup table; a key's estimated logit is the sum of its codes' entries
-(asymmetric distance computation). The best keys by this estimate are attended, optionally after more of them than the
-budget were re-ranked by exact probability.
+A query's products with all centroids form a lookup table. A key's estimated logit is the sum of the entries for its
+codes (asymmetric distance computation). The best keys by this estimate are attended to. With re-ranking, more
+candidates than the budget are first compared by exact probability.
 """
 
 import math
@@ -47,12 +47,18 @@ class PQCache(Method):
         return {"": cls(), "reranked": cls(rerank=1.5)}
 
     def prepare(self, context: MiddleContext) -> "PQSelector":
-        """Allocates the codebooks in float32; each selection allocates the logits over the middle a few times."""
+        """Create the selector of a layer. Allocates the codebooks in float32.
+
+        Each selection allocates the logits over the middle a few times.
+        """
         return PQSelector(context, self.rerank)
 
 
 class PQSelector(Selector):
-    """codes [Hk, M, m] uint8, codebooks [Hk, m, C, D / m]; one selection for all query heads of a KV head."""
+    """Makes one selection for all query heads of a KV head, by estimated logits.
+
+    `codes` are [Hk, M, m] uint8, `codebooks` [Hk, m, C, D / m].
+    """
 
     def __init__(self, context: MiddleContext, rerank: float):
         self.keys, self.facts, self.rerank = context.keys, context.facts, rerank
@@ -62,7 +68,7 @@ class PQSelector(Selector):
         self.index_rows = (self.codes[0].numel() + stored[0].numel() * stored.element_size()) / row_bytes
 
     def estimates(self, query: torch.Tensor) -> torch.Tensor:
-        """Estimated logits [Hk, G, Q, M] float32 of queries [Hk, G, Q, D]."""
+        """Estimate the logits [Hk, G, Q, M] float32 of queries [Hk, G, Q, D]."""
         Hk, G, Q, _ = query.shape
         parts = query.float().flatten(1, 2).unflatten(-1, (self.codebooks.shape[1], -1)).transpose(1, 2)
         tables = parts @ self.codebooks.transpose(-1, -2)

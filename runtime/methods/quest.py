@@ -1,4 +1,5 @@
-"""QUEST (arXiv 2406.10774): pages of consecutive tokens, scored by an upper bound from per-channel extremes."""
+"""QUEST (arXiv 2406.10774) selects pages of consecutive tokens, by an upper bound of the logits from the page's minimum
+and maximum of each key channel."""
 
 from dataclasses import dataclass, field
 
@@ -34,14 +35,16 @@ class Quest(Method):
         check_at_least_one(self, "page_size")
 
     def prepare(self, context: MiddleContext) -> "QuestSelector":
-        """Allocates two rows per page and head."""
+        """Create the selector of a layer. Allocates two rows per page and head."""
         return QuestSelector(self, context)
 
 
 class QuestSelector(Selector):
-    """extremes [Hk, P, 2 D]: each page's per-channel maxima, then its minima; the last page may be shorter.
+    """Selects pages by their bounds. The last page may have fewer tokens.
 
-    A page's bound is one inner product: maxima with the query's positive part, minima with its negative part.
+    `extremes` [Hk, P, 2 D] holds each page's maximum of each channel, followed by its minimum of each channel. A page's
+    bound is an inner product: the maxima are multiplied with the query's positive part, the minima with its negative
+    part.
     """
 
     def __init__(self, method: Quest, context: MiddleContext):
@@ -57,11 +60,11 @@ class QuestSelector(Selector):
         self.cost = Cost(2.0 * pages)
 
     def bounds(self, query: torch.Tensor) -> torch.Tensor:
-        """[Hk, G, Q, P] float32 for queries [Hk, G, Q, D]: no logit of a page's keys is higher than its bound."""
+        """Compute an upper bound [Hk, G, Q, P] float32 of the logits of queries [Hk, G, Q, D] on each page's keys."""
         return attention_logits(_by_sign(query), self.extremes, *self.facts.scaling)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """The best pages by the softmax over their bounds, averaged over the group."""
+        """Select the best pages by the softmax over their bounds, averaged over the group."""
         tokens = budget.tokens(self.middle)
         if queries.query.is_cuda and queries.query.shape[2] == 1 and self.middle <= MOST_TOKENS:
             return self._select_by_kernels(queries.query, tokens)
@@ -72,8 +75,11 @@ class QuestSelector(Selector):
         return Selection(RowSet(self.starts[0][order], lengths, tokens), self.cost)
 
     def _select_by_kernels(self, query: torch.Tensor, tokens: int) -> Selection:
-        """The same for one query, by kernels that treat pages as clusters. These also weight each page by its token
-        count in the softmax's denominator; all pages but the last have the same count."""
+        """Select pages for one query with kernels that treat pages as clusters.
+
+        In the softmax's denominator the kernels also weight each page by its token count. All pages except the last
+        have the same count.
+        """
         pages = _by_sign(query)[:, :, 0], self.extremes, self.lengths, self.starts
         chosen = choose_clusters(*pages, tokens, *self.facts.scaling)
         indices = RowIndices(chosen.rows, chosen.used, chosen.queue)
@@ -81,5 +87,5 @@ class QuestSelector(Selector):
 
 
 def _by_sign(query: torch.Tensor) -> torch.Tensor:
-    """[..., 2 D]: the positive part of a query [..., D], then its negative part."""
+    """Concatenate the positive part and the negative part of a query [..., D] to [..., 2 D]."""
     return torch.cat([query.clamp(min=0), query.clamp(max=0)], -1)

@@ -1,7 +1,8 @@
-"""QuoKA (decoding: section 4.4 of the paper): the keys of highest cosine similarity to the query. Reads every key.
+"""QuoKA (decoding: section 4.4 of its paper) selects the keys of highest cosine similarity to the query. It reads every
+key.
 
-Where a question's tokens select, they share one selection, made by the few queries that are least similar to their
-mean, as for a chunk of a document's prefill; a decode step's query is used as it is.
+The tokens of a question share one selection. As for a chunk of a document's prefill, it is made by the few queries that
+are least similar to the mean query. In a decode step the query itself selects.
 """
 
 from dataclasses import dataclass
@@ -17,23 +18,23 @@ from sparsekv.runtime.selection.token_choice import top_tokens
 @methods.register("quoka")
 @dataclass(frozen=True)
 class Quoka(QuokaOptions, Method):
-    """Ranks keys by cosine to normalised queries, averaged over the group."""
+    """Ranks keys by their cosine with the queries, averaged over the group."""
 
     reads_all_keys: ClassVar[bool] = True
 
     def prepare(self, context: MiddleContext) -> "QuokaSelector":
-        """Allocates one norm per key and head."""
+        """Create the selector of a layer. Allocates one norm per key and head."""
         return QuokaSelector(self, context)
 
 
 class QuokaSelector(Selector):
-    """keys [Hk, M, D] and their norms [Hk, M]."""
+    """Selects by similarity to the keys [Hk, M, D], with their norms [Hk, M]."""
 
     def __init__(self, method: Quoka, context: MiddleContext):
         self.method, self.keys, self.norms = method, context.keys, key_norms(context.keys)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Allocates the scores [Hk, Q, M] float32 of the queries that are kept."""
+        """Select the keys of highest similarity. Allocates scores [Hk, Q, M] float32 for the Q queries that select."""
         how, middle = self.method, self.keys.shape[1]
         query, across = queries.query, "none"
         if queries.joint:

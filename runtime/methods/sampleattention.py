@@ -28,18 +28,18 @@ class SampleAttention(Method):
         check_at_least_one(self, "prefill_queries")
 
     def prepare(self, context: MiddleContext) -> "SampleAttentionSelector":
-        """Allocates nothing."""
+        """Create the selector of a layer, without allocations."""
         return SampleAttentionSelector(self, context)
 
 
 class SampleAttentionSelector(Selector):
-    """keys [Hk, M, D]."""
+    """Selects by exact logits on the keys [Hk, M, D]."""
 
     def __init__(self, method: SampleAttention, context: MiddleContext):
         self.queries, self.keys, self.facts = method.prefill_queries, context.keys, context.facts
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Allocates the logits of the sampled queries over the middle."""
+        """Select the tokens of highest mean probability. Allocates the sampled queries' logits over the middle."""
         some = self._some(queries) if queries.joint else queries
         logits = attention_logits(some.query, self.keys, *self.facts.scaling)
         middle = self.keys.shape[1]

@@ -1,12 +1,14 @@
 """SnapKV (arXiv 2404.14469): keeps the tokens that the prompt's last queries attend to, for all later steps.
 
-The probabilities of an observation window of queries are summed and pooled along positions, so that the neighbours of
-an important token are kept with it. In the paper the window is at the end of the prompt, which ends with the question.
-Here the question comes later. Before it, the window is the last of the prompt's queries that a method may learn from;
-when a question is prefilled, the window is its own last queries, and their choice is kept until `forget_question`.
+The attention probabilities of an observation window of queries are summed and pooled along positions, so that the
+neighbours of an important token are kept with it. In the paper the window is at the end of the prompt, which ends with
+the question. Here the question comes later. Before a question, the window holds the last of the prompt's queries that a
+method may learn from. When a question is prefilled, the window holds the question's last queries, and the tokens that
+they rank highest are kept until `forget_question`.
 
-Differences from the published code: one selection serves the query heads of a group, by the mean of their pooled sums.
-For the prompt's own window the softmax is over the middle alone, because sinks and tail are not available there.
+There are two differences from the published code. One selection serves all query heads of a group, by the mean of their
+pooled sums. For the prompt's window the softmax is over the middle alone, because sinks and tail are not available
+there.
 """
 
 from dataclasses import dataclass, field
@@ -43,12 +45,18 @@ class SnapKV(Method):
         check_choice("--pooling", self.pooling, POOLING)
 
     def prepare(self, context: MiddleContext) -> "SnapKVSelector":
-        """Keeps two int64 per token and head; ranking allocates the window's logits over the middle."""
+        """Create the selector of a layer. It keeps two int64 per token and head.
+
+        Ranking allocates the window's logits over the middle.
+        """
         return SnapKVSelector(self, context)
 
 
 class SnapKVSelector(KeptTokens):
-    """order [Hk, M]: the ranking by the last window; prompt_order [Hk, M]: the ranking by the prompt's own window."""
+    """Selects by the last window's ranking of tokens, `order` [Hk, M].
+
+    `prompt_order` [Hk, M] is the ranking by the prompt's window.
+    """
 
     def __init__(self, method: SnapKV, context: MiddleContext):
         self.method, self.keys, self.facts = method, context.keys, context.facts
@@ -59,14 +67,17 @@ class SnapKVSelector(KeptTokens):
         self.version = 0
 
     def _ranking(self, query: torch.Tensor, exact_logsumexp: torch.Tensor) -> torch.Tensor:
-        """[Hk, M], from the last queries of [Hk, G, Q, D] and their log-sum-exp [Hk, G, Q] over all other tokens."""
+        """Rank the middle's tokens [Hk, M] by the last of the queries [Hk, G, Q, D].
+
+        `exact_logsumexp` [Hk, G, Q] is the log-sum-exp of their logits on the tokens outside the middle.
+        """
         window = slice(-self.method.window_queries, None)
         logits = attention_logits(query[:, :, window], self.keys, *self.facts.scaling)
         summed = softmax_beside(logits, exact_logsumexp[..., window]).sum(2)
         return ranking(_pooled(summed, self.method.pool_size, self.method.pooling).mean(1))
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select by the current ranking. A question is first ranked by its own window, also for all later tokens."""
+        """Select by the current ranking. A question's queries first replace it, for all tokens that follow, too."""
         if queries.joint:
             self.observe(queries)
         return super().select(queries, budget)
@@ -76,7 +87,7 @@ class SnapKVSelector(KeptTokens):
         return ConversationState(self.forget_question, self.observe)
 
     def observe(self, queries: Queries) -> None:
-        """Rank by this question's window from now on."""
+        """Rank tokens by this question's window from now on."""
         self.order, self.version = self._ranking(queries.query, queries.exact_logsumexp()), self.version + 1
 
     def forget_question(self) -> None:
@@ -89,7 +100,7 @@ class SnapKVSelector(KeptTokens):
 
 
 def _pooled(scores: torch.Tensor, size: int, pooling: str) -> torch.Tensor:
-    """Scores [Hk, G, M] pooled along M; an average counts positions beyond the ends as 0, as in the published code."""
+    """Pool scores [Hk, G, M] along M. An average counts positions beyond the ends as 0, as in the published code."""
     if pooling == "max":
         return functional.max_pool1d(scores, size, stride=1, padding=size // 2)
     return functional.avg_pool1d(scores, size, stride=1, padding=size // 2)

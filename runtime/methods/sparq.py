@@ -1,13 +1,14 @@
-"""SparQ Attention (arXiv 2312.04985): estimates the logits of all keys from the channels where the query is largest.
+"""SparQ Attention (arXiv 2312.04985) estimates the logits of all keys from the channels where the query is largest.
 
-The r channels are those with the largest sum of |q| over the group, as in the paper, so that a group reads the same
-ones. Besides the softmax scale, estimates are divided by the temperature sqrt(|q in these channels|_1 / |q|_1).
+As in the paper, these are the r channels with the largest sum of |q| over the group, so that all heads of a group read
+the same channels. Estimates are multiplied by the softmax scale and divided by the temperature
+sqrt(|q in these channels|_1 / |q|_1).
 
-The paper adds the mean of all values with the share 1 - alpha, the estimated attention to tokens that are not chosen.
-Here the mean key and value are one row of the softmax, so that its share differs between the heads of a group as their
-logits do. The row's log-weight is one number per group: the mean over heads of the log-weight that gives each head its
-share 1 - alpha. With one query head per KV head this is the paper's result, except that alpha counts the rows that are
-always attended (sinks, tail, new tokens) as chosen.
+The paper adds the mean of all values with the weight 1 - alpha, the estimated attention to the tokens not selected.
+Here the mean key and value are one row of the softmax, so that the row's weight can differ between the heads of a
+group. The row has one log-weight per group. It is the mean over heads of the log-weight that would give each head its
+own 1 - alpha. With one query head per KV head this is the paper's result, except that alpha includes the rows that are
+always attended to (sinks, tail, new tokens).
 """
 
 from dataclasses import dataclass, field, replace
@@ -56,12 +57,19 @@ class SparQ(Method):
         return {"": cls(), "mean value": cls(mean_value=True)}
 
     def prepare(self, context: MiddleContext) -> "SparQSelector":
-        """Allocates a second copy of the keys, channel-major as in the paper, so that single channels can be read."""
+        """Create the selector of a layer.
+
+        Allocates a second copy of the keys, channel-major as in the paper, so that single channels can be read.
+        """
         return SparQSelector(context, self)
 
 
 class SparQSelector(Selector):
-    """by_channel [Hk, D, M]; keys [Hk, M, D]; mean_rows: mean key and value [Hk, 1, D], None without `mean_value`."""
+    """Selects by logits that are estimated from a few channels of the keys [Hk, M, D].
+
+    `by_channel` [Hk, D, M] are the keys channel by channel. `mean_rows` are the mean key and value [Hk, 1, D]; None
+    without `mean_value`.
+    """
 
     def __init__(self, context: MiddleContext, method: SparQ):
         self.keys, self.facts = context.keys, context.facts
@@ -73,7 +81,7 @@ class SparQSelector(Selector):
             self.mean_rows = _mean(self.keys), _mean(values)
 
     def estimates(self, query: torch.Tensor, *, shared: bool) -> torch.Tensor:
-        """Estimated logits [Hk, G, Q, M] float32 of queries [Hk, G, Q, D]; `shared`: all Q use the same channels."""
+        """Estimate the logits [Hk, G, Q, M] float32 of queries [Hk, G, Q, D]; `shared`: all Q use the same channels."""
         size = query.float().abs()
         sums = size.sum((1, 2) if shared else 1).view(len(query), -1, query.shape[3])
         best = sums.topk(self.channels, -1).indices
@@ -81,7 +89,7 @@ class SparQSelector(Selector):
         return torch.cat([self._estimate(part, best[:, n]) for n, part in enumerate(parts)], 2)
 
     def _estimate(self, query: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-        """Estimated logits from channels `best` [Hk, r]."""
+        """Estimate logits from the channels `best` [Hk, r]."""
         keys = self.by_channel.gather(1, best[..., None].expand(-1, -1, self.by_channel.shape[2]))
         some = query.gather(-1, best[:, None, None].expand(*query.shape[:3], -1)).float()
         share = some.abs().sum(-1, keepdim=True) / query.float().abs().sum(-1, keepdim=True).clamp(min=1e-30)
@@ -100,14 +108,14 @@ class SparQSelector(Selector):
 
     @property
     def report(self) -> SelectorReport | None:
-        """Facts for reports; None without the mean value. The mean is centroid 0 and represents all tokens."""
+        """Information for reports; None without the mean value. The mean is centroid 0 and represents all tokens."""
         if self.mean_rows is None:
             return None
         numbers = torch.zeros(self.keys.shape[:2], dtype=torch.int64, device=self.keys.device)
         return SelectorReport(centroid_of=lambda rest: numbers)
 
     def _mean_of_rest(self, logits: torch.Tensor, queries: Queries, tokens: torch.Tensor) -> CentroidSegment:
-        """Mean key and value, weighted to represent all tokens except the chosen ones, tokens [Hk, Q or 1, K]."""
+        """Weight the mean key and value to represent all tokens except the selected `tokens` [Hk, Q or 1, K]."""
         assert self.mean_rows is not None
         beside, places = queries.exact_logsumexp(), tokens[:, None].expand(*logits.shape[:3], -1)
         left = logits.scatter(-1, places, -torch.inf).logsumexp(-1)
@@ -120,5 +128,5 @@ class SparQSelector(Selector):
 
 
 def _mean(rows: torch.Tensor) -> torch.Tensor:
-    """Mean [Hk, 1, D] of rows [Hk, M, D], in their dtype."""
+    """Compute the mean [Hk, 1, D] of rows [Hk, M, D], in their dtype."""
     return rows.float().mean(1, keepdim=True).to(rows.dtype)

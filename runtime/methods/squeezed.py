@@ -1,9 +1,10 @@
-"""Squeezed Attention, online (arXiv 2411.09688): flat (section 3.2) and hierarchical (section 3.3) centroid lookup.
+"""Decoding with Squeezed Attention (arXiv 2411.09688): flat (section 3.2) and hierarchical (section 3.3) centroid
+lookup.
 
-Clusters are chosen by S_i, the estimated attention probability of one of their tokens, averaged over the group.
-`selection=budget` chooses the best ones up to the budget, the last of them in part. `selection=threshold` chooses all
-above one threshold for the whole model, calibrated so that the mean share kept is the budget: heads with flat attention
-keep more.
+Clusters are selected by S_i, the estimated attention probability of one of their tokens, averaged over the group. With
+`selection=budget`, the best clusters are selected up to the budget, the last of them in part. With
+`selection=threshold`, all clusters above one threshold for the whole model are selected. It is calibrated so that the
+mean share of tokens selected is the budget. Heads with flat attention select more.
 """
 
 from dataclasses import dataclass, field
@@ -34,14 +35,14 @@ class Squeezed(ClusterMethod):
         check_choice("--selection", self.selection, SELECTIONS)
 
     def prepare(self, context: MiddleContext) -> ClusterSelector:
-        """Keeps each level's centroids and counts; the token order is the only allocation of the context's size."""
+        """Create the selector of a layer. It keeps each level's centroids and counts, and the order of the tokens."""
         hierarchical = self.is_hierarchical(context)
         thresholds = Thresholds(context.calibration, self.lookup) if self.selection == "threshold" else None
         return ClusterSelector(context, hierarchical=hierarchical, opened=self.opened, thresholds=thresholds)
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """Return a form for each lookup, with selection by budget and by threshold."""
+        """Return two forms for each lookup: with selection by budget and by threshold."""
         return {
             lookup if selection == "budget" else f"{lookup} {selection}": cls(lookup=lookup, selection=selection)
             for selection in SELECTIONS

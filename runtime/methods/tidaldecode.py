@@ -1,9 +1,9 @@
-"""TidalDecode (arXiv 2410.05076): two layers choose tokens by exact attention, and the other layers use the same ones.
+"""TidalDecode (arXiv 2410.05076): two layers rank tokens by exact attention, and the layers after them attend to the
+same best tokens.
 
-As in the paper, a layer that chooses attends to everything, because it reads all keys anyway. In the published code
-each query head chooses for itself, with keys repeated per head; here one selection serves a group, by the mean of its
-heads' probabilities, which suits a cache with one row per KV head. Where a question's tokens select, they share a
-selection.
+As in the paper, a layer that ranks attends to everything, because it reads all keys anyway. In the published code each
+query head selects for itself, with keys repeated per head. Here one selection serves a group, by the mean of its heads'
+probabilities, because the cache has one row per KV head. The tokens of a question share a selection.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ class TidalDecode(LayerSharing):
     """Attends to the tokens that an earlier layer attended to most, per KV head."""
 
     def prepare(self, context: MiddleContext) -> "TidalSelector":
-        """Allocates nothing; each selection of a ranking layer allocates the logits over the middle."""
+        """Create the selector of a layer. Each selection in a ranking layer allocates the logits over the middle."""
         return TidalSelector(self, context, "tidaldecode")
 
 
 class TidalSelector(SharingSelector):
-    """Ranks by exact probability."""
+    """Ranks tokens by exact attention probability."""
 
     def rank(self, queries: Queries) -> torch.Tensor:
         logits = attention_logits(queries.query, self.keys, *self.facts.scaling)

@@ -1,4 +1,4 @@
-"""Sinks and tail alone, with nothing of the middle: the lower bound for selections."""
+"""Attention to sinks and tail only, without any token of the middle. It is the lower bound for other selections."""
 
 from dataclasses import dataclass
 
@@ -23,15 +23,15 @@ class Window(Method):
     """Selects nothing, for any budget."""
 
     def prepare(self, context: MiddleContext) -> "WindowSelector":
-        """Allocates nothing."""
+        """Create the selector of a layer, without allocations."""
         return WindowSelector()
 
 
 class WindowSelector(Selector):
-    """No state."""
+    """Selects nothing; has no state."""
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """One empty run."""
+        """Return a selection of one empty run for each query."""
         Hk, _, Q, _ = queries.query.shape
         nothing = torch.zeros(Hk, 1 if queries.joint else Q, 1, dtype=torch.int64, device=queries.query.device)
         return Selection(RowSet(nothing, nothing, 0), Cost(0.0))

@@ -82,7 +82,7 @@ def tail_block(artifact: Artifact, layer: int, *, calibration: bool = False) -> 
 
 
 def seen_block(artifact: Artifact, layer: int) -> QueryBlock | None:
-    """The last document queries from which indexers built the index, as many as a report measures on.
+    """Read the last document queries from which the index was built, as many as a report measures on.
 
     They are treated as if they followed the middle. Returns None if the index stores no queries.
     """

@@ -241,7 +241,7 @@ def step_measures(attempt: Attempt, truth: Truth, wanted: int) -> dict[str, torc
 
 
 def _coverage(selector: Selector, truth: Truth, wanted: int) -> torch.Tensor:
-    """Share of the oracle's tokens that the selector scores, [Hk, Q]; NaN if it scores all tokens."""
+    """Compute the share [Hk, Q] of the oracle's tokens that the selector scores; NaN if it scores all tokens."""
     report = selector.report
     if report is None or report.covered is None:
         return torch.full_like(truth.probability[..., 0], torch.nan)
@@ -259,7 +259,7 @@ def attempt_of(selection: Selection, layout: torch.Tensor | None, truth: Truth, 
     """Compute the selected tokens [Hk, Q, M] bool, by position, and the attention output [Hk, Q, G, D] of a selection.
 
     The selection is for the queries of `truth`. Without `outputs`, the output and the missed share are NaN. The missed
-    share is also NaN if the selection has no centroids of the rest.
+    share is also NaN if the selection has no centroids of the unselected tokens.
     """
     positions = chosen_positions(selection.rows, layout, truth.logits.shape[-1])
     chosen = _chosen(positions, truth.probability)
@@ -305,7 +305,7 @@ def _sparse_output(
     positions: torch.Tensor,
     rest: Sequence[CentroidSegment],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute one softmax over selected tokens, exact rows and centroids of the rest.
+    """Compute one softmax over selected tokens, exact rows and centroids of the unselected tokens.
 
     Returns its output [Hk, G, Q, D] and its log-sum-exp [Hk, G, Q].
     """

@@ -58,7 +58,7 @@ class RecallRow:
     Some measures are None for methods that lack them.
 
     Attributes:
-        missed_estimate: estimated missed share; None without centroids of the rest.
+        missed_estimate: estimated missed share; None without centroids of the unselected tokens.
         recall_seen: recall on the document queries from which the index was built; None if it was built without them.
         list_coverage: share of the oracle's tokens that are in the posting lists read; None without posting lists.
         raised: share of a head's queries whose budget the guard raised; None without a guard.

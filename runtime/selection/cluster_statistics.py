@@ -1,4 +1,4 @@
-"""Statistics of clusterings and posting lists: sizes, distortion, and shares of the subspaces."""
+"""Statistics of clusters and posting lists: sizes, quantisation distortion, and each subspace's share in a ranking."""
 
 import math
 from dataclasses import dataclass
@@ -9,14 +9,16 @@ import torch
 
 @dataclass(frozen=True)
 class ListShape:
-    """One layer's posting lists, over all KV heads.
+    """Statistics of one layer's posting lists, over all KV heads.
 
-    `lists` is their number, `entries` the length of each. `keys_listed` is the share of the middle's keys that are in
-    at least one list of their head; `in_lists` the share of its head's lists that a key is in, the (lower) median over
-    all keys.
-
-    `subspace_shares` (see the function) are in order of subspace, `ranked_shares` sorted per query from highest to
-    lowest; both are means over queries and heads, and each adds up to 1.
+    Attributes:
+        lists: number of posting lists.
+        entries: length of each list.
+        keys_listed: share of the middle's keys that are in at least one list of their head.
+        in_lists: share of its head's lists that contain a key; the (lower) median over all keys.
+        subspace_shares: share of each subspace in the ranking (see the function `subspace_shares`), as means over
+            queries and heads. They add up to 1.
+        ranked_shares: the same shares, sorted from highest to lowest for each query before the mean is taken.
     """
 
     lists: int
@@ -30,7 +32,7 @@ class ListShape:
 def describe_lists(
     tensors: dict[str, torch.Tensor], keys: torch.Tensor, queries: torch.Tensor, first_token: int
 ) -> ListShape:
-    """Describe a layer from the artifact's tensors; reads all posting lists and keys, one head and subspace at a time.
+    """Compute the statistics of a layer's posting lists. Reads all lists and keys, one head and subspace at a time.
 
     Args:
         keys: [Hk, M, D] of the middle, as attended, in order of position.
@@ -52,14 +54,14 @@ def describe_lists(
 
 
 def subspace_shares(queries: torch.Tensor, keys: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
-    """Each subspace's share in the ranking of one head's keys: [R, m] float64, each row adds up to 1.
+    """Compute each subspace's share in the ranking of one head's keys: [R, m] float64; each row adds up to 1.
 
     A logit q k is the sum over subspaces b of q_b k_b. A term that is the same for all keys does not change their
-    order, so a subspace counts by the standard deviation of q_b k_b over the keys. Its share is its deviation divided
-    by the sum over subspaces; 1 / m for each where all keys are equal.
+    order. So a subspace's weight is the standard deviation of q_b k_b over the keys. Its share is this deviation
+    divided by the sum over all subspaces. If all keys are equal, each share is 1 / m.
 
-    The deviation is sqrt(q_b^T V_b q_b) with V_b the keys' covariance, so no logits are made: this allocates one
-    subspace's keys [M, D / m] in float64, twice.
+    The deviation is sqrt(q_b^T V_b q_b), where V_b is the keys' covariance. So no logits are computed, and one
+    subspace's keys [M, D / m] are allocated twice in float64.
 
     Args:
         queries: [R, D]; keys: [M, D]; channels: [m, D / m] of each subspace.
@@ -70,7 +72,7 @@ def subspace_shares(queries: torch.Tensor, keys: torch.Tensor, channels: torch.T
 
 
 def _deviation(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """[R] float64: the standard deviation of each query's [R, d] products with the keys [M, d]."""
+    """Compute the standard deviation [R] float64 of the products of each query [R, d] with all keys [M, d]."""
     queries, keys = queries.double(), keys.double()
     keys = keys - keys.mean(0)
     covariance = keys.T @ keys / len(keys)
@@ -78,22 +80,22 @@ def _deviation(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _named(lists: torch.Tensor, keys: int, first_token: int) -> torch.Tensor:
-    """[M] int64: in how many of one head's posting lists [m, C, L] each key is."""
+    """Count in how many of one head's posting lists [m, C, L] each key is: [M] int64."""
     counts = [torch.bincount(tokens.flatten() - first_token, minlength=keys) for tokens in lists]
     return torch.stack(counts).sum(0)
 
 
 def relative_spreads(rows: torch.Tensor, tensors: dict[str, torch.Tensor], name: str) -> list[float]:
-    """Distance of rows to their clusters' centroids, relative to their distance to the mean, per level, finest first.
+    """Compute the relative distance of rows to their clusters' centroids, for each level, finest first.
 
-    It is sqrt(sum |r - c|^2 / sum |r - mean|^2) over all KV heads, each with its own mean: 0 where all rows of a
-    cluster are equal, 1 where centroids are no better than the mean. Its square is the share of the variance that is
-    lost when each row is replaced by its centroid. Allocates a few copies of one head's rows in float32.
+    It is sqrt(sum |r - c|^2 / sum |r - mean|^2) over all KV heads, where each head has its own mean. The result is 0 if
+    all rows of a cluster are equal, and 1 if centroids are no better than the mean. Its square is the share of the
+    variance that is lost if each row is replaced by its centroid. Allocates a few copies of one head's rows in float32.
 
     Args:
         rows: [Hk, M, D] of the middle, in order of position.
-        tensors: the artifact's, with token positions counted from the first middle token.
-        name: of the centroids, levelI.NAME [Hk, C_I, D]; levels without them are left out.
+        tensors: tensors of the index, with token positions counted from the first middle token.
+        name: name of the centroids levelI.NAME [Hk, C_I, D]. Levels without such centroids are left out.
     """
     levels = sum(key.endswith(f".{name}") for key in tensors)
     total, left = 0.0, [0.0] * levels
@@ -104,18 +106,19 @@ def relative_spreads(rows: torch.Tensor, tensors: dict[str, torch.Tensor], name:
             if level:
                 labels = tensors[f"level{level - 1}.parent"][head].long()[labels]
             left[level] += _square_sum(ordered - tensors[f"level{level}.{name}"][head].float()[labels])
-    # No variance: all rows are equal, so that their centroids lose nothing.
+    # A total of 0 means that all rows are equal, so their centroids have no distortion.
     return [math.sqrt(one / total) if total else 0.0 for one in left]
 
 
 def cluster_spreads(keys: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """[Hk, C] float64: the distance of each finest cluster's keys to its centroid, relative as in `relative_spreads`.
+    """Compute the relative distance of each finest cluster's keys to its centroid: [Hk, C] float64.
 
-    Its square, averaged over a head's keys, is that of the head's spread; 0 for a cluster without keys.
+    The distance is relative to the spread of all keys of the head, as in `relative_spreads`. The mean of its square
+    over a head's keys is the square of the head's own relative spread. The result is 0 for a cluster without keys.
 
     Args:
         keys: [Hk, M, D] of the middle, in order of position.
-        tensors: the artifact's, with token positions counted from the first middle token.
+        tensors: tensors of the index, with token positions counted from the first middle token.
     """
     spreads = []
     for head, of_head in enumerate(keys):
@@ -129,7 +132,7 @@ def cluster_spreads(keys: torch.Tensor, tensors: dict[str, torch.Tensor]) -> tor
 
 
 def _in_clusters(rows: torch.Tensor, tensors: dict[str, torch.Tensor], head: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A head's rows [M, D] in float32 cluster by cluster, and the finest cluster of each [M]."""
+    """Return a head's rows [M, D] in float32, ordered by cluster, and the finest cluster [M] of each row."""
     counts = tensors["level0.counts"][head].long()
     labels = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
     return rows[tensors["token_order"][head].long()].float(), labels
@@ -141,11 +144,13 @@ def _square_sum(rows: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class LevelShape:
-    """One level of one layer, over all KV heads: tokens per cluster, with quantiles over the non-empty clusters,
-    and how many have one token, such as outliers.
+    """Statistics of the clusters of one level of one layer, over all KV heads.
 
-    `key_spread` and `value_spread` are the quantisation distortion of keys and values (`relative_spreads`), None where
-    the index has no such centroids.
+    Attributes:
+        clusters, empty, single: number of all clusters, of empty ones, and of those with one token, such as outliers.
+        min, median, p99, max: tokens per cluster, over the non-empty clusters.
+        key_spread, value_spread: quantisation distortion of keys and values (`relative_spreads`); None if the index has
+            no such centroids.
     """
 
     level: int
@@ -162,8 +167,10 @@ class LevelShape:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of tokens that was clustered on its own: prompt positions `start` to `stop` (excluded), and its number of
-    finest clusters per KV head. New tokens are appended to the open block."""
+    """A block of tokens that was clustered on its own: prompt positions `start` to `stop` (excluded).
+
+    `clusters` is the number of finest clusters per KV head. New tokens are appended to the open block.
+    """
 
     start: int
     stop: int
@@ -174,9 +181,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Cluster:
-    """One cluster of the finest level: its KV head, its number and the positions of its tokens in the prompt.
+    """One cluster of the finest level: its KV head, its index and the positions of its tokens in the prompt.
 
-    `key_spread` is the distance of its keys to its centroid (`cluster_spreads`).
+    `key_spread` is the relative distance of its keys to its centroid (`cluster_spreads`).
     """
 
     kv_head: int
@@ -187,9 +194,14 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Clustering:
-    """One layer's clusters. `levels` start with the finest, whose token counts are `counts` [Hk, C].
+    """One layer's clusters.
 
-    `blocks` are in order of position; empty where the middle was clustered as a whole.
+    Attributes:
+        levels: statistics of each level, finest first.
+        blocks: blocks in order of position; empty if the middle was clustered as a whole.
+        counts: [Hk, C], token counts of the finest clusters.
+        biggest: the clusters with the most tokens.
+        most_spread: the clusters of several tokens with the largest `key_spread`.
     """
 
     levels: list[LevelShape]
@@ -202,13 +214,13 @@ class Clustering:
 def describe_clusters(
     tensors: dict[str, torch.Tensor], keys: torch.Tensor, values: torch.Tensor, first_token: int, biggest: int
 ) -> Clustering:
-    """Describe a layer from the artifact's tensors, with token positions counted from the first middle token.
+    """Describe a layer's clusters.
 
     Args:
+        tensors: tensors of the index, with token positions counted from the first middle token.
         keys, values: [Hk, M, D] of the middle, as attended, in order of position.
         first_token: position in the prompt of the first middle token.
-        biggest: how many of the biggest clusters, and of the most spread ones of several tokens, to list, over all KV
-            heads.
+        biggest: number of the biggest clusters to list, over all KV heads, and of those with the largest spread.
     """
     counts = tensors["level0.counts"]
     own = cluster_spreads(keys, tensors)

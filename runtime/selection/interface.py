@@ -60,7 +60,7 @@ class RowSet:
         return torch.ones_like(self.starts) if self.run_lengths is None else self.run_lengths
 
     def counts(self) -> torch.Tensor | int:
-        """Number of rows of each query [Hk, Q or 1], or `total` where it is known."""
+        """Return the number of rows of each query [Hk, Q or 1], or `total` if it is known."""
         return self.lengths.sum(-1) if self.total is None else self.total
 
     def expand(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -134,16 +134,16 @@ class Cost:
 
 @dataclass(frozen=True)
 class Selection:
-    """Rows to attend to, the cost of selecting them, and centroids of the rest; None: no centroids."""
+    """Rows to attend to, the cost of selecting them, and `rest`, centroids of the unselected tokens, or None."""
 
     rows: RowSet
     cost: Cost
     rest: Residual | None = None
 
     def rows_read(self) -> torch.Tensor | float:
-        """Number of D-sized rows read per KV head, of selected keys and values and of the index.
+        """Return the number of D-sized rows read per KV head, for selected keys and values and for the index.
 
-        Returns a number or [Hk, Q or 1].
+        It is a number or a tensor [Hk, Q or 1].
         """
         # Numbers stay Python numbers, because copying one to the GPU as a tensor waits for the GPU's pending work.
         return 2 * self.rows.counts() + self.cost.index_rows
@@ -273,16 +273,16 @@ class Budget:
 
     @classmethod
     def parse_each(cls, texts: Iterable[str]) -> list["Budget"]:
-        """Parse texts and return the distinct budgets in order; 5% and 0.05 are equal. Raises what `parse` raises."""
+        """Parse texts and return the distinct budgets in order; 5% and 0.05 are equal. Raises the errors of `parse`."""
         return list(dict.fromkeys(cls.parse(text) for text in texts))
 
     def tokens(self, middle: int) -> int:
-        """Number of tokens that the budget allows for a middle of M tokens: at least 1, at most M."""
+        """Return the number of tokens that the budget allows for a middle of M tokens: at least 1, at most M."""
         count = self.value if isinstance(self.value, int) else round(self.value * middle)
         return max(1, min(middle, count))
 
     def share(self, middle: int) -> float:
-        """The budget as a share of a middle of M tokens."""
+        """Return the budget as a share of a middle of M tokens."""
         return self.tokens(middle) / middle
 
     def __str__(self) -> str:
@@ -500,13 +500,13 @@ class Selector(ABC):
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """One method's online half: a frozen dataclass whose fields are its parameters and command-line options."""
+    """A method of selecting tokens: a frozen dataclass whose fields are its parameters and command-line options."""
 
     needs_index: ClassVar[bool] = False
     default_budget: ClassVar[float] = 0.1
     """Default budget of answers, as a share of the middle."""
     estimates_missed: ClassVar[bool] = False
-    """Whether its selections have centroids of the rest, from which the missed share is estimated."""
+    """Whether its selections have centroids of the unselected tokens, from which the missed share is estimated."""
     learns_queries: ClassVar[bool] = False
     """Whether its index is built from the document's queries, so that it may do better on these than on others."""
     searched_on_host: ClassVar[bool] = False
@@ -535,7 +535,7 @@ class Method(ABC):
         return not self.replaces()
 
     def cycle(self) -> int:
-        """Number of decode steps per search of the index; the steps between two searches reuse the last selection."""
+        """Return the number of decode steps per search of the index. Steps between two searches reuse a selection."""
         return 1
 
     @classmethod

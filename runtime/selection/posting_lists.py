@@ -236,7 +236,7 @@ class TableSelector(Selector):
         return probability.sum(1, keepdim=True) if piece.shared else probability
 
     def _rows(self, lists: torch.Tensor) -> torch.Tensor:
-        """Number of D-sized rows that a search reads: all centroids, and each of `lists` [Hk, Q or 1] lists once."""
+        """Return the number of D-sized rows that a search reads: all centroids, and `lists` [Hk, Q or 1] lists."""
         centroids = self.tables.centroids[0].numel() * CENTROID_BYTES
         return (lists * self.tables.tokens.shape[-1] * ENTRY_BYTES + centroids) / self.row_bytes
 

@@ -1,4 +1,4 @@
-"""Attention that ignores some tokens of the document, as far as this is possible without another prefill."""
+"""Attention that hides some tokens of the document, as far as this is possible without another prefill."""
 
 from dataclasses import replace
 from typing import Any

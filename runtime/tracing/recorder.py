@@ -1,4 +1,4 @@
-"""Recorder of what each layer attends to in each step, reduced to shares of the document's passages."""
+"""Record what each layer attends to in each step, as the attention shares of the document's passages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,8 +23,8 @@ class AttendedStep:
     Attributes:
         selection: the selector's selection, as rows of `layout`.
         fetched: the keys and values fetched for the selection.
-        weights: attention weights [Hk, G, Q, T] of selected rows, exact rows, centroids of the rest, and learned sink
-            logits, in this order.
+        weights: attention weights [Hk, G, Q, T] of selected rows, exact rows, centroids of the unselected
+            tokens, and learned sink logits, in this order.
     """
 
     step: Step

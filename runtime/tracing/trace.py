@@ -193,7 +193,7 @@ def _records(
 
 
 def _shares(totals: list[float], passages: list[list[float]]) -> dict[str, Any]:
-    """Name 3 or 4 totals: exact, chosen, stood for, and missed, which is None if there are only 3."""
+    """Map 3 or 4 totals to their names: exact, chosen, stood for, and missed, which is None if there are only 3."""
     return {**dict(zip(SHARES, [*totals, None], strict=False)), "passages": passages}
 
 
@@ -299,7 +299,7 @@ class TracedIndex:
     ) -> tuple[Answer, dict[str, Any]]:
         """Answer a question; return the answer and its trace as a JSON object without the question's text.
 
-        Raises what `Session.ask` raises, too.
+        Raises the errors of `Session.ask`, too.
 
         Args:
             question: [Q] token ids, as `question_ids` returns them.
@@ -315,7 +315,7 @@ class TracedIndex:
 
     @property
     def _attending(self) -> DecodeConfig:
-        """The config with which the index answers. Dense attention runs as the oracle, so that it can be recorded."""
+        """Config with which the index answers. Dense attention runs as the oracle, so that it can be recorded."""
         return self._everything if isinstance(self.config.attention, Dense) else self.config
 
     @property
@@ -323,7 +323,7 @@ class TracedIndex:
         return DecodeConfig(EVERYTHING, question=self.config.question)
 
     def hide(self, passages: Sequence[str]) -> torch.Tensor:
-        """Mark the prompt's tokens that belong to some passages: [N] bool. Raises what `tokens_of` raises.
+        """Mark the prompt's tokens that belong to some passages: [N] bool. Raises the errors of `tokens_of`.
 
         A passage may extend into the document's last characters, which are tokenized with the question.
         """

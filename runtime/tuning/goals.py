@@ -116,7 +116,7 @@ class RecallGoal(Goal):
     measure = "recall"
     bound = "at least"
     beside = "error"
-    residual = False  # recall counts chosen tokens, so centroids of the rest would only add cost
+    residual = False  # recall counts chosen tokens, so centroids of the unselected tokens would only add cost
     outputs = False
 
     @property

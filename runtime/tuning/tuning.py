@@ -40,9 +40,9 @@ class Option:
 def allocate(layers: Sequence[Sequence[Option]], target: float) -> list[int] | None:
     """Choose an option for each layer, at low mean cost, so that the mean gain reaches the target.
 
-    Starts with every layer's cheapest option, takes steps up the layers' convex hulls in order of gain per cost until
-    the target is reached, then uses cheaper options while there is gain to spare. The result costs at most one such
-    step more than the optimum, and never more than the same option in all layers.
+    The search starts with every layer's cheapest option. It takes steps up the layers' convex hulls, in order of gain
+    per cost, until the target is reached. Then it uses cheaper options while the gain still suffices. The result costs
+    at most one such step more than the optimum, and never more than the same option in all layers.
 
     Args:
         layers: the options of each layer, in the same order in all layers.

@@ -301,7 +301,7 @@ class ClusterSelector(Selector):
         return starts, children * opened, self._slots(level, depth, budget)
 
     def _wanted(self, level: int, depth: int, budget: Budget) -> int:
-        """Number of clusters to score in a level, `depth` levels below the coarsest, for a budget."""
+        """Return the number of clusters to score in a level, `depth` levels below the coarsest, for a budget."""
         clusters = self.tree.centroids[level].shape[1]
         return round(clusters * min(0.5**depth, self.opened * budget.share(self.middle)))
 

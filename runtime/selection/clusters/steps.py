@@ -117,7 +117,7 @@ class LevelCentroids:
 
 
 def _own_numbers(part: CentroidSegment, counts: torch.Tensor) -> torch.Tensor:
-    """Index in a segment of each cluster of the segment's level [Hk, C]; -1 for clusters that represent no token."""
+    """Return the index in a segment of each cluster [Hk, C] of the segment's level; -1 if it represents no token."""
     places = torch.arange(part.keys.shape[1], device=counts.device).expand(len(counts), -1)
     used = places.where(part.log_counts[:, 0] > -torch.inf, -1)
     if part.clusters is None:
@@ -306,8 +306,8 @@ class ClusterSteps:
         Args:
             wanted: coarse clusters are opened until they have this many children and hold `tokens` tokens.
             slots: upper bound of the number of opened children.
-            counter: [Hk] int64, to which the number of opened children is added. With it the centroids of the rest
-                come with logits, for kernels that attend in place.
+            counter: [Hk] int64, to which the number of opened children is added. With it the centroids of the
+                unselected tokens come with logits, for kernels that attend in place.
         """
         assert self.below is not None
         (fine, coarse), (counts, coarse_counts) = self.tree.centroids, self.tree.counts

@@ -166,7 +166,7 @@ class _Open:
     clusters: list[int]
 
     def start(self, name: str) -> int:
-        """Index of the open block's first entry in a tensor of `lookup_tensors`."""
+        """Return the index of the open block's first entry in a tensor of `lookup_tensors`."""
         if name == "token_order":
             return self.row
         return self.clusters[int(name.partition(".")[0].removeprefix("level")) if name.startswith("level") else 0]
@@ -197,7 +197,10 @@ class ClusterStream:
         return {name: rows.rows for name, rows in self.rows.items()}
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Appended:
-        """Append new tokens to the open block's clusters. When the block closes, cluster its parts from scratch.
+        """Append new tokens to the open block's clusters.
+
+        If the block becomes too long, it is split into closed blocks and a new open block, which are all clustered from
+        scratch.
 
         Args:
             keys, values: [Hk, T, D], the open block's rows in layout order, then the new rows.
