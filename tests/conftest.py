@@ -28,9 +28,10 @@ def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
             os.environ["TRITON_INTERPRET"] = "1"  # without a GPU kernels are interpreted
 
 
-def pytest_collection() -> None:
+def pytest_collection(session: pytest.Session) -> None:
     """Nothing that is collected or imported meanwhile is garbage: to look for some again and again takes seconds."""
-    gc.disable()
+    if not _hands_out(session.config.option):
+        gc.disable()
 
 
 def pytest_collection_finish() -> None:
