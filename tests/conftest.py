@@ -1,5 +1,6 @@
 """Fixtures of all tests: the embedded model, converted at most once per machine."""
 
+import gc
 import os
 import signal
 import sys
@@ -25,6 +26,17 @@ def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
 
         if not torch.cuda.is_available():
             os.environ["TRITON_INTERPRET"] = "1"  # without a GPU kernels are interpreted
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Nothing that is collected or imported meanwhile is garbage: to look for some again and again takes seconds."""
+    if not _hands_out(session.config.option):
+        gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:

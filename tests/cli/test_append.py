@@ -28,12 +28,24 @@ MORE = "One more line, which the index has to take in.\n"
 TOKENS = 12
 
 
+@pytest.fixture(scope="module")
+def of_multipole(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index of multipole alone, to be copied, never changed."""
+    folder = tmp_path_factory.mktemp("online")
+    shutil.copy(built / "doc.txt", folder)
+    (folder / "model").symlink_to(built / "model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        done = run_here("build-index", "doc.txt", "--model", "model", "--method", "multipole", "--block", "512", "-q")
+    assert done.code == 0, done.stderr
+    return folder / "doc.skv"
+
+
 @pytest.fixture
-def online(place: Path) -> Path:
+def online(of_multipole: Path, place: Path) -> Path:
     """`place` with an index of multipole alone, and `more.txt`."""
     shutil.rmtree("doc.skv")
-    done = run_here("build-index", "doc.txt", "--model", "model", "--method", "multipole", "--block", "512", "-q")
-    assert done.code == 0, done.stderr
+    shutil.copytree(of_multipole, "doc.skv")
     (place / "more.txt").write_text(MORE)
     return place
 

@@ -1,6 +1,7 @@
 """`convert` and `--kv-dtype` as a person uses them: the files of a direct build, what it costs, what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,24 @@ def _content(index: Path) -> dict[str, str]:
     return {str(path.relative_to(index)): hash_bytes(path.read_bytes()) for path in files} | told
 
 
+@pytest.fixture(scope="module")
+def both(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with both indices of `indices`, to be copied, never changed."""
+    folder = tmp_path_factory.mktemp("both")
+    shutil.copy(built / "doc.txt", folder)
+    (folder / "model").symlink_to(built / "model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert run_here(*BUILD, "-o", "exact.skv").code == 0
+        assert run_here(*BUILD, "-o", "direct.skv", "--kv-dtype", "int8").code == 0
+    return folder
+
+
 @pytest.fixture
-def indices(place: Path) -> Path:
+def indices(both: Path, place: Path) -> Path:
     """`place` with an index in exact.skv and one in 8 bits, built directly, in direct.skv."""
-    assert run_here(*BUILD, "-o", "exact.skv").code == 0
-    assert run_here(*BUILD, "-o", "direct.skv", "--kv-dtype", "int8").code == 0
+    for name in ("exact.skv", "direct.skv"):
+        shutil.copytree(both / name, place / name)
     return place
 
 

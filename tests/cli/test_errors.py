@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.command import fails, run_here
-from support.tiny_models import FAMILIES, save_tiny, tiny_tokenizer
+from support.tiny_models import FAMILIES, POSITIONS, save_tiny, tiny_tokenizer
 
 from sparsekv.formats.index.identity import SAMPLES_PER_TENSOR
 from sparsekv.formats.index.manifest import manifest_bytes, read_manifest
@@ -213,7 +213,9 @@ def test_a_residual_without_value_centroids_fails_before_a_model_is_looked_for(p
 
 
 def test_an_answer_that_fills_the_positions_is_told_so(place: Path) -> None:
-    told = run_here("generate", "Why?", "--max-new-tokens", "99999", "--budget", "5%").stderr
+    left = POSITIONS - read_manifest(place / "doc.skv").split.tokens
+    (place / "long.txt").write_text("y" * (left - 100))
+    told = run_here("generate", "--prompt-file", "long.txt", "--max-new-tokens", "99999", "--budget", "5%").stderr
     assert "(the model has no more positions)" in told
 
 

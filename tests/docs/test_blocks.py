@@ -23,7 +23,7 @@ QUESTIONS = "What is an assignment?\nWhat is a target?\n"
 COMPOSED = re.compile(r"[|&;$`*]|<<|2>")
 """Of a line that is more than one plain command."""
 LOOPS = re.compile(r"<<|^\s*(for|while|if|function) ", re.MULTILINE)
-LAYERS = 4  # of the embedded model, of 30
+LAYERS = 2  # of the embedded model, of 30
 ANSWER = "--max-new-tokens 4"
 TYPED = "cat questions.txt"
 """In the place of a person, to whom a chat would talk."""

@@ -32,7 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _small(place: Path, work: Path, *more: str | Path) -> tuple[str | Path, ...]:
     """The command; of options that take one value the last given counts."""
     options = [*SMALL, *more]
-    for name in ("--questions", "--max-new-tokens"):
+    for name in ("--contexts", "--questions", "--max-new-tokens"):
         while options.count(name) > 1:
             del options[options.index(name) : options.index(name) + 2]
     return ("eval", place / "doc.txt", "--model", place / "model", "--work", work, *options)
@@ -166,11 +166,8 @@ def test_questions_of_a_context_can_share_a_step(place: Path, straight: tuple[Pa
 
 
 def test_answers_of_one_token_take_no_step_and_have_no_kv_fraction(place: Path, tmp_path: Path) -> None:
-    one = (
-        *_small(place, tmp_path, "--method", "window", "--budget", "5%", "--max-new-tokens", "1"),
-        "--plot",
-        tmp_path / "x.png",
-    )
+    how = ("--method", "window", "--contexts", "1", "--questions", "1", "--max-new-tokens", "1")
+    one = (*_small(place, tmp_path, *how), "--plot", tmp_path / "x.png")
     rows = _rows(_run(*one, "--json"))
     found = {(row["method"], row["task"]): row["kv_fraction"] for row in rows}
     assert [found[name, "niah-multikey"] for name in ("dense", "oracle", "window")] == [1, None, None]
@@ -181,13 +178,14 @@ def test_answers_of_one_token_take_no_step_and_have_no_kv_fraction(place: Path, 
 
 def test_a_kept_index_of_another_sample_is_not_that_of_these_methods(place: Path, tmp_path: Path) -> None:
     """Methods learn of as many queries as the greediest beside them wants, and an answer's key says of how many."""
-    some = (*TASKS, "--sinks", "4", "--tail", "16", "-q", "--max-new-tokens", "4", "--budget", "5%", "--keep-indices")
+    task = ("--task", "niah-multikey", "--length", "500", "--contexts", "2", "--questions", "1")
+    some = (*task, "--sinks", "4", "--tail", "16", "-q", "--max-new-tokens", "4", "--budget", "5%", "--keep-indices")
     ask = ("eval", place / "doc.txt", "--model", place / "model", "--work", tmp_path, *some, "--method", "codes")
     kept = []
     for beside in ((), ("--method", "multipole"), ("--method", "csattention")):
         _run(*ask, *beside)
         kept.append(len(list((tmp_path / "indices").glob("*.skv"))))
-    assert kept == [4, 4, 8]
+    assert kept == [2, 2, 4]
 
 
 @pytest.mark.slow

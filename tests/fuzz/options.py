@@ -65,7 +65,7 @@ def _draw(random: Random, kind: type, field: Field[Any]) -> Any:
         return not default
     if isinstance(default, int):
         near = [default - 1, default + 1, default // 2, default * 2, default // 8]
-        return random.choice([*near, 0, 1, 2, 3, 4, 8, 16, random.randint(1, 300)])
+        return random.choice([*near, 0, 1, 2, 3, 4, 8, 16, random.randint(1, 60)])
     if isinstance(default, float):
         near = [default, default / 2, default * 2, 1.0 - default]
         return random.choice([*near, 0.0, 0.03, 0.25, 0.5, 0.9, 1.0, 1.5, 2.0, 4.0, round(random.random(), 3)])

@@ -1,39 +1,37 @@
 """Folders that are made under another name: when they appear, and what is left of a process that was killed."""
 
 import errno
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from sparsekv.indexing.append import cannot_write, partial_folder
 
-WRITER = """
-import sys
-from pathlib import Path
-from sparsekv.indexing.append import partial_folder
-with partial_folder(Path(sys.argv[1])) as folder:
-    (folder / "context").mkdir()
-    (folder / "context" / "layer").write_text("half")
-    print(folder, flush=True)
-    sys.stdin.read()
-"""
+
+def _wait_within(folder: Path, told: Connection) -> None:
+    with partial_folder(folder) as unfinished:
+        (unfinished / "context").mkdir()
+        (unfinished / "context" / "layer").write_text("half")
+        told.send(unfinished)
+        told.recv()
 
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[Path]:
     """The partial folder of a process that waits in the middle, and is killed (-9) at the end of the context."""
-    pipe = subprocess.PIPE
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdin=pipe, stdout=pipe, text=True)
-    assert process.stdout is not None
+    fork = multiprocessing.get_context("fork")  # a process that imported anew would take seconds
+    here, there = fork.Pipe()
+    process = fork.Process(target=_wait_within, args=(folder, there), daemon=True)
+    process.start()
     try:
-        yield Path(process.stdout.readline().strip())
+        yield here.recv()
     finally:
         process.kill()
-        process.communicate()
+        process.join()
 
 
 def _write(folder: Path) -> None:

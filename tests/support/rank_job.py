@@ -1,6 +1,8 @@
-"""A program of one rank: builds an index of each family's model, and answers over two indices with each method.
+"""A program of two ranks, each a process: builds an index of each family's model, and answers over two indices with
+each method.
 
-Arguments: the folder, families, methods and what keys and values are stored in. In the folder are the models `FAMILY/`,
+Arguments: families, methods and what keys and values are stored in, then for each rank its current folder, and the
+folder as it finds it. In the folder are the models `FAMILY/`,
 the document and the indices `FAMILY-alone.skv` of one process; `FAMILY-ranks.skv` are built, and the first rank writes
 what was answered to `answers.json`. Each writes what it did of the builds to `deeds-NUMBER.json`, in its own folder.
 """
@@ -10,6 +12,8 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from sparsekv.cli.building.recipe import BuildRecipe, Target, index_by_ranks
 from sparsekv.cli.common.loading import load_for
@@ -90,6 +94,18 @@ def main(folder: Path, families: list[str], methods: list[str], kv_dtype: str) -
         (folder / "answers.json").write_text(json.dumps(found))
 
 
+def _become(number: int, home: str) -> None:
+    """Make this process one of the ranks."""
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
+    os.chdir(home)
+    torch.set_num_threads(1)  # torch renews a pool that went through a fork
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3].split(","), sys.argv[4])
-    os._exit(0)  # as the command ends: threads of gloo's may abort a process that Python clears away
+    families, methods, kv_dtype, *places = sys.argv[1:]
+    second = os.fork()  # rather than to import all of it twice
+    number = 0 if second else 1
+    _become(number, places[2 * number])
+    main(Path(places[2 * number + 1]), families.split(","), methods.split(","), kv_dtype)
+    ended = os.waitstatus_to_exitcode(os.waitpid(second, 0)[1]) if second else 0
+    os._exit(ended)  # as the command ends: threads of gloo's may abort a process that Python clears away

@@ -5,11 +5,19 @@ from typing import Any
 
 import torch
 
+IMPORTS = [
+    "sparsekv.formats.models.load",
+    "sparsekv.kernels.distributed.sum_triton",
+    "transformers.models.llama.modeling_llama",
+]
+"""Made once for all processes, by one that they are forked from: with the environment that it finds, and no threads."""
+
 
 def run_together(does: Callable[..., None], given: Sequence[tuple[Any, ...]], seconds: float) -> None:
     """Call a function in a process for each of some arguments, all at once; fail unless all end well by then."""
-    spawn = torch.multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=does, args=one, daemon=True) for one in given]
+    server = torch.multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(IMPORTS)
+    processes = [server.Process(target=does, args=one, daemon=True) for one in given]
     for one in processes:
         one.start()
     for one in processes:

@@ -81,17 +81,9 @@ def _run_ranks(folder: Path, *arguments: str, apart: bool) -> None:
     meeting = folder / "meeting"
     meeting.mkdir()
     own = environment() | {FOLDER: str(meeting), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    own["PYTHONPATH"] = str(Path(__file__).parents[1])
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-m", rank_job.__name__, "." if apart and number == 0 else str(folder), *arguments],
-            env=own | {"RANK": str(number), "LOCAL_RANK": str(number)},
-            cwd=cwd,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number, cwd in enumerate(_homes(folder))
-    ]
-    for one in both:
-        _, told = one.communicate()
-        assert one.returncode == 0, told
+    own["PYTHONPATH"] = f"{Path(__file__).parents[1]}:{own.get('PYTHONPATH', '')}"
+    first, second = _homes(folder)
+    places = (first, "." if apart else folder, second, folder)
+    command = [sys.executable, "-m", rank_job.__name__, *arguments, *map(str, places)]
+    done = subprocess.run(command, env=own, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0, done.stderr

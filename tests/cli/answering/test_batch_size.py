@@ -4,12 +4,10 @@ import errno
 import fcntl
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.command import run_here, with_options
+from support.command import run_here, start, with_options
 
 ASK = ("generate", "--model", "model", "--max-new-tokens", "5", "-q", "--batch-file", "questions.txt")
 QUESTIONS = ("What is 3 times 3?", "Why?", "", "Which line says that 7 times 7 is 49?", "How many lines are there?")
@@ -88,10 +86,9 @@ def test_what_was_answered_is_not_asked_again() -> None:
 
 
 def test_answers_are_not_redirected_to_the_file_that_they_are_added_to() -> None:
-    command = [sys.executable, "-m", "sparsekv.cli", *ASK, "--json", "--resume", "same.jsonl"]
-    with Path("same.jsonl").open("ab") as file:
-        refused = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, text=True, check=False)
-    assert refused.returncode == 2
+    same = Path("same.jsonl").resolve()
+    refused = start(*ASK, "--json", "--resume", same.name, cwd=same.parent, stdout=str(same)).wait()
+    assert refused.code == 2
     assert "--resume same.jsonl: standard output goes to the same file" in refused.stderr
     assert Path("same.jsonl").read_bytes() == b""
 

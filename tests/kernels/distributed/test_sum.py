@@ -12,6 +12,7 @@ from sparsekv.kernels.distributed.sum_triton import sum_triton
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_each_process_has_the_sum_of_all_parts_sum_after_sum(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # also where there is a GPU, for a CPU's memory
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     memory = [torch.zeros(bytes_shared(ranks), dtype=torch.uint8).share_memory_() for _ in range(ranks)]
     run_together(check_rank, [(number, memory) for number in range(ranks)], 100)
 
