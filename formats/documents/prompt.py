@@ -19,7 +19,7 @@ from sparsekv.formats.documents.document import Document
 from sparsekv.formats.documents.plain_text import EncodedText, Trusted, added_ends, encode_text
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import Border, ChatFrame
-from sparsekv.formats.models.find import first_line
+from sparsekv.formats.models.converted import first_line
 
 _DOCUMENT, _QUESTION = "<<sparsekv document>>", "<<sparsekv question>>"
 

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sparsekv.formats.device import device_reader, map_pages, run_beside
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.formats.models.find import first_line
+from sparsekv.formats.models.converted import first_line
 
 INDEX = "model.safetensors.index.json"
 

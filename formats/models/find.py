@@ -5,17 +5,19 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
+    RemoteEntryNotFoundError,
     RepositoryNotFoundError,
 )
 
 from sparsekv.formats.errors import SparsekvError, UsageError, suggestion
-from sparsekv.formats.models.embedded import EMBEDDED, damaged_files, embedded_path, pull_embedded
+from sparsekv.formats.models.converted import damaged_files, first_line
+from sparsekv.formats.models.embedded import EMBEDDED, embedded_path, pull_embedded
 from sparsekv.formats.user.cache import named_models
 
 # Files needed to load a model. Pickles, and copies of the weights in other formats or in subfolders, are left out.
@@ -34,10 +36,24 @@ def hub_folder(name: str, *, download: bool = True) -> Path:
             copy.
         SparsekvError: the download was interrupted or could not be written.
     """
-    try:
-        return Path(
-            snapshot_download(name, allow_patterns=NEEDED, ignore_patterns=UNNEEDED, local_files_only=not download)
+
+    def get() -> str:
+        return snapshot_download(
+            name, allow_patterns=NEEDED, ignore_patterns=UNNEEDED, local_files_only=not download, dry_run=False
         )
+
+    return _from_hub(name, get, download=download)
+
+
+def hub_gguf(repository: str, file: str, *, download: bool = True) -> Path:
+    """Return the path of a GGUF file on the hub, in the folder of its commit. Arguments and errors as `hub_folder`."""
+    name = f"{repository}:{file}"
+    return _from_hub(name, lambda: hf_hub_download(repository, file, local_files_only=not download), download=download)
+
+
+def _from_hub(name: str, get: Callable[[], str], *, download: bool) -> Path:
+    try:
+        return Path(get())
     except GatedRepoError:
         problem = "asks for access"
         remedy = f"accept its terms at https://huggingface.co/{name} and log in with `hf auth login`"
@@ -46,6 +62,8 @@ def hub_folder(name: str, *, download: bool = True) -> Path:
         remedy = f"check its spelling, log in with `hf auth login` if it is private, or {OWN}"
         if name.startswith((".", "/", "~")):
             problem, remedy = "is no folder that is there", f"check its spelling, or {OWN}"
+    except RemoteEntryNotFoundError:
+        problem, remedy = "has no such file on the Hugging Face hub", "check its spelling"
     except LocalEntryNotFoundError:
         problem = "is no folder here, not in the hub's cache, and the Hugging Face hub cannot be reached"
         remedy = f"check the network and HF_HUB_OFFLINE, give a local folder, or {OWN}"
@@ -60,42 +78,56 @@ def hub_folder(name: str, *, download: bool = True) -> Path:
     raise UsageError(f"model '{name}'{suggestion(name, known)} {problem}; {remedy}")
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first non-empty line of an error's message, cut to 200 characters; without one, the error's class."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    return text if len(text) <= 200 else f"{text[:197]}..."
-
-
 Progress = Callable[[str], None]
 
 
 def find_model(name: str, progress: Progress, *, download: bool = True) -> tuple[Path, str, str | None]:
     """Find a model's folder, full name and revision. Missing files are downloaded unless `download` is False.
 
+    The folder of a GGUF file, of a folder with nothing but one, and of `org/name:FILE.gguf` on the hub is that of its
+    converted model in the cache.
+
     Raises:
-        UsageError: the model does not exist, or the name is that of a file.
+        UsageError: the model does not exist, or the name is that of a file other than a GGUF file that can be read.
         SparsekvError: a download failed, or the folder cannot be read.
     """
     if name == EMBEDDED:
         return pull_embedded(progress), name, None
     path = named_path(name)
+    if name and os.path.isfile(path):
+        if path.suffix.lower() != ".gguf":
+            raise UsageError(
+                f"model '{name}' is a file: name a GGUF file, or a folder with config.json, weights in safetensors "
+                "files and a tokenizer"
+            )
+        return _converted(path, name, progress), str(path.resolve()), None
     if not name or not os.path.exists(path):
+        repository, _, file = name.partition(":")
+        if file.lower().endswith(".gguf"):
+            found = hub_gguf(repository, file, download=download)
+            return _converted(found, name, progress), name, found.parent.name
         folder = hub_folder(name, download=download)
         return folder, name, folder.name
-    if os.path.isfile(path):
-        what = "a GGUF file, which is not read" if path.suffix.lower() == ".gguf" else "a file"
-        raise UsageError(
-            f"model '{name}' is {what}: name a folder with config.json, weights in safetensors files and a tokenizer"
-        )
     if not os.access(path, os.X_OK):
         raise SparsekvError(f"model '{name}' cannot be read: permission denied; allow it, or name another model")
     if not os.path.isfile(path / "config.json"):
+        files = sorted(one for one in path.iterdir() if one.suffix.lower() == ".gguf")
+        if len(files) == 1:
+            return _converted(files[0], name, progress), str(path.resolve()), None
+        if files:
+            raise UsageError(f"model '{name}' holds {len(files)} GGUF files; name one of them, such as {files[0]}")
         raise UsageError(
             f"model '{name}' has no config.json that can be read; name a folder saved with save_pretrained, a hub id, "
-            "or see `sparsekv models list`"
+            "a GGUF file, or see `sparsekv models list`"
         )
     return path, str(path.resolve()), None
+
+
+def _converted(path: Path, name: str, progress: Progress) -> Path:
+    """Return the folder of a GGUF file's converted model."""
+    from sparsekv.formats.models.gguf import gguf_folder  # imported late, because it imports transformers
+
+    return gguf_folder(path, name, progress)
 
 
 def fetch(name: str, progress: Progress = lambda text: None) -> None:

@@ -14,8 +14,9 @@ from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import UsageError, check_choice
 from sparsekv.formats.index.identity import fingerprint_weights, identify_model, identify_tokenizer
 from sparsekv.formats.index.schema import Manifest, ModelIdentity, TokenizerIdentity
-from sparsekv.formats.models.embedded import EMBEDDED, damaged_files, embedded_path, pull_embedded, silent_transformers
-from sparsekv.formats.models.find import Progress, find_model, first_line, hub_folder, local_folder, named_path
+from sparsekv.formats.models.converted import damaged_files, first_line, silent_transformers
+from sparsekv.formats.models.embedded import EMBEDDED, embedded_path, pull_embedded
+from sparsekv.formats.models.find import Progress, find_model, local_folder, named_path
 from sparsekv.formats.models.rope import RopeScaling
 
 if TYPE_CHECKING:  # transformers takes a second to import, which listing models does not need
@@ -151,7 +152,7 @@ def pull(name: str = EMBEDDED, progress: Progress = lambda text: None) -> Path:
         return pull_embedded(progress, full_check=True)
     if name and os.path.isdir(named_path(name)):
         raise UsageError(f"{name} is a folder already; use it with --model {name}")
-    return hub_folder(name)
+    return find_model(name, progress)[0]
 
 
 def load_model(

@@ -18,7 +18,7 @@ from sparsekv.formats.index.manifest import (
     top_logits,
 )
 from sparsekv.formats.index.schema import CanaryToken, Manifest, Probe
-from sparsekv.formats.models.find import first_line
+from sparsekv.formats.models.converted import first_line
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.indexing.capture.capture import Capture, ContextLayer, capture
 from sparsekv.indexing.prefill.interface import DensePrefill

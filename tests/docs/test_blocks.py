@@ -15,7 +15,8 @@ from support.command import Outcome, run_here, shell
 from support.doc_pages import SHELL, WRITTEN, Block, blocks, name
 from support.python_help import DOCUMENT
 
-from sparsekv.formats.models.embedded import EMBEDDED, SUMS, _seal
+from sparsekv.formats.models.converted import SUMS, seal
+from sparsekv.formats.models.embedded import EMBEDDED
 
 TEXTS = ("manual", "doc", "book", "report", "more", "chapter2")
 CHARACTERS = 1600  # of a text: some 400 tokens
@@ -50,7 +51,7 @@ def short_model(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory)
         kept = [one for one in names if int((re.findall(r"layers\.(\d+)\.", one) or [0])[0]) < LAYERS]
         save_file({one: file.get_tensor(one) for one in kept}, folder / "model.safetensors", {"format": "pt"})
     (folder / SUMS).unlink()
-    _seal(folder)
+    seal(folder)
     return cache
 
 

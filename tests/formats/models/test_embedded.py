@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.formats.models.embedded import EMBEDDED, damaged_files, embedded_path, pull_embedded
+from sparsekv.formats.models.converted import damaged_files
+from sparsekv.formats.models.embedded import EMBEDDED, embedded_path, pull_embedded
 from sparsekv.formats.models.load import LoadedModel, known_models
 
 PULL = "from sparsekv.formats.models.embedded import pull_embedded; print(pull_embedded())"

@@ -1,0 +1,98 @@
+"""A converted model's folder in the cache: its files have checksums, which tell whether it is whole."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from logging import CRITICAL
+from pathlib import Path
+
+from sparsekv.formats.checksums import hash_file
+from sparsekv.formats.index.folder import sync_path
+from sparsekv.formats.user.cache import read_small, replace_small
+
+SUMS = "sha256.json"
+
+
+def damaged_files(folder: Path, *, full: bool) -> list[str]:
+    """List the files in a converted model's folder that are missing or changed.
+
+    Args:
+        full: recompute the sha256 of every file. Otherwise only files with a new modification time are hashed.
+    """
+    try:
+        sums = _read_sums(folder)
+        damaged = [name for name, entry in sums.items() if not _is_whole(folder / name, entry, full)]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return [SUMS]
+    return damaged if sums else [SUMS]
+
+
+def _read_sums(folder: Path) -> dict[str, dict[str, str | int]]:
+    sums: dict[str, dict[str, str | int]] = json.loads(read_small(folder / SUMS) or "{}")
+    return sums
+
+
+def _is_whole(path: Path, entry: dict[str, str | int], full: bool) -> bool:
+    if not path.is_file() or path.stat().st_size != entry["bytes"]:
+        return False
+    as_sealed = not full and path.stat().st_mtime_ns == entry.get("mtime_ns")
+    return as_sealed or hash_file(path) == entry["sha256"]
+
+
+def note_times(folder: Path) -> None:
+    """Store the files' modification times, so that unchanged files are not hashed again; errors are ignored."""
+    sums = _read_sums(folder)
+    with contextlib.suppress(OSError):  # another process may be replacing the folder
+        noted = {name: {**entry, "mtime_ns": (folder / name).stat().st_mtime_ns} for name, entry in sums.items()}
+        if noted != sums:
+            replace_small(folder / SUMS, json.dumps(noted, indent=2) + "\n")
+
+
+def clear(path: Path) -> None:
+    # rmtree opens the path, which would block on a named pipe.
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def seal(folder: Path) -> None:
+    """Write the checksums of all files, and flush all files to disk."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in files:
+        path.chmod(0o644)
+    sums = {
+        str(path.relative_to(folder)): {
+            "bytes": path.stat().st_size,
+            "mtime_ns": path.stat().st_mtime_ns,
+            "sha256": hash_file(path),
+        }
+        for path in files
+    }
+    (folder / SUMS).write_text(json.dumps(sums, indent=2) + "\n")
+    for path in [*files, folder / SUMS, folder]:
+        sync_path(path)
+
+
+@contextlib.contextmanager
+def silent_transformers() -> Iterator[None]:
+    """Hide transformers' warnings and progress bars within the context. Errors are still raised."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first non-empty line of an error's message, cut to 200 characters; without one, the error's class."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."

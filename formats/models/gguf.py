@@ -1,0 +1,295 @@
+"""Read GGUF files: each is converted once to a folder in the cache, with weights in float32 and its own tokenizer."""
+
+import contextlib
+import io
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from gguf import GGUFReader
+from safetensors import SafetensorError
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from sparsekv.formats.checksums import hash_file
+from sparsekv.formats.errors import SparsekvError, UsageError, reason_of
+from sparsekv.formats.index.folder import sync_path
+from sparsekv.formats.models.converted import clear, damaged_files, first_line, note_times, seal, silent_transformers
+from sparsekv.formats.user.cache import cache_root, read_small, replace_small
+
+CONTROL, USER_DEFINED = 3, 4
+"""Token types in GGUF: of special tokens, and of added tokens that are plain text."""
+
+BY_DIGIT = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
+AS_GPT2 = ("gpt-2", "phi-2", "olmo", "mpt")
+AS_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3")
+AS_QWEN2 = ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan")
+"""Names of pre-tokenizers in GGUF, as llama.cpp writes them, grouped by how they split text before its byte pairs are
+merged."""
+
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+"""How Llama 3 and Qwen 2 split text; they differ in how many digits stay together."""
+
+UNREADABLE = (OSError, LookupError, TypeError, ValueError, RuntimeError, ImportError, AttributeError, SafetensorError)
+
+
+def gguf_folder(path: Path, name: str, progress: Callable[[str], None]) -> Path:
+    """Return the folder of a GGUF file's converted model. The file is converted first if the cache lacks it.
+
+    Several processes may call this at the same time: one of them converts the file, and the others wait for it.
+
+    Args:
+        name: the model's name as the user gave it, for errors.
+        progress: called with one line before a conversion.
+
+    Raises:
+        UsageError: the file is no GGUF file, or holds what cannot be converted rightly.
+        SparsekvError: disk space or permission is missing.
+    """
+    folder = cache_root() / "models" / "gguf" / f"{path.stem}-{_checksum(path, name)[:16]}"
+    if not damaged_files(folder, full=False):
+        note_times(folder)
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f"{folder.name}.lock")):
+            if damaged_files(folder, full=False):
+                _make(path, name, folder, progress)
+    except OSError as error:
+        raise SparsekvError(
+            f"cannot write the model's cache {folder.parent}: {reason_of(error)}; make room or permission there, "
+            "or set SPARSEKV_CACHE to another folder"
+        ) from None
+    return folder
+
+
+def _checksum(path: Path, name: str) -> str:
+    """Return the file's sha256. It is computed again only for a file with another size or modification time."""
+    known = cache_root() / "models" / "gguf" / "checksums.json"
+    try:
+        found, key = path.stat(), str(path.resolve())
+        state = [found.st_size, found.st_mtime_ns]
+        with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError, RecursionError):
+            *before, checksum = json.loads(read_small(known) or "{}")[key]
+            if before == state and isinstance(checksum, str):
+                return checksum
+        checksum = hash_file(path)
+    except OSError as error:
+        raise SparsekvError(f"model '{name}' cannot be read: {reason_of(error)}; allow it, or name another") from None
+    stored: Any = {}
+    with contextlib.suppress(ValueError, RecursionError):
+        stored = json.loads(read_small(known) or "{}")
+    replace_small(known, json.dumps((stored if isinstance(stored, dict) else {}) | {key: [*state, checksum]}))
+    return checksum
+
+
+def _make(path: Path, name: str, folder: Path, progress: Callable[[str], None]) -> None:
+    """Convert the file and move the result to `folder`. The caller must hold the lock."""
+    with _read_errors(name):
+        reader = GGUFReader(path)
+        bytes_needed = 4 * sum(int(tensor.n_elements) for tensor in reader.tensors)
+    free = shutil.disk_usage(folder.parent).free
+    if free < bytes_needed:
+        raise SparsekvError(
+            f"no room for model '{name}' in {folder.parent}: {bytes_needed >> 20} MiB needed, {free >> 20} MiB free; "
+            "make room or set SPARSEKV_CACHE to another folder"
+        )
+    progress(f"converting {path.name} into {folder} ({bytes_needed >> 20} MiB in float32, once)")
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    clear(unfinished)  # a process that was killed may have left this folder
+    try:
+        with _read_errors(name):
+            convert(path, unfinished, reader)
+        seal(unfinished)
+        clear(folder)
+        unfinished.rename(folder)
+        sync_path(folder.parent)
+    finally:
+        clear(unfinished)
+
+
+@contextlib.contextmanager
+def _read_errors(name: str) -> Iterator[None]:
+    """Within the context, errors of reading a GGUF file become a UsageError."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"model '{name}' {error}") from None
+    except MemoryError:
+        raise SparsekvError(f"not enough memory to convert model '{name}'; free some, or use a smaller model") from None
+    except UNREADABLE as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise UsageError(
+            f"model '{name}' cannot be read as a GGUF file: {first_line(error)}; name a whole one, of an architecture "
+            "that transformers reads"
+        ) from None
+
+
+def convert(path: Path, folder: Path, reader: GGUFReader | None = None) -> None:
+    """Save a GGUF file's model to a folder, with weights dequantised to float32, its tokenizer and its ending tokens.
+
+    Allocates the weights twice.
+
+    Raises:
+        UsageError: the file holds what transformers' reader leaves out, or its tokenizer is not known.
+    """
+    reader = reader or GGUFReader(path)
+    if int(_one(reader, "split.count", 1)) > 1:
+        raise UsageError("is one of several parts of a GGUF file; join them with llama-gguf-split --merge")
+    tokenizer = build_tokenizer(path, reader)
+    # The GGUF reader prints a progress bar that no setting turns off.
+    with silent_transformers(), contextlib.redirect_stderr(io.StringIO()):
+        read: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        check_config(reader, read.config)
+        settings = read.config.to_dict()
+        # The quantised model cannot be saved, and its config would make transformers load the GGUF file again.
+        for one in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+            settings.pop(one, None)
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(read.config)]
+        model = kind(type(read.config)(**settings))
+        model.load_state_dict(read.state_dict())
+        ends = [_one(reader, f"tokenizer.ggml.{kind}_token_id", None) for kind in ("bos", "eos", "padding", "eot")]
+        bos, eos, pad, turn = (None if one is None else int(one) for one in ends)
+        both = sorted({one for one in (eos, turn) if one is not None})
+        model.generation_config = GenerationConfig(
+            bos_token_id=bos, eos_token_id=both[0] if len(both) == 1 else both or None, pad_token_id=pad
+        )
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+CHECKED = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "context_length": "max_position_embeddings",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "expert_count": "num_local_experts",
+}
+"""Keys of an architecture in GGUF that determine its attention, and their names in transformers' configs."""
+
+
+def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
+    """Raise UsageError if a config lacks something of the GGUF file that changes the model's attention.
+
+    transformers' reader ignores keys that it does not know.
+    """
+    kind = str(_one(reader, "general.architecture", ""))
+    for key, known in CHECKED.items():
+        wanted = _one(reader, f"{kind}.{key}", None)
+        found = getattr(config, known, getattr(config, "num_experts", None) if known == "num_local_experts" else None)
+        if key == "attention.key_length" and found is None:
+            found = config.hidden_size // config.num_attention_heads
+        if wanted is not None and (found is None or abs(float(found) - float(wanted)) > 1e-6 * abs(float(wanted))):
+            raise UsageError(
+                f"has {kind}.{key} = {wanted}, which transformers reads as {found}; use the model's original"
+            )
+    rope = getattr(config, "rope_parameters", None) or {}
+    base, scaling = _one(reader, f"{kind}.rope.freq_base", None), str(_one(reader, f"{kind}.rope.scaling.type", "none"))
+    theta = rope.get("rope_theta", getattr(config, "rope_theta", None))
+    if base is not None and theta is not None and abs(float(theta) - float(base)) > 1e-3 * abs(float(base)):
+        raise UsageError(f"has {kind}.rope.freq_base = {base}, which transformers reads as {theta}; use the original")
+    factors = any(tensor.name.startswith("rope_f") for tensor in reader.tensors)
+    if (factors or scaling != "none") and rope.get("rope_type", "default") == "default":
+        raise UsageError(
+            "scales its positions (RoPE), which transformers' reader of GGUF files leaves out; use the model's original"
+        )
+
+
+def build_tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerBase:
+    """Build the tokenizer of a GGUF file, with its special tokens and chat template.
+
+    Byte-level BPE is built here. transformers' own conversion does not split numbers as every family does, and its
+    special tokens change between releases. An index is bound to its tokenizer, so it has to be the same everywhere.
+
+    Raises:
+        UsageError: the file has no tokenizer, or splits text in a way that is not known.
+    """
+    kind, template = _one(reader, "tokenizer.ggml.model", None), _one(reader, "tokenizer.chat_template", None)
+    if kind == "llama":  # SentencePiece, in which nothing is split before
+        with silent_transformers(), contextlib.redirect_stderr(io.StringIO()):
+            found: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        found.chat_template = found.chat_template or template
+        sentencepiece: PreTrainedTokenizerBase = found
+        return sentencepiece
+    if kind != "gpt2":
+        raise UsageError(f"has a tokenizer of kind {kind}, which is not read; use the model's original")
+    tokens, pre = _strings(reader, "tokens"), str(_one(reader, "tokenizer.ggml.pre", ""))
+    merges = [(left, right) for left, right in (merge.split(" ") for merge in _strings(reader, "merges"))]
+    model = BPE({token: number for number, token in enumerate(tokens)}, merges, ignore_merges=pre in AS_LLAMA3)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
+    if pre in AS_QWEN2:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    types = _numbers(reader, "tokenizer.ggml.token_type")
+    added = [(one, kind) for one, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED)]
+    tokenizer.add_special_tokens(
+        [AddedToken(one, special=True, normalized=False) for one, kind in added if kind == CONTROL]
+    )
+    tokenizer.add_tokens([AddedToken(one, special=False, normalized=False) for one, kind in added if kind != CONTROL])
+    names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+    numbers = {short: _one(reader, f"tokenizer.ggml.{long}_token_id", None) for short, long in names.items()}
+    named = {f"{short}_token": tokens[int(number)] for short, number in numbers.items() if number is not None}
+    if "bos_token" in named and _one(reader, "tokenizer.ggml.add_bos_token", pre in AS_LLAMA3):
+        first = named["bos_token"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{first} $A", pair=f"{first} $A {first} $B", special_tokens=[(first, int(numbers["bos"]))]
+        )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **named)
+    fast.chat_template = template
+    return fast
+
+
+def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
+    """Return how text is split before its byte pairs are merged, by its name in GGUF."""
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pre in AS_GPT2:
+        return whole
+    if pre in BY_DIGIT:
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), whole])
+    if pre not in (*AS_LLAMA3, *AS_QWEN2):
+        raise UsageError(f"splits text before merging it as '{pre}', which is not known; use the model's original")
+    pattern = Regex(WORDS.format(numbers=r"\p{N}{1,3}" if pre in AS_LLAMA3 else r"\p{N}"))
+    split = pre_tokenizers.Split(pattern, "isolated", invert=False)
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _one(reader: GGUFReader, name: str, default: Any) -> Any:
+    """Return a key's value; the default if the file lacks it. An array's value is its largest number."""
+    field = reader.fields.get(name)
+    if field is None:
+        return default
+    value = field.contents()
+    return max(value) if isinstance(value, list) and value else value
+
+
+def _strings(reader: GGUFReader, name: str) -> list[str]:
+    field = reader.fields[f"tokenizer.ggml.{name}"]
+    return [bytes(field.parts[part]).decode() for part in field.data]
+
+
+def _numbers(reader: GGUFReader, name: str) -> list[int]:
+    field = reader.fields[name]
+    return [int(field.parts[part][0]) for part in field.data]
