@@ -175,7 +175,7 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="A name of `sparsekv models list`, a Hugging Face id or a local folder.",
+        help="A name of `sparsekv models list`, a Hugging Face id, a local folder or a GGUF file.",
         callback=check_model,
         envvar="SPARSEKV_MODEL",
         autocompletion=_embedded,

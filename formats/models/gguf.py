@@ -36,7 +36,7 @@ CONTROL, USER_DEFINED = 3, 4
 BY_DIGIT = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 AS_GPT2 = ("gpt-2", "phi-2", "olmo", "mpt")
 AS_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3")
-AS_QWEN2 = ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan")
+AS_QWEN2 = ("qwen2", "deepseek-r1-qwen", "stablelm2")
 """Names of pre-tokenizers in GGUF, as llama.cpp writes them, grouped by how they split text before its byte pairs are
 merged."""
 
@@ -240,7 +240,7 @@ def build_tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerBase:
     model = BPE({token: number for number, token in enumerate(tokens)}, merges, ignore_merges=pre in AS_LLAMA3)
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = _pre_tokenizer(pre)
-    if pre in AS_QWEN2:
+    if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     types = _numbers(reader, "tokenizer.ggml.token_type")

@@ -101,7 +101,8 @@ def test_an_unknown_model_is_named_with_the_way_out(hub_cache: Path, name: str) 
 
 
 @pytest.mark.parametrize(
-    ("file", "told"), [("m.gguf", "is a GGUF file, which is not read: name a folder"), ("m.bin", "is a file: name a")]
+    ("file", "told"),
+    [("m.gguf", "cannot be read as a GGUF file"), ("m.bin", "is a file: name a GGUF file, or a folder")],
 )
 def test_a_file_is_no_model_and_is_not_said_to_lack_permission(file: str, told: str, tmp_path: Path) -> None:
     (tmp_path / file).write_bytes(b"GGUF")

@@ -1,0 +1,167 @@
+"""Models in GGUF files: their weights, tokenizer and answers are those that the file has, or they are refused."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.command import run_here
+from support.tiny_gguf import END, SPECIAL_TOKENS, TOKENS, tiny_qwen2, torch_equal, write_gguf
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM
+
+from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.models.converted import damaged_files
+from sparsekv.formats.models.find import find_model
+from sparsekv.formats.models.gguf import _pre_tokenizer
+from sparsekv.formats.models.load import load_model, load_tokenizer, pull
+
+TEXT = "The thesis: 12 things, 345 more, and what they're for.\n\n  def f(x):\n\treturn x ** 2\n" * 12
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEKV_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "tiny.gguf", tiny_qwen2())
+
+
+def _by_transformers(file: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+
+
+def test_weights_and_answers_are_transformers_own_of_the_same_file(file: Path) -> None:
+    (file.parent / "doc.txt").write_text(TEXT)
+    built = run_here("build-index", "doc.txt", "--model", "tiny.gguf", "-o", "doc.skv", "--method", "codes", "-q")
+    assert built.code == 0, built.stderr
+    plain, tokenizer = _by_transformers(file), load_tokenizer("tiny.gguf")
+    assert torch_equal(load_model("tiny.gguf").model, plain)
+    answer = json.loads(
+        run_here(
+            "generate", "-i", "doc.skv", "Why?", "--method", "dense", "--max-new-tokens", "8", "--json", "-q"
+        ).stdout
+    )
+    messages = [{"role": "user", "content": f"{TEXT}\n\nWhy?"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    output = plain.generate(**prompt, max_new_tokens=8, do_sample=False, eos_token_id=END, pad_token_id=0)
+    expected = output[0, prompt["input_ids"].shape[1] :]
+    assert answer["text"] == tokenizer.decode(expected, skip_special_tokens=True)
+    assert answer["generated_tokens"] == len(expected)
+
+
+def test_a_file_is_converted_once_and_again_when_it_has_changed(file: Path) -> None:
+    told: list[str] = []
+    folder, name, revision = find_model("tiny.gguf", told.append)
+    assert (name, revision) == (str(file.resolve()), None)
+    assert [one.split(" into ")[0] for one in told] == ["converting tiny.gguf"]
+    assert damaged_files(folder, full=True) == []
+    assert find_model(str(file), told.append)[0] == folder
+    os.utime(file, ns=(1, 1))  # touched, and the same
+    assert find_model(str(file), told.append)[0] == folder
+    assert len(told) == 1
+    (folder / "config.json").write_text("{}")
+    assert find_model(str(file), told.append)[0] == folder
+    assert damaged_files(folder, full=True) == []
+    assert len(told) == 2
+    write_gguf(file, tiny_qwen2(), **{"tokenizer.chat_template": "{{ messages[0]['content'] }}"})
+    assert find_model(str(file), told.append)[0] != folder
+    assert load_tokenizer("tiny.gguf").chat_template == "{{ messages[0]['content'] }}"
+
+
+def test_a_folder_with_one_gguf_file_is_that_file(file: Path) -> None:
+    assert find_model(".", print)[0] == find_model("tiny.gguf", print)[0]
+    write_gguf(file.with_name("other.gguf"), tiny_qwen2())
+    with pytest.raises(UsageError, match=r"model '\.' holds 2 GGUF files; name one of them, such as other.gguf"):
+        find_model(".", print)
+
+
+def test_an_index_names_its_file_and_is_opened_without_it_being_named(file: Path) -> None:
+    (file.parent / "doc.txt").write_text(TEXT)
+    assert run_here("build-index", "doc.txt", "--model", "tiny.gguf", "-o", "doc.skv", "-q").code == 0
+    assert run_here("generate", "-i", "doc.skv", "Why?", "--max-new-tokens", "2", "-q").code == 0
+    file.unlink()
+    gone = run_here("generate", "-i", "doc.skv", "Why?", "--max-new-tokens", "2", "-q")
+    assert gone.code == 1
+    assert "no such folder is here; add --model PATH" in gone.error()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"pre": "mine"}, "splits text before merging it as 'mine', which is not known"),
+        ({"tokenizer.ggml.model": "rwkv"}, "has a tokenizer of kind rwkv, which is not read"),
+        ({"tokenizer.ggml.model": None}, "has a tokenizer of kind None, which is not read"),
+        ({"split.count": 3}, "is one of several parts of a GGUF file; join them"),
+        ({"qwen2.rope.scaling.type": "yarn"}, r"scales its positions \(RoPE\), which transformers' reader"),
+        ({"qwen2.attention.sliding_window": 7}, "has qwen2.attention.sliding_window = 7, which transformers reads as"),
+        ({"qwen2.attention.key_length": 24}, "has qwen2.attention.key_length = 24, which transformers reads as 16"),
+        ({"general.architecture": "mine"}, "cannot be read as a GGUF file: "),
+    ],
+)
+def test_what_would_be_read_wrongly_is_refused(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "odd.gguf", tiny_qwen2(), **changes)
+    with pytest.raises(UsageError, match=f"^model 'odd.gguf' {told}") as error:
+        find_model("odd.gguf", print)
+    assert "\n" not in str(error.value)
+    assert [one.suffix for one in (tmp_path / "cache" / "models" / "gguf").iterdir() if one.is_dir()] == []
+    assert file.exists()
+
+
+@pytest.mark.parametrize("kept", [0, 3, 40, 4000], ids=["empty", "magic", "header", "cut"])
+def test_a_file_that_is_cut_off_is_refused(kept: int, file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(UsageError, match=r"^model 'tiny.gguf' cannot be read as a GGUF file: ") as error:
+        load_model("tiny.gguf")
+    assert "\n" not in str(error.value)
+
+
+def test_a_disk_without_room_is_told_before_a_byte_is_written(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1 << 10})())
+    with pytest.raises(SparsekvError, match=r"no room for model 'tiny.gguf' in .*/gguf: 0 MiB needed, 0 MiB free"):
+        find_model("tiny.gguf", print)
+
+
+def test_pull_converts_a_file_too(file: Path) -> None:
+    assert damaged_files(pull(str(file)), full=True) == []
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["I", "'ll", " pay", " 12345", ",", " they", "'", "RE", " in", "\n\n  ", " x"]),
+        (
+            "smollm",
+            ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", ",", " they", "'", "RE", " in", "\n\n  ", " x"],
+        ),
+        ("llama-bpe", ["I", "'ll", " pay", " ", "123", "45", ",", " they", "'RE", " in", "\n\n", "  ", " x"]),
+        ("qwen2", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", ",", " they", "'RE", " in", "\n\n", "  ", " x"]),
+    ],
+)
+def test_text_is_split_as_the_families_split_it(pre: str, pieces: list[str]) -> None:
+    """Written by hand from the patterns of their own tokenizers."""
+    letters = {byte: letter for letter, byte in zip(*_alphabet(), strict=True)}
+    found = [piece for piece, _ in _pre_tokenizer(pre).pre_tokenize_str("I'll pay 12345, they'RE in\n\n   x")]
+    assert found == ["".join(letters[byte] for byte in piece.encode()) for piece in pieces]
+
+
+def _alphabet() -> tuple[list[str], list[int]]:
+    """The letters that stand for bytes in byte-level BPE (GPT-2), and the bytes."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    letters = [*map(chr, shown), *(chr(256 + number) for number in range(len(hidden)))]
+    assert sorted(letters) == sorted(pre_tokenizers.ByteLevel.alphabet())
+    return letters, shown + hidden
+
+
+def test_special_tokens_are_tokens_and_text_comes_back(file: Path) -> None:
+    tokenizer = load_tokenizer("tiny.gguf")
+    ids = tokenizer(f"the 12{SPECIAL_TOKENS[1]}the").input_ids
+    assert [TOKENS[one] for one in ids].count(SPECIAL_TOKENS[1]) == 1
+    assert tokenizer.decode(tokenizer(TEXT).input_ids) == TEXT
+    assert tokenizer.eos_token == SPECIAL_TOKENS[2]
