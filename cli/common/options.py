@@ -113,20 +113,21 @@ def _values_of(option: str, args: Iterable[str]) -> Iterable[str]:
         before = arg
 
 
+def refuse_impossible_name(path: Path, option: str) -> None:
+    """Raise UsageError if the path is a folder, its folder is missing, or its name is too long."""
+    if not os.path.isdir(path.absolute().parent):
+        raise UsageError(f"{option} {path}: its folder does not exist; make it first")
+    if os.path.isdir(path):
+        raise UsageError(f"{option} {path} is a folder; give the name of a file in it")
+    if len(os.fsencode(path.name)) > os.pathconf(path.absolute().parent, "PC_NAME_MAX"):
+        raise UsageError(f"{option} {path}: the name is too long; give a shorter one")
+
+
 def refuse_unwritable_plot(plot: Path | None) -> None:
     """Raise UsageError if a plot cannot be written: its folder is missing, or its file name or ending is not valid."""
     if plot is None:
         return
-    if not os.path.isdir(plot.absolute().parent):
-        raise UsageError(f"--plot {plot}: its folder does not exist; make it first")
-    if os.path.isdir(plot):
-        raise UsageError(f"--plot {plot} is a folder; give the name of a file in it")
-    if len(os.fsencode(plot.name)) > os.pathconf(plot.absolute().parent, "PC_NAME_MAX"):
-        raise UsageError(f"--plot {plot}: the name is too long; give a shorter one")
-    _refuse_unknown_ending(plot)
-
-
-def _refuse_unknown_ending(plot: Path) -> None:
+    refuse_impossible_name(plot, "--plot")
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = FigureCanvasBase.filetypes
