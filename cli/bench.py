@@ -13,16 +13,7 @@ from sparsekv.cli.benchmarking.output import mixture_indexers, print_rows
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
-from sparsekv.cli.common.options import (
-    CsvOption,
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    QuietOption,
-    names_of,
-    refuse_two_formats,
-    refuse_unwritable_plot,
-)
+from sparsekv.cli.common.options import FormatOptions, RunOptions, names_of, refuse_unwritable_plot
 from sparsekv.cli.common.process import resume_collector
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.device import choose_device
@@ -80,8 +71,7 @@ class BenchOptions:
             "layers run in between.",
         ),
     ] = False
-    as_json: JsonOption = False
-    as_csv: CsvOption = False
+    format: FormatOptions
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -89,9 +79,7 @@ class BenchOptions:
             help="Plot speed-up against context, with --shared against questions, and time against bytes.",
         ),
     ] = None
-    device: DeviceOption = "auto"
-    dtype: DtypeOption = "auto"
-    quiet: QuietOption = False
+    run: RunOptions
     parameters: dict[str, Any]
 
 
@@ -125,14 +113,14 @@ def bench(options: BenchOptions) -> None:
     sparsekv bench --shared --batch 1 --batch 16 --index manual.skv --method codes --budget 5% --budget 1%
     sparsekv bench --method squeezed --variants --index manual.skv --layer 12 --json > steps.json
     """
-    refuse_two_formats(as_json=options.as_json, as_csv=options.as_csv)
+    options.format.check()
     refuse_unwritable_plot(options.plot)
-    where = choose_device(options.device)
+    where = choose_device(options.run.device)
     resume_collector()
     runs = check_runs(RUNS[where.type] if options.runs is None else options.runs)
     timer = _timer(options, where)
-    note_small_budgets(timer.budgets, quiet=options.quiet)
-    note(f"timing {', '.join(timer.methods)}", quiet=options.quiet)
+    note_small_budgets(timer.budgets, quiet=options.run.quiet)
+    note(f"timing {', '.join(timer.methods)}", quiet=options.run.quiet)
     timed = timer.run(clock_for(where, runs, cold=not options.warm))
     about = _about(options, timer, timed, where)
     if options.plot is not None:
@@ -140,8 +128,8 @@ def bench(options: BenchOptions) -> None:
 
         title = f"A decode step of one layer, {about['machine']}"
         plot_steps(timed.rows, timed.copy_bandwidth, title, options.plot, shared=options.steps.shared)
-        note(f"plot: {options.plot}", quiet=options.quiet)
-    print_rows(timed.rows, about, as_json=options.as_json, as_csv=options.as_csv)
+        note(f"plot: {options.plot}", quiet=options.run.quiet)
+    print_rows(timed.rows, about, as_json=options.format.as_json, as_csv=options.format.as_csv)
     if timed.refused:
         raise SparsekvError("; ".join(timed.refused))
 
@@ -153,7 +141,7 @@ def _timer(options: BenchOptions, where: torch.device) -> Timer:
         UsageError: a method or budget does not exist, or no chosen method reads an option.
     """
     parameters, budgets = options.parameters, Budget.parse_each(options.steps.budget or DEFAULT_BUDGETS)
-    check_dtype(options.dtype)
+    check_dtype(options.run.dtype)
     source = _source(options, where)
     chosen, built = {name: methods()[name] for name in source.methods(options.method or [])}, {}
     if isinstance(source, Mixtures):
@@ -164,11 +152,11 @@ def _timer(options: BenchOptions, where: torch.device) -> Timer:
     # Wrong parameters are refused here, before anything is measured.
     for one in chosen.values():
         forms(one, None)
-    return Timer(source, chosen, built, forms, budgets, partial(note, quiet=options.quiet))
+    return Timer(source, chosen, built, forms, budgets, partial(note, quiet=options.run.quiet))
 
 
 def _source(options: BenchOptions, where: torch.device) -> Source:
-    wanted = options.steps.wanted(options.context, options.dtype)
+    wanted = options.steps.wanted(options.context, options.run.dtype)
     wanted = replace(wanted, heads=options.heads, kv_heads=options.kv_heads, head_dim=options.head_dim)
     if options.index is not None:
         return StoredLayerSource(open_artifact(options.index, thorough=True), options.layer, wanted, where)

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Annotated, Any
@@ -229,10 +230,25 @@ ChunkSizeOption = Annotated[
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no notes.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, with unrounded numbers.")]
-CsvOption = Annotated[bool, typer.Option("--csv", help="Print CSV.")]
 
 
-def refuse_two_formats(*, as_json: bool, as_csv: bool) -> None:
-    """Raise UsageError if both --json and --csv are given."""
-    if as_json and as_csv:
-        raise UsageError("--json and --csv exclude each other: choose one")
+@dataclass(frozen=True, kw_only=True)
+class FormatOptions:
+    """Options for the format in which a command prints its result; without them it prints tables."""
+
+    as_json: JsonOption = False
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False
+
+    def check(self) -> None:
+        """Raise UsageError if both --json and --csv are given."""
+        if self.as_json and self.as_csv:
+            raise UsageError("--json and --csv exclude each other: choose one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options for the device and the dtype in which a command computes, and for its notes."""
+
+    device: DeviceOption = "auto"
+    dtype: DtypeOption = "auto"
+    quiet: QuietOption = False
