@@ -18,13 +18,12 @@ from sparsekv.cli.common.process import resume_collector
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.formats.models.load import check_dtype
 from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.runtime.benchmark.clock import clock_for
-from sparsekv.runtime.benchmark.layer_timer import Timed, Timer, check_runs, configured, machine
+from sparsekv.runtime.benchmark.layer_timer import Forms, Timed, Timer, check_runs, configured, machine
 from sparsekv.runtime.benchmark.sources import DEFAULT_METHODS, Mixtures, Source, StoredLayerSource
-from sparsekv.runtime.selection.interface import Budget, Method
+from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import methods, refuse_unused
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -148,7 +147,9 @@ def _timer(options: BenchOptions, where: torch.device) -> Timer:
         built = mixture_indexers(list(chosen), parameters, options.steps.seed, source.head_dim)
     building: dict[str, type] = {f"the index of {name}": type(one.parameters) for name, one in built.items()}
     refuse_unused(building if options.variants else chosen | building, parameters)
-    forms = _variants if options.variants else partial(configured, parameters)
+    forms: Forms = (
+        (lambda method, record: dict(method.variants(record))) if options.variants else partial(configured, parameters)
+    )
     # Wrong parameters are refused here, before anything is measured.
     for one in chosen.values():
         forms(one, None)
@@ -178,7 +179,3 @@ def _about(options: BenchOptions, timer: Timer, timed: Timed, where: torch.devic
         "indices": {name: asdict(one.parameters) for name, one in timer.built.items()},
         "refused": timed.refused,
     }
-
-
-def _variants(method: type[Method], record: MethodRecord | None) -> dict[str, Method]:
-    return dict(method.variants(record))

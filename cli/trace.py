@@ -114,7 +114,7 @@ def trace(options: TraceOptions) -> None:
 def _traced(options: TraceOptions, traced: "TracedIndex", question: torch.Tensor) -> "tuple[Answer, dict[str, Any]]":
     """Return the answer to a question [Q] and its trace. The answer streams to stdout unless --json is given."""
     stream, quiet = AnswerStream(), options.run.quiet or (not options.as_json and answer_may_meet_notes())
-    on_text = _discard if options.as_json else stream.add
+    on_text = (lambda text: None) if options.as_json else stream.add
     with stream.ending_lines():
         with waiting("tracing", quiet=quiet):
             found = traced.trace(question, options.max_new_tokens, on_text, truth=options.truth)
@@ -129,7 +129,3 @@ def _show(options: TraceOptions, document: dict[str, Any]) -> None:
     printed = say_json(document) if options.as_json else None
     told = describe_size(document, printed if size is None else size)
     note(told if options.output is None else f"{options.output}: {told}", quiet=options.run.quiet)
-
-
-def _discard(text: str) -> None:
-    pass

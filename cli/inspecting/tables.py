@@ -193,7 +193,7 @@ def _lists(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-TABLES = {
+TABLES: dict[str, Callable[[Rows], Table]] = {
     "blocks": _blocks,
     "layers": cluster_summary,
     "biggest": partial(_clusters, "biggest"),

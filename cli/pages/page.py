@@ -90,11 +90,12 @@ def page_html(page: Page) -> str:
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; "
         "form-action 'none'"
     )
+    title = escape(printable(" ".join(page.title.split())))
     return (
         f'{START}<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<meta name="referrer" content="no-referrer">\n<title>{_title(page.title)}</title>\n'
+        f'<meta name="referrer" content="no-referrer">\n<title>{title}</title>\n'
         f"<style>{style}</style>\n</head>\n<body>\n"
         "<noscript>This page shows its data with JavaScript, which is switched off here.</noscript>\n"
         f'<script type="application/json" id="data">{_embedded(page.data)}</script>\n'
@@ -175,10 +176,6 @@ def _joined(names: tuple[str, ...]) -> str:
 def _hash(text: str) -> str:
     """Return the source expression of a content security policy that allows an element with exactly this text."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def _title(text: str) -> str:
-    return escape(printable(" ".join(text.split())))
 
 
 def _embedded(data: Any) -> str:
