@@ -44,8 +44,7 @@ class BenchModelOptions:
     context: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TOKENS",
-            help="Tokens of context, such as 32768 or 128K; repeatable. Default: 8K; CUDA: 128K.",
+            metavar="TOKENS", help="Tokens of context, such as 32768 or 128K; repeatable. Default: 8K; CUDA: 128K."
         ),
     ] = None
     steps: StepOptions

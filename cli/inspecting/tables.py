@@ -39,9 +39,7 @@ def list_summary(rows: Rows) -> Table:
     ranked = {"most": [row["ranked_shares"][0] for row in rows], "least": [row["ranked_shares"][-1] for row in rows]}
     shares = ([row[name] for row in rows] for name in ("keys_listed", "in_lists"))
     table.add_row(
-        f"{sum(row['lists'] for row in rows):,}",
-        f"{rows[0]['entries']:,}",
-        *map(_range, [*shares, *ranked.values()]),
+        f"{sum(row['lists'] for row in rows):,}", f"{rows[0]['entries']:,}", *map(_range, [*shares, *ranked.values()])
     )
     return table
 

@@ -121,10 +121,7 @@ def _unreadable(name: str, error: OSError) -> SparsekvError:
 
 UTF_8 = "utf-8"
 _PIECE = 2**20  # bytes
-_MARKS = {
-    "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
-    "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
-}
+_MARKS = {"utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)}
 """Byte order marks of encodings whose order of bytes is not in their names."""
 _MARKABLE = (UTF_8, "utf-8-sig")
 """Encodings in which no text begins with a mark of `_MARKS`, so that the mark decides."""

@@ -200,13 +200,7 @@ class Shape:
 
 
 def mixture(
-    shape: Shape,
-    batch: int,
-    seed: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    sampled: int = 0,
-    questions: int = 1,
+    shape: Shape, batch: int, seed: int, device: torch.device, dtype: torch.dtype, sampled: int = 0, questions: int = 1
 ) -> LayerData:
     """A batch of contexts, each from a seed of its own, with one or more questions over each.
 
