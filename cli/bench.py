@@ -13,27 +13,17 @@ from sparsekv.cli.benchmarking.output import mixture_indexers, print_rows
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
-from sparsekv.cli.common.options import (
-    CsvOption,
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    QuietOption,
-    names_of,
-    refuse_two_formats,
-    refuse_unwritable_plot,
-)
+from sparsekv.cli.common.options import FormatOptions, RunOptions, names_of, refuse_unwritable_plot
 from sparsekv.cli.common.process import resume_collector
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.formats.models.load import check_dtype
 from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.runtime.benchmark.clock import clock_for
-from sparsekv.runtime.benchmark.layer_timer import Timed, Timer, check_runs, configured, machine
+from sparsekv.runtime.benchmark.layer_timer import Forms, Timed, Timer, check_runs, configured, machine
 from sparsekv.runtime.benchmark.sources import DEFAULT_METHODS, Mixtures, Source, StoredLayerSource
-from sparsekv.runtime.selection.interface import Budget, Method
+from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import methods, refuse_unused
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -80,8 +70,7 @@ class BenchOptions:
             "layers run in between.",
         ),
     ] = False
-    as_json: JsonOption = False
-    as_csv: CsvOption = False
+    format: FormatOptions
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -89,9 +78,7 @@ class BenchOptions:
             help="Plot speed-up against context, with --shared against questions, and time against bytes.",
         ),
     ] = None
-    device: DeviceOption = "auto"
-    dtype: DtypeOption = "auto"
-    quiet: QuietOption = False
+    run: RunOptions
     parameters: dict[str, Any]
 
 
@@ -125,14 +112,14 @@ def bench(options: BenchOptions) -> None:
     sparsekv bench --shared --batch 1 --batch 16 --index manual.skv --method codes --budget 5% --budget 1%
     sparsekv bench --method squeezed --variants --index manual.skv --layer 12 --json > steps.json
     """
-    refuse_two_formats(as_json=options.as_json, as_csv=options.as_csv)
+    options.format.check()
     refuse_unwritable_plot(options.plot)
-    where = choose_device(options.device)
+    where = choose_device(options.run.device)
     resume_collector()
     runs = check_runs(RUNS[where.type] if options.runs is None else options.runs)
     timer = _timer(options, where)
-    note_small_budgets(timer.budgets, quiet=options.quiet)
-    note(f"timing {', '.join(timer.methods)}", quiet=options.quiet)
+    note_small_budgets(timer.budgets, quiet=options.run.quiet)
+    note(f"timing {', '.join(timer.methods)}", quiet=options.run.quiet)
     timed = timer.run(clock_for(where, runs, cold=not options.warm))
     about = _about(options, timer, timed, where)
     if options.plot is not None:
@@ -140,8 +127,8 @@ def bench(options: BenchOptions) -> None:
 
         title = f"A decode step of one layer, {about['machine']}"
         plot_steps(timed.rows, timed.copy_bandwidth, title, options.plot, shared=options.steps.shared)
-        note(f"plot: {options.plot}", quiet=options.quiet)
-    print_rows(timed.rows, about, as_json=options.as_json, as_csv=options.as_csv)
+        note(f"plot: {options.plot}", quiet=options.run.quiet)
+    print_rows(timed.rows, about, as_json=options.format.as_json, as_csv=options.format.as_csv)
     if timed.refused:
         raise SparsekvError("; ".join(timed.refused))
 
@@ -153,22 +140,24 @@ def _timer(options: BenchOptions, where: torch.device) -> Timer:
         UsageError: a method or budget does not exist, or no chosen method reads an option.
     """
     parameters, budgets = options.parameters, Budget.parse_each(options.steps.budget or DEFAULT_BUDGETS)
-    check_dtype(options.dtype)
+    check_dtype(options.run.dtype)
     source = _source(options, where)
     chosen, built = {name: methods()[name] for name in source.methods(options.method or [])}, {}
     if isinstance(source, Mixtures):
         built = mixture_indexers(list(chosen), parameters, options.steps.seed, source.head_dim)
     building: dict[str, type] = {f"the index of {name}": type(one.parameters) for name, one in built.items()}
     refuse_unused(building if options.variants else chosen | building, parameters)
-    forms = _variants if options.variants else partial(configured, parameters)
+    forms: Forms = (
+        (lambda method, record: dict(method.variants(record))) if options.variants else partial(configured, parameters)
+    )
     # Wrong parameters are refused here, before anything is measured.
     for one in chosen.values():
         forms(one, None)
-    return Timer(source, chosen, built, forms, budgets, partial(note, quiet=options.quiet))
+    return Timer(source, chosen, built, forms, budgets, partial(note, quiet=options.run.quiet))
 
 
 def _source(options: BenchOptions, where: torch.device) -> Source:
-    wanted = options.steps.wanted(options.context, options.dtype)
+    wanted = options.steps.wanted(options.context, options.run.dtype)
     wanted = replace(wanted, heads=options.heads, kv_heads=options.kv_heads, head_dim=options.head_dim)
     if options.index is not None:
         return StoredLayerSource(open_artifact(options.index, thorough=True), options.layer, wanted, where)
@@ -190,7 +179,3 @@ def _about(options: BenchOptions, timer: Timer, timed: Timed, where: torch.devic
         "indices": {name: asdict(one.parameters) for name, one in timer.built.items()},
         "refused": timed.refused,
     }
-
-
-def _variants(method: type[Method], record: MethodRecord | None) -> dict[str, Method]:
-    return dict(method.variants(record))

@@ -10,13 +10,7 @@ from sparsekv.cli.benchmarking.options import DEFAULT_BUDGETS, StepOptions
 from sparsekv.cli.benchmarking.output import mixture_indexers, print_model_rows
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
-from sparsekv.cli.common.options import (
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    QuietOption,
-    names_of,
-)
+from sparsekv.cli.common.options import JsonOption, RunOptions, names_of
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.indexing.indexers.interface import indexers
@@ -50,8 +44,7 @@ class BenchModelOptions:
     context: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TOKENS",
-            help="Tokens of context, such as 32768 or 128K; repeatable. Default: 8K; CUDA: 128K.",
+            metavar="TOKENS", help="Tokens of context, such as 32768 or 128K; repeatable. Default: 8K; CUDA: 128K."
         ),
     ] = None
     steps: StepOptions
@@ -72,9 +65,7 @@ class BenchModelOptions:
         ),
     ] = "auto"
     as_json: JsonOption = False
-    device: DeviceOption = "auto"
-    dtype: DtypeOption = "auto"
-    quiet: QuietOption = False
+    run: RunOptions
     parameters: dict[str, Any]
 
 
@@ -97,17 +88,17 @@ def bench_model(options: BenchModelOptions) -> None:
     what = EndToEnd(
         options.config,
         options.distinct_layers,
-        options.steps.wanted(options.context, options.dtype),
+        options.steps.wanted(options.context, options.run.dtype),
         options.method or [],
         options.steps.budget or DEFAULT_BUDGETS,
         options.runs,
-        options.device,
+        options.run.device,
         options.compiled,
     )
     building = partial(mixture_indexers, parameters=options.parameters, seed=options.steps.seed)
-    report = partial(note, quiet=options.quiet)
+    report = partial(note, quiet=options.run.quiet)
     timer = ModelTimer(what, options.parameters, list(indexers()), building, report)
-    note_small_budgets(timer.budgets, quiet=options.quiet)
+    note_small_budgets(timer.budgets, quiet=options.run.quiet)
     rows = timer.run()
     print_model_rows(rows, timer.about(), as_json=options.as_json)
     if timer.refused:

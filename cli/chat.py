@@ -16,14 +16,7 @@ from sparsekv.cli.answering.options import (
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
-from sparsekv.cli.common.options import (
-    DeviceOption,
-    DtypeOption,
-    IndexOption,
-    ModelOption,
-    QuietOption,
-    SpecialTokensOption,
-)
+from sparsekv.cli.common.options import IndexOption, ModelOption, RunOptions, SpecialTokensOption
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.runtime.attention.config import Dense
@@ -51,9 +44,7 @@ class ChatOptions:
     raw: RawOption = False
     special_tokens: SpecialTokensOption = False
     stats: StatsOption = False
-    device: DeviceOption = "auto"
-    dtype: DtypeOption = "auto"
-    quiet: QuietOption = False
+    run: RunOptions
 
 
 @app.command(cls=Command)
@@ -72,10 +63,10 @@ def chat(options: ChatOptions) -> None:
     printf 'What is this about?\\nSay it in one word.\\n' | sparsekv chat --index manual.skv
     """
     refuse_little_room()
-    artifact, quiet = open_artifact(options.index), options.quiet
+    artifact, quiet = open_artifact(options.index), options.run.quiet
     config = options.attention.config(artifact)
     choices = Choices.of(options.attention, artifact, config)
-    early = EarlyReading.of(artifact, options.device, config)
+    early = EarlyReading.of(artifact, options.run.device, config)
     # Imported here because they import transformers, which takes as long as all else; --help need not wait for it.
     from sparsekv.cli.chatting.loop import HOW, converse, piped_questions
     from sparsekv.cli.chatting.session import Chat, describe
@@ -86,13 +77,13 @@ def chat(options: ChatOptions) -> None:
     if isinstance(config.attention, Dense) and placement != "device":
         note(f"--placement {placement} counts after /method NAME: dense attention reads everything", quiet=quiet)
     piped, times = piped_questions(), OpeningTimes()
-    load = partial(load_for, artifact, options.model, options.device, options.dtype, quiet=quiet)
+    load = partial(load_for, artifact, options.model, options.run.device, options.run.dtype, quiet=quiet)
     opened = load(hold=placement == "device", loaded_in=times.loaded, early=early)
     talk = Conversation(opened, config, raw=options.raw, special_tokens=options.special_tokens)
     note_small_budgets([config.budget], quiet=quiet)
     if options.stats:  # at a terminal, the first line shows the method
         times.show("" if piped is None else f"answers by {describe(config)}")
-    session = Chat(talk, choices, sampling, stats=options.stats, quiet=quiet, dtype=options.dtype)
+    session = Chat(talk, choices, sampling, stats=options.stats, quiet=quiet, dtype=options.run.dtype)
     if piped is None:
         note(f"{artifact.folder}: {opened.split.tokens:,} tokens; {describe(config)}; {HOW}", quiet=quiet)
         return converse(session)

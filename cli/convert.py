@@ -27,8 +27,7 @@ def convert(
     index: Annotated[Path, typer.Argument(metavar="INDEX", help="The index to convert; it is left as it is.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the new index.")],
     kv_dtype: Annotated[
-        str,
-        typer.Option(help="Storage of keys and values: int8.", autocompletion=lambda: ["int8"]),
+        str, typer.Option(help="Storage of keys and values: int8.", autocompletion=lambda: ["int8"])
     ] = "int8",
     device: DeviceOption = "auto",
     quiet: QuietOption = False,

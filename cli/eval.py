@@ -36,14 +36,14 @@ def evaluate_methods(options: EvalOptions) -> None:
     """
     options.check()
     recipe, inputs = EvalRecipe.of(options), options.inputs()
-    note_small_budgets(recipe.budgets, quiet=options.quiet)
+    note_small_budgets(recipe.budgets, quiet=options.run.quiet)
     comparison = recipe.load()
     asked = read_contexts(inputs, comparison)
     check_room(comparison, asked)
     counted = f"contexts: {len(asked)}, questions: {sum(len(one.questions) for one in asked)}, each in"
     kept = f"answers are kept in {recipe.work}, and none is computed twice"
-    note(f"{counted} {len(comparison.ways())} ways; {kept}", quiet=options.quiet)
-    with progress(quiet=options.quiet) as show:
+    note(f"{counted} {len(comparison.ways())} ways; {kept}", quiet=options.run.quiet)
+    with progress(quiet=options.run.quiet) as show:
         if options.ray is not None:
             answer_by_ray(recipe, comparison, asked, options.ray, options.workers, show)
         results = list(evaluate(comparison, asked, recipe.work, show))
@@ -52,8 +52,8 @@ def evaluate_methods(options: EvalOptions) -> None:
     found, places = rows(results, options.seed), cells(results)
     mapped = places if len(inputs.lengths) > 1 or len(inputs.request.depths) > 1 else []
     _write_files(options, found, places, mapped, about)
-    print_rows(found, places, about, as_json=options.as_json, as_csv=options.as_csv)
-    note_few_contexts(found, quiet=options.quiet)
+    print_rows(found, places, about, as_json=options.format.as_json, as_csv=options.format.as_csv)
+    note_few_contexts(found, quiet=options.run.quiet)
 
 
 def _write_files(
@@ -64,6 +64,6 @@ def _write_files(
         from sparsekv.cli.evaluating.plots import plot_scores
 
         plot_scores(found, mapped, f"{about['model']} on {about['document']}", options.plot)
-        note(f"plot: {options.plot}", quiet=options.quiet)
+        note(f"plot: {options.plot}", quiet=options.run.quiet)
     if options.html is not None:
-        write_html(evaluation_page(evaluation_record(found, places, about)), options.html, quiet=options.quiet)
+        write_html(evaluation_page(evaluation_record(found, places, about)), options.html, quiet=options.run.quiet)

@@ -12,16 +12,12 @@ from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
 from sparsekv.cli.common.options import (
-    CsvOption,
-    DeviceOption,
-    DtypeOption,
+    FormatOptions,
     IndexOption,
-    JsonOption,
     ModelOption,
-    QuietOption,
+    RunOptions,
     SpecialTokensOption,
     names_of,
-    refuse_two_formats,
     refuse_unwritable_plot,
     share,
 )
@@ -108,8 +104,7 @@ class ReportOptions:
         ),
     ] = "1"
     by: Annotated[str | None, typer.Option(metavar="layer,head", help="Rows per layer, per KV head, or both.")] = None
-    as_json: JsonOption = False
-    as_csv: CsvOption = False
+    format: FormatOptions
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -119,9 +114,7 @@ class ReportOptions:
     html: HtmlOption = None
     special_tokens: SpecialTokensOption = False
     model: ModelOption = None
-    device: DeviceOption = "auto"
-    dtype: DtypeOption = "auto"
-    quiet: QuietOption = False
+    run: RunOptions
     parameters: dict[str, Any]
 
     def check(self) -> None:
@@ -130,7 +123,7 @@ class ReportOptions:
             self._refuse_options_of_queries()
         if not 0 < self.within <= 1:
             raise UsageError(f"--within {self.within:g}: give a share between 0 and 1, such as 0.12")
-        refuse_two_formats(as_json=self.as_json, as_csv=self.as_csv)
+        self.format.check()
         refuse_unwritable_plot(self.plot)
         refuse_unwritable_html(self.html)
 
@@ -210,7 +203,7 @@ def recall_report(options: ReportOptions) -> None:
     sparsekv recall-report --index manual.skv --queries questions.txt --plot recall.png --html recall.html
     """
     options.check()
-    where, budgets = choose_device(options.device), Budget.parse_each(options.budget or DEFAULT_BUDGETS)
+    where, budgets = choose_device(options.run.device), Budget.parse_each(options.budget or DEFAULT_BUDGETS)
     groups, together = options.groups, options.numbers_together
     artifact = open_artifact(options.index, thorough=True)
     names = methods_of(artifact, options.method or [])
@@ -219,8 +212,8 @@ def recall_report(options: ReportOptions) -> None:
     if options.residual:
         residual_source(artifact)
     queries = _queries(options, artifact, together)
-    note_small_budgets(budgets, quiet=options.quiet)
-    with progress(quiet=options.quiet) as tell:
+    note_small_budgets(budgets, quiet=options.run.quiet)
+    with progress(quiet=options.run.quiet) as tell:
         report = measure(
             artifact,
             names,
@@ -258,7 +251,7 @@ def _queries(options: ReportOptions, artifact: Artifact, together: list[int]) ->
         from sparsekv.cli.common.loading import load_for
         from sparsekv.runtime.reporting.questions import question_queries
 
-        opened = load_for(artifact, options.model, options.device, options.dtype, quiet=options.quiet)
+        opened = load_for(artifact, options.model, options.run.device, options.run.dtype, quiet=options.run.quiet)
         last = together != [1]
         queries = question_queries(opened, questions, special_tokens=options.special_tokens, last=last)
     if max(together) > len(queries):
@@ -275,16 +268,16 @@ def _show(options: ReportOptions, artifact: Artifact, report: RecallReport, grou
         from sparsekv.cli.reporting.plots import plot_recall
 
         plot_recall(report, options.plot)
-        note(f"plot: {options.plot}", quiet=options.quiet)
+        note(f"plot: {options.plot}", quiet=options.run.quiet)
     rows, within = report.by(*groups), options.within
     answers = answers_line(artifact, report, within)
     if options.html is not None:
-        write_html(recall_page(report, within, answers), options.html, quiet=options.quiet)
-    if options.as_json:
+        write_html(recall_page(report, within, answers), options.html, quiet=options.run.quiet)
+    if options.format.as_json:
         say(json.dumps(report_record(report, report.by() + (rows if groups else []), within), indent=1))
-    elif options.as_csv:
+    elif options.format.as_csv:
         print_csv(rows)
     else:
         print_report(report, groups, within, stored_line(artifact.manifest), answers)
         if not options.method and (lacking := lacking_line(artifact)):
-            note(lacking, quiet=options.quiet)
+            note(lacking, quiet=options.run.quiet)

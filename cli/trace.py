@@ -12,15 +12,7 @@ from sparsekv.cli.answering.options import AttentionOptions, MaxNewTokensOption,
 from sparsekv.cli.common.console import note, waiting
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
-from sparsekv.cli.common.options import (
-    DeviceOption,
-    DtypeOption,
-    IndexOption,
-    JsonOption,
-    ModelOption,
-    QuietOption,
-    SpecialTokensOption,
-)
+from sparsekv.cli.common.options import IndexOption, JsonOption, ModelOption, RunOptions, SpecialTokensOption
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.common.questions import AnswerStream, answer_may_meet_notes, read_question
 from sparsekv.cli.configuring.sources import Command
@@ -74,9 +66,7 @@ class TraceOptions:
     raw: RawOption = False
     special_tokens: SpecialTokensOption = False
     as_json: JsonOption = False
-    device: DeviceOption = "auto"
-    dtype: DtypeOption = "auto"
-    quiet: QuietOption = False
+    run: RunOptions
 
 
 @app.command(cls=Command)
@@ -97,7 +87,7 @@ def trace(options: TraceOptions) -> None:
     artifact = open_artifact(options.index)
     config = options.attention.config(artifact)
     question = read_question(options.prompt, options.prompt_file)
-    early = EarlyReading.of(artifact, options.device, config)
+    early = EarlyReading.of(artifact, options.run.device, config)
     # Imported here because they import transformers, which takes as long as all else; --help need not wait for it.
     from sparsekv.cli.common.loading import load_for
     from sparsekv.runtime.decoding.answer import question_ids
@@ -105,27 +95,27 @@ def trace(options: TraceOptions) -> None:
     from sparsekv.runtime.tracing.trace import TracedIndex
 
     Sampling(options.max_new_tokens)
-    load = partial(load_for, artifact, options.model, options.device, options.dtype)
-    opened = load(quiet=options.quiet, hold=True, early=early)
+    load = partial(load_for, artifact, options.model, options.run.device, options.run.dtype)
+    opened = load(quiet=options.run.quiet, hold=True, early=early)
     ids = question_ids(opened, question, raw=options.raw, special_tokens=options.special_tokens)
     traced = TracedIndex(opened, config)
     hidden = traced.hide(options.without) if options.without else None
-    note_small_budgets([config.budget], quiet=options.quiet)
-    note(config.origin, quiet=options.quiet or not config.origin)
+    note_small_budgets([config.budget], quiet=options.run.quiet)
+    note(config.origin, quiet=options.run.quiet or not config.origin)
     answer, document = _traced(options, traced, ids)
     document["question"] = question
     if hidden is not None:
-        with waiting("answering without the passage", quiet=options.quiet):
+        with waiting("answering without the passage", quiet=options.run.quiet):
             again = traced.without(hidden, ids, options.max_new_tokens, answer, truth=options.truth)
         document["without"] = {"passages": options.without, **again}
-        note(describe_without(again), quiet=options.quiet)
+        note(describe_without(again), quiet=options.run.quiet)
     _show(options, document)
 
 
 def _traced(options: TraceOptions, traced: "TracedIndex", question: torch.Tensor) -> "tuple[Answer, dict[str, Any]]":
     """Return the answer to a question [Q] and its trace. The answer streams to stdout unless --json is given."""
-    stream, quiet = AnswerStream(), options.quiet or (not options.as_json and answer_may_meet_notes())
-    on_text = _discard if options.as_json else stream.add
+    stream, quiet = AnswerStream(), options.run.quiet or (not options.as_json and answer_may_meet_notes())
+    on_text = (lambda text: None) if options.as_json else stream.add
     with stream.ending_lines():
         with waiting("tracing", quiet=quiet):
             found = traced.trace(question, options.max_new_tokens, on_text, truth=options.truth)
@@ -139,8 +129,4 @@ def _show(options: TraceOptions, document: dict[str, Any]) -> None:
     size = None if options.output is None else write(document, options.output)
     printed = say_json(document) if options.as_json else None
     told = describe_size(document, printed if size is None else size)
-    note(told if options.output is None else f"{options.output}: {told}", quiet=options.quiet)
-
-
-def _discard(text: str) -> None:
-    pass
+    note(told if options.output is None else f"{options.output}: {told}", quiet=options.run.quiet)

@@ -11,16 +11,7 @@ from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.loading import load_for
 from sparsekv.cli.common.method_options import with_options
-from sparsekv.cli.common.options import (
-    DeviceOption,
-    DtypeOption,
-    IndexOption,
-    JsonOption,
-    ModelOption,
-    QuietOption,
-    names_of,
-    share,
-)
+from sparsekv.cli.common.options import IndexOption, JsonOption, ModelOption, RunOptions, names_of, share
 from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.reporting.tuned import Rounds, cost_ahead, print_table, record, row, told_budget
 from sparsekv.formats.device import choose_device
@@ -94,9 +85,7 @@ class TuneOptions:
     reset: Annotated[bool, typer.Option("--reset", help="Search nothing: take the index's default away again.")] = False
     model: ModelOption = None
     as_json: JsonOption = False
-    device: DeviceOption = "auto"
-    dtype: DtypeOption = "auto"
-    quiet: QuietOption = False
+    run: RunOptions
 
     @property
     def targets(self) -> list[float]:
@@ -123,7 +112,7 @@ class TuneOptions:
             return RecallGoal(target, reference)
         if self.target_error is not None:
             return ErrorGoal(target, reference)
-        open_model = partial(load_for, artifact, self.model, self.device, self.dtype, quiet=self.quiet)
+        open_model = partial(load_for, artifact, self.model, self.run.device, self.run.dtype, quiet=self.run.quiet)
         return PerplexityGoal(target, reference, open_model=open_model)
 
 
@@ -198,10 +187,10 @@ class Search:
 
 def _search(options: TuneOptions, artifact: Artifact, goal: Goal) -> Search:
     """Search for the cheapest settings that meet the goal. Raises the errors of `runtime.tuning.tune`."""
-    where, names = choose_device(options.device), options.method or []
+    where, names = choose_device(options.run.device), options.method or []
     timed = options.cheapest == "time"
     times = SettingTimes(artifact, clock_for(where, RUNS, cold=True)) if timed else None
-    ahead, quiet = cost_ahead(artifact, goal, names), options.quiet
+    ahead, quiet = cost_ahead(artifact, goal, names), options.run.quiet
     with progress(quiet=quiet) as tell:
         time, rounds = None if times is None else times.sparse, Rounds(tell, partial(note, ahead, quiet=quiet))
         tuned, before = find(artifact, goal, names, rounds.show, where, time, _present(artifact))
@@ -220,7 +209,7 @@ def _keep(options: TuneOptions, artifact: Artifact, search: Search, defaults: De
     note(
         f"{artifact.folder}: {best.form.title} at {told_budget(best)} is the default now"
         f"{_instead_of(search.before, best)}; tune --reset takes it away",
-        quiet=options.quiet,
+        quiet=options.run.quiet,
     )
     return None
 
@@ -239,7 +228,7 @@ def _reset(options: TuneOptions, artifact: Artifact) -> None:
     refuse_unwritable(artifact.folder)
     write_defaults(artifact.folder, artifact.manifest, None)
     had = "no default of its own now" if artifact.manifest.defaults else "no default of its own, as before"
-    note(f"{artifact.folder} has {had}", quiet=options.quiet)
+    note(f"{artifact.folder} has {had}", quiet=options.run.quiet)
 
 
 def _defaults(best: Tuned, target: TuneTarget) -> Defaults:

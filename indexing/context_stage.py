@@ -13,13 +13,7 @@ from sparsekv.formats.index.context_rows import row_bytes as int8_row_bytes
 from sparsekv.formats.index.manifest import REBUILD
 from sparsekv.formats.index.schema import TOKENS, CanaryToken, LayerFacts, Probe, layer_file
 from sparsekv.indexing.capture.canary import TOKENS as FIRST_TOKENS
-from sparsekv.indexing.capture.canary import (
-    canary_positions,
-    compare_canary,
-    judge_canary,
-    preflight,
-    run_canary,
-)
+from sparsekv.indexing.capture.canary import canary_positions, compare_canary, judge_canary, preflight, run_canary
 from sparsekv.indexing.capture.capture import RowsDone, TakenOver, capture, rows_as_stored
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.capture.team import Captured, MeasureRotations, RunCanary, RunPrompt, SharedRows, TryModel

@@ -73,13 +73,7 @@ def _write_context(
 
 def _manifest(old: Manifest, storage: KVStorage, methods: dict[str, MethodRecord]) -> Manifest:
     return old.model_copy(
-        update={
-            **birth(),
-            "parent_uuid": old.uuid,
-            "kv_storage": storage,
-            "methods": methods,
-            "defaults": None,
-        }
+        update={**birth(), "parent_uuid": old.uuid, "kv_storage": storage, "methods": methods, "defaults": None}
     )
 
 

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
-from rich.table import Table
 
-from sparsekv.cli.common.console import say, say_csv, show
+from sparsekv.cli.common.console import say, say_csv, show, titled_table
 from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, indexers
 from sparsekv.runtime.benchmark.end_to_end import ModelRow
@@ -89,16 +88,13 @@ def print_rows(rows: Sequence[StepTiming], about: dict[str, Any], *, as_json: bo
 def _print_group(rows: list[StepTiming], about: dict[str, Any]) -> None:
     first = rows[0]
     batch = f"{first.batch} questions over one document" if about["shared"] else f"batch {first.batch}"
-    table = Table(
-        title=f"{first.context:,} tokens, {batch}, {about['heads']} heads on {about['kv_heads']}, "
+    table = titled_table(
+        f"{first.context:,} tokens, {batch}, {about['heads']} heads on {about['kv_heads']}, "
         f"D = {about['head_dim']}, {about['dtype']}, {about['machine']}, caches {about['caches']}; "
         f"a copy reaches {about['copy_bandwidth'] / 1e9:,.1f} GB/s",
-        title_justify="left",
-        title_style="",
+        ["method"],
+        ["budget", "ms [quartiles]", "speed-up", "kv fraction", "MB", "GB/s", "of floor", "error", "timed"],
     )
-    table.add_column("method")
-    for name in ("budget", "ms [quartiles]", "speed-up", "kv fraction", "MB", "GB/s", "of floor", "error", "timed"):
-        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row.name,
@@ -119,19 +115,14 @@ def print_model_rows(rows: Sequence[ModelRow], about: dict[str, Any], *, as_json
     """Print the timed steps of a whole model to stdout as JSON or as a table."""
     if as_json:
         return say(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
-    compiled, shared = (
-        ", compiled" if about["compiled"] else "",
-        "a batch over one document, " if about["shared"] else "",
-    )
-    table = Table(
-        title=f"{about['config']}, random weights, {about['layers']} layers that take turns with the keys and values "
+    compiled = ", compiled" if about["compiled"] else ""
+    shared = "a batch over one document, " if about["shared"] else ""
+    table = titled_table(
+        f"{about['config']}, random weights, {about['layers']} layers that take turns with the keys and values "
         f"of {about['distinct_layers']}, {about['dtype']}{compiled}, {shared}{about['machine']}",
-        title_justify="left",
-        title_style="",
+        ["method"],
+        ["context", "batch", "budget", "ms a step [quartiles]", "tokens/s", "speed-up", "kv fraction", "timed"],
     )
-    table.add_column("method")
-    for name in ("context", "batch", "budget", "ms a step [quartiles]", "tokens/s", "speed-up", "kv fraction", "timed"):
-        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             f"{row.method} {row.variant}".strip(),

@@ -2,6 +2,7 @@
 copy."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -28,7 +29,7 @@ def plot_steps(rows: Sequence[StepTiming], copy_bandwidth: float, title: str, pa
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, 6), layout="constrained")
     lines: dict[tuple[str, str], list[StepTiming]] = {}
-    size, other = (_questions, _tokens) if shared else (_tokens, _questions)
+    size, other = map(attrgetter, ("batch", "context") if shared else ("context", "batch"))
     several = len({other(row) for row in rows}) > 1
     for row in sorted(rows, key=size):
         budget = "" if row.budget is None else f" {Budget(row.budget)}"
@@ -65,14 +66,6 @@ def _roofline(axis: Axes, rows: Sequence[StepTiming], copy_bandwidth: float) -> 
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1e6:g}"))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.xaxis.set_minor_formatter(NullFormatter())
-
-
-def _tokens(row: StepTiming) -> int:
-    return row.context
-
-
-def _questions(row: StepTiming) -> int:
-    return row.batch
 
 
 def _in_k(size: int) -> str:

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 from sparsekv.cli.common.streams import printable
@@ -93,6 +94,17 @@ class _PlainConsole(Console):
 
 
 stderr = _PlainConsole(stderr=True)
+
+
+def titled_table(title: str, texts: Iterable[str], numbers: Iterable[str], *, wrap: bool = False) -> Table:
+    """Return an empty table with its title on the left. The columns of `texts` come first, then those of `numbers`,
+    which are aligned to the right. With `wrap` the latter may break into lines."""
+    table = Table(title=title, title_justify="left", title_style="")
+    for name in texts:
+        table.add_column(name)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=not wrap)
+    return table
 
 
 def show(*things: RenderableType, width: int = 120) -> None:

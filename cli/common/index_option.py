@@ -4,7 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import UsageError, reason_of
 from sparsekv.formats.hints import first_build_hint, no_folder
 from sparsekv.formats.index.reader import Artifact
 
@@ -40,7 +40,6 @@ def _refuse_other_than_folder(given: Path, called: str) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise UsageError(f"{called} {given}: {reason}; name the folder that build-index printed") from None
+        raise UsageError(f"{called} {given}: {reason_of(error)}; name the folder that build-index printed") from None
     if not stat.S_ISDIR(mode):
         raise UsageError(f"{called} {given} {no_folder(given)}")

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Annotated, Any
@@ -113,20 +114,21 @@ def _values_of(option: str, args: Iterable[str]) -> Iterable[str]:
         before = arg
 
 
+def refuse_impossible_name(path: Path, option: str) -> None:
+    """Raise UsageError if the path is a folder, its folder is missing, or its name is too long."""
+    if not os.path.isdir(path.absolute().parent):
+        raise UsageError(f"{option} {path}: its folder does not exist; make it first")
+    if os.path.isdir(path):
+        raise UsageError(f"{option} {path} is a folder; give the name of a file in it")
+    if len(os.fsencode(path.name)) > os.pathconf(path.absolute().parent, "PC_NAME_MAX"):
+        raise UsageError(f"{option} {path}: the name is too long; give a shorter one")
+
+
 def refuse_unwritable_plot(plot: Path | None) -> None:
     """Raise UsageError if a plot cannot be written: its folder is missing, or its file name or ending is not valid."""
     if plot is None:
         return
-    if not os.path.isdir(plot.absolute().parent):
-        raise UsageError(f"--plot {plot}: its folder does not exist; make it first")
-    if os.path.isdir(plot):
-        raise UsageError(f"--plot {plot} is a folder; give the name of a file in it")
-    if len(os.fsencode(plot.name)) > os.pathconf(plot.absolute().parent, "PC_NAME_MAX"):
-        raise UsageError(f"--plot {plot}: the name is too long; give a shorter one")
-    _refuse_unknown_ending(plot)
-
-
-def _refuse_unknown_ending(plot: Path) -> None:
+    refuse_impossible_name(plot, "--plot")
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = FigureCanvasBase.filetypes
@@ -228,10 +230,25 @@ ChunkSizeOption = Annotated[
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no notes.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, with unrounded numbers.")]
-CsvOption = Annotated[bool, typer.Option("--csv", help="Print CSV.")]
 
 
-def refuse_two_formats(*, as_json: bool, as_csv: bool) -> None:
-    """Raise UsageError if both --json and --csv are given."""
-    if as_json and as_csv:
-        raise UsageError("--json and --csv exclude each other: choose one")
+@dataclass(frozen=True, kw_only=True)
+class FormatOptions:
+    """Options for the format in which a command prints its result; without them it prints tables."""
+
+    as_json: JsonOption = False
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False
+
+    def check(self) -> None:
+        """Raise UsageError if both --json and --csv are given."""
+        if self.as_json and self.as_csv:
+            raise UsageError("--json and --csv exclude each other: choose one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options for the device and the dtype in which a command computes, and for its notes."""
+
+    device: DeviceOption = "auto"
+    dtype: DtypeOption = "auto"
+    quiet: QuietOption = False

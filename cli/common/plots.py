@@ -17,7 +17,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from sparsekv.cli.common.streams import printable
-from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.errors import SparsekvError, reason_of
 from sparsekv.runtime.selection.cluster_statistics import ListShape
 from sparsekv.runtime.selection.registry import DENSE, methods
 
@@ -142,8 +142,7 @@ def save(figure: Figure, path: Path) -> None:
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise SparsekvError(f"cannot write the plot {path}: {reason}; give --plot another name") from None
+        raise SparsekvError(f"cannot write the plot {path}: {reason_of(error)}; give --plot another name") from None
     except ValueError as error:
         raise SparsekvError(f"cannot write the plot {path}: {error}") from None
     finally:

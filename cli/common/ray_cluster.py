@@ -129,7 +129,8 @@ class RayCluster(Generic[HashableJob]):
                 else:
                     self.deaths[None] = 0
                 if waiting:
-                    self._give(worker, waiting.pop())
+                    job = waiting.pop()
+                    self.busy[worker.do.remote(job)] = worker, job
             if waiting:
                 why = f"workers die while they load the model ({self.why_died})"
                 raise SparsekvError(f"{why}; give fewer --workers, or more memory")
@@ -144,9 +145,6 @@ class RayCluster(Generic[HashableJob]):
         share = {"num_gpus": 1} if there.get("GPU", 0) else {"num_cpus": max(1, int(there.get("CPU", 1)) // workers)}
         worker = ray.remote(self.worker).options(**share).remote(self.recipe, share.get("num_cpus"))
         self.busy[worker.load.remote()] = worker, None
-
-    def _give(self, worker: Any, job: HashableJob) -> None:
-        self.busy[worker.do.remote(job)] = worker, job
 
     def _bury(
         self, job: HashableJob | None, waiting: list[HashableJob], error: Exception

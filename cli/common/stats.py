@@ -2,9 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from sparsekv.cli.common.console import note, tell
+from sparsekv.cli.common.console import note, tell, titled_table
 from sparsekv.formats.index.schema import KVStorage, Manifest
 from sparsekv.kernels.attention.cluster_step import compiling_took
 
@@ -79,9 +77,8 @@ def _summary(answer: "Answer") -> str:
 
 
 def _print_layers(layers: "list[LayerStats]") -> None:
-    table = Table(title="attention left to centroids or dropped, by estimate", title_justify="left", title_style="")
-    for name in ("layer", "left", "heads given more", "heads given all"):
-        table.add_column(name, justify="right")
+    columns = "layer", "left", "heads given more", "heads given all"
+    table = titled_table("attention left to centroids or dropped, by estimate", (), columns, wrap=True)
     for one in layers:
         table.add_row(str(one.layer), f"{one.missed:.1%}", f"{one.raised:.1%}", f"{one.dense:.1%}")
     tell(table)

@@ -34,7 +34,8 @@ def _options(option: Any, kind: Any, ctx: Any) -> list[KnownOption]:
 def _known(names: list[str], parameter: Any, kind: Any, ctx: Any) -> KnownOption:
     value, choices = ("none", []) if getattr(parameter, "is_flag", False) else _value(parameter, kind, ctx)
     repeatable = bool(getattr(parameter, "multiple", False))
-    return KnownOption(names, _help(parameter), value, choices, repeatable, sorted(owners(parameter)))
+    about = _first_sentence(getattr(parameter, "help", "") or "")
+    return KnownOption(names, about, value, choices, repeatable, sorted(owners(parameter)))
 
 
 def _value(parameter: Any, kind: Any, ctx: Any) -> tuple[str, list[str]]:
@@ -50,10 +51,6 @@ def _value(parameter: Any, kind: Any, ctx: Any) -> tuple[str, list[str]]:
         return "folder", []
     is_file = kind is Path or re.search(r"FILE|DOC|MORE|\.skv", metavar) or parameter.name.endswith("_file")
     return ("file" if is_file else "any"), []
-
-
-def _help(parameter: Any) -> str:
-    return _first_sentence(getattr(parameter, "help", "") or "")
 
 
 def _first_sentence(text: str) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn, get_args, get_origin
 from sparsekv.cli.common.commands import moved
 from sparsekv.cli.common.values import check_value
 from sparsekv.formats.documents.document import decode_text
-from sparsekv.formats.errors import UsageError, suggestion
+from sparsekv.formats.errors import UsageError, reason_of, suggestion
 
 NAME = "sparsekv.toml"
 MOST = 2**16
@@ -76,8 +76,7 @@ def _read(path: Path) -> str:
                 raise UsageError(f"{shown} is no file; move it away, or write the project's defaults there")
             data = file.read(MOST + 1)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise UsageError(f"{shown} cannot be read: {reason}; mend it or move it away") from None
+        raise UsageError(f"{shown} cannot be read: {reason_of(error)}; mend it or move it away") from None
     if len(data) > MOST:
         raise UsageError(f"{shown} is longer than {MOST >> 10} KiB; keep a project's defaults alone in it")
     return decode_text(data, shown)

@@ -184,7 +184,8 @@ def apply_defaults(ctx: Any, name: str, command: Any, commands: Iterable[str]) -
         UsageError: the file cannot be read, or its content is not valid.
     """
     leaves = dict(leaf_commands((name,), command))
-    file = project_file() if any(_has_options(one) for one in leaves.values()) else None
+    has_options = any(one.param_type_name == "option" for leaf in leaves.values() for one in leaf.params)
+    file = project_file() if has_options else None
     if file is None:
         return
     check_tables(file, commands)
@@ -223,10 +224,6 @@ def table_of(file: ProjectFile, path: tuple[str, ...], known: Iterable[tuple[str
         if not isinstance(table, dict):
             raise UsageError(f"{file.where(*path[: depth + 1])}: {part} is a command; write [{'.'.join(path)}] instead")
     return table
-
-
-def _has_options(command: Any) -> bool:
-    return any(one.param_type_name == "option" for one in command.params)
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,15 @@ import typer
 
 from sparsekv.cli.common.options import (
     ChunkSizeOption,
-    CsvOption,
-    DeviceOption,
-    DtypeOption,
     EncodingOption,
-    JsonOption,
+    FormatOptions,
     KVDtypeOption,
     ModelOption,
-    QuietOption,
     RayOption,
+    RunOptions,
     WorkersOption,
     check_ray,
     names_of,
-    refuse_two_formats,
     refuse_unwritable_plot,
 )
 from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html
@@ -178,8 +174,7 @@ class EvalOptions:
     keep_indices: Annotated[
         bool, typer.Option("--keep-indices", help="Keep each context's index after its questions are answered.")
     ] = False
-    as_json: JsonOption = False
-    as_csv: CsvOption = False
+    format: FormatOptions
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -190,14 +185,12 @@ class EvalOptions:
     ray: RayOption = None
     workers: WorkersOption = None
     model: ModelOption = None
-    device: DeviceOption = "auto"
-    dtype: DtypeOption = "auto"
-    quiet: QuietOption = False
+    run: RunOptions
     parameters: dict[str, Any]
 
     def check(self) -> None:
         """Raise UsageError for options that exclude each other, and for files that cannot be written."""
-        refuse_two_formats(as_json=self.as_json, as_csv=self.as_csv)
+        self.format.check()
         check_ray(self.ray, self.workers)
         refuse_unwritable_plot(self.plot)
         refuse_unwritable_html(self.html)

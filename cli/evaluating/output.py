@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from rich.table import Table
-
-from sparsekv.cli.common.console import note, say, say_csv, show
+from sparsekv.cli.common.console import note, say, say_csv, show, titled_table
 from sparsekv.cli.pages.page import Page, budget_texts, report_page
 from sparsekv.formats.index.schema import AUTO
 from sparsekv.runtime.evaluation.table import Cell, Score
@@ -69,17 +67,13 @@ def _print_group(rows: list[Score], about: dict[str, Any]) -> None:
     mean = "" if first.contexts == 1 else "on average "
     unit = f" in {first.unit}" if first.unit else ""
     stored = "" if about["kv_dtype"] == AUTO else f", keys and values in {about['kv_dtype']}"
-    table = Table(
-        title=f"{first.task}: {_counted(first)} of {mean}"
-        f"{first.tokens:,.0f} tokens{asked}, {first.metric}{unit}, {about['model']}{stored}",
-        title_justify="left",
-        title_style="",
-    )
     shown = ["prefill"] if len({row.prefill for row in rows}) > 1 else []
-    for name in [*shown, "method"]:
-        table.add_column(name)
-    for name in ("budget", "score [95%]", "difference to dense [95%]", "kv fraction", "s"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = titled_table(
+        f"{first.task}: {_counted(first)} of {mean}"
+        f"{first.tokens:,.0f} tokens{asked}, {first.metric}{unit}, {about['model']}{stored}",
+        [*shown, "method"],
+        ["budget", "score [95%]", "difference to dense [95%]", "kv fraction", "s"],
+    )
     for row in rows:
         table.add_row(
             *([row.prefill] if shown else []),

@@ -78,7 +78,7 @@ class EvalRecipe:
     def load(self) -> Comparison:
         """Load the model and return the comparison. Raises the errors of `load_model`."""
         options = self.options
-        loaded = load(options.model, options.device, options.dtype, None, quiet=options.quiet)
+        loaded = load(options.model, options.run.device, options.run.dtype, None, quiet=options.run.quiet)
         return Comparison(
             loaded=loaded,
             identity=identify(loaded),
@@ -129,7 +129,8 @@ def answer_by_ray(
         missing = unanswered(comparison, contexts, answers, recipe.work)
         for context in set(contexts) - set(missing):
             parts.finish(context)
-        options = replace(recipe.options, model=whole_model(recipe.options.model), quiet=True)
+        options = recipe.options
+        options = replace(options, model=whole_model(options.model), run=replace(options.run, quiet=True))
         elsewhere = replace(recipe, options=options, work=recipe.work.absolute())
         cluster = RayCluster(AnswerWorker, elsewhere, address, workers)
         for done, (context, wrong) in enumerate(cluster.run(missing) if missing else (), 1):

@@ -1,13 +1,14 @@
 """Print the tables of `sparsekv inspect`, from the record that `--json` prints."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from sparsekv.cli.common.console import show
+from sparsekv.cli.common.console import show, titled_table
 from sparsekv.cli.common.streams import printable
 from sparsekv.runtime.selection.interface import Budget
 
@@ -16,19 +17,15 @@ Rows = list[dict[str, Any]]
 
 def cluster_summary(rows: Rows) -> Table:
     """Return a table with a row per level: the number of clusters, and their sizes and spreads over all layers."""
-    table = Table(
-        title="clusters of all layers; sizes in tokens: the least, the median of medians, the most (--by layer)",
-        title_justify="left",
-        title_style="",
-    )
-    for name in ("level", "clusters", "min", "median", "max", "empty", "of one", "key spread", "value spread"):
-        table.add_column(name, justify="right")
+    title = "clusters of all layers; sizes in tokens: the least, the median of medians, the most (--by layer)"
+    columns = "level", "clusters", "min", "median", "max", "empty", "of one", "key spread", "value spread"
+    table = titled_table(title, (), columns, wrap=True)
     for level in sorted({row["level"] for row in rows}):
         some = [row for row in rows if row["level"] == level]
-        columns: dict[str, Callable[[list[float]], float]] = {
+        combined: dict[str, Callable[[list[float]], float]] = {
             "clusters": sum, "min": min, "median": median, "max": max, "empty": sum, "single": sum,
         }  # fmt: skip
-        sizes = (f"{combine([row[name] for row in some]):,.0f}" for name, combine in columns.items())
+        sizes = (f"{combine([row[name] for row in some]):,.0f}" for name, combine in combined.items())
         table.add_row(str(level), *sizes, *(_spread(some, name) for name in ("key_spread", "value_spread")))
     return table
 
@@ -36,19 +33,13 @@ def cluster_summary(rows: Rows) -> Table:
 def list_summary(rows: Rows) -> Table:
     """Return a table of one row about the posting lists of all layers. It has their number and entries, the share of
     keys in lists, and how much subspaces differ."""
-    table = Table(
-        title="posting lists of all layers: means, and the least and the most of a layer (--by layer)",
-        title_justify="left",
-        title_style="",
-    )
-    for name in ("lists", "entries each", "keys listed", "in lists", "a query's most", "its least"):
-        table.add_column(name, justify="right")
+    title = "posting lists of all layers: means, and the least and the most of a layer (--by layer)"
+    columns = "lists", "entries each", "keys listed", "in lists", "a query's most", "its least"
+    table = titled_table(title, (), columns, wrap=True)
     ranked = {"most": [row["ranked_shares"][0] for row in rows], "least": [row["ranked_shares"][-1] for row in rows]}
     shares = ([row[name] for row in rows] for name in ("keys_listed", "in_lists"))
     table.add_row(
-        f"{sum(row['lists'] for row in rows):,}",
-        f"{rows[0]['entries']:,}",
-        *map(_range, [*shares, *ranked.values()]),
+        f"{sum(row['lists'] for row in rows):,}", f"{rows[0]['entries']:,}", *map(_range, [*shares, *ranked.values()])
     )
     return table
 
@@ -145,9 +136,8 @@ def _held_out(calibration: dict[str, Any]) -> list[str]:
 def _blocks(blocks: list[dict[str, Any]]) -> Table:
     """Return a table with a row per block. Of many blocks, only the first blocks and the last two are shown, because
     closed blocks are similar."""
-    table = Table(title="blocks, clustered one by one", title_justify="left", title_style="")
-    for name in ("block", "from token", "to", "tokens", "clusters a KV head", ""):
-        table.add_column(name, justify="right")
+    columns = "block", "from token", "to", "tokens", "clusters a KV head", ""
+    table = titled_table("blocks, clustered one by one", (), columns, wrap=True)
     for number, block in enumerate(blocks):
         if BLOCKS_SHOWN - 2 <= number < len(blocks) - 2:
             if number == BLOCKS_SHOWN - 2:
@@ -159,14 +149,9 @@ def _blocks(blocks: list[dict[str, Any]]) -> Table:
 
 
 def _sizes(rows: list[dict[str, Any]]) -> Table:
-    table = Table(
-        title="tokens in a cluster, and how far keys and values are from its centroids, over all KV heads",
-        title_justify="left",
-        title_style="",
-    )
-    counted = ("clusters", "min", "median", "p99", "max", "empty", "of one")
-    for name in ("layer", "level", *counted, "key spread", "value spread"):
-        table.add_column(name, justify="right")
+    title = "tokens in a cluster, and how far keys and values are from its centroids, over all KV heads"
+    counted = "clusters", "min", "median", "p99", "max", "empty", "of one"
+    table = titled_table(title, (), ("layer", "level", *counted, "key spread", "value spread"), wrap=True)
     for row in rows:
         sizes = (f"{row[name]:,.0f}" for name in ("clusters", "min", "median", "p99", "max", "empty", "single"))
         spreads = ("none" if row[name] is None else f"{row[name]:.3f}" for name in ("key_spread", "value_spread"))
@@ -174,19 +159,9 @@ def _sizes(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _biggest(clusters: list[dict[str, Any]]) -> Table:
-    return _clusters(clusters, "biggest")
-
-
-def _most_spread(clusters: list[dict[str, Any]]) -> Table:
-    return _clusters(clusters, "most spread")
-
-
-def _clusters(clusters: list[dict[str, Any]], which: str) -> Table:
+def _clusters(which: str, clusters: list[dict[str, Any]]) -> Table:
     title = f"{which} clusters of layer {clusters[0]['layer']}"
-    table = Table(title=title, title_justify="left", title_style="")
-    for name in ("KV head", "tokens", "key spread"):
-        table.add_column(name, justify="right")
+    table = titled_table(title, (), ("KV head", "tokens", "key spread"), wrap=True)
     table.add_column("words, most telling first", overflow="fold")
     for cluster in clusters:
         words = list(cluster["words"].items())[:WORDS_SHOWN]
@@ -197,16 +172,13 @@ def _clusters(clusters: list[dict[str, Any]], which: str) -> Table:
 
 def _lists(rows: list[dict[str, Any]]) -> Table:
     subspaces = len(rows[0]["subspace_shares"])
-    table = Table(
-        title=f"lists, over all KV heads, and what the {subspaces} subspaces give to the order of keys "
-        f"(an even share is {1 / subspaces:.3f})",
-        title_justify="left",
-        title_style="",
+    title = (
+        f"lists, over all KV heads, and what the {subspaces} subspaces give to the order of keys "
+        f"(an even share is {1 / subspaces:.3f})"
     )
-    for name in ("layer", "lists", "entries", "keys listed", "in lists", "most", "of subspace", "least", "of subspace"):
-        table.add_column(name, justify="right")
-    for name in ("a query's most", "its least"):
-        table.add_column(name, justify="right")
+    counted, ranked_by = ("lists", "entries", "keys listed", "in lists"), ("a query's most", "its least")
+    by_subspace = "most", "of subspace", "least", "of subspace"
+    table = titled_table(title, (), ("layer", *counted, *by_subspace, *ranked_by), wrap=True)
     for row in rows:
         shares, ranked = row["subspace_shares"], row["ranked_shares"]
         table.add_row(
@@ -219,11 +191,11 @@ def _lists(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-TABLES = {
+TABLES: dict[str, Callable[[Rows], Table]] = {
     "blocks": _blocks,
     "layers": cluster_summary,
-    "biggest": _biggest,
-    "most_spread": _most_spread,
+    "biggest": partial(_clusters, "biggest"),
+    "most_spread": partial(_clusters, "most spread"),
     "lists": list_summary,
 }
 """Functions that make the table of each part of a method's record."""

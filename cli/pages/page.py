@@ -16,8 +16,9 @@ import typer
 from numpy.typing import NDArray
 
 from sparsekv.cli.common.console import note
+from sparsekv.cli.common.options import refuse_impossible_name
 from sparsekv.cli.common.streams import json_text, printable
-from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.errors import SparsekvError, UsageError, reason_of
 from sparsekv.formats.index.folder import sync_path
 from sparsekv.runtime.selection.interface import Budget
 
@@ -89,11 +90,12 @@ def page_html(page: Page) -> str:
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; "
         "form-action 'none'"
     )
+    title = escape(printable(" ".join(page.title.split())))
     return (
         f'{START}<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<meta name="referrer" content="no-referrer">\n<title>{_title(page.title)}</title>\n'
+        f'<meta name="referrer" content="no-referrer">\n<title>{title}</title>\n'
         f"<style>{style}</style>\n</head>\n<body>\n"
         "<noscript>This page shows its data with JavaScript, which is switched off here.</noscript>\n"
         f'<script type="application/json" id="data">{_embedded(page.data)}</script>\n'
@@ -111,13 +113,7 @@ def write_page(page: Page, path: Path, option: str) -> int:
         SparsekvError: a file exists that is no page of sparsekv, or the page cannot be written.
     """
     refuse_unwritable_page(path, option)
-    text = page_html(page).encode()
-    try:
-        replace_file(path, text)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise SparsekvError(f"cannot write the page {path}: {reason}; give {option} another name") from None
-    return len(text)
+    return replace_file(path, page_html(page), option, "page")
 
 
 def refuse_unwritable_page(path: Path | None, option: str) -> None:
@@ -125,16 +121,6 @@ def refuse_unwritable_page(path: Path | None, option: str) -> None:
     if path is not None:
         refuse_impossible_name(path, option)
         refuse_other_file(path, option)
-
-
-def refuse_impossible_name(path: Path, option: str) -> None:
-    """Raise UsageError if the path is a folder, its folder is missing, or its name is too long."""
-    if not os.path.isdir(path.absolute().parent):
-        raise UsageError(f"{option} {path}: its folder does not exist; make it first")
-    if os.path.isdir(path):
-        raise UsageError(f"{option} {path} is a folder; give the name of a file in it")
-    if len(os.fsencode(path.name)) > os.pathconf(path.absolute().parent, "PC_NAME_MAX"):
-        raise UsageError(f"{option} {path}: the name is too long; give a shorter one")
 
 
 def refuse_other_file(path: Path, option: str, what: str = "page", begins: str = START) -> None:
@@ -153,18 +139,27 @@ def _is_ours(path: Path, begins: str) -> bool:
         return False
 
 
-def replace_file(path: Path, text: bytes) -> None:
-    """Replace a file atomically: write a hidden temporary file in its folder, and rename it. If the path is a link, the
-    link's target is replaced.
+def replace_file(path: Path, text: str, option: str, what: str) -> int:
+    """Replace a file atomically, and return its size in bytes.
+
+    A hidden temporary file is written in its folder and renamed. If the path is a link, the link's target is replaced.
 
     Raises:
-        OSError: the file cannot be written; the old file stays.
+        SparsekvError: the file cannot be written; the old file stays.
     """
-    path = path.resolve()
+    data = text.encode()
+    try:
+        _replace(path.resolve(), data)
+    except OSError as error:
+        raise SparsekvError(f"cannot write the {what} {path}: {reason_of(error)}; give {option} another name") from None
+    return len(data)
+
+
+def _replace(path: Path, data: bytes) -> None:
     temporary = path.parent / f".sparsekv-{token_hex(8)}{path.suffix}"
     try:
         with temporary.open("xb") as file:
-            file.write(text)
+            file.write(data)
         sync_path(temporary)
         os.replace(temporary, path)
     except BaseException:
@@ -181,10 +176,6 @@ def _joined(names: tuple[str, ...]) -> str:
 def _hash(text: str) -> str:
     """Return the source expression of a content security policy that allows an element with exactly this text."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def _title(text: str) -> str:
-    return escape(printable(" ".join(text.split())))
 
 
 def _embedded(data: Any) -> str:

@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv.cli.common.console import say
+from sparsekv.cli.common.options import refuse_impossible_name
 from sparsekv.cli.common.streams import json_text
 from sparsekv.cli.pages.page import (
     Page,
     budget_text,
-    refuse_impossible_name,
     refuse_other_file,
     replace_file,
     share_column,
     whole_column,
     write_page,
 )
-from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.errors import UsageError
 
 LISTS = ("passages", "by_token", "by_head", "records")
 KEYS = {"by_token": (), "by_head": ("layer", "kv_head"), "records": ("token", "layer", "kv_head")}
@@ -106,13 +106,7 @@ START = '{"version": '
 def write_json(document: dict[str, Any], path: Path) -> int:
     """Write a trace as JSON, whole or not at all, and return its size in bytes. Raises SparsekvError if it cannot be
     written."""
-    text = (json_text(document) + "\n").encode()
-    try:
-        replace_file(path, text)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise SparsekvError(f"cannot write the trace {path}: {reason}; give --output another name") from None
-    return len(text)
+    return replace_file(path, json_text(document) + "\n", "--output", "trace")
 
 
 LARGEST_DIFFERENCE = 700.0  # cap on a difference of log-probabilities, so that its exponential is finite

@@ -43,7 +43,7 @@ def _lines(axis: Axes, report: RecallReport, measure: str, label: str) -> None:
     if measure == "output_error" and not sharing:
         _front(axis, averaged)
     ends = []
-    for (method, name), number in form_numbers(_named(averaged, sharing)).items():
+    for (method, name), number in form_numbers((row.method, _name(row, sharing)) for row in averaged).items():
         rows = [row for row in averaged if (row.method, _name(row, sharing)) == (method, name)]
         rows = sorted(rows, key=lambda row: row.kv_fraction)
         x, y = [row.kv_fraction for row in rows], [getattr(row, measure) for row in rows]
@@ -74,10 +74,6 @@ def _scale_reads(axis: Axes) -> None:
     axis.xaxis.set_major_locator(FixedLocator(SHARES))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g}%"))
-
-
-def _named(rows: list[RecallRow], sharing: bool) -> list[tuple[str, str]]:
-    return [(row.method, _name(row, sharing)) for row in rows]
 
 
 def _name(row: RecallRow, sharing: bool) -> str:

@@ -5,9 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from rich.table import Table
-
-from sparsekv.cli.common.console import say, show
+from sparsekv.cli.common.console import say, show, titled_table
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import Defaults
 from sparsekv.runtime.tuning.coarse_search import candidates
@@ -90,15 +88,12 @@ def print_table(
 ) -> None:
     """Print the settings as a table. If times were compared (`dense_ms` is not None), a column has the time of a
     layer's step."""
-    table = Table(
-        title=f"{artifact.folder}: the cheapest with {goal}, held out within {goal.tolerance:g}",
-        title_justify="left",
-        title_style="",
-    )
-    table.add_column("method")
     timed = [] if dense_ms is None else ["ms a layer's step"]
-    for name in ("budget", goal.measure, "held out", goal.beside, "kv fraction", *timed, ""):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = titled_table(
+        f"{artifact.folder}: the cheapest with {goal}, held out within {goal.tolerance:g}",
+        ["method"],
+        ["budget", goal.measure, "held out", goal.beside, "kv fraction", *timed, ""],
+    )
     for one in tuned:
         table.add_row(*_cells(one, goal, timed=bool(timed)), _said(one, goal, one is tuned[0]))
     if before is not None:

@@ -130,10 +130,7 @@ def _unreadable(name: str, error: OSError) -> SparsekvError:
 
 UTF_8 = "utf-8"
 _PIECE = 2**20  # bytes
-_MARKS = {
-    "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
-    "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
-}
+_MARKS = {"utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)}
 """Byte order marks of the encodings whose names do not determine the byte order."""
 _MARKABLE = (UTF_8, "utf-8-sig")
 """Encodings that are replaced if the text begins with a mark of `_MARKS`: no text in them begins so."""

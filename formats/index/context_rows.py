@@ -67,10 +67,7 @@ def first_tokens(tensors: Tensors, tokens: int) -> dict[str, torch.Tensor]:
 
 
 def restore(
-    numbers: torch.Tensor,
-    scales: torch.Tensor,
-    channels: tuple[torch.Tensor, torch.Tensor] | None,
-    dtype: torch.dtype,
+    numbers: torch.Tensor, scales: torch.Tensor, channels: tuple[torch.Tensor, torch.Tensor] | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """Dequantise int8 numbers [Hk, T, D] to rows [Hk, T, D] of a dtype.
 

@@ -113,11 +113,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def identify_model(
-    name: str,
-    revision: str | None,
-    config: Mapping[str, Any],
-    weights_hash: str,
-    adapter: str | None,
+    name: str, revision: str | None, config: Mapping[str, Any], weights_hash: str, adapter: str | None
 ) -> ModelIdentity:
     """Make a model's identity.
 

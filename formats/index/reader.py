@@ -137,11 +137,7 @@ def map_tensors(descriptor: int, what: str) -> dict[str, torch.Tensor]:
 
 
 def on_device(
-    mapped: dict[str, torch.Tensor],
-    descriptor: int,
-    what: str,
-    device: torch.device,
-    skipped: Mapping[str, int],
+    mapped: dict[str, torch.Tensor], descriptor: int, what: str, device: torch.device, skipped: Mapping[str, int]
 ) -> dict[str, torch.Tensor]:
     """Return mapped tensors of an open safetensors file unchanged for a CPU, or read them into a GPU's memory.
 

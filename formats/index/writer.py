@@ -101,13 +101,7 @@ class ArtifactWriter(BuildFolder):
         return None if self.force and name not in self._made else self._earlier(name, recipe)
 
     def write(
-        self,
-        name: str,
-        tensors: Mapping[str, torch.Tensor],
-        recipe: str,
-        of: Sequence[str] = (),
-        *,
-        wait: bool = True,
+        self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str, of: Sequence[str] = (), *, wait: bool = True
     ) -> None:
         """Write a logical file in a thread, and record it in the journal once it is on disk.
 

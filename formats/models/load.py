@@ -293,8 +293,4 @@ def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> TokenizerIdentit
     backend = getattr(tokenizer, "backend_tokenizer", None)
     serialized = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     template = tokenizer.chat_template
-    return identify_tokenizer(
-        serialized,
-        template if template is None else str(template),
-        tokenizer.special_tokens_map,
-    )
+    return identify_tokenizer(serialized, template if template is None else str(template), tokenizer.special_tokens_map)

@@ -158,21 +158,13 @@ def store_lanes(context, address, lanes):
 @intrinsic
 def no_lanes(context):
     """Return a vector of four zeros."""
-
-    def generate(context, builder, signature, arguments):
-        return ir.Constant(LANES_IR, [0.0] * LANES)
-
-    return LANES_OF(), generate
+    return LANES_OF(), lambda context, builder, signature, arguments: ir.Constant(LANES_IR, [0.0] * LANES)
 
 
 @intrinsic
 def plus(context, first, second):
     """Add two vectors of four float32."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.fadd(*arguments)
-
-    return LANES_OF(LANES_OF, LANES_OF), generate
+    return LANES_OF(LANES_OF, LANES_OF), lambda context, builder, signature, arguments: builder.fadd(*arguments)
 
 
 @intrinsic

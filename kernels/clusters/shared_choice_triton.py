@@ -4,14 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.clusters.types import (
-    EXPONENT_BITS,
-    MOST_TOKENS,
-    SCORE_BITS,
-    TOKEN_BITS,
-    SharedChoice,
-    least_rank,
-)
+from sparsekv.kernels.clusters.types import EXPONENT_BITS, MOST_TOKENS, SCORE_BITS, TOKEN_BITS, SharedChoice, least_rank
 from sparsekv.kernels.common import tiles_triton as common
 from sparsekv.kernels.common.launch import (
     aligned,
@@ -292,11 +285,7 @@ def choose_together_triton(
 ):
     """Run `choose_together` on a GPU; reads the centroids twice for every `MOST_ROWS` query rows."""
     (H, G, T, D), B, C, device = query.shape, len(ends), counts.shape[1], query.device
-    query, centroids, early = (
-        unit_stride(query),
-        side_by_side(centroids.to(query.dtype)),
-        dependent_launch(device),
-    )
+    query, centroids, early = unit_stride(query), side_by_side(centroids.to(query.dtype)), dependent_launch(device)
     counts, starts = side_by_side(counts), side_by_side(starts)
     group, stride = power_of_two(G), aligned(C)
     tile_of_queries = max(16, group, min(MOST_ROWS, power_of_two(T * group)))
@@ -314,19 +303,7 @@ def choose_together_triton(
     }  # fmt: skip
     _sums_kernel[(parts, H, blocks)](query, centroids, counts, peaks, sums, lengths, T, C, *strides, **tiles)
     _scores_kernel[(parts, H, blocks)](
-        query,
-        centroids,
-        counts,
-        peaks,
-        sums,
-        scores,
-        T,
-        C,
-        stride,
-        parts,
-        *strides,
-        PARTS=power_of_two(parts),
-        **tiles,
+        query, centroids, counts, peaks, sums, scores, T, C, stride, parts, *strides, PARTS=power_of_two(parts), **tiles
     )
     clusters = power_of_two(stride)
     warps = min(MOST_WARPS, max(4, clusters // CLUSTERS_A_WARP))

@@ -179,13 +179,7 @@ def _some(first: int, last: int, *more: int) -> list[int]:
 
 
 def _measure(
-    function: MaskFunction,
-    queries: list[int],
-    first: int,
-    keys: int,
-    *,
-    use_vmap: bool,
-    device: torch.device | str,
+    function: MaskFunction, queries: list[int], first: int, keys: int, *, use_vmap: bool, device: torch.device | str
 ) -> Measured:
     """Determine the window of a mask function from the mask rows of some queries, over `keys` keys from `first` on."""
     row = AttentionMaskInterface()["sdpa"]

@@ -120,11 +120,7 @@ def _permute(level: Level, order: torch.Tensor) -> None:
 
 
 def level_tensors(
-    levels: list[Level],
-    labels: torch.Tensor,
-    values: torch.Tensor,
-    first_token: int,
-    keys: torch.Tensor | None = None,
+    levels: list[Level], labels: torch.Tensor, values: torch.Tensor, first_token: int, keys: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
     """Build the artifact's tensors of a hierarchy.
 

@@ -156,11 +156,7 @@ def moved_centres(
 
 
 def random_kmeans(
-    points: torch.Tensor,
-    clusters: int,
-    iterations: int,
-    generator: torch.Generator,
-    valid: torch.Tensor | None = None,
+    points: torch.Tensor, clusters: int, iterations: int, generator: torch.Generator, valid: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Run k-means with random points of each head as initial centres; return the labels.
 

@@ -291,20 +291,12 @@ def fit_weights(tables: Tables, query: torch.Tensor, keys: torch.Tensor, softmax
     """
     lookup = look_up(tables, query)
     found = [estimate_part(tables, lookup, part, 0, "mean") for part in range(len(tables.channels))]
-    return torch.stack(
-        [
-            _fit(
-                torch.stack([_spread(part.tokens[head], part.values[head], tables.keys) for part in found]),
-                query[head].float() @ keys[head].float().T,
-                softmax_scale,
-            )
-            for head in range(len(query))
-        ]
-    )
-
-
-def _spread(tokens: torch.Tensor, values: torch.Tensor, keys: int) -> torch.Tensor:
-    return torch.zeros(len(tokens), keys, device=values.device).scatter_(-1, tokens, values)
+    nothing = torch.zeros(query.shape[1], tables.keys, device=query.device)
+    weights = []
+    for head in range(len(query)):
+        estimates = torch.stack([nothing.scatter(-1, part.tokens[head], part.values[head]) for part in found])
+        weights.append(_fit(estimates, query[head].float() @ keys[head].float().T, softmax_scale))
+    return torch.stack(weights)
 
 
 def _fit(estimates: torch.Tensor, logits: torch.Tensor, softmax_scale: float) -> torch.Tensor:
@@ -376,17 +368,9 @@ def encode_lists(tables: Tables, scoring: str, weights: torch.Tensor | None = No
             tokens = tables.tokens[head, part].long() - tables.first_token
             dense.scatter_(1, tokens, _codes(scores - origin[:, None], step[:, None]))
             codes[head, part], origins[head, part], steps[head, part] = _packed(dense), origin, step
-    ones = torch.ones(Hk, m, device=codes.device)
-    return ListCodes(
-        codes,
-        origins,
-        steps,
-        scoring != "paper",
-        tables.centroids.contiguous(),
-        tables.channels.int().contiguous(),
-        ones if weights is None else weights.float().contiguous(),
-        tables.keys,
-    )
+    weights = torch.ones(Hk, m, device=codes.device) if weights is None else weights.float().contiguous()
+    centroids, channels = tables.centroids.contiguous(), tables.channels.int().contiguous()
+    return ListCodes(codes, origins, steps, scoring != "paper", centroids, channels, weights, tables.keys)
 
 
 def _codes(heights: torch.Tensor, step: torch.Tensor) -> torch.Tensor:

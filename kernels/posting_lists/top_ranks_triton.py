@@ -9,14 +9,7 @@ from sparsekv.kernels.common.launch import count_sms, dependent_launch, group_ro
 from sparsekv.kernels.common.tiles_triton import LOG2_E
 from sparsekv.kernels.posting_lists import packed_triton as packed
 from sparsekv.kernels.posting_lists.posting_lists import TILE_TOKENS, TILE_WORDS
-from sparsekv.kernels.posting_lists.types import (
-    BINS,
-    FEW_RANKS,
-    FRACTION_BITS,
-    RANKS,
-    TokenRanks,
-    lowest_rank,
-)
+from sparsekv.kernels.posting_lists.types import BINS, FEW_RANKS, FRACTION_BITS, RANKS, TokenRanks, lowest_rank
 
 PROGRAMS_PER_SM = 4
 TILE_BYTES, STAGES, WARPS, RANK_WARPS = 16_384, 3, 4, 8

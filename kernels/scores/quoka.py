@@ -63,8 +63,7 @@ def far_directions(query: torch.Tensor, count: int) -> torch.Tensor:
 
 
 @on_gpu(
-    "sparsekv.kernels.scores.quoka_triton:nearest_keys_triton",
-    fits=lambda some, *_: some.shape[1] <= MOST_DIRECTIONS,
+    "sparsekv.kernels.scores.quoka_triton:nearest_keys_triton", fits=lambda some, *_: some.shape[1] <= MOST_DIRECTIONS
 )
 def nearest_keys(some: torch.Tensor, keys: torch.Tensor, count: int, first: int = 0, last: int = 0) -> torch.Tensor:
     """Choose `count` keys per head: the first and last keys, and those with the highest cosine to any direction.

@@ -100,13 +100,7 @@ class QuestionSearch:
         layout: [Hk, M] int64, the token's position within the middle for each stored row; None for order of position.
     """
 
-    def __init__(
-        self,
-        prefill: QuestionPrefill,
-        selector: Selector,
-        device: torch.device,
-        layout: torch.Tensor | None,
-    ):
+    def __init__(self, prefill: QuestionPrefill, selector: Selector, device: torch.device, layout: torch.Tensor | None):
         self.selector, self.budget, self.chunk_size = selector, prefill.budget, prefill.chunk_size
         self.device, self.rows_of = device, None if layout is None else layout.argsort(-1).to(device)
 

@@ -203,13 +203,7 @@ class Shape:
 
 
 def mixture(
-    shape: Shape,
-    batch: int,
-    seed: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    sampled: int = 0,
-    questions: int = 1,
+    shape: Shape, batch: int, seed: int, device: torch.device, dtype: torch.dtype, sampled: int = 0, questions: int = 1
 ) -> LayerData:
     """Generate a batch of contexts, each from its own seed, with one or more questions over each.
 

@@ -128,10 +128,7 @@ DATASETS = {
         "Please complete the code given below. \n{context}Next line of code:\n", 64, "code-similarity", bare=True
     ),
     "repobench-p": Dataset(
-        "Please complete the code given below. \n{context}{input}Next line of code:\n",
-        64,
-        "code-similarity",
-        bare=True,
+        "Please complete the code given below. \n{context}{input}Next line of code:\n", 64, "code-similarity", bare=True
     ),
 }
 

@@ -72,9 +72,9 @@ class RowSet:
         return expand_runs(self.starts, self.run_lengths, self.capacity)
 
 
-def single_rows(rows: torch.Tensor, log_weights: torch.Tensor | None = None) -> RowSet:
+def single_rows(rows: torch.Tensor) -> RowSet:
     """Build a row set in which each run is one of `rows` [Hk, Q or 1, K]."""
-    return RowSet(rows, None, rows.shape[-1], rows.shape[-1], log_weights=log_weights)
+    return RowSet(rows, None, rows.shape[-1], rows.shape[-1])
 
 
 @dataclass(frozen=True)

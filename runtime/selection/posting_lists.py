@@ -68,10 +68,7 @@ class ListSearch:
             ranked = rank_rows(query, keys, chosen, ranked.logsumexp, tokens, *self.facts.scaling)
             chosen = top_ranked(ranked, tokens, chosen)
         read = query.shape[1] * self.lists.codes[0, :, 0].nbytes + self.lists.centroids[0].nbytes
-        return Selection(
-            single_rows(chosen[:, None]),
-            Cost(read / (keys.shape[2] * keys.element_size()) + more),
-        )
+        return Selection(single_rows(chosen[:, None]), Cost(read / (keys.shape[2] * keys.element_size()) + more))
 
 
 ENTRY_BYTES = 6  # int32 position, float16 score
