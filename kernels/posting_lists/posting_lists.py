@@ -308,7 +308,11 @@ def _spread(tokens: torch.Tensor, values: torch.Tensor, keys: int) -> torch.Tens
 
 
 def _fit(estimates: torch.Tensor, logits: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """Fit weights [m] to estimates [m, R, keys] and logits [R, keys]."""
+    """Fit one weight for each of m subspaces.
+
+    The weighted sum of the subspaces' estimates [m, R, keys] approximates the logits [R, keys], up to a constant per
+    query.
+    """
     importance = (logits * softmax_scale).softmax(-1).sqrt()
     importance = importance / importance.sum(-1, keepdim=True)
     centred = estimates - (estimates * importance).sum(-1, keepdim=True)

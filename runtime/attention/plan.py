@@ -33,7 +33,9 @@ from sparsekv.runtime.selection.interface import Appending, Budget, Selector
 
 @dataclass
 class Appender:
-    """Moves one layer's tokens from its exact rows to the middle and the selector's index.
+    """Moves a layer's oldest tokens after the sinks to the indexed rows (the middle), from which the selector chooses.
+
+    Before, they are among the rows that every query attends to (the exact rows: sinks, tail and new tokens).
 
     `torn` is True while rows move. If a move is interrupted it stays True, because index and rows may then disagree.
 

@@ -392,8 +392,9 @@ class ConversationState:
 
 @dataclass(frozen=True)
 class Appended:
-    """The new `order` [Hk, T] of the rows passed to `append`, as indices into these rows.
+    """Result of `append`.
 
+    `order` [Hk, T] is the permutation in which the rows passed to `append` are now stored, as indices into these rows.
     `index_rows` is the number of D-sized rows of each head that were read to compute the order.
     """
 
