@@ -139,7 +139,7 @@ class ContextStage:
                 write_sample(writer, layer, queries.sample, reuse.positions, reuse.sample_recipe)
             build.progress("write context", layer + 1, len(facts.layers))
         if kv_dtype is not None and known is None:
-            # The storage error is complete only now: it is measured as each layer's exact rows are written.
+            # The storage error is complete only now: it is measured as each layer's rows are quantised and written.
             storage = files.storage(build.ids_sha256, build.split.tokens, exact_probe=False)
             facts = replace(facts, storage=storage)
             writer.note(recipe, facts.note())

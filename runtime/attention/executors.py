@@ -59,7 +59,7 @@ class Fetched:
     rows_read: torch.Tensor | float
 
     def segments(self, step: Step) -> list[Segment]:
-        """Return all segments that a step attends to: chosen rows, exact rows, and the rest's centroids if attended."""
+        """Return all segments that a step attends to: chosen rows, sinks, tail and new tokens, and centroids."""
         valid = None if self.valid is None else self.valid[:, None]
         rest = self.rest if self.rest_attended else ()
         return [

@@ -78,7 +78,8 @@ class Appender:
 
     @torch.inference_mode()
     def remove_appended(self, layer: StoredLayer, tokens: int, exact: Pair) -> None:
-        """Undo all appends: restore the stored index, the layer's stored token count and its exact rows [Hk, E, D].
+        """Undo all appends: restore the stored index, the layer's stored token count and its exact rows
+        [Hk, E, D] (sinks, tail and new tokens).
 
         Raises:
             SparsekvError: an earlier call or an append was interrupted before it finished.
@@ -105,7 +106,7 @@ class LayerParts:
 
     Args:
         number: index of the layer in its model.
-        sinks: number of the exact rows that come before the middle.
+        sinks: number of tokens before the middle, whose rows are always attended.
         heads: number of KV heads, Hk.
         device: the model's device.
         search_device: the selector's device.

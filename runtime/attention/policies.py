@@ -154,7 +154,7 @@ class Prefetching(Policy):
 
 
 class Metered(Policy):
-    """Records the missed share of each step; a guard, if there is one, limits it.
+    """Records the missed mass of each step; a guard, if there is one, limits it.
 
     Args:
         prefetcher: finds a decode step's rows at the layer's own budget; None: each step runs its own search.

@@ -53,7 +53,7 @@ class BuiltLayers:
 class LayerStats:
     """One layer's missed-mass figures since counting began.
 
-    `missed` is the estimated missed share, a mean over heads and queries. `raised` and `dense` are the shares of heads
+    `missed` is the estimated missed mass, a mean over heads and queries. `raised` and `dense` are the shares of heads
     for which a guard raised the budget or fell back to dense attention.
     """
 

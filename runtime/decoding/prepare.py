@@ -189,7 +189,7 @@ class EarlyReading:
         device: a device name, as `choose_device` takes it.
         files: files of the index whose checksums are checked.
         hold: map the rows of all layers without a sliding window, and prepare the method.
-        form: the method that will answer; it is only prepared if the index has tensors of it.
+        form: the variant of a method that will answer; it is only prepared if the index has tensors of it.
     """
 
     def __init__(

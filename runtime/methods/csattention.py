@@ -96,7 +96,7 @@ class CSAttention(Method):
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """Return the default form, and without re-ranking one form per scoring and one with fitted weights."""
+        """Return the default variant, and without re-ranking one variant per scoring and one with fitted weights."""
         plain = {scoring: cls(csattention_scoring=scoring, rerank=1.0) for scoring in SCORINGS}
         return {"reranked": cls(), **plain, "mean fitted": cls(rerank=1.0, weights="fitted")}
 

@@ -355,10 +355,10 @@ class SelectorKernels:
 
     Args:
         attend: selects and attends for one query [Hk, G, D]. Takes the query, the middle's keys and values [Hk, M, D]
-            in layout order, exact keys and values [Hk, E, D], the budget, and sink logits [Hk, G] or None. Returns the
-            attention output [Hk, G, D] and the number of D-sized rows of the middle and the index read for each head.
-            The output covers the rows that `select` would choose, the exact rows, and centroids if they replace the
-            rest. Returns None if no kernel supports the call.
+            in layout order, the exact keys and values [Hk, E, D] of sinks, tail and new tokens, the budget, and sink
+            logits [Hk, G] or None. Returns the attention output [Hk, G, D] and the number of D-sized rows of the middle
+            and the index read for each head. The output covers the rows that `select` would choose, the exact keys and
+            values, and centroids if they replace the rest. Returns None if no kernel supports the call.
         choose_for_each: returns one selection of all rows that at least one of the queries chooses for itself. Returns
             None if no kernel supports the call.
         choose_together: returns one selection of all rows that at least one of several sequences chooses. Takes queries
@@ -507,7 +507,7 @@ class Method(ABC):
     default_budget: ClassVar[float] = 0.1
     """Default budget of answers, as a share of the middle."""
     estimates_missed: ClassVar[bool] = False
-    """Whether its selections have centroids of the unselected tokens, from which the missed share is estimated."""
+    """Whether its selections have centroids of the unselected tokens, from which the missed mass is estimated."""
     learns_queries: ClassVar[bool] = False
     """Whether its index is built from the document's queries, so that it may do better on these than on others."""
     searched_on_host: ClassVar[bool] = False
@@ -541,7 +541,7 @@ class Method(ABC):
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """Return the forms of the method that a recall report compares, by variant name, the default form first.
+        """Return the variants of the method that a recall report compares, by name, the default variant first.
 
         Args:
             record: the method's record in the manifest; None if the index was built without it.
@@ -572,8 +572,8 @@ class Method(ABC):
 class MethodSpec:
     """A registered method with its parameters. A decode step needs only a budget in addition.
 
-    `variant` names the form among the forms of the method; it is empty for the default form. With `residual`, centroids
-    represent the tokens that the method does not select.
+    `variant` is the name of these parameters among the method's variants; it is empty for the default variant. With
+    `residual`, centroids represent the tokens that the method does not select.
     """
 
     name: str

@@ -14,7 +14,8 @@ from sparsekv.runtime.selection.registry import methods, methods_of
 from sparsekv.runtime.tuning.goals import Halves, Tuned
 from sparsekv.runtime.tuning.meter import AttentionMeter, Point
 
-# Limits of a budget, as a share of the tokens: about six tokens of a short document, and nearly everything, where selection saves nothing.
+# Limits of a budget, as a share of the tokens: about six tokens of a short document, and nearly everything, where
+# selection saves nothing.
 LEAST, MOST = 0.001, 0.95
 
 
@@ -24,7 +25,8 @@ class BudgetSearch:
 
     A budget is a share of the tokens between sinks and tail. The search walks from `start` by growing factors until a
     budget reaches the target and a smaller budget fails it. Then it bisects until these two budgets are within a factor
-    `ratio`. It ends early at a budget whose gain is at most `slack` above the target. The target may be changed between two proposals; measurements are kept.
+    `ratio`. It ends early at a budget whose gain is at most `slack` above the target. The target may be changed between
+    two proposals; measurements are kept.
     """
 
     target: float
@@ -216,7 +218,8 @@ LAYER_STRIDE, QUERY_STRIDE = 3, 2
 COARSE_START, COARSE_STEP, COARSE_RATIO = 0.1, 4.0, 1.3
 FINE_STEP, FINE_RATIO = 1.2, 1.2
 FORMS_KEPT, KEPT_WITHIN = 2, 1.05
-"""Number of a method's variants that are searched on all layers, and their largest reads as a multiple of the best's."""
+"""Number of a method's variants that are searched on all layers, and their largest reads as a multiple of the best
+variant's."""
 
 
 class CoarseSearch:
