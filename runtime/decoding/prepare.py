@@ -35,7 +35,7 @@ def files_read(artifact: Artifact, attention: MethodSpec | Dense) -> list[str]:
 def stored_context(
     rows: LayerRows, name: str, device: torch.device = CPU, shared: dict[str, Any] | None = None
 ) -> MiddleContext:
-    """Read the tensors that the method called `name` built for the layer of `rows`, and make the context of its middle.
+    """Read the tensors that the method called `name` built for the layer of `rows`, and make a selector's context.
 
     Keys and values are read at first use.
 

@@ -284,7 +284,7 @@ def _whole(truth: Truth) -> Attempt:
 
 
 def chosen_positions(rows: RowSet, layout: torch.Tensor | None, middle: int) -> torch.Tensor:
-    """Return the middle positions of the selected rows [Hk, Q or 1, capacity].
+    """Return the positions of the selected rows [Hk, Q or 1, capacity], counted from the first token after the sinks.
 
     Unused slots have the value M, one past the last position, so that scattering to them changes no token.
     """
