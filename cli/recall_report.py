@@ -230,7 +230,7 @@ def recall_report(options: ReportOptions) -> None:
 
 
 def _configured(names: list[str], parameters: dict[str, Any]) -> dict[str, tuple[str, Method]]:
-    """Return a label and the configured form of each method that has a parameter set by the user. Raises UsageError
+    """Return a label and the configured method for each method that has a parameter set by the user. Raises UsageError
     for a parameter that no method has."""
     chosen = {name: methods()[name] for name in names}
     refuse_unused(chosen, parameters)

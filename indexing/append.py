@@ -231,7 +231,8 @@ def refuse_other_dtype(manifest: Manifest, dtype: str) -> None:
 def growing_plan(
     artifact: Artifact, loaded: LoadedModel, addition: Addition, *, chunk_size: int | None = None
 ) -> BuildPlan:
-    """Plan a build that appends tokens. Sinks and tail keep their sizes, so the old tail becomes part of the middle.
+    """Plan a build that appends tokens. Sinks and tail keep their sizes, so the old tail becomes part of the
+    middle (the indexed tokens).
 
     Args:
         chunk_size: tokens per forward pass of a dense prefill; None for the device's default.

@@ -34,7 +34,7 @@ def storing_error(
     facts: LayerFacts,
     sink_logits: torch.Tensor | None,
 ) -> float:
-    """Compute the relative error of dense attention over stored rows against dense attention over the exact rows.
+    """Compute the relative error of dense attention over stored rows against dense attention over the unquantised rows.
 
     It is the mean of |o_stored - o_exact| / |o_exact| over queries and heads, the output error of reports. Allocates
     256 MB of logits a few times over, the layer's dequantised rows, and the rows of the current heads in float32.
@@ -159,7 +159,7 @@ class ContextFiles:
     errors: list[float] = field(default_factory=list)
 
     def write(self, layer: int, rows: Pair, queries: Tensors, facts: LayerFacts) -> None:
-        """Write a layer's missing files, and measure the error of int8 storage from its exact rows.
+        """Write a layer's missing files, and measure the error of int8 storage against its unquantised rows.
 
         Args:
             rows: keys and values [Hk, N, D].
@@ -170,7 +170,7 @@ class ContextFiles:
             tensors = in_8_bits(rows, layer, self.taken_over)
             if self.taken_over is None:
                 self.errors.append(storing_error(queries["tail"], rows, tensors, facts, queries.get("sink_logits")))
-        # int8 rows need less memory than the exact rows, which are released.
+        # int8 rows need less memory than the unquantised rows, which are released.
         self._write(layer_file("context", layer), tensors)
         self._write(layer_file("queries", layer), queries)
 
@@ -198,7 +198,7 @@ class ContextFiles:
         Args:
             ids_sha256: the hash of the prompt's token ids.
             tokens: the number of the prompt's tokens.
-            exact_probe: the probe's logits were computed over the exact rows.
+            exact_probe: the probe's logits were computed over the unquantised rows.
         """
         if self.kv_dtype is None:
             return None

@@ -73,9 +73,11 @@ def build_context(build: Build, reuse: ReusePlan) -> ContextFacts:
 
 
 def _with_canary(build: Build, facts: ContextFacts) -> ContextFacts:
-    """Add a canary and its probe to the facts of a reused context, if an earlier version stored none.
+    """Add a canary to the facts of a reused context, if the earlier version that wrote them computed none.
 
-    Facts stay unchanged if several processes share the model, because they hold no rows of a reused context.
+    The canary has the model's top logits at a few tokens inside the document. The probe has those at the last prompt
+    token, and is computed again with the canary. Facts stay unchanged if several processes share the model, because
+    these processes hold no rows of a reused context.
 
     Raises:
         SparsekvError: the model's own attention over the stored rows differs from ours.
@@ -131,7 +133,7 @@ class ContextStage:
                 write_sample(writer, layer, queries.sample, reuse.positions, reuse.sample_recipe)
             build.progress("write context", layer + 1, len(facts.layers))
         if kv_dtype is not None and known is None:
-            # The storage error is complete only now: it is measured as each layer's exact rows are written.
+            # The storage error is complete only now: it is measured as each layer's rows are quantised and written.
             storage = files.storage(build.ids_sha256, build.split.tokens, exact_probe=False)
             facts = replace(facts, storage=storage)
             writer.note(recipe, facts.note())

@@ -23,12 +23,12 @@ def convert_index(
     """Write an index of the same prompt, with int8 keys and values, to a new folder; return its manifest.
 
     The prompt and the queries are copied from the old index. So are the logits of probe and canary, which were computed
-    from exact rows. Methods are built again from the int8 rows, so that all files equal those of `build_index` with the
-    same `kv_dtype`. The folder appears only when all files are written. Allocates one layer, and the files that wait to
-    be written.
+    from unquantised rows. Methods are built again from the int8 rows, so that all files equal those of `build_index`
+    with the same `kv_dtype`. The folder appears only when all files are written. Allocates one layer, and the files
+    that wait to be written.
 
     Args:
-        artifact: an index with exact rows. It was opened with all checksums verified, because damaged rows would
+        artifact: an index with unquantised rows. It was opened with all checksums verified, because damaged rows would
             otherwise be written with a valid checksum.
         device: device on which rows are converted and methods are built.
 

@@ -77,7 +77,7 @@ class EarlierIndex:
         return context_rows(self.read(layer_file("context", layer)), self._dtype).part(slice(tokens))
 
     def query_positions(self) -> torch.Tensor:
-        """Return the ascending positions [P] of stored queries: the sample's, in the middle, then the tail's.
+        """Return the ascending positions [P] of stored queries: the sample's, between sinks and tail, then the tail's.
 
         Returns no positions if a file of queries is damaged.
         """
@@ -96,7 +96,7 @@ class EarlierIndex:
         return torch.cat([self.read(layer_file(one, layer))[names[one]] for one in self._query_folders()], 1)
 
     def sample_size(self) -> int:
-        """Return the number of middle positions with stored queries."""
+        """Return the number of positions between sinks and tail whose queries are stored."""
         stored = self.manifest.files.get(layer_file("samples", self.manifest.indexed_layers[0]))
         return 0 if stored is None else stored.tensors["positions"].shape[0]
 

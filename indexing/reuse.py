@@ -119,8 +119,8 @@ def _fits(build: Build, base: Manifest) -> bool:
 def _continues_int8(build: Build, base: Manifest) -> bool:
     """Whether new rows may follow the rows of an int8 index.
 
-    The build must store int8 itself, because otherwise rounded rows would be taken for exact rows. Its prefill must be
-    dense, because a sparse prefill would select other tokens by rounded keys.
+    The build must store int8 itself, because otherwise rounded rows would be taken for unquantised rows. Its prefill
+    must be dense, because a sparse prefill would select other tokens by rounded keys.
     """
     assert base.kv_storage is not None
     stored = base.kv_storage.dtype == build.plan.config.kv_dtype and in_this_form(base)

@@ -22,7 +22,10 @@ SEED = 0
 
 
 def sample_positions(split: Split, count: int) -> torch.Tensor:
-    """Return the ascending positions [P] int64 of the `count` middle tokens of lowest priority, or of all."""
+    """Return the positions [P] int64, ascending, of a sample of `count` tokens between sinks and tail, or of all.
+
+    The sample has the tokens of lowest priority, a pseudo-random number that depends only on the position.
+    """
     end = split.sinks + split.middle
     # The raw stream of a bit generator is the same in every numpy version. A longer stream begins with a shorter one.
     priorities = np.random.Philox(SEED).random_raw(end)[split.sinks :]

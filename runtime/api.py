@@ -162,16 +162,16 @@ class Index:
         """Measure recall, output error and rows read of methods against dense attention.
 
         Returns one flat dict per row, as `recall-report --json` prints them. The key `method` holds the method's name.
-        The key `variant` distinguishes the method's forms, such as `without replacement`, `flat threshold` or
-        `page_size=8`. It is empty for a method's default form.
+        The key `variant` distinguishes the method's variants, such as `without replacement`, `flat threshold` or
+        `page_size=8`. It is empty for a method's default variant.
 
         Args:
             names: names of methods; by default all methods that can run on the index.
             by: return a row for each value of `layer`, of `kv_head`, or of both. Default: one row averages over all.
             questions: measure on the queries of these questions, in place of the document's held-out tail.
-            residual: measure each form a second time with centroids for the tokens that it does not select.
+            residual: measure each variant a second time with centroids for the tokens that it does not select.
             parameters: parameters of the methods. A method that has one of them is measured with it only, in place of
-                its usual forms.
+                its usual variants.
         """
         refuse_unknown(parameters, ("names", "budgets", "by", "questions", "residual"))
         artifact, model = self.opened.artifact, self.opened.model

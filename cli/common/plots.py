@@ -94,9 +94,9 @@ COMPARED_WITH = {
 
 def style_of(method: str, form: int) -> dict[str, Any]:
     """Return matplotlib keywords for a line. The method decides colour and marker, the same in every plot. `form`, the
-    index of the method's form, decides the dashes.
+    index of the method's variant, decides the dashes.
 
-    Besides dense attention and the bounds, up to eighteen methods look different, and up to six forms of a method.
+    Besides dense attention and the bounds, up to eighteen methods look different, and up to six variants of a method.
     """
     ordered = [name for name in methods() if name not in COMPARED_WITH]
     place = ordered.index(method) if method in ordered else 0
@@ -113,7 +113,10 @@ def _colours() -> list[Any]:
 
 
 def form_numbers(lines: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
-    """Return the index of each line's form among the forms of its method. A line is a method and the name of a form."""
+    """Return the index of each line's variant among the variants of its method.
+
+    A line is a method and the name of a variant.
+    """
     numbers: dict[tuple[str, str], int] = {}
     for method, form in lines:
         numbers.setdefault((method, form), sum(known == method for known, _ in numbers))

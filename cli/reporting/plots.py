@@ -20,8 +20,8 @@ SHARES = (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 
 
 def plot_recall(report: RecallReport, path: Path) -> None:
-    """Plot output error and recall against the kv fraction, with a line per method and form. Also plot recall by layer
-    and head.
+    """Plot output error and recall against the kv fraction, with a line per method and variant. Also plot recall by
+    layer and head.
 
     Raises:
         SparsekvError: the picture cannot be written.
@@ -77,8 +77,8 @@ def _scale_reads(axis: Axes) -> None:
 
 
 def _name(row: RecallRow, sharing: bool) -> str:
-    """Return the name of the line that a row belongs to. The line is a form at all budgets; if numbers of queries
-    are compared, it is a form at one budget."""
+    """Return the name of the line that a row belongs to. The line is a variant of a method at all
+    budgets; if numbers of queries are compared, it is a variant at one budget."""
     parts = (row.method, row.variant, f"at {row.budget_tokens:,} tokens") if sharing else (row.name,)
     return " ".join(part for part in parts if part)
 

@@ -70,7 +70,10 @@ def _outside(tensor: torch.Tensor, first: int, end: int) -> torch.Tensor:
 
 
 def _positions(tensors: Tensors, split: Split) -> Faults:
-    """Check positions: all are in the middle, sampled queries' positions ascend, `token_order` has each token once."""
+    """Check positions: all are between sinks and tail, those of sampled queries ascend.
+
+    `token_order` must have each token once.
+    """
     first, end = split.sinks, split.sinks + split.middle
     listed = [name for name in tensors if name in ("table_tokens", "positions")]
     faults = {name: _outside(tensors[name], first, end) for name in listed}
@@ -85,7 +88,7 @@ def _positions(tensors: Tensors, split: Split) -> Faults:
 
 
 def _clusters(tensors: Tensors, middle: int) -> Faults:
-    """Check clusters: each level's counts sum to the middle's tokens, parents are valid, and offsets match counts.
+    """Check clusters: each level's counts sum to `middle` tokens, parents are valid, and offsets match counts.
 
     Raises:
         KeyError: a level or one of its tensors is missing.
@@ -131,7 +134,10 @@ def _wrong_parents(parents: torch.Tensor, counts: torch.Tensor, above: torch.Ten
 
 
 def _blocks(tensors: Tensors, split: Split) -> Faults:
-    """Check blocks: they cover the middle, and each has clusters of its own that hold exactly its tokens."""
+    """Check blocks: they cover all tokens between sinks and tail.
+
+    Each block must have clusters of its own that hold exactly its tokens.
+    """
     if "block_offsets" not in tensors:
         return {}
     offsets, order = tensors["block_offsets"], tensors["token_order"].long() - split.sinks

@@ -187,7 +187,11 @@ class Prompt(Record):
 
 
 class Split(Record):
-    """N = sinks + middle + tail tokens, in this order; an index covers the middle."""
+    """Split of a prompt's N tokens, in this order, into sinks, middle and tail.
+
+    Every query attends to the sinks (the first tokens) and to the tail (the last tokens). The index covers the middle,
+    the tokens between them.
+    """
 
     sinks: Size
     middle: Size

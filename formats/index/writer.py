@@ -309,7 +309,9 @@ class PartWriter:
             raise WaysOut().cannot_write(self._folder, error) from None
 
     def whole(self, name: str) -> WholeFile:
-        """Return a file that `end` has ended. It is complete once the other processes have ended it, too.
+        """Return a read handle of a file to which this process has written all its rows, and which `end` has closed.
+
+        The file is complete once the other processes have written their rows.
 
         Raises:
             KeyError: this process has not ended a file of this name.

@@ -49,7 +49,8 @@ def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> Non
     try:
         difference = _difference(model, ids, name)
         if difference > TOLERANCE[model.dtype]:
-            # Rounding may route a token to another expert, but hardly in both orders of the tokens.
+            # Rounding may route a token to another MoE expert. That is unlikely for the reversed tokens too, so they
+            # are tried before the model is refused.
             difference = _difference(model, ids.flip(0), name)
     except SparsekvError as error:
         raise SparsekvError(f"{name} cannot be indexed: {error}; choose another model") from None

@@ -83,7 +83,7 @@ def rows_as_stored(
 
 
 def in_8_bits(rows: Pair, layer: int, taken: TakenOver | None) -> dict[str, torch.Tensor]:
-    """Quantise a layer's exact rows [Hk, N, D] to the tensors of its file; the first rows may be `taken` unchanged."""
+    """Quantise a layer's rows [Hk, N, D] to the tensors of its file; the first rows may be `taken` unchanged."""
     if taken is None:
         return quantise(*rows)
     first = first_tokens(taken.tensors(layer), taken.tokens)

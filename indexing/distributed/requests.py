@@ -104,7 +104,10 @@ def take_turns(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read)
 
 
 def give_turns(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read) -> None:
-    """Build every `size`-th layer on this rank, and send them to the first rank. Memory: that of `make_layers_from`."""
+    """Build every `ranks.size`-th layer, from `ranks.number` on, and send its tensors to the first rank.
+
+    Memory: that of `make_layers_from`.
+    """
     turns = range(0, len(layers), ranks.size)
     with closing(_own(ranks, work, layers, read)) as own:
         for _ in turns:

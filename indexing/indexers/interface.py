@@ -72,7 +72,9 @@ def check_iterations(iterations: int) -> None:
 
 @dataclass(frozen=True)
 class LayerInput:
-    """Input of an indexer: one layer's middle keys and values [Hk, M, D], and facts about the layer's attention.
+    """Input of an indexer: one layer's keys and values [Hk, M, D], and facts about the layer's attention.
+
+    The rows are those of the M tokens between sinks and tail (the middle).
 
     Args:
         queries: [Hq, P, D], a sample of the middle's queries; None unless the method's `queries_wanted` is above 0.
@@ -137,7 +139,7 @@ class Indexer(ABC):
         return
 
     def bytes_per_token(self, head_dim: int) -> float:
-        """Return the method's bytes per middle token and KV head if they are many next to keys and values, else 0."""
+        """Return the method's bytes per indexed token and KV head if they are many next to keys and values, else 0."""
         return 0.0
 
     @abstractmethod
@@ -149,7 +151,9 @@ class Indexer(ABC):
         """
 
     def append_layer(self, tensors: Tensors, layer: LayerInput, old_middle: int) -> Tensors:
-        """Build the method's tensors for one layer whose middle has grown. Only methods with `takes_tokens` have this.
+        """Build the method's tensors for one layer after tokens were appended to the indexed ones (the middle).
+
+        Only methods with `takes_tokens` have this.
 
         Args:
             tensors: the tensors built for the first `old_middle` tokens of the middle, with the same parameters.

@@ -37,7 +37,10 @@ FLOOR = 0.3
 @indexers.register("codes")
 @dataclass(frozen=True)
 class CodesIndexer(MultipoleIndexer):
-    """Builds codes of all middle keys, and one cluster per 64 tokens, with fitted masses and values."""
+    """Builds codes of the keys of all tokens between sinks and tail, and one cluster per 64 tokens.
+
+    Each cluster has a fitted mass and value.
+    """
 
     by_default: ClassVar[bool] = True
     learns: ClassVar[bool] = True

@@ -53,7 +53,7 @@ class MultipoleIndexer(ClusterIndexer):
             raise UsageError(f"--block {self.block}: give at least {self.smallest_block}")
 
     def build_layer(self, layer: LayerInput) -> Tensors:
-        """Build the joined levels of all blocks, and block_offsets [blocks + 1] int32, relative to the middle's start.
+        """Build the joined levels of all blocks, and block_offsets [blocks + 1] int32, which count indexed tokens.
 
         Allocates one block's keys twice in float32. On a GPU it allocates this for `AT_ONCE` blocks, and their keys and
         values.
@@ -107,7 +107,7 @@ class MultipoleIndexer(ClusterIndexer):
             yield of_block | {"token_order": of_block["token_order"] + start}
 
     def lookup_keys(self, layer: LayerInput, tokens: slice) -> torch.Tensor | None:
-        """Return the keys [Hk, T, D] by which middle tokens are clustered and looked up; None for the attended keys."""
+        """Return the keys [Hk, T, D] by which `tokens` are clustered and looked up; None for the attended keys."""
         return None
 
     def _extend(self, block: Tensors, layer: LayerInput, tokens: slice, old: int) -> Tensors:

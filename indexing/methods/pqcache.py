@@ -18,7 +18,7 @@ from sparsekv.indexing.indexers.product_codes import CODES, check_parts, encode,
 @indexers.register("pqcache")
 @dataclass(frozen=True)
 class PQCacheIndexer(Indexer):
-    """Builds PQ codebooks and the codes of all middle keys."""
+    """Builds PQ codebooks and the codes of the keys of all tokens between sinks and tail."""
 
     learns: ClassVar[bool] = True
     takes_tokens: ClassVar[bool] = True

@@ -24,7 +24,7 @@ REPORTED_KEEP = 0.05  # target whose held-out keep rate the manifest states
 @indexers.register("squeezed")
 @dataclass(frozen=True)
 class SqueezedIndexer(ClusterIndexer):
-    """Clusters all middle keys together."""
+    """Clusters the keys of all tokens between sinks and tail at once, not block by block."""
 
     revision: ClassVar[int] = 2
 

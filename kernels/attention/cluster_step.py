@@ -258,7 +258,8 @@ def attend_to_best(
 ) -> torch.Tensor:
     """Attend to the rows of `best_clusters`, to exact rows and, with `replace`, to centroids, in one softmax.
 
-    The centroids represent all rows that are not chosen. The plain-torch implementation copies the chosen rows.
+    Exact rows are those that every query attends to: sinks, tail and new tokens. The centroids represent all rows that
+    are not chosen. The plain-torch implementation copies the chosen rows.
 
     Args:
         query: [H, G, D].
@@ -297,9 +298,10 @@ def attend_by_codes(
 ) -> torch.Tensor:
     """Attend to the rows of `choose_by_codes`, to exact rows and, with `replace`, to centroids, in one softmax.
 
-    The centroids represent all rows that are not chosen. A centroid's weight is the weight of its whole cluster, times
-    the share of the cluster's keys that are not chosen. The plain-torch implementation copies the chosen rows, and
-    gathers the products for the codes of all keys.
+    Exact rows are those that every query attends to: sinks, tail and new tokens. The centroids represent all rows that
+    are not chosen. A centroid's weight is the weight of its whole cluster, times the share of the cluster's keys that
+    are not chosen. The plain-torch implementation copies the chosen rows, and gathers the products for the codes of all
+    keys.
 
     Args:
         query: [H, G, D].

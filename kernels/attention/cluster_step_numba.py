@@ -50,7 +50,7 @@ def lengths_of(job):
 
 @njit(inline="always")
 def weights_of(job):
-    """View the logits [H, G, C + budget + E] of clusters, chosen rows and exact rows.
+    """View the logits [H, G, C + budget + E] of clusters, chosen rows and exact rows (sinks, tail, new tokens).
 
     Their exponentials replace them later.
     """

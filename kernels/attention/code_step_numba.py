@@ -373,7 +373,7 @@ def _score(job, memory, thread, threads):
 
 @njit(inline="always")
 def _write_logits(job, h, logits):
-    """Write the logits [G, C + E] of a head's clusters and exact rows."""
+    """Write the logits [G, C + E] of a head's clusters and exact rows (sinks, tail and new tokens)."""
     H, D, C, E = job.H, job.D, job.C, job.E
     query, exact = floats(job.query, (H, job.G, D))[h], floats(job.exact_keys + h * job.exact_key_step, (E, D))
     write_logits(job, query, floats(job.centroids, (H, C, D))[h], np.int64(0), C, logits, np.int64(0))

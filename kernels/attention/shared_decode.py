@@ -50,8 +50,8 @@ def shared_decode(
 ) -> torch.Tensor:
     """Attend with each query to shared chosen rows, exact rows and centroids, and to its own sequence, in one softmax.
 
-    On a GPU there are three launches, no synchronisation and no data-dependent shapes. The plain-torch implementation
-    copies the rows.
+    Exact rows are those that all queries attend to, such as sinks and tail. On a GPU there are three launches, no
+    synchronisation and no data-dependent shapes. The plain-torch implementation copies the rows.
 
     Args:
         query: [Hk, G, B, D] of B tokens.

@@ -344,7 +344,8 @@ def _take_kernel(
         number = tl.load(children + head * clusters + c, mask=inside & (c < clusters), other=0)
     if KEEP or OPEN:
         common.wait_for_previous_kernel(EARLY)
-    # Here `_count_kernel` ran in between and waited for `_rank_kernel`: ranks are complete before the wait below.
+    # Without KEEP and OPEN this load may precede the wait below: `_count_kernel` ran before this kernel, and let it
+    # launch only after its own wait for `_rank_kernel`.
     packed = tl.load(ranked + head * stride + c, mask=inside, other=0, cache_modifier=".cg").to(tl.uint32, bitcast=True)
     size, rank = _size(packed), _rank(packed)
     if KEEP:

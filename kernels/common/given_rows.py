@@ -1,5 +1,5 @@
-"""Run forward passes of a few tokens over keys and values that a callback returns, and name transformers' argument for
-a cache."""
+"""Run forward passes of a few tokens over keys and values that a callback returns, and find the name of the argument
+that passes a cache to a model of transformers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,9 +16,9 @@ from sparsekv.kernels.common.hook import AttentionCall, alone, route_attention
 
 
 def cache_argument(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
-    """Return the keyword argument that passes a cache.
+    """Return the keyword argument that passes a cache to the model's forward pass.
 
-    It is `cache` from transformers 5.24 on, and `past_key_values` before.
+    Its name is `cache` for models of transformers 5.24 and later, and `past_key_values` for those of earlier versions.
     """
     return {_keyword(type(model).forward): cache}
 

@@ -300,7 +300,11 @@ def fit_weights(tables: Tables, query: torch.Tensor, keys: torch.Tensor, softmax
 
 
 def _fit(estimates: torch.Tensor, logits: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """Fit weights [m] to estimates [m, R, keys] and logits [R, keys]."""
+    """Fit one weight for each of m subspaces.
+
+    The weighted sum of the subspaces' estimates [m, R, keys] approximates the logits [R, keys], up to a constant per
+    query.
+    """
     importance = (logits * softmax_scale).softmax(-1).sqrt()
     importance = importance / importance.sum(-1, keepdim=True)
     centred = estimates - (estimates * importance).sum(-1, keepdim=True)

@@ -54,15 +54,15 @@ class DecodeConfig:
         budget: number of middle tokens that a step attends to.
         layer_budgets: budgets of single layers, by layer index, that replace `budget`.
         question: prefill config of a question's tokens.
-        guard: measures the missed share of attention, and limits it for each KV head.
-        gauge: measures the missed share. Steps then compute their logits once more, and no step is captured.
+        guard: measures the missed mass of attention, and limits it for each KV head.
+        gauge: measures the missed mass. Steps then compute their logits once more, and no step is captured.
         placement: where the document's keys and values are kept, one of PLACEMENTS.
         dense_layers: number of the model's first layers that attend to everything, whatever their budgets.
         ahead: prefetch: search for each step's rows with the previous step's query, during the previous step.
         origin: where method and budget come from, if the user did not choose them.
 
     Raises:
-        UsageError: the placement is unknown; the missed share is to be measured, but the method cannot estimate it; or
+        UsageError: the placement is unknown; the missed mass is to be measured, but the method cannot estimate it; or
             `dense_layers` is set and the method has a parameter of its own for that.
     """
 
@@ -86,7 +86,7 @@ class DecodeConfig:
 
     @property
     def measured(self) -> str:
-        """The option that requires measuring the missed share: `--guard` or `--gauge`, or empty."""
+        """The option that requires measuring the missed mass: `--guard` or `--gauge`, or empty."""
         return "--guard" if self.guard is not None else "--gauge" if self.gauge else ""
 
     def budget_of(self, layer: int) -> Budget:

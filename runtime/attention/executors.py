@@ -31,7 +31,9 @@ MOST_LOGITS = 2**26
 
 @dataclass(frozen=True)
 class LayerOutput:
-    """Attention output [Hk, G, Q, D], and the D-sized rows that each KV head read from the middle and its index.
+    """Attention output [Hk, G, Q, D], and the D-sized rows that each KV head read.
+
+    The rows are those of the tokens between sinks and tail (the middle), and of their index.
 
     `rows_read` is a number or [Hk, Q or 1]. Each count that kernels added to their counter stands for `per_count` more
     rows.
@@ -59,7 +61,7 @@ class Fetched:
     rows_read: torch.Tensor | float
 
     def segments(self, step: Step) -> list[Segment]:
-        """Return all segments that a step attends to: chosen rows, exact rows, and the rest's centroids if attended."""
+        """Return all segments that a step attends to: chosen rows, sinks, tail and new tokens, and centroids."""
         valid = None if self.valid is None else self.valid[:, None]
         rest = self.rest if self.rest_attended else ()
         return [

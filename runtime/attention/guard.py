@@ -1,6 +1,6 @@
-"""Estimate the missed share, the attention mass of tokens that a step does not attend one by one; a guard limits it.
+"""Estimate the missed mass, the attention mass of tokens that a step does not attend one by one; a guard limits it.
 
-The missed share is estimated from softmax denominators: the sum of N_i exp(q C_i) over clusters that are not attended
+The missed mass is estimated from softmax denominators: the sum of N_i exp(q C_i) over clusters that are not attended
 token by token, divided by the sum over everything (Multipole Attention, equation 1). The estimate is usually low: by
 Jensen's inequality a cluster's N_i tokens weigh at least N_i times their centroid.
 """
@@ -40,12 +40,12 @@ def missed_share(
 
 
 def estimates_missed(method: Method, *, residual: bool) -> bool:
-    """Whether the missed share can be estimated, from the method's own centroids or from the residual's."""
+    """Whether the missed mass can be estimated, from the method's own centroids or from the residual's."""
     return method.estimates_missed or (residual and not method.replaces())
 
 
 def check_estimates_missed(option: str, form: MethodSpec) -> None:
-    """Raise UsageError for a method whose missed share cannot be estimated."""
+    """Raise UsageError for a method whose missed mass cannot be estimated."""
     if not estimates_missed(form.method, residual=form.residual):
         raise UsageError(
             f"{option}: {form.name} cannot tell how much attention it leaves; add --residual or use another method"
@@ -56,7 +56,7 @@ def check_estimates_missed(option: str, form: MethodSpec) -> None:
 class Attempt:
     """Results of a step at one budget.
 
-    `missed` [Hk, Q] is the estimated missed share, and `rows` [Hk, Q] the number of D-sized rows read for the middle.
+    `missed` [Hk, Q] is the estimated missed mass, and `rows` [Hk, Q] the number of D-sized rows read for the middle.
     `results` are the result tensors, each [Hk, Q, ...].
     """
 
@@ -84,7 +84,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Guard:
-    """A limit on the missed share, for each KV head and query of a step."""
+    """A limit on the missed mass, for each KV head and query of a step."""
 
     share: float
 
@@ -126,7 +126,7 @@ class Guard:
 class MissedMeter:
     """One layer's missed-mass meter, which sums over heads and queries since `reset`.
 
-    `sums` [3] are the missed share, the heads whose budget the guard raised, and the heads that fell back to dense
+    `sums` [3] are the missed mass, the heads whose budget the guard raised, and the heads that fell back to dense
     attention. `heads` counts the head-query pairs.
     """
 
@@ -143,7 +143,7 @@ class MissedMeter:
         self.sums = self.sums.to(outcome.raised.device) + torch.stack([part.sum(dtype=torch.float64) for part in parts])
 
     def means(self) -> tuple[float, float, float]:
-        """Return the mean missed share and the shares of heads with a raised budget and with dense attention; one sync.
+        """Return the mean missed mass and the shares of heads with a raised budget and with dense attention; one sync.
 
         Something must have been measured since `reset`.
         """

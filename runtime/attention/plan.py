@@ -33,7 +33,9 @@ from sparsekv.runtime.selection.interface import Appending, Budget, Selector
 
 @dataclass
 class Appender:
-    """Moves one layer's tokens from its exact rows to the middle and the selector's index.
+    """Moves a layer's oldest tokens after the sinks to the indexed rows (the middle), from which the selector chooses.
+
+    Before, they are among the rows that every query attends to (the exact rows: sinks, tail and new tokens).
 
     `torn` is True while rows move. If a move is interrupted it stays True, because index and rows may then disagree.
 
@@ -76,7 +78,8 @@ class Appender:
 
     @torch.inference_mode()
     def remove_appended(self, layer: StoredLayer, tokens: int, exact: Pair) -> None:
-        """Undo all appends: restore the stored index, the layer's stored token count and its exact rows [Hk, E, D].
+        """Undo all appends: restore the stored index, the layer's stored token count and its exact rows
+        [Hk, E, D] (sinks, tail and new tokens).
 
         Raises:
             SparsekvError: an earlier call or an append was interrupted before it finished.
@@ -103,7 +106,7 @@ class LayerParts:
 
     Args:
         number: index of the layer in its model.
-        sinks: number of the exact rows that come before the middle.
+        sinks: number of tokens before the middle, whose rows are always attended.
         heads: number of KV heads, Hk.
         device: the model's device.
         search_device: the selector's device.

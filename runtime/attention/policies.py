@@ -154,7 +154,7 @@ class Prefetching(Policy):
 
 
 class Metered(Policy):
-    """Records the missed share of each step; a guard, if there is one, limits it.
+    """Records the missed mass of each step; a guard, if there is one, limits it.
 
     Args:
         prefetcher: finds a decode step's rows at the layer's own budget; None: each step runs its own search.
@@ -208,7 +208,7 @@ class Metered(Policy):
         return self.gather.find(step.queries, budget)
 
     def _dense(self, step: Step, heads: torch.Tensor) -> Attempt:
-        """Run dense attention for the heads that are True in `heads` [Hk]; copies these heads' rows of the middle."""
+        """Run dense attention for the heads that are True in `heads` [Hk]; copies the rows that these heads read."""
         some, exact, (scale, softcap, sinks) = heads.nonzero()[:, 0], step.exact, step.how
         middle = Segment(*self.middle.from_row(0, some))
         segments = [middle, Segment(exact.keys[some], exact.values[some], exact.mask)]

@@ -22,7 +22,7 @@ from sparsekv.runtime.selection.wrappers import unite
 
 
 class SparseLayer(StoredLayer):
-    """Attends to sinks, tail and new tokens exactly, and to the rows of the middle that a selector chooses.
+    """Attends to sinks, tail and new tokens exactly, and to those rows between sinks and tail that a selector chooses.
 
     Args:
         exact: keys and values [Hk, sinks + tail, D] of the sinks and the tail.
@@ -119,7 +119,7 @@ class PackedDense(PackedLayer):
 
 
 class PackedSparse(PackedLayer):
-    """Batched sparse layer: attends exactly to sinks, tail and own tokens, and to chosen rows of the middle.
+    """Batched sparse layer: attends exactly to sinks, tail and own tokens, and to chosen rows of the rest.
 
     All sequences that answer attend to the union of the rows that any of them chooses.
     """

@@ -16,7 +16,7 @@ from sparsekv.runtime.selection.interface import Queries, RowSet, piece_batch
 
 
 def everything(rows: PlacedRows, used: int, exact: Pair) -> tuple[RunRows, Pair]:
-    """Return runs and exact rows for `shared_decode` that together are the first `used` rows and the `exact` rows.
+    """Return runs and exact rows for `shared_decode`, which together are the first `used` rows and the `exact` rows.
 
     `shared_decode` reads runs through row indices, and exact rows without indices. Rows that are not in int8 are
     therefore passed as its exact rows, and the fewer rows of `exact` are passed as runs. Rows in int8 can only be runs.

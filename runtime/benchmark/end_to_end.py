@@ -29,7 +29,7 @@ from sparsekv.runtime.selection.registry import DENSE
 
 
 class DenseFormLayer(StoredLayer):
-    """Cache layer that attends only to the context, by one of torch's forms of dense attention.
+    """Cache layer that attends only to the context, by one of torch's implementations of dense attention.
 
     It stores new rows, but does not attend to them.
     """
@@ -226,7 +226,7 @@ class ModelBench:
 
     @torch.inference_mode()
     def dense(self) -> Iterator[ModelRow]:
-        """Time steps with torch's fastest form of dense attention, with our dense attention, and without attention.
+        """Time steps with torch's fastest dense attention, with our dense attention, and without attention.
 
         The first is the baseline of all speed-ups. The last is the time of everything except attention.
         """
@@ -242,7 +242,7 @@ class ModelBench:
 
     @torch.inference_mode()
     def sparse(self, form: MethodSpec, contexts: list[MiddleContext], budgets: list[Budget]) -> Iterator[ModelRow]:
-        """Time a form of a method at each budget; `dense` must be called first.
+        """Time a variant of a method at each budget; `dense` must be called first.
 
         Allocates a copy of the middles in the method's layout.
 

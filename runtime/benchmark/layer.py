@@ -108,7 +108,7 @@ class LayerData:
 
 
 def lay_out(data: LayerData, selector: Selector) -> MiddleRows:
-    """Lay out the middle as a selector wants it; allocates a copy of its keys and values."""
+    """Copy the keys and values of the tokens between sinks and tail to the layout that a selector requires."""
     if data.stored is not None:
         return Int8Middle(of_tokens(data.stored, data.middle), selector.layout, data.keys.dtype)
     keys, values = data.keys[:, data.middle], data.values[:, data.middle]
@@ -190,7 +190,7 @@ class Shape:
     head_dim: int
 
     def split(self) -> Split:
-        """Return the default split of an index into sinks, middle and tail."""
+        """Return the default split of a context into sinks, middle and tail."""
         return Split(sinks=SINKS, middle=self.context - SINKS - TAIL, tail=TAIL)
 
     def facts(self) -> LayerFacts:

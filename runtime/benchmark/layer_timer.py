@@ -38,7 +38,7 @@ from sparsekv.runtime.selection.registry import DENSE, configure
 class SettingTimes:
     """Times a decode step of one query, selection included, over the keys and values of an index's layer.
 
-    Memory: the layer's keys and values, and a copy of them in a form's layout while the form is timed.
+    Memory: the layer's keys and values, and a copy of them in the layout of the variant that is timed.
     """
 
     def __init__(self, artifact: Artifact, clock: Clock):
@@ -53,7 +53,11 @@ class SettingTimes:
 
     @torch.inference_mode()
     def sparse(self, form: MethodSpec, share: float) -> float:
-        """Return the median milliseconds of a step of a form, at a share of the middle as budget."""
+        """Time a decode step of one variant of a method and return the median in milliseconds.
+
+        Args:
+            share: the step's budget, as a share of the tokens between sinks and tail.
+        """
         rows = LayerRows(self.artifact, self.layer)
         prepared = prepare_layer(rows, form, self.clock.device)
         middle = lay_out(self.data, prepared.selector)
@@ -76,13 +80,13 @@ same shape."""
 
 
 def dense_steps(data: LayerData) -> Iterator[tuple[str, Step]]:
-    """Yield the forms of dense attention that torch can run here, by name, as steps with the layer's own query."""
+    """Yield torch's implementations of dense attention that run here, by name, as steps with the layer's own query."""
     for name, form in dense_forms(data):
         yield name, partial(form, data.query)
 
 
 def dense_forms(data: LayerData) -> Iterator[tuple[str, DenseForm]]:
-    """Yield the forms of dense attention that torch can run here, by name.
+    """Yield torch's implementations of dense attention that run here, by name.
 
     `gqa` passes grouped query heads to torch. `folded` passes a group's query heads as several queries of one KV head.
     Without a mask the result is the same, and keys and values are read once for all questions. On a GPU, both are tried
@@ -121,7 +125,7 @@ def _with_backend(form: DenseForm, backend: SDPBackend) -> DenseForm:
 
 
 def _runs(step: Step) -> bool:
-    """Whether torch can run this form with these tensors."""
+    """Whether torch can run this implementation of dense attention with these tensors."""
     try:
         with warnings.catch_warnings():
             # If a kernel is unavailable, torch also warns about each kernel that was not tried.
@@ -156,8 +160,9 @@ class StepTiming:
     Attributes:
         budget: None for dense attention.
         timed: `graph`, `eager` or `wall clock`.
-        speedup: median time of torch's fastest form of dense attention, divided by this median.
-        kv_fraction: bytes read of the middle and the index, as a share of the middle's keys and values.
+        speedup: median time of torch's fastest dense attention, divided by this median.
+        kv_fraction: bytes read of the tokens between sinks and tail (the middle) and of the index, as a share of the
+            middle's keys and values.
         bandwidth: bytes read per second.
         floor_ms: time in which a memory copy reads as many bytes.
         floor_share: `floor_ms` divided by the median.
@@ -201,9 +206,9 @@ class Bench:
 
     @torch.inference_mode()
     def dense(self) -> list[StepTiming]:
-        """Time all of torch's forms of dense attention, fastest first, and then our own dense attention.
+        """Time torch's implementations of dense attention, fastest first, and then our own dense attention.
 
-        The fastest form is the baseline of all speed-ups. Our own dense attention decodes layers that are not indexed.
+        The fastest one is the baseline of all speed-ups. Our own dense attention decodes layers that are not indexed.
         """
         middle, keys = self.data.split.middle, self.data.keys
         read = 2.0 * keys.shape[0] * keys.shape[1] * self.data.row_bytes()
@@ -218,7 +223,7 @@ class Bench:
 
     @torch.inference_mode()
     def sparse(self, form: MethodSpec, context: MiddleContext, budgets: list[Budget]) -> Iterator[StepTiming]:
-        """Time a form of a method over `context` at each budget; `dense` must be called first.
+        """Time a variant of a method over `context` at each budget; `dense` must be called first.
 
         Allocates a copy of the middle in the method's layout.
 
@@ -286,7 +291,7 @@ class Bench:
 
 
 Forms = Callable[[type[Method], MethodRecord | None], dict[str, Method]]
-"""Function that returns the forms of a method to time, by variant."""
+"""Function that returns the variants of a method to time, by name."""
 
 
 @dataclass

@@ -86,7 +86,9 @@ def _join(pieces: list[Tensors]) -> Tensors:
 
 
 def stored_layer(artifact: Artifact, layer: int | None, device: torch.device, dtype: torch.dtype) -> LayerData:
-    """Read a layer of an index, by default the middle one. Its queries are the later half of the tail's queries.
+    """Read one layer of an index: layer `layer`, or the one in the middle of the index's layers.
+
+    Its queries are the later half of the tail's queries.
 
     Memory: keys and values in `dtype`.
 

@@ -7,12 +7,12 @@ import torch
 
 
 class ReadRows:
-    """Counts the D-sized rows that decode steps read for the middle, and the rows that dense attention would read.
+    """Counts the D-sized rows that decode steps read, and the rows that dense attention would read.
 
-    Both are summed over KV heads. Counts that depend on data are summed on the device, and the others on the host.
-    Kernels add to `by_kernels` [Hk] int64, where each count stands for `per_count` rows. A replayed CUDA graph does not
-    run `add`. While `deferred` is True, `add` therefore only records the host's part of a step, and each `advance`
-    counts that part once.
+    Rows of the tokens between sinks and tail (the middle) and of their index are counted. Both are summed over KV
+    heads. Counts that depend on data are summed on the device, and the others on the host. Kernels add to `by_kernels`
+    [Hk] int64, where each count stands for `per_count` rows. A replayed CUDA graph does not run `add`. While `deferred`
+    is True, `add` therefore only records the host's part of a step, and each `advance` counts that part once.
     """
 
     def __init__(self, heads: int, device: torch.device):

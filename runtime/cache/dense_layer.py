@@ -118,10 +118,10 @@ class DenseLayer(StoredLayer):
 
 
 def attend_to(call: AttentionCall, runs: RunRows, exact: Pair, exact_count: torch.Tensor | None = None) -> torch.Tensor:
-    """Attend for one query to runs of rows and to the exact rows; return [Hq, 1, D].
+    """Attend for one query to runs of rows and to the rows `exact`; return [Hq, 1, D].
 
     Args:
-        exact_count: number of exact rows to attend to, the first ones, on the device; None: all of them.
+        exact_count: number of rows of `exact` to attend to, the first ones, on the device; None: all of them.
     """
     output = decode_attention(call.grouped[:, :, 0], runs, exact, (), *call.scaling, exact_count=exact_count)
     return output.flatten(0, 1)[:, None]

@@ -53,7 +53,7 @@ class BuiltLayers:
 class LayerStats:
     """One layer's missed-mass figures since counting began.
 
-    `missed` is the estimated missed share, a mean over heads and queries. `raised` and `dense` are the shares of heads
+    `missed` is the estimated missed mass, a mean over heads and queries. `raised` and `dense` are the shares of heads
     for which a guard raised the budget or fell back to dense attention.
     """
 
@@ -293,8 +293,9 @@ class IndexCache(SequenceCache):
             layer.start_counting()
 
     def kv_fraction(self) -> float:
-        """Return the rows read for the middle divided by those that dense attention reads, over all decode steps.
+        """Return the rows read between sinks and tail, index included, as a share of those that dense attention reads.
 
+        Both are counted over all decode steps.
         Returns 1 if all layers are dense, because dense layers count nothing. Needs one sync.
         """
         return read_share(total_read(self.reads), sum(read.dense for read in self.reads), counted=bool(self.reads))

@@ -77,7 +77,10 @@ class LayerRows:
         return keys[:, tokens], values[:, tokens]
 
     def middle(self, name: Name, device: torch.device) -> torch.Tensor:
-        """Return the middle's keys or values [Hk, M, D]; on a GPU as a copy, so that `release` frees all other rows."""
+        """Return the keys or values [Hk, M, D] between sinks and tail.
+
+        On a GPU they are a copy, so that `release` frees all other rows.
+        """
         split = self.artifact.manifest.split
         tokens = slice(split.sinks, split.sinks + split.middle)
         if device in self._restored:
@@ -128,7 +131,7 @@ class PlacedRows:
 
 
 class MiddleRows(ABC):
-    """Storage of the keys and values of one layer's middle: `used` rows per head, in a selector's layout."""
+    """Storage of one layer's keys and values between sinks and tail: `used` rows per head, in a selector's layout."""
 
     used: int
     reachable: bool
@@ -248,7 +251,7 @@ class DiskRows(MiddleRows):
         return self._with_new(keys, self.new[0], tokens), self._with_new(values, self.new[1], tokens)
 
     def _with_new(self, stored: torch.Tensor, new: GrowingRows, tokens: torch.Tensor) -> torch.Tensor:
-        """Return rows [Hk, R, D] on the model's device: stored rows, and appended rows for tokens after the middle."""
+        """Return rows [Hk, R, D] on the model's device: stored rows, and appended rows for later tokens."""
         picked = stored.to(self.device, self.dtype)
         if not new.used:
             return picked

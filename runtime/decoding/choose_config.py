@@ -154,5 +154,5 @@ def _configured(method: type[Method], parameters: Mapping[str, Any]) -> Method:
     for name, value in parameters.items():
         # Checked here, because a value of another type might only fail in the middle of an answer.
         if isinstance(own[name], bool | int | str) and type(value) is not type(own[name]):
-            raise UsageError(f"its {name} is {value!r}")
+            raise UsageError(f"its {name} is {value!r}, which is not of type {type(own[name]).__name__}")
     return method(**given_parameters(parameters))

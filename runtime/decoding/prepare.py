@@ -35,7 +35,7 @@ def files_read(artifact: Artifact, attention: MethodSpec | Dense) -> list[str]:
 def stored_context(
     rows: LayerRows, name: str, device: torch.device = CPU, shared: dict[str, Any] | None = None
 ) -> MiddleContext:
-    """Read the tensors that the method called `name` built for the layer of `rows`, and make the context of its middle.
+    """Read the tensors that the method called `name` built for the layer of `rows`, and make a selector's context.
 
     Keys and values are read at first use.
 
@@ -189,7 +189,7 @@ class EarlyReading:
         device: a device name, as `choose_device` takes it.
         files: files of the index whose checksums are checked.
         hold: map the rows of all layers without a sliding window, and prepare the method.
-        form: the method that will answer; it is only prepared if the index has tensors of it.
+        form: the variant of a method that will answer; it is only prepared if the index has tensors of it.
     """
 
     def __init__(

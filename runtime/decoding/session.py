@@ -227,8 +227,8 @@ class Conversation:
             asker, prefill = Session.open(self.index, self.config), self.config.question
             if isinstance(prefill, QuestionPrefill) and appends(asker.cache.stored_layers):
                 raise UsageError(
-                    f"--stream: tokens that it moves into the index would be lost to --prefill {prefill.name} of "
-                    "the next question; leave one of them out"
+                    f"--stream cannot be used with --prefill {prefill.name}: at the next question {prefill.name} could "
+                    "not choose tokens that --stream has moved into the index; leave one of them out"
                 )
             for turn in self.turns:
                 self._feed(asker.cache, turn.question)

@@ -58,7 +58,7 @@ class SparseLayers:
     question_shared: dict[str, Any] = field(default_factory=dict)
 
     def make(self, layer: int) -> SparseLayer:
-        """Make one layer with its plan; its middle is stored according to the placement."""
+        """Make one layer with its plan. The placement decides where its rows between sinks and tail are stored."""
         rows, on_disk = self.take_rows(layer), self.config.placement == "disk"
         prepared = self.prepared.take(rows)
         exact, middle = self._exact(rows), self._middle(rows, prepared)
@@ -97,11 +97,11 @@ class SparseLayers:
         return keys.to(self.device, self.dtype), values.to(self.device, self.dtype)
 
     def _placed(self) -> torch.device:
-        """Return the device on which the middle's rows are kept or from which they are read."""
+        """Return the device on which the rows between sinks and tail are kept or from which they are read."""
         return self.device if self.config.placement == "device" else CPU
 
     def _middle(self, rows: LayerRows, prepared: PreparedLayer) -> MiddleRows:
-        """Make the storage of the middle's rows according to placement and device.
+        """Make the storage of the rows between sinks and tail (the middle), according to placement and device.
 
         Rows kept on a GPU stay in int8 if they are stored in int8. Other rows share their keys with the selector if
         both need the keys in order of position on the same device.

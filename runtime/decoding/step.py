@@ -24,7 +24,9 @@ class DecodeStep:
 
     def __init__(self, model: PreTrainedModel, cache: SequenceCache, tokens: int):
         self.model, self.cache, self.tokens = model, cache, tokens
-        self._valid: ModelGraph | None = None  # a graph whose buffers were compared after the last step
+        # The last step's graph, if its buffers were still the cache's. A next step of its size replays it without
+        # comparing again.
+        self._valid: ModelGraph | None = None
 
     @torch.inference_mode()
     def __call__(self, fed: Sequence[Fed], newest: torch.Tensor, most: int) -> torch.Tensor:

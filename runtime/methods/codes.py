@@ -79,7 +79,7 @@ class Codes(Method):
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """Return the form that attends to centroids of the tokens not selected, and the form that does not."""
+        """Return the variant that attends to centroids of the tokens not selected, and the variant that does not."""
         return {"": cls(), "without replacement": cls(replace=False)}
 
     @classmethod

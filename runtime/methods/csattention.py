@@ -75,7 +75,7 @@ class CSAttention(Method):
         check_at_least_one(self, "step", "buffer")
 
     def prepare(self, context: MiddleContext) -> TableSelector:
-        """Create the selector of a layer. It keeps the centroids and the middle's keys, copied if on another device.
+        """Create the selector of a layer. It keeps the centroids and all M keys, copied if on another device.
 
         The posting lists are not copied. Each append allocates new ones, and the first append also copies the keys. On
         a GPU, posting lists over 16,384 keys or more are also stored by token, unless appending or backoff is on. This
@@ -96,7 +96,7 @@ class CSAttention(Method):
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """Return the default form, and without re-ranking one form per scoring and one with fitted weights."""
+        """Return the default variant, and without re-ranking one variant per scoring and one with fitted weights."""
         plain = {scoring: cls(csattention_scoring=scoring, rerank=1.0) for scoring in SCORINGS}
         return {"reranked": cls(), **plain, "mean fitted": cls(rerank=1.0, weights="fitted")}
 

@@ -36,7 +36,7 @@ class LessIsMore(LayerSharing):
             raise UsageError(f"--recent-share {self.recent_share:g}: give a share from 0 to 1")
 
     def prepare(self, context: MiddleContext) -> "LessIsMoreSelector":
-        """Create the selector of a layer. A selection in a ranking layer allocates the middle's logits three times."""
+        """Create the selector of a layer. A selection in a ranking layer allocates logits of all M keys three times."""
         return LessIsMoreSelector(self, context, self.recent_share)
 
 

@@ -64,7 +64,7 @@ class Multipole(ClusterMethod):
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """Return two forms for each lookup: with and without centroids for the clusters not selected."""
+        """Return two variants for each lookup: with and without centroids for the clusters not selected."""
         return {
             lookup if replaced else f"{lookup} without replacement": cls(lookup=lookup, replace=replaced)
             for replaced in (True, False)

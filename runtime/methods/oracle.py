@@ -18,7 +18,7 @@ class Oracle(Method):
     is_bound: ClassVar[bool] = True
 
     def prepare(self, context: MiddleContext) -> "OracleSelector":
-        """Create the selector of a layer. Each selection allocates the logits over the middle."""
+        """Create the selector of a layer. Each selection allocates the logits of all M keys."""
         return OracleSelector(context)
 
 

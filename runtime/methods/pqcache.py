@@ -43,7 +43,7 @@ class PQCache(Method):
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """Return the form of the paper, and a form with re-ranking."""
+        """Return the paper's variant, and a variant with re-ranking."""
         return {"": cls(), "reranked": cls(rerank=1.5)}
 
     def prepare(self, context: MiddleContext) -> "PQSelector":

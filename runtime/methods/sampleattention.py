@@ -39,7 +39,7 @@ class SampleAttentionSelector(Selector):
         self.queries, self.keys, self.facts = method.prefill_queries, context.keys, context.facts
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select the tokens of highest mean probability. Allocates the sampled queries' logits over the middle."""
+        """Select the tokens of highest mean probability. Allocates the sampled queries' logits of all M keys."""
         some = self._some(queries) if queries.joint else queries
         logits = attention_logits(some.query, self.keys, *self.facts.scaling)
         middle = self.keys.shape[1]

@@ -47,7 +47,7 @@ class SnapKV(Method):
     def prepare(self, context: MiddleContext) -> "SnapKVSelector":
         """Create the selector of a layer. It keeps two int64 per token and head.
 
-        Ranking allocates the window's logits over the middle.
+        Ranking allocates the window's logits of all M keys.
         """
         return SnapKVSelector(self, context)
 
@@ -67,7 +67,7 @@ class SnapKVSelector(KeptTokens):
         self.version = 0
 
     def _ranking(self, query: torch.Tensor, exact_logsumexp: torch.Tensor) -> torch.Tensor:
-        """Rank the middle's tokens [Hk, M] by the last of the queries [Hk, G, Q, D].
+        """Rank the M tokens between sinks and tail by the last of the queries [Hk, G, Q, D]: [Hk, M].
 
         `exact_logsumexp` [Hk, G, Q] is the log-sum-exp of their logits on the tokens outside the middle.
         """

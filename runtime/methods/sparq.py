@@ -53,7 +53,7 @@ class SparQ(Method):
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """Return the form without the mean value, and the form with it."""
+        """Return the variant without the mean value, and the variant with it."""
         return {"": cls(), "mean value": cls(mean_value=True)}
 
     def prepare(self, context: MiddleContext) -> "SparQSelector":

@@ -42,7 +42,7 @@ class Squeezed(ClusterMethod):
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """Return two forms for each lookup: with selection by budget and by threshold."""
+        """Return two variants for each lookup: with selection by budget and by threshold."""
         return {
             lookup if selection == "budget" else f"{lookup} {selection}": cls(lookup=lookup, selection=selection)
             for selection in SELECTIONS

@@ -22,7 +22,7 @@ class TidalDecode(LayerSharing):
     """Attends to the tokens that an earlier layer attended to most, per KV head."""
 
     def prepare(self, context: MiddleContext) -> "TidalSelector":
-        """Create the selector of a layer. Each selection in a ranking layer allocates the logits over the middle."""
+        """Create the selector of a layer. Each selection in a ranking layer allocates the logits of all M keys."""
         return TidalSelector(self, context, "tidaldecode")
 
 

@@ -28,10 +28,10 @@ from sparsekv.runtime.selection.wrappers import unite_groups
 
 @dataclass(frozen=True)
 class MeasuredSetting:
-    """A form of a method at a budget, with the options of its measurement.
+    """A variant of a method at a budget, with the options of its measurement.
 
     Attributes:
-        guard: limits the missed share of a head.
+        guard: limits the missed mass of a head.
         reference: budget of the oracle's tokens that recall and `list_coverage` count; None: `budget`.
         outputs: compute attention outputs. Otherwise output error and missed estimate are NaN.
         together: number of queries that share the union of their selections.
@@ -73,9 +73,11 @@ class Truth:
     """Queries and their dense attention.
 
     Attributes:
-        logits: [Hk, G, Q, M], logits on the middle.
-        exact_logsumexp: [Hk, G, Q], log-sum-exp of the logits on exact rows and learned sinks alone.
-        exact_output: [Hk, G, Q, D], output of attention to exact rows and learned sinks alone.
+        logits: [Hk, G, Q, M], logits on the tokens between sinks and tail (the middle).
+        exact_logsumexp: [Hk, G, Q], log-sum-exp of the logits on the exact rows (sinks, tail and later tokens) and
+        learned
+            sinks alone.
+        exact_output: [Hk, G, Q, D], output of attention to the exact rows and learned sinks alone.
         probability: [Hk, Q, M], attention probability of the middle's tokens, mean over the group.
         output: [Hk, G, Q, D], output of dense attention.
         oracles: cache of the oracle's selections by number of tokens.
@@ -258,8 +260,8 @@ def _attempt(selector: Selector, truth: Truth, budget: Budget, *, outputs: bool,
 def attempt_of(selection: Selection, layout: torch.Tensor | None, truth: Truth, *, outputs: bool = True) -> Attempt:
     """Compute the selected tokens [Hk, Q, M] bool, by position, and the attention output [Hk, Q, G, D] of a selection.
 
-    The selection is for the queries of `truth`. Without `outputs`, the output and the missed share are NaN. The missed
-    share is also NaN if the selection has no centroids of the unselected tokens.
+    The selection is for the queries of `truth`. Without `outputs`, the output and the missed mass are NaN. The missed
+    mass is also NaN if the selection has no centroids of the unselected tokens.
     """
     positions = chosen_positions(selection.rows, layout, truth.logits.shape[-1])
     chosen = _chosen(positions, truth.probability)
@@ -282,7 +284,7 @@ def _whole(truth: Truth) -> Attempt:
 
 
 def chosen_positions(rows: RowSet, layout: torch.Tensor | None, middle: int) -> torch.Tensor:
-    """Return the middle positions of the selected rows [Hk, Q or 1, capacity].
+    """Return the positions of the selected rows [Hk, Q or 1, capacity], counted from the first token after the sinks.
 
     Unused slots have the value M, one past the last position, so that scattering to them changes no token.
     """
@@ -305,7 +307,7 @@ def _sparse_output(
     positions: torch.Tensor,
     rest: Sequence[CentroidSegment],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute one softmax over selected tokens, exact rows and centroids of the unselected tokens.
+    """Compute one softmax over selected tokens, exact rows (sinks, tail, later tokens) and centroids of the rest.
 
     Returns its output [Hk, G, Q, D] and its log-sum-exp [Hk, G, Q].
     """

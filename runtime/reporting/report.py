@@ -58,7 +58,7 @@ class RecallRow:
     Some measures are None for methods that lack them.
 
     Attributes:
-        missed_estimate: estimated missed share; None without centroids of the unselected tokens.
+        missed_estimate: estimated missed mass; None without centroids of the unselected tokens.
         recall_seen: recall on the document queries from which the index was built; None if it was built without them.
         list_coverage: share of the oracle's tokens that are in the posting lists read; None without posting lists.
         raised: share of a head's queries whose budget the guard raised; None without a guard.
@@ -167,10 +167,11 @@ def recall_report(
         queries: queries of the held-out tail, or of the user's questions. Every method is measured on the same queries.
         progress: called with the number of layers done and the total.
         residual: measure each variant a second time with centroids for the tokens that it does not select.
-        guard: measure each variant whose missed share can be estimated a second time under this guard.
+        guard: measure each variant whose missed mass can be estimated a second time under this guard.
         together: numbers of queries that share the union of their selections. The queries of a group are the furthest
             apart of the tail. Methods that cannot share, and variants under a guard, are measured only with 1.
-        configured: for some methods, by name, a label and the only form to measure. Of other methods all variants are
+        configured: for some methods, by name, a label and the only variant to measure. Of other methods all variants
+        are
             measured.
 
     Raises:
@@ -213,9 +214,9 @@ def recall_report(
 def forms(
     artifact: Artifact, name: str, configured: tuple[str, Method] | None = None, *, residual: bool
 ) -> list[MethodSpec]:
-    """Return the forms of a method to compare: the configured form, or else the method's variants.
+    """Return the variants of a method to compare: the configured one, or else the method's own.
 
-    With `residual`, each form follows once more with a residual, unless a variant has a replacement of its own.
+    With `residual`, each variant follows once more with a residual, unless a variant has a replacement of its own.
     """
     record = artifact.manifest.methods.get(name)
     variants = dict([configured]) if configured else methods()[name].variants(record)
@@ -226,7 +227,7 @@ def forms(
 
 
 def _measured(compared: list[MethodSpec], budgets: list[Budget], guard: Guard | None) -> list[MeasuredSetting]:
-    """List each form at each budget. A form whose missed share can be estimated is listed again under the guard."""
+    """List each variant at each budget, and again under the guard if its missed mass can be estimated."""
     measured: list[MeasuredSetting] = []
     for _, of_method in groupby(compared, lambda form: form.name):
         plain = list(of_method)

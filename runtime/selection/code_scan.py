@@ -123,7 +123,7 @@ class CodeScan:
 
         Args:
             query: [Hk, G, T, D].
-            beside: [Hk, G, T], log-sum-exp of each query's logits on the exact rows.
+            beside: [Hk, G, T], log-sum-exp of each query's logits on sinks, tail and new tokens (the exact rows).
             tokens: number of tokens of each query's selection.
         """
         Hk, G, T, D = query.shape

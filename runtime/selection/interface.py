@@ -32,10 +32,11 @@ class RowIndices:
 
 @dataclass(frozen=True)
 class RowSet:
-    """Rows of the middle, as runs of consecutive rows in the selector's layout: starts, run_lengths [Hk, Q or 1, R].
+    """Rows between sinks and tail, as runs of consecutive rows in the selector's layout.
 
     Attributes:
-        run_lengths: length of each run; None if every run is one row.
+        starts: [Hk, Q or 1, R], the first row of each run.
+        run_lengths: [Hk, Q or 1, R], the length of each run; None if every run is one row.
         capacity: upper bound of the number of rows of any query.
         total: number of rows of each query, if the host knows it without a sync; 0 if kernels count the rows.
         indices: the same rows as plain indices, for one query or for several queries that share the rows.
@@ -241,7 +242,10 @@ class Queries:
 
 @dataclass(frozen=True)
 class Budget:
-    """A share of the middle (0 < value <= 1, a float) or a count of tokens (an int of 1 or more)."""
+    """Number of tokens that a step may choose between sinks and tail (in the middle).
+
+    `value` is a share of the middle (0 < value <= 1, a float) or a count of tokens (an int of 1 or more).
+    """
 
     value: float | int
     is_share: bool = field(init=False)
@@ -277,12 +281,12 @@ class Budget:
         return list(dict.fromkeys(cls.parse(text) for text in texts))
 
     def tokens(self, middle: int) -> int:
-        """Return the number of tokens that the budget allows for a middle of M tokens: at least 1, at most M."""
+        """Return the number of tokens that the budget allows of the `middle` tokens: at least 1, at most `middle`."""
         count = self.value if isinstance(self.value, int) else round(self.value * middle)
         return max(1, min(middle, count))
 
     def share(self, middle: int) -> float:
-        """Return the budget as a share of a middle of M tokens."""
+        """Return the budget as a share of the `middle` tokens."""
         return self.tokens(middle) / middle
 
     def __str__(self) -> str:
@@ -307,10 +311,10 @@ class LayerPosition:
 
 @dataclass(frozen=True)
 class MiddleContext:
-    """One layer's middle, its attention settings, and the tensors, calibration and parameters of a method's indexer.
+    """Inputs of a selector in one layer: keys, values and attention settings, and the results of a method's indexer.
 
-    Positions in the tensor `token_order` are counted from the first middle token. Positions in other tensors are as the
-    indexer stored them.
+    Keys and values are those of the M tokens between sinks and tail (the middle). Positions in the tensor `token_order`
+    are counted from the first middle token. Positions in other tensors are as the indexer stored them.
 
     Attributes:
         load_keys: reads the keys [Hk, M, D], in order of position, to the device of `tensors`.
@@ -337,7 +341,7 @@ class MiddleContext:
 
     @cached_property
     def keys(self) -> torch.Tensor:
-        """Keys of the middle [Hk, M, D], read at first use and cached."""
+        """Keys [Hk, M, D] of the tokens between sinks and tail, read at first use and cached."""
         return self.load_keys()
 
 
@@ -355,10 +359,10 @@ class SelectorKernels:
 
     Args:
         attend: selects and attends for one query [Hk, G, D]. Takes the query, the middle's keys and values [Hk, M, D]
-            in layout order, exact keys and values [Hk, E, D], the budget, and sink logits [Hk, G] or None. Returns the
-            attention output [Hk, G, D] and the number of D-sized rows of the middle and the index read for each head.
-            The output covers the rows that `select` would choose, the exact rows, and centroids if they replace the
-            rest. Returns None if no kernel supports the call.
+            in layout order, the exact keys and values [Hk, E, D] of sinks, tail and new tokens, the budget, and sink
+            logits [Hk, G] or None. Returns the attention output [Hk, G, D] and the number of D-sized rows of the middle
+            and the index read for each head. The output covers the rows that `select` would choose, the exact keys and
+            values, and centroids if they replace the rest. Returns None if no kernel supports the call.
         choose_for_each: returns one selection of all rows that at least one of the queries chooses for itself. Returns
             None if no kernel supports the call.
         choose_together: returns one selection of all rows that at least one of several sequences chooses. Takes queries
@@ -392,8 +396,9 @@ class ConversationState:
 
 @dataclass(frozen=True)
 class Appended:
-    """The new `order` [Hk, T] of the rows passed to `append`, as indices into these rows.
+    """Result of `append`.
 
+    `order` [Hk, T] is the permutation in which the rows passed to `append` are now stored, as indices into these rows.
     `index_rows` is the number of D-sized rows of each head that were read to compute the order.
     """
 
@@ -403,7 +408,9 @@ class Appended:
 
 @dataclass(frozen=True)
 class Appending:
-    """Appends the tokens that follow the middle to a layer's index, so that queries need not attend to all of them.
+    """Appends the tokens that follow the indexed ones (the middle) to a layer's index.
+
+    Queries then need not attend to all of these tokens.
 
     Args:
         size: number of tokens that one call appends.
@@ -454,7 +461,7 @@ class Selector(ABC):
 
     @abstractmethod
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Choose rows of the middle for queries, within a budget."""
+        """Choose rows between sinks and tail for queries, within a budget."""
 
     @property
     def kernels(self) -> SelectorKernels | None:
@@ -506,7 +513,7 @@ class Method(ABC):
     default_budget: ClassVar[float] = 0.1
     """Default budget of answers, as a share of the middle."""
     estimates_missed: ClassVar[bool] = False
-    """Whether its selections have centroids of the unselected tokens, from which the missed share is estimated."""
+    """Whether its selections have centroids of the unselected tokens, from which the missed mass is estimated."""
     learns_queries: ClassVar[bool] = False
     """Whether its index is built from the document's queries, so that it may do better on these than on others."""
     searched_on_host: ClassVar[bool] = False
@@ -540,7 +547,7 @@ class Method(ABC):
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """Return the forms of the method that a recall report compares, by variant name, the default form first.
+        """Return the variants of the method that a recall report compares, by name, the default variant first.
 
         Args:
             record: the method's record in the manifest; None if the index was built without it.
@@ -571,8 +578,8 @@ class Method(ABC):
 class MethodSpec:
     """A registered method with its parameters. A decode step needs only a budget in addition.
 
-    `variant` names the form among the forms of the method; it is empty for the default form. With `residual`, centroids
-    represent the tokens that the method does not select.
+    `variant` is the name of these parameters among the method's variants; it is empty for the default variant. With
+    `residual`, centroids represent the tokens that the method does not select.
     """
 
     name: str

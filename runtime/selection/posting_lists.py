@@ -41,7 +41,7 @@ FEWEST_KEYS = 2**14  # with fewer keys launch overhead dominates a step, so the 
 
 
 class ListSearch:
-    """One layer's posting lists in a layout by token: each list has a four-bit code for every key of the middle.
+    """One layer's posting lists in a layout by token: each list has a four-bit code for each of the M keys.
 
     Args:
         tables: the posting lists to encode, and their centroids.

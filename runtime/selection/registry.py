@@ -47,7 +47,7 @@ def refuse_unused(
 
 
 def form_options(form: MethodSpec) -> list[str]:
-    """Return the options that configure a form: `--residual` and parameters that differ from the default."""
+    """Return the options that configure a variant: `--residual` and parameters that differ from the default."""
     return [*(["--residual"] if form.residual else []), *changed_options(form.method)]
 
 

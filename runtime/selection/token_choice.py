@@ -31,9 +31,10 @@ def ranking(scores: torch.Tensor) -> torch.Tensor:
 
 
 class KeptTokens(Selector):
-    """Selects the first tokens of a fixed ranking: order [Hk, M] int64, middle positions, best first.
+    """Selects the first tokens of a fixed ranking.
 
-    Selecting reads no index rows.
+    `order` [Hk, M] int64 has token positions, counted from the first token after the sinks, best first. Selecting reads
+    no index rows.
     """
 
     def __init__(self, order: torch.Tensor):
@@ -96,7 +97,7 @@ class SharingSelector(Selector):
 
     @abstractmethod
     def rank(self, queries: Queries) -> torch.Tensor:
-        """Rank the middle's tokens, best first: [Hk or 1, Q, M], or [Hk or 1, 1, M] for a joint selection."""
+        """Rank the M tokens, best first: [Hk or 1, Q, M], or [Hk or 1, 1, M] for a joint selection."""
 
     def best(self, order: torch.Tensor, tokens: int) -> torch.Tensor:
         """Return the K tokens [..., K] to attend to from a ranking [..., M]."""
@@ -125,7 +126,7 @@ class SharingSelector(Selector):
 
 
 def group_probability(logits: torch.Tensor, queries: Queries) -> torch.Tensor:
-    """Compute softmax probabilities of the middle's tokens, averaged over the group and over queries selecting jointly.
+    """Compute the softmax probabilities of M tokens, averaged over the group and over queries that select jointly.
 
     The softmax includes the rows that are always attended to, so that heads and queries are weighted correctly.
 

@@ -91,7 +91,7 @@ def _rest_of_groups(united: list[Selection], group_of: torch.Tensor) -> Residual
 
 @dataclass(frozen=True)
 class ResidualClusters:
-    """Clusters of a residual: each middle token is in exactly one cluster.
+    """Clusters of a residual: each token between sinks and tail is in exactly one cluster.
 
     The fields are key and value centroids [Hk, C, D], token counts [Hk, C], and `labels` [Hk, M], each token's cluster.
     """
@@ -114,7 +114,7 @@ class ResidualClusters:
 
 
 def residual_clusters(tensors: dict[str, torch.Tensor]) -> ResidualClusters:
-    """Read the finest clusters from a method's tensors; token positions are counted from the first middle token."""
+    """Read the finest clusters from a method's tensors; token positions are counted from the first indexed token."""
     order, counts = tensors["token_order"].long(), tensors["token_offsets"].diff(dim=1)
     numbers = torch.arange(counts.shape[1], device=order.device).expand_as(counts)
     cluster = numbers.flatten().repeat_interleave(counts.flatten(), output_size=order.numel()).view_as(order)

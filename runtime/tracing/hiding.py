@@ -15,8 +15,9 @@ from sparsekv.runtime.selection.interface import CentroidSegment, Selection, Sel
 class HidingExecutor(GatherExecutor):
     """Executor that selects as a `GatherExecutor` does and gives hidden tokens no attention.
 
-    Selected rows and exact rows of hidden tokens are masked. The token count of a centroid is reduced by the hidden
-    tokens that it represents. Its key and value, which are means, stay unchanged.
+    Rows of hidden tokens are masked, whether they were selected or are always attended to (the exact rows). The token
+    count of a centroid is reduced by the hidden tokens that it represents. Its key and value, which are means, stay
+    unchanged.
 
     Args:
         hidden: [N] bool, in order of position.

@@ -23,8 +23,8 @@ class AttendedStep:
     Attributes:
         selection: the selector's selection, as rows of `layout`.
         fetched: the keys and values fetched for the selection.
-        weights: attention weights [Hk, G, Q, T] of selected rows, exact rows, centroids of the unselected
-            tokens, and learned sink logits, in this order.
+        weights: attention weights [Hk, G, Q, T] of selected rows, exact rows (sinks, tail and new tokens), centroids of
+            the unselected tokens, and learned sink logits, in this order.
     """
 
     step: Step

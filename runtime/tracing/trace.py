@@ -272,7 +272,7 @@ class Tracer:
 
 VERSION = 1
 EVERYTHING = MethodSpec("oracle", "", Oracle())
-"""Dense attention in the form of a method: the oracle with a budget of everything."""
+"""Dense attention as a method: the oracle with a budget of everything."""
 
 
 @dataclass

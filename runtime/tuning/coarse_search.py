@@ -14,17 +14,19 @@ from sparsekv.runtime.selection.registry import methods, methods_of
 from sparsekv.runtime.tuning.goals import Halves, Tuned
 from sparsekv.runtime.tuning.meter import AttentionMeter, Point
 
-# Limits of a share: about six tokens of a short document, and nearly everything, where selection saves nothing.
+# Limits of a budget, as a share of the tokens: about six tokens of a short document, and nearly everything, where
+# selection saves nothing.
 LEAST, MOST = 0.001, 0.95
 
 
 @dataclass
 class BudgetSearch:
-    """Proposes shares to measure, on the assumption that the gain mostly rises with the share.
+    """Proposes budgets to measure, on the assumption that the gain mostly rises with the budget.
 
-    The search walks from `start` by growing factors until a share meets the target and a smaller share fails it. Then
-    it bisects until these two shares are within a factor `ratio`. It ends early at a share whose gain is at most
-    `slack` above the target. The target may be changed between two proposals; measurements are kept.
+    A budget is a share of the tokens between sinks and tail. The search walks from `start` by growing factors until a
+    budget reaches the target and a smaller budget fails it. Then it bisects until these two budgets are within a factor
+    `ratio`. It ends early at a budget whose gain is at most `slack` above the target. The target may be changed between
+    two proposals; measurements are kept.
     """
 
     target: float
@@ -36,28 +38,31 @@ class BudgetSearch:
 
     @property
     def high(self) -> float | None:
-        """The smallest measured share that meets the target."""
+        """Smallest budget measured so far, as a share of the tokens, whose gain reaches `target`.
+
+        None if no measured budget does.
+        """
         return min((share for share, gain in self.gains.items() if gain >= self.target), default=None)
 
     @property
     def best(self) -> float:
-        """The share `high`, or the measured share of most gain if no share meets the target."""
+        """The budget `high`, or the measured budget of most gain if none reaches the target."""
         return max(self.gains, key=self.gains.__getitem__) if self.high is None else self.high
 
     @property
     def low(self) -> float | None:
-        """The largest measured share below `high` that fails the target."""
+        """Largest measured budget below `high` whose gain does not reach `target`; None if there is none."""
         high = self.high
         failing = (share for share, gain in self.gains.items() if gain < self.target)
         return max((share for share in failing if high is None or share < high), default=None)
 
     def propose(self) -> float | None:
-        """Propose the share to measure next; None when the search is done."""
+        """Propose the budget to measure next; None when the search is done."""
         share = rounded(self._next())
         return None if share in self.gains or self._is_close() else share
 
     def guess(self) -> float:
-        """Interpolate the share that probably just meets the target; return `best` if the target is not bracketed."""
+        """Interpolate the budget that probably just reaches the target; return `best` if it is not bracketed."""
         low, high = self.low, self.high
         return self.best if low is None or high is None else self._between(low, high)
 
@@ -77,14 +82,14 @@ class BudgetSearch:
         return max(self.gains) * stride if high is None else high / stride
 
     def _between(self, low: float, high: float) -> float:
-        """Interpolate on a log scale, but well inside the two shares, because the slope may change between them."""
+        """Interpolate on a log scale, but well inside the two budgets, because the slope may change between them."""
         below, above = self.gains[low], self.gains[high]
         part = (self.target - below) / (above - below)
         return low * math.pow(high / low, min(0.75, max(0.25, part)))
 
 
 def rounded(share: float) -> float:
-    """Clamp a share to LEAST and MOST, and round it up to three digits, so that a target that is just met stays met."""
+    """Clamp a budget to LEAST and MOST. Round it up to three digits, so that a target that is just met stays met."""
     share = min(MOST, max(LEAST, share))
     digits = 2 - math.floor(math.log10(share))
     scale = math.pow(10, digits)
@@ -93,9 +98,9 @@ def rounded(share: float) -> float:
 
 @dataclass
 class Candidate:
-    """A form that is searched on all layers.
+    """A variant of a method that is searched on all layers.
 
-    `hopeless`: no form of its method met the target on the sample. `raised`: how many times its target was raised.
+    `hopeless`: no variant of its method met the target on the sample. `raised`: how many times its target was raised.
     """
 
     form: MethodSpec
@@ -104,15 +109,15 @@ class Candidate:
     raised: int = 0
 
     def propose(self) -> float | None:
-        """Propose the share to measure next. A hopeless form gets only one share in all."""
+        """Propose the budget to measure next. A hopeless variant gets only one budget in all."""
         return None if self.hopeless and self.search.gains else self.search.propose()
 
 
 def candidates(artifact: Artifact, names: list[str], *, residual: bool) -> list[MethodSpec]:
-    """List every form of the named methods; without names, of all methods that can run on the index.
+    """List every variant of the named methods; without names, of all methods that can run on the index.
 
     Args:
-        residual: list each form with a residual, too, if the index has value centroids.
+        residual: list each variant with a residual, too, if the index has value centroids.
 
     Raises:
         UsageError: a method cannot run, or is a bound such as the oracle.
@@ -141,7 +146,7 @@ RAISES = 2
 
 
 class FineSearch:
-    """Search on all layers for the smallest share of each candidate that meets the goal."""
+    """Search on all layers for each candidate's smallest budget that meets the goal."""
 
     def __init__(self, halves: Halves, found: list[Candidate]):
         self.halves, self.found = halves, found
@@ -213,11 +218,12 @@ LAYER_STRIDE, QUERY_STRIDE = 3, 2
 COARSE_START, COARSE_STEP, COARSE_RATIO = 0.1, 4.0, 1.3
 FINE_STEP, FINE_RATIO = 1.2, 1.2
 FORMS_KEPT, KEPT_WITHIN = 2, 1.05
-"""Number of forms of a method that are searched on all layers, and their largest reads as a multiple of the best's."""
+"""Number of a method's variants that are searched on all layers, and their largest reads as a multiple of the best
+variant's."""
 
 
 class CoarseSearch:
-    """Rough search over all forms. A form that cannot be its method's cheapest is dropped."""
+    """Rough search over all variants. A variant that cannot be its method's cheapest is dropped."""
 
     def __init__(self, artifact: Artifact, halves: Halves, device: torch.device):
         self.halves, self.goal, self.rough = halves, halves.goal, halves.goal.rough()
@@ -232,7 +238,7 @@ class CoarseSearch:
         )
 
     def promising(self, forms: list[MethodSpec]) -> list[Candidate]:
-        """Return each method's cheapest forms on the sample, or that of most gain if none meets the target."""
+        """Return each method's cheapest variants on the sample, or that of most gain if none meets the target."""
         searches = self._searched(forms)
         by_method: dict[str, dict[MethodSpec, BudgetSearch]] = {}
         for form, search in searches.items():
@@ -251,9 +257,9 @@ class CoarseSearch:
         return searches
 
     def _wanted(self, searches: dict[MethodSpec, BudgetSearch]) -> list[tuple[MethodSpec, float]]:
-        """Return the next share to measure for each form that is still searched.
+        """Return the next budget to measure for each variant that is still searched.
 
-        A form is dropped when a share that fails the target already reads more than its method's best form.
+        A variant is dropped when a budget that fails the target already reads more than its method's best variant.
         """
         best: dict[str, float] = {}
         for form, search in searches.items():
@@ -268,7 +274,7 @@ class CoarseSearch:
         return wanted
 
     def _best(self, of_method: dict[MethodSpec, BudgetSearch]) -> list[Candidate]:
-        """Choose the candidates among one method's forms."""
+        """Choose the candidates among one method's variants."""
         costs = {
             form: self._at(form, high).kv_fraction
             for form, search in of_method.items()

@@ -50,7 +50,7 @@ class Tuned:
 
 REFERENCE = Budget(0.05)
 ROUGH_ERROR = 0.05
-"""Output error at which a method's forms are first compared, if the goal is the model's perplexity."""
+"""Output error at which a method's variants are first compared, if the goal is the model's perplexity."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Goal(ABC):
         return float(getattr(point, self.measure))
 
     def rough(self) -> "Goal":
-        """Return the goal on attention by which a method's forms are compared on a sample of layers."""
+        """Return the goal on attention by which a method's variants are compared on a sample of layers."""
         return self
 
     def target(self) -> TuneTarget:

@@ -59,17 +59,19 @@ class AttentionMeter:
         self.reference, self.outputs = reference, outputs
         self.layers = artifact.manifest.indexed_layers
         self.shared: set[MethodSpec] = set()
-        """Forms whose layers share state. They are measured on all layers or on none."""
+        """Variants whose layers share state. They are measured on all layers or on none."""
         self._known: dict[tuple[MethodSpec, float, int], Point] = {}
 
     def measure(
         self, wanted: Iterable[tuple[MethodSpec, Shares]], progress: Progress, layers: Sequence[int] | None = None
     ) -> None:
-        """Measure forms at each layer's share. Skips what was measured before. Needs the memory of one layer.
+        """Measure variants of methods at each layer's budget, a share of the tokens between sinks and tail.
+
+        Skips what was measured before. Needs the memory of one layer.
 
         Args:
             progress: called with the number of layers done and the total.
-            layers: measure only these layers, except for forms whose layers share state; None: all.
+            layers: measure only these layers, except for variants whose layers share state; None: all.
         """
         states, asked = SharedStates(), self.layers if layers is None else layers
         wanted = [
@@ -93,7 +95,7 @@ class AttentionMeter:
         return Point(*(fmean(values) for values in zip(*map(astuple, points), strict=True)))
 
     def at(self, form: MethodSpec, share: float, layer: int) -> Point:
-        """Return the measures of a form in one layer, at a share that was measured."""
+        """Return the measures of a variant in one layer, at a budget that was measured."""
         return self._known[form, share, layer]
 
     def _measure_layer(self, layer: int, here: list[tuple[MethodSpec, float]], states: SharedStates) -> None:

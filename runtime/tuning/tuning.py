@@ -123,8 +123,8 @@ LEAST_SAVING = 0.97
 def by_layer(halves: Halves, one: Candidate) -> Tuned | None:
     """Find a candidate's setting with a budget for each layer; return None if that does not pay.
 
-    This needs a curve of the measure for each layer. Forms whose layers share state have no such curve, and neither has
-    a goal on perplexity. Both return None.
+    This needs a curve of the measure for each layer. Variants whose layers share state have no such curve, and neither
+    has a goal on perplexity. Both return None.
     """
     same, meter = uniform(halves, one), halves.calibration
     if not same.holds or not isinstance(meter, AttentionMeter) or one.form in meter.shared:
@@ -166,7 +166,8 @@ def tune(
     Args:
         names: names of methods; empty: all methods that can run on the index.
         progress: called with a round's name, the number of layers or settings done, and the total.
-        time: returns the milliseconds of a decode step of a form at a share, by which settings are ranked. None: they
+        time: returns the milliseconds of a decode step of a variant at a budget, by which settings are ranked. None:
+        they
             are ranked by reads.
         present: the index's present config, with shares as budgets. If it uses a method, it is measured too.
 

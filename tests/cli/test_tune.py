@@ -182,8 +182,12 @@ def test_inspect_shows_the_default(place: Path, setting: Defaults) -> None:
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"method": "gone"}, "no method 'gone'"), ({"parameters": {"pages": 3}}, "knows no pages")],
-    ids=["method", "parameter"],
+    [
+        ({"method": "gone"}, "no method 'gone'"),
+        ({"parameters": {"pages": 3}}, "knows no pages"),
+        ({"parameters": {"page_size": "two"}}, "its page_size is 'two', which is not of type int"),
+    ],
+    ids=["method", "parameter", "type"],
 )
 def test_a_default_that_cannot_run_any_more(place: Path, setting: Defaults, change: dict[str, Any], says: str) -> None:
     manifest = read_manifest(place / "doc.skv")

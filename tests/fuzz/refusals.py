@@ -79,7 +79,7 @@ DUE = (
         lambda case: case.deed in TRACING and True in _options(case, "stream"),
     ),
     Due(
-        r"--stream: tokens that it moves into the index would be lost to --prefill \S+ of the next question",
+        r"--stream cannot be used with --prefill \S+: at the next question \S+ could not choose tokens that --stream",
         lambda case: True in _options(case, "stream") and case.question_prefill not in (None, "dense", "own"),
     ),
     Due(

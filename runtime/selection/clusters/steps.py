@@ -168,7 +168,7 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class WindowedRope:
-    """A layer's RoPE (frequencies [P] float32), the lookup distance, and the position of the middle's first token."""
+    """A layer's RoPE (frequencies [P] float32), the lookup distance, and the position of the first indexed token."""
 
     frequencies: torch.Tensor
     interleaved: bool
@@ -194,7 +194,7 @@ class WindowedRope:
         return turned.to(queries.query.dtype)
 
     def undo(self, keys: torch.Tensor, first: int) -> torch.Tensor:
-        """Rotate keys [Hk, T, D] of the middle's tokens from `first` on back to position 0; float32."""
+        """Rotate keys [Hk, T, D] of indexed tokens from number `first` on back to position 0; float32."""
         start = self.first_token + first
         positions = torch.arange(start, start + keys.shape[1], device=keys.device)
         return rotate(keys, -positions, self.frequencies, self.interleaved)
