@@ -132,7 +132,7 @@ class ReportOptions:
         contains the tail's queries."""
         for name in ("model", "dtype"):
             if on_command_line(self.ctx, name):
-                told = f"--{name} {getattr(self, name)}"
+                told = f"--{name} {self.ctx.params[name]}"
                 raise UsageError(f"{told}: means nothing without --queries, for no model is run; leave it out")
         if self.special_tokens:
             raise UsageError("--special-tokens: means nothing without --queries; leave it out")

@@ -99,7 +99,7 @@ class TuneOptions:
             raise UsageError("give one target: --target-error 0.05, --target-recall 0.9 or --target-perplexity 1.02")
         for name in ("model", "dtype"):
             if on_command_line(self.ctx, name) and self.target_perplexity is None:
-                told = f"--{name} {getattr(self, name)}"
+                told = f"--{name} {self.ctx.params[name]}"
                 raise UsageError(f"{told}: only --target-perplexity runs a model; leave it out")
         if self.cheapest not in CHEAPEST:
             raise UsageError(f"--cheapest {self.cheapest}: {choose_one(self.cheapest, CHEAPEST)}")
