@@ -47,7 +47,8 @@ def follow(ranks: Ranks, loaded: LoadedModel) -> None:
         SparsekvError: the model attends in a way that an index does not support.
         UsageError: a method cannot be built for this model.
     """
-    # The first rank's build begins with this fingerprint, for which all ranks must gather sharded weights together.
+    # The first rank begins its build with a fingerprint of all weights. This rank computes it, too, because all ranks
+    # must gather sharded weights together.
     fingerprint_weights(loaded.model.state_dict().items())
     with ExitStack() as stack:
         writer = stack.enter_context(PartWriter(HeadPart(ranks.number, ranks.size)))

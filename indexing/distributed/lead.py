@@ -56,7 +56,8 @@ class SplitRows(SharedRows):
         # A reused file already has a checksum.
         number = self._sums.give() if layer_file("context", layer) in self.files else 0
         self.ranks.share(EndLayer(layer, number))
-        # The queries that the ranks send do not show this: on a GPU, this process goes on before they are received.
+        # The file may only be named once all ranks have written their rows. Receiving their queries is no
+        # proof: on a GPU, this process goes on before the queries have arrived.
         self.ranks.wait_for_all(written)
         joined = join_queries(self.ranks, self.own.take_queries(layer))
         assert joined is not None
@@ -70,7 +71,7 @@ class Leader(Team):
         split: the KV heads are split over the ranks. Otherwise each rank captures all heads.
     """
 
-    starts_after_prefix = False  # the other ranks cannot read the rows of the prefix
+    starts_after_prefix = False  # a prefix is prefilled again, because the other ranks cannot read its stored rows
 
     def __init__(self, ranks: Ranks, *, split: bool):
         self.ranks, self.part = ranks, HeadPart(ranks.number, ranks.size) if split else ALL_HEADS

@@ -113,7 +113,7 @@ def query_turn(keys: torch.Tensor, queries: torch.Tensor, parts: int, weights: t
     directions = directions * largest.sign()
     dealt = torch.stack([_deal(of_head, parts) for of_head in variances]).to(keys.device)
     directions = directions.gather(2, dealt[:, None].expand_as(directions))
-    # Queries take the inverse of the root; the directions are orthogonal.
+    # The queries' matrix has the inverse of the root. The directions are orthogonal, and so they are used as they are.
     turn: torch.Tensor = (inverse @ directions).half()
     return turn
 

@@ -147,7 +147,8 @@ def take_members(
     before this one: `above` members above the last rank, `equal` members at it, and `equal_size` tokens at it.
     """
     above_number, equal_number = tl.where(rank > last, number, 0), tl.where(rank == last, number, 0)
-    # Clusters of the last rank can be taken if earlier parts leave some of the budget. The scan finds their number.
+    # If the parts before this one leave some of the budget, this part takes clusters of the last rank, too. The scan
+    # below finds how many.
     room = (held + equal_size < budget) | (had + equal < wanted) if OPEN else held + equal < budget
     known = above_number + tl.where(room, equal_number, 0) > 0
     # Three running sums are packed in one integer, because with fewer registers each, more programs run at once.

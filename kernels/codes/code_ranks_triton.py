@@ -192,7 +192,8 @@ def _sums_of_parts(words, tables, head, word, first, first_places, padded, FOURS
         found = tl.reshape(tl.gather(table, places, 0), [FOURS, 4, AT_ONCE])
         every += tl.sum(found, 2)
         odd += tl.sum(packed.second_and_fourth(found), 2)
-    # The odd bytes' contribution to `every` is known, and is subtracted. Carries are subtracted with it.
+    # `every` sums whole words, so it includes the sums of the second and fourth bytes (`odd`), shifted up by eight
+    # bits. Subtracting these also removes their carries.
     return every - (odd << 8), odd
 
 

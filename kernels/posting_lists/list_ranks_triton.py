@@ -225,7 +225,7 @@ def _weights_kernel(
             word >>= 8
             c += (word & TWO_CODES) * weight
             d += (word & NEXT_TWO_CODES) * weight
-        # These sums are shifted up by four bits, and have at most 12 bits.
+        # The sums in `b` and `d` are shifted up by four bits. A sum has at most 12 bits.
         b, d = (b >> 4) & 0x0FFF0FFF, (d >> 4) & 0x0FFF0FFF
         target = weights + (query * tiles + tile) * (2 * WORDS) + w
         left = keys - (tile * (8 * WORDS) + 32 * (w // 4) + 2 * (w % 4))

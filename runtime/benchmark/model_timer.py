@@ -119,7 +119,8 @@ class ModelTimer:
         for context in dict.fromkeys(self.source.contexts):
             for batch in dict.fromkeys(self.source.batches):
                 data = [self.source.layer(context, batch, self.built, number) for number in range(self.distinct)]
-                torch._dynamo.reset()  # otherwise the next number of questions would be compiled as a dynamic size
+                # Without the reset, a second number of questions would be compiled as a dynamic size.
+                torch._dynamo.reset()
                 hook = compile_layers(model, tokens=data[0].questions) if self.compiled else None
                 rows += self._time(ModelBench(model, data, self.runs, self.report))
                 if hook is not None:

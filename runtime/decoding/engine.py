@@ -121,7 +121,7 @@ class _Sequence:
         self.last = time.perf_counter()
         self.first = self.first or self.last
         ended = token in ends or len(self.answer) == self.longest
-        # The first text is streamed at once, because the next step may be captured, which takes long.
+        # The first token's text is streamed before the next step, which may be captured, and then takes long.
         if ended or len(self.answer) == 1 or self.request.stop is not None:
             self.stream()
         if self.request.stop is not None:

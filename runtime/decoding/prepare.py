@@ -262,7 +262,7 @@ class EarlyReading:
 
 
 def _is_cpu(device: str) -> bool:
-    # A device that does not exist raises later, when the model is loaded.
+    # If the device does not exist, loading the model raises the error.
     with suppress(SparsekvError):
         return choose_device(device).type == "cpu"
     return False

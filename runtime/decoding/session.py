@@ -194,7 +194,7 @@ class Conversation:
             try:
                 answer = answer_after(self.index, cache, before, Request(ids, sampling, on_text, stop))
             except BaseException:
-                self._asker = None  # layers of this cache may now have different numbers of rows
+                self._asker = None  # after an interruption, this cache's layers may have different numbers of rows
                 raise
             self._add(Turn(ids, answer.ids))
             return answer
@@ -202,7 +202,7 @@ class Conversation:
     def forget(self) -> None:
         """Drop all turns; the document stays. An interruption leaves the conversation as it was before."""
         with exclusive(self.index.model):
-            asker, self._asker = self._asker, None  # an interruption may leave only some layers rewound
+            asker, self._asker = self._asker, None  # an interruption of `rewind` may leave only some layers rewound
             if asker is not None:
                 asker.cache.rewind()
             self.turns, self.place, self._asker = [], Place.behind(self.index.artifact.manifest.prompt), asker

@@ -319,7 +319,7 @@ class _Asking:
         question, builder = self.comparison.question, self.comparison.builder
         if isinstance(question, Own) or not sparse:
             return None
-        # In the keys of stored answers dense attention has a budget, too.
+        # A stored answer's key has a budget for the question, even if the question attends densely.
         asked = asdict(question) if isinstance(question, QuestionPrefill) else DENSELY
         return asked | {"indexer": builder.parameters.get(question.name)} | builder.sample_of(question.name)
 

@@ -64,7 +64,7 @@ class LessIsMoreSelector(SharingSelector):
         if self.recent_share < 1:
             others = max(1, others)
         oldest_recent = middle - (tokens - others)
-        # At most tokens - others of the first `tokens` in the ranking are recent, so at least `others` are not.
+        # Of the first `tokens` in the ranking at most `tokens - others` are recent, so at least `others` are older.
         first = order[..., :tokens]
         old_first = (first >= oldest_recent).int().argsort(dim=-1, stable=True)
         recent = torch.arange(oldest_recent, middle, dtype=order.dtype, device=order.device)

@@ -112,7 +112,7 @@ class CodeScan:
     def serves(tensors: dict[str, torch.Tensor]) -> bool:
         """Whether kernels support these codes, and there are enough keys that a scan pays."""
         codes, (_, parts, centroids, size) = tensors["codes"], tensors["codebooks"].shape
-        # Look-ups are unrolled over the parts, and a part of the turn is in shared memory.
+        # The kernel unrolls its look-ups over the parts, and holds one part of the rotation in shared memory.
         fits = parts % IN_WORD == 0 and parts <= MOST_PARTS and size <= MOST_CHANNELS
         return codes.is_cuda and fits and centroids == CENTROIDS and codes.shape[1] >= FEWEST_KEYS
 

@@ -80,7 +80,7 @@ class LevelCentroids:
         for above, below in pairwise(scored):
             handed = above.scores.new_zeros(*above.scores.shape[:2], self.counts[above.level].shape[1])
             handed.scatter_add_(-1, of_clusters(self.parents[below.level], below.clusters), below.counts.to(handed))
-            # Unused slots have cluster id 0 and count 0, so that this subtraction can be negative.
+            # Unused slots have cluster id 0 and count 0, so for them this difference may be negative.
             left = (above.counts - handed.gather(-1, above.clusters)).clamp(min=0)
             parts.append(self._remainder(above, left))
         return (*parts, self._remainder(scored[-1], scored[-1].counts - taken))
@@ -122,7 +122,7 @@ def _own_numbers(part: CentroidSegment, counts: torch.Tensor) -> torch.Tensor:
     used = places.where(part.log_counts[:, 0] > -torch.inf, -1)
     if part.clusters is None:
         return used
-    # An unused slot has cluster index 0.
+    # An unused slot has cluster index 0. Its value -1 does not change that cluster's maximum.
     nowhere = torch.full_like(counts, -1, dtype=torch.int64)
     return nowhere.scatter_reduce_(1, part.clusters.long(), used, "amax")
 
