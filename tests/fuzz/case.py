@@ -143,7 +143,7 @@ def _draw_model(random: Random) -> Case:
     rope = scaled if random.random() < 0.4 else "default"
     return Case(
         family=family,
-        layers=random.choice([1, 2, 2, 2, 2, 3, 3, 4]),
+        layers=random.choice([1, 1, 1, 2, 2, 2, 2, 3, 4]),
         kv_heads=kv_heads,
         group=group,
         head_dim=head_dim,
