@@ -30,7 +30,7 @@ from sparsekv.runtime.decoding.answer import (
     unshown_endings,
 )
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling, warpers
+from sparsekv.runtime.decoding.sampling import Sampling, draw
 from sparsekv.runtime.decoding.step import DecodeStep
 from sparsekv.runtime.decoding.threads import all_cores, exclusive, free_cores
 from sparsekv.runtime.selection.interface import MethodSpec
@@ -281,7 +281,7 @@ class Engine:
             if (sampling := self.active[slot].request.sampling).temperature:
                 sampled.setdefault(sampling, []).append(place)
         for sampling, places in sampled.items():
-            drawn = _draw(scores[places], sampling, [self.active[slots[place]].random for place in places])
+            drawn = draw(scores[places], sampling, [self.active[slots[place]].random for place in places])
             for place, token in zip(places, drawn, strict=True):
                 tokens[place] = token
         return tokens
@@ -308,18 +308,6 @@ class Engine:
         )
         interrupted = done.stopped and answer.finish_reason == "length"
         return done.number, replace(answer, finish_reason="interrupted") if interrupted else answer
-
-
-def _draw(scores: torch.Tensor, sampling: Sampling, randoms: Sequence[torch.Generator]) -> list[int]:
-    """Draw a token for each row of scores [B, V].
-
-    The random numbers are those of `torch.manual_seed(seed)`. They come from generators of the answers' own, because
-    all threads of the process share torch's global generator.
-    """
-    nothing = torch.empty(len(scores), 0, dtype=torch.int64, device=scores.device)
-    probability = warpers(sampling)(nothing, scores).softmax(-1)  # type: ignore[arg-type]  # any tensors will do
-    each = [torch.multinomial(one, 1, generator=random) for one, random in zip(probability, randoms, strict=True)]
-    return torch.cat(each).tolist()
 
 
 def generate(

@@ -1,8 +1,10 @@
-"""Sampling parameters, and the logits processors that they stand for."""
+"""Sampling parameters, the logits processors that they stand for, and drawing tokens."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from sparsekv.formats.errors import UsageError, check_at_least_one
@@ -48,3 +50,15 @@ def warpers(sampling: Sampling) -> LogitsProcessorList:
     if sampling.top_p is not None and sampling.top_p < 1:
         found.append(TopPLogitsWarper(sampling.top_p))
     return found
+
+
+def draw(scores: torch.Tensor, sampling: Sampling, randoms: Sequence[torch.Generator]) -> list[int]:
+    """Draw a token for each row of scores [B, V].
+
+    The random numbers are those of `torch.manual_seed(seed)`. They come from generators of the answers' own, because
+    all threads of the process share torch's global generator.
+    """
+    nothing = torch.empty(len(scores), 0, dtype=torch.int64, device=scores.device)
+    probability = warpers(sampling)(nothing, scores).softmax(-1)  # type: ignore[arg-type]  # any tensors will do
+    each = [torch.multinomial(one, 1, generator=random) for one, random in zip(probability, randoms, strict=True)]
+    return torch.cat(each).tolist()

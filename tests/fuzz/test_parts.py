@@ -11,7 +11,8 @@ from fuzz.drawing import expect_drawn, left_by
 from fuzz.mutations import FAULTS, ROOT, Fault
 from fuzz.oracles import Wrong
 from fuzz.refusals import is_due
-from sparsekv.runtime.decoding.sampling import Draw, Sampling
+from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.decoding.sampling import draw as draw_tokens
 
 
 def test_palette_has_few_shapes_and_options() -> None:
@@ -53,8 +54,8 @@ def test_refusal_is_due_where_the_case_makes_it_so() -> None:
 
 def drawn(sampling: Sampling, logits: torch.Tensor) -> list[int]:
     """Tokens as an answer draws them."""
-    draw = Draw(sampling, logits.device)
-    return [int(draw(torch.empty(1, 0, dtype=torch.long), row[None].clone()).argmax()) for row in logits]
+    random = torch.Generator(logits.device).manual_seed(sampling.seed)
+    return [draw_tokens(row[None].clone(), sampling, [random])[0] for row in logits]
 
 
 def test_draws_are_foreseen() -> None:
