@@ -3,11 +3,15 @@
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from logging import CRITICAL
 from pathlib import Path
 
+from filelock import FileLock
+from safetensors import SafetensorError
+
 from sparsekv.formats.checksums import hash_file
+from sparsekv.formats.errors import SparsekvError, reason_of
 from sparsekv.formats.index.folder import sync_path
 from sparsekv.formats.user.cache import read_small, replace_small
 
@@ -47,6 +51,33 @@ def note_times(folder: Path) -> None:
         noted = {name: {**entry, "mtime_ns": (folder / name).stat().st_mtime_ns} for name, entry in sums.items()}
         if noted != sums:
             replace_small(folder / SUMS, json.dumps(noted, indent=2) + "\n")
+
+
+def whole_folder(folder: Path, make: Callable[[Path, list[str]], None], *, full_check: bool = False) -> Path:
+    """Return the folder; if it is missing or damaged, `make` makes it first, from the names of its damaged files.
+
+    One process at a time makes it, and the others wait.
+
+    Args:
+        full_check: recompute all checksums, not only of files with a new modification time.
+
+    Raises:
+        SparsekvError: the folder cannot be written; or the errors of `make`.
+    """
+    if not damaged_files(folder, full=full_check):
+        note_times(folder)
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f"{folder.name}.lock")):
+            if damaged := damaged_files(folder, full=full_check):
+                make(folder, damaged)
+    except (OSError, SafetensorError) as error:
+        raise SparsekvError(
+            f"cannot write the model's cache {folder.parent}: {reason_of(error)}; make room or permission there, "
+            "or set SPARSEKV_CACHE to another folder"
+        ) from None
+    return folder
 
 
 def clear(path: Path) -> None:

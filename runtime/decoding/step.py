@@ -36,7 +36,7 @@ class DecodeStep:
             newest: token ids [B], on any device.
             most: number of own rows that a sequence may have in the end.
         """
-        cache, capture = self.cache, self.cache.capturable
+        cache, capture = self.cache, self._valid is not None or self.cache.capturable
         size = self.size_of(len(fed), capture=capture)
         if cache.reserve(max(one.first for one in fed) + 1, most, capture=capture):
             self._valid = None
