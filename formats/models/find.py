@@ -103,6 +103,8 @@ def find_model(name: str, progress: Progress, *, download: bool = True) -> tuple
         return _converted(path, name, progress), str(path.resolve()), None
     if not name or not os.path.exists(path):
         repository, _, file = name.partition(":")
+        if repository.lower().endswith(".gguf"):
+            raise UsageError(f"model '{name}' is no file that is there; check its spelling, or give org/name:FILE.gguf")
         if file.lower().endswith(".gguf"):
             found = hub_gguf(repository, file, download=download)
             return _converted(found, name, progress), name, found.parent.name

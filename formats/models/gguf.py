@@ -87,8 +87,15 @@ def _checksum(path: Path, name: str) -> str:
 
 def _make(path: Path, name: str, folder: Path, progress: Callable[[str], None]) -> None:
     """Convert the file and move the result to `folder`. The caller must hold the lock."""
-    with _read_errors(name):
+    try:
         reader = GGUFReader(path)
+    except UNREADABLE as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise UsageError(
+            f"model '{name}' cannot be read as a GGUF file: it is cut off, damaged or of another kind; get it again"
+        ) from None
+    with _read_errors(name):
         bytes_needed = 4 * sum(int(tensor.n_elements) for tensor in reader.tensors)
     free = shutil.disk_usage(folder.parent).free
     if free < bytes_needed:

@@ -121,6 +121,12 @@ def test_a_file_that_is_cut_off_is_refused(kept: int, file: Path) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_a_file_that_is_not_there_is_told_so() -> None:
+    for name in ("none.gguf", "org/none.GGUF", "./none.gguf"):
+        with pytest.raises(UsageError, match=f"^model '{name}' is no file that is there; check its spelling"):
+            find_model(name, print)
+
+
 def test_a_disk_without_room_is_told_before_a_byte_is_written(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1 << 10})())
     with pytest.raises(SparsekvError, match=r"no room for model 'tiny.gguf' in .*/gguf: 0 MiB needed, 0 MiB free"):
