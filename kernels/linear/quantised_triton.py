@@ -1,7 +1,7 @@
 """Products of few rows with quantised weights, in Triton: each weight is read once, and converted in registers.
 
-A program computes BLOCK_N outputs. A single row is multiplied in float32 (`_row_kernel`). Several rows are multiplied on
-tensor cores, in the rows' dtype, which holds int8 and 4-bit numbers exactly (`_rows_kernel`). Sums are float32.
+A program computes BLOCK_N outputs. A single row is multiplied in float32. Several rows are multiplied on tensor cores, in
+the rows' dtype, which holds int8 and 4-bit numbers exactly. Sums are float32.
 """
 
 from dataclasses import dataclass
@@ -320,12 +320,12 @@ def int8_linear_triton(rows, weight, bias, tile=None):  # type: ignore[no-untype
 
 
 def int4_linear_triton(rows, weight, bias, tile=None):  # type: ignore[no-untyped-def]
-    (R, K), (N, pairs, size) = rows.shape, weight.packed.shape
+    (R, K), (N, pairs, size) = rows.shape, weight.numbers.shape
     rows, output = rows.contiguous(), rows.new_empty(R, N)
     tile = tile or tile_for(4, R, N)
     shape = _launch(rows, K, bias, tile, pairs * size)
     scales = weight.scales.view(torch.int32)
-    grid, given = (triton.cdiv(N, tile.outputs),), (weight.packed, scales, output if bias is None else bias, output)
+    grid, given = (triton.cdiv(N, tile.outputs),), (weight.numbers, scales, output if bias is None else bias, output)
     if tile.dot:
         most = 8 if R <= 8 else 16
         _int4_rows_kernel[grid](rows, *given, R, N, K, pairs, PARTS=tile.channels // PAIR.value, ROWS=most, **shape)
