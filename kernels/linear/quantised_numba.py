@@ -1,7 +1,7 @@
 """Compiled products of few float32 rows with quantised weights on a CPU; the threads share the outputs.
 
-Weights of OUTPUTS outputs at a time are converted to float32 in the nearest cache, and multiplied by all rows there. For
-a single row, int8 weights are converted in registers.
+Weights of OUTPUTS outputs at a time are converted to float32 in the nearest cache, and multiplied by all rows there.
+For a single row, int8 weights are converted in registers.
 """
 
 import ctypes
@@ -25,6 +25,9 @@ GROUP = 32
 NUMBER = 4  # bytes of a float32
 
 
+FIELDS = "rows numbers scales bias output scratch R N K P bits".split()  # noqa: SIM905 (as the other jobs)
+
+
 @njit(inline="always")
 def signed_bytes(address, shape):
     return carray(pointer(address, np.int8), shape)
@@ -36,14 +39,13 @@ def unsigned_bytes(address, shape):
 
 
 class Job(ctypes.Structure):
-    """Addresses of rows [R, K], numbers, scales, bias [N] or 0, output [R, N], scratch [threads, OUTPUTS, P + R]; sizes.
+    """Addresses and sizes of rows [R, K], numbers, scales, bias [N] or 0, output [R, N], and scratch memory.
 
-    P is K, and for 4-bit numbers K rounded up to whole pairs of groups.
+    The scratch memory is [threads, OUTPUTS, P + R]. P is K for int8 numbers. For 4-bit numbers it is K rounded up to
+    whole pairs of groups.
     """
 
-    _fields_ = [  # noqa: RUF012 (ctypes reads it)
-        (name, ctypes.c_int64) for name in "rows numbers scales bias output scratch R N K P bits".split()
-    ]
+    _fields_ = [(name, ctypes.c_int64) for name in FIELDS]
 
 
 JOB = np.dtype(Job)

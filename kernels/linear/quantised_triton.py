@@ -1,7 +1,7 @@
 """Products of few rows with quantised weights, in Triton: each weight is read once, and converted in registers.
 
-A program computes BLOCK_N outputs. A single row is multiplied in float32. Several rows are multiplied on tensor cores, in
-the rows' dtype, which holds int8 and 4-bit numbers exactly. Sums are float32.
+A program computes BLOCK_N outputs. A single row is multiplied in float32. Several rows are multiplied on tensor cores,
+in the rows' dtype, which holds int8 and 4-bit numbers exactly. Sums are float32.
 """
 
 from dataclasses import dataclass
@@ -74,11 +74,11 @@ def _as_floats(weights):
 
 
 @triton.jit
-def _as_rows(weights, DTYPE: tl.constexpr):
+def _as_rows(weights, dtype: tl.constexpr):
     """Convert int8 weights to the dtype of rows, exactly."""
-    if WIDEN or DTYPE == tl.float32:
+    if WIDEN or tl.float32 == dtype:
         return weights.to(tl.float32)
-    elif DTYPE == tl.bfloat16:
+    elif tl.bfloat16 == dtype:
         return tl.inline_asm_elementwise(_BFLOATS, "=r,=r,r", [weights], tl.bfloat16, is_pure=True, pack=4)
     else:
         return tl.inline_asm_elementwise(_HALVES, "=r,=r,r", [weights], tl.float16, is_pure=True, pack=4)
@@ -126,7 +126,7 @@ def _int8_rows_kernel(
     n, r = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
     part, j = tl.arange(0, PARTS), tl.arange(0, BLOCK_K)
     inside = n < N
-    DTYPE: tl.constexpr = rows.dtype.element_ty
+    dtype: tl.constexpr = rows.dtype.element_ty
     sums = tl.zeros([PARTS, BLOCK_N, ROWS], tl.float32)
     _prefetch(weight, N, K, AHEAD, BLOCK_N, EARLY)
     k = part[:, None] * BLOCK_K + j[None, :]
@@ -143,7 +143,7 @@ def _int8_rows_kernel(
             x = tl.load(rows + first, mask=(r < R)[None, None, :] & there[:, :, None], other=0.0)
         if WIDEN:
             x = x.to(tl.float32)
-        sums = tl.dot(_as_rows(w, DTYPE), x, sums, input_precision="ieee" if DTYPE == tl.float32 else "tf32")
+        sums = tl.dot(_as_rows(w, dtype), x, sums, input_precision="ieee" if tl.float32 == dtype else "tf32")
     total = tl.sum(sums, 0) * tl.load(scales + n, mask=inside, other=0.0)[:, None]
     if HAS_BIAS:
         total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -152,11 +152,11 @@ def _int8_rows_kernel(
 
 
 @triton.jit
-def _nibbles_as_rows(packed, DTYPE: tl.constexpr):
+def _nibbles_as_rows(packed, dtype: tl.constexpr):
     """Convert the low and the high four bits of bytes to the dtype of rows, minus 8, exactly."""
-    if WIDEN or DTYPE == tl.float32:
+    if WIDEN or tl.float32 == dtype:
         return (packed & 15).to(tl.float32) - 8.0, (packed >> 4).to(tl.float32) - 8.0
-    elif DTYPE == tl.bfloat16:
+    elif tl.bfloat16 == dtype:
         return tl.inline_asm_elementwise(
             _BFLOAT_NIBBLES, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
@@ -232,8 +232,8 @@ def _int4_rows_kernel(
     n, r = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
     part, j = tl.arange(0, PARTS), tl.arange(0, 32)
     inside = n < N
-    DTYPE: tl.constexpr = rows.dtype.element_ty
-    PRECISION: tl.constexpr = "ieee" if DTYPE == tl.float32 else "tf32"
+    dtype: tl.constexpr = rows.dtype.element_ty
+    PRECISION: tl.constexpr = "ieee" if tl.float32 == dtype else "tf32"
     sums = tl.zeros([PARTS, BLOCK_N, ROWS], tl.float32)
     nothing = tl.zeros([PARTS, BLOCK_N, ROWS], tl.float32)
     _prefetch(packed, N, PAIRS * 32, AHEAD, BLOCK_N, EARLY)
@@ -256,7 +256,7 @@ def _int4_rows_kernel(
             y = tl.load(rows + first * PAIR + 32, mask=(r < R)[None, None, :] & (there + 32 < K)[:, :, None], other=0.0)
         if WIDEN:
             x, y = x.to(tl.float32), y.to(tl.float32)
-        low, high = _nibbles_as_rows(w, DTYPE)
+        low, high = _nibbles_as_rows(w, dtype)
         of_low, of_high = _two_scales(words)
         sums += tl.dot(low, x, nothing, input_precision=PRECISION) * of_low[:, :, None]
         sums += tl.dot(high, y, nothing, input_precision=PRECISION) * of_high[:, :, None]
@@ -302,7 +302,7 @@ def tile_for(bits: int, rows: int, outputs: int) -> Tile:
     return [tile for least, tile in TILES[bits, rows == 1] if outputs >= least][-1]
 
 
-def int8_linear_triton(rows, weight, bias, tile=None):  # type: ignore[no-untyped-def]
+def int8_linear_triton(rows, weight, bias, tile=None):
     (R, K), N = rows.shape, len(weight.numbers)
     rows, output = rows.contiguous(), rows.new_empty(R, N)
     tile = tile or tile_for(8, R, N)
@@ -319,7 +319,7 @@ def int8_linear_triton(rows, weight, bias, tile=None):  # type: ignore[no-untype
     return output
 
 
-def int4_linear_triton(rows, weight, bias, tile=None):  # type: ignore[no-untyped-def]
+def int4_linear_triton(rows, weight, bias, tile=None):
     (R, K), (N, pairs, size) = rows.shape, weight.numbers.shape
     rows, output = rows.contiguous(), rows.new_empty(R, N)
     tile = tile or tile_for(4, R, N)
@@ -335,7 +335,7 @@ def int4_linear_triton(rows, weight, bias, tile=None):  # type: ignore[no-untype
     return output
 
 
-def _launch(rows, channels, bias, tile, size):  # type: ignore[no-untyped-def]
+def _launch(rows, channels, bias, tile, size):
     return {
         "HAS_BIAS": bias is not None,
         "WHOLE": channels % tile.channels == 0,
