@@ -88,7 +88,8 @@ def quantise_linears(model: PreTrainedModel, bits: int) -> float:
         made = round_to_int8(weight) if bits == 8 else round_to_int4(weight)
         model.set_submodule(name, QuantisedLinear(made, bias, weight.dtype))
         rounded += weight.numel()
-    left = sum(one.numel() for one in model.parameters()) - int(model.get_input_embeddings().weight.numel())
+    embedding: Any = model.get_input_embeddings()
+    left = sum(one.numel() for one in model.parameters()) - int(embedding.weight.numel())
     return rounded / (rounded + left)
 
 
