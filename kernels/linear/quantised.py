@@ -122,7 +122,7 @@ def multiply(rows: torch.Tensor, weight: Int8Weight | Int4Weight, bias: torch.Te
     found = _on_cpu(flat, weight, bias) if rows.is_cpu and _few(flat) else None
     if found is None:
         found = int8_linear(flat, weight, bias) if isinstance(weight, Int8Weight) else int4_linear(flat, weight, bias)
-    return found.view(*rows.shape[:-1], -1)
+    return found.view(*rows.shape[:-1], len(weight.scales))
 
 
 def _on_cpu(rows: torch.Tensor, weight: Int8Weight | Int4Weight, bias: torch.Tensor | None) -> torch.Tensor | None:

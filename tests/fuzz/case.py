@@ -18,8 +18,9 @@ class Case:
     """A model, a document, an index, a question and a deed. Defaults are the simplest: a failure is shrunk to them.
 
     Model: `original` is the length from which scaled positions differ, `positions` 0 for many, `window` 0 for the
-    family's own, `weights` the seed of its weights, `rounded` what they are rounded to, `ends` for short answers. Document: `tokens` of the whole prompt,
-    `text` its seed, `tokenizer` and `template` by name, `raw` without a template. Index: `indexers` with their options.
+    family's own, `weights` the seed of its weights, `rounded` what they are rounded to, `ends` for short answers.
+    Document: `tokens` of the whole prompt, `text` its seed, `tokenizer` and `template` by name, `raw` without a template.
+    Index: `indexers` with their options.
     Answers: `method` with its options at `budget`, `questions` by their lengths in characters: of 1, if raw, in tokens.
     `threads` are torch's. `deed` is what follows the checks of all cases, by its name; `more` a number for it.
     """
