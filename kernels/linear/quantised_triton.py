@@ -203,7 +203,7 @@ def _int4_row_kernel(
         x, y = x.to(tl.float32), y.to(tl.float32)
         of_low, of_high = _two_scales(words)
         if EXACT or WIDEN:
-            low, high = (w & 15).to(tl.float32) - 8.0, (w >> 4).to(tl.float32) - 8.0
+            low, high = _nibbles_as_rows(w, tl.float32)
             low = tl.sum(tl.reshape(low * x[None, :], [BLOCK_N, BLOCK * 2, 16]), 2)
             high = tl.sum(tl.reshape(high * y[None, :], [BLOCK_N, BLOCK * 2, 16]), 2)
         else:
@@ -297,51 +297,54 @@ AHEAD = 32_768
 """Most bytes that a program prefetches while the previous kernel still runs."""
 
 
-def tile_for(bits: int, rows: int, outputs: int) -> Tile:
+def tile_for(bits, rows, outputs):
     """Choose the tile of a product."""
     return [tile for least, tile in TILES[bits, rows == 1] if outputs >= least][-1]
 
 
-def int8_linear_triton(rows, weight, bias, tile=None):
+def int8_linear_triton(rows, weight, bias):
     (R, K), N = rows.shape, len(weight.numbers)
-    rows, output = rows.contiguous(), rows.new_empty(R, N)
-    tile = tile or tile_for(8, R, N)
-    shape = _launch(rows, K, bias, tile, K)
-    grid, given = (
-        (triton.cdiv(N, tile.outputs),),
-        (weight.numbers, weight.scales, output if bias is None else bias, output),
-    )
+    rows, output, tile = rows.contiguous(), rows.new_empty(R, N), tile_for(8, R, N)
+    grid, options = (triton.cdiv(N, tile.outputs),), _options(rows, K, bias, tile) | _ahead(tile, K)
+    tensors = weight.numbers, weight.scales, output if bias is None else bias, output
     if tile.dot:
-        parts, most = tile.warps, 8 if R <= 8 else 16
-        _int8_rows_kernel[grid](rows, *given, R, N, K, PARTS=parts, BLOCK_K=tile.channels // parts, ROWS=most, **shape)
+        of_warp = tile.channels // tile.warps
+        _int8_rows_kernel[grid](rows, *tensors, R, N, K, PARTS=tile.warps, BLOCK_K=of_warp, ROWS=_padded(R), **options)
     else:
-        _int8_row_kernel[grid](rows, *given, N, K, BLOCK_K=tile.channels, **shape)
+        _int8_row_kernel[grid](rows, *tensors, N, K, BLOCK_K=tile.channels, **options)
     return output
 
 
-def int4_linear_triton(rows, weight, bias, tile=None):
+def int4_linear_triton(rows, weight, bias):
     (R, K), (N, pairs, size) = rows.shape, weight.numbers.shape
-    rows, output = rows.contiguous(), rows.new_empty(R, N)
-    tile = tile or tile_for(4, R, N)
-    shape = _launch(rows, K, bias, tile, pairs * size)
-    scales = weight.scales.view(torch.int32)
-    grid, given = (triton.cdiv(N, tile.outputs),), (weight.numbers, scales, output if bias is None else bias, output)
+    rows, output, tile = rows.contiguous(), rows.new_empty(R, N), tile_for(4, R, N)
+    grid, options = (triton.cdiv(N, tile.outputs),), _options(rows, K, bias, tile) | _ahead(tile, pairs * size)
+    tensors = weight.numbers, weight.scales.view(torch.int32), output if bias is None else bias, output
     if tile.dot:
-        most = 8 if R <= 8 else 16
-        _int4_rows_kernel[grid](rows, *given, R, N, K, pairs, PARTS=tile.channels // PAIR.value, ROWS=most, **shape)
+        parts = tile.channels // PAIR.value
+        _int4_rows_kernel[grid](rows, *tensors, R, N, K, pairs, PARTS=parts, ROWS=_padded(R), **options)
     else:
         exact = rows.dtype == torch.float32
-        _int4_row_kernel[grid](rows, *given, N, K, pairs, EXACT=exact, BLOCK_K=tile.channels, **shape)
+        _int4_row_kernel[grid](rows, *tensors, N, K, pairs, EXACT=exact, BLOCK_K=tile.channels, **options)
     return output
 
 
-def _launch(rows, channels, bias, tile, size):
+def _padded(rows):
+    """Return the rows of a tile: the tensor cores' tiles have 8 columns."""
+    return 8 if rows <= 8 else 16
+
+
+def _ahead(tile, size):
+    """Return the bytes to prefetch of the weights of a program, of `size` bytes an output."""
+    return {"AHEAD": max(128, min(power_of_two(tile.outputs * size), AHEAD))}
+
+
+def _options(rows, channels, bias, tile):
     return {
         "HAS_BIAS": bias is not None,
         "WHOLE": channels % tile.channels == 0,
         "BLOCK_N": tile.outputs,
         "STAGES": tile.stages,
-        "AHEAD": max(128, min(power_of_two(tile.outputs * size), AHEAD)),
         "num_warps": tile.warps,
         **dependent_launch(rows.device),
     }

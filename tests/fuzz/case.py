@@ -19,7 +19,7 @@ class Case:
 
     Model: `original` is the length from which scaled positions differ, `positions` 0 for many, `window` 0 for the
     family's own, `weights` the seed of its weights, `rounded` what they are rounded to, `ends` for short answers.
-    Document: `tokens` of the whole prompt, `text` its seed, `tokenizer` and `template` by name, `raw` without a template.
+    Document: `tokens` of the whole prompt, `text` its seed, `tokenizer` and `template` by name, `raw` without one.
     Index: `indexers` with their options.
     Answers: `method` with its options at `budget`, `questions` by their lengths in characters: of 1, if raw, in tokens.
     `threads` are torch's. `deed` is what follows the checks of all cases, by its name; `more` a number for it.
