@@ -9,7 +9,7 @@ import ctypes
 import numpy as np
 from numba import carray, njit
 
-from sparsekv.kernels.attention.lanes_numba import SUMS
+from sparsekv.kernels.attention.lanes_numba import SUMS, fetch
 from sparsekv.kernels.attention.step_memory_numba import (
     VERSION,
     compiled,
@@ -21,6 +21,8 @@ from sparsekv.kernels.attention.step_memory_numba import (
 )
 
 OUTPUTS = 4
+LINE = 64  # bytes of a cache line
+AHEAD = 2048  # distance of the prefetch, in bytes
 GROUP = 32
 NUMBER = 4  # bytes of a float32
 
@@ -99,11 +101,14 @@ def _multiply_int8(row, numbers, sums):
 def _share(job, thread, threads):
     """Compute a thread's outputs."""
     R, N, K, P = job.R, job.N, job.K, job.P
+    size = K if job.bits == 8 else P // 2
     rows, output = floats(job.rows, (R, K)), floats(job.output, (R, N))
     weights = floats(job.scratch + NUMBER * thread * OUTPUTS * (P + R), (OUTPUTS, P))
     sums = floats(job.scratch + NUMBER * (thread * OUTPUTS * (P + R) + OUTPUTS * P), (R, OUTPUTS))
     for first in range(thread * N // threads, (thread + 1) * N // threads, OUTPUTS):
         some = min(OUTPUTS, (thread + 1) * N // threads - first)
+        for place in range(0, OUTPUTS * size, LINE):
+            fetch(job.numbers + first * size + AHEAD + place)
         if job.bits == 8 and R == 1 and some == OUTPUTS:
             _multiply_int8(rows[0], signed_bytes(job.numbers + first * K, (OUTPUTS, K)), sums[0])
         else:
