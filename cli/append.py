@@ -17,6 +17,7 @@ from sparsekv.cli.common.options import (
     ModelOption,
     QuietOption,
     SpecialTokensOption,
+    WeightsOption,
 )
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.documents.document import UTF_8, read_document
@@ -52,6 +53,7 @@ def append(
     chunk_size: ChunkSizeOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    weights: WeightsOption = "auto",
     quiet: QuietOption = False,
 ) -> None:
     """Add a blank line and MORE to the end of an index's document, and print the index's path.
@@ -72,7 +74,7 @@ def append(
     if not rebuild:
         _refuse_fixed_methods(artifact)
     text = read_document(document, encoding)
-    loaded = load_for(artifact, model, device, dtype, quiet=quiet).loaded
+    loaded = load_for(artifact, model, device, dtype, quiet=quiet, weights=weights).loaded
     prompt = artifact.manifest.prompt
     addition = encode_addition(loaded.tokenizer, text, prompt.chat, prompt.border, special_tokens=special_tokens)
     record = addition_record(addition)

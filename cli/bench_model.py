@@ -13,6 +13,7 @@ from sparsekv.cli.common.method_options import note_small_budgets, with_options
 from sparsekv.cli.common.options import JsonOption, RunOptions, names_of
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.index.schema import AUTO, weights_named
 from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.runtime.benchmark.end_to_end import CONFIGS
 from sparsekv.runtime.benchmark.model_timer import DEFAULT_METHODS, EndToEnd, ModelTimer
@@ -47,6 +48,15 @@ class BenchModelOptions:
             metavar="TOKENS", help="Tokens of context, such as 32768 or 128K; repeatable. Default: 8K; CUDA: 128K."
         ),
     ] = None
+    weights: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="auto|int8|int4",
+            help="What the weights of linear layers are rounded to: auto (nothing), int8 or int4; repeatable. "
+            "Default: auto.",
+            autocompletion=lambda: ["auto", "int8", "int4"],
+        ),
+    ] = None
     steps: StepOptions
     distinct_layers: Annotated[
         int | None,
@@ -76,7 +86,8 @@ def bench_model(options: BenchModelOptions) -> None:
 
     Each step is fed with the tokens of the step before. The steps run with the fastest form of torch's dense attention,
     with sparsekv's dense attention, without attention, and with each --method at each budget. To fit into memory, the
-    model's layers take turns with the keys and values of a few layers.
+    model's layers take turns with the keys and values of a few layers. With several --weights all of these steps run
+    with each: speed-ups are over dense attention with the same weights.
 
     With --shared a step is of several questions, as many as --batch says, over one document, as `generate --batch-file`
     answers them. Queries of all questions get a part in common, as a trained model's have.
@@ -94,6 +105,7 @@ def bench_model(options: BenchModelOptions) -> None:
         options.runs,
         options.run.device,
         options.compiled,
+        [weights_named(one) for one in options.weights or [AUTO]],
     )
     building = partial(mixture_indexers, parameters=options.parameters, seed=options.steps.seed)
     report = partial(note, quiet=options.run.quiet)

@@ -21,6 +21,7 @@ from sparsekv.cli.common.options import (
     QuietOption,
     RayOption,
     SpecialTokensOption,
+    WeightsOption,
     WorkersOption,
     check_ray,
     names_of,
@@ -29,7 +30,7 @@ from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.distributed.join import join_ranks, refuse_with_ranks
 from sparsekv.formats.documents.document import UTF_8, check_encoding
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.index.schema import AUTO, kv_dtype_named
+from sparsekv.formats.index.schema import AUTO, kv_dtype_named, weights_named
 from sparsekv.indexing.indexers.interface import choose_indexers, indexers
 from sparsekv.indexing.plan import BuildConfig
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
@@ -104,6 +105,7 @@ class BuildOptions:
     device: DeviceOption = "auto"
     dtype: DtypeOption = "auto"
     kv_dtype: KVDtypeOption = AUTO
+    weights: WeightsOption = AUTO
     quiet: QuietOption = False
     parameters: dict[str, Any]
 
@@ -131,6 +133,7 @@ class BuildOptions:
             model=self.model,
             device=self.device,
             dtype=self.dtype,
+            weights=weights_named(self.weights),
             max_tokens=self.max_tokens,
             raw=self.raw,
             special_tokens=self.special_tokens,

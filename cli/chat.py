@@ -16,7 +16,7 @@ from sparsekv.cli.answering.options import (
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
-from sparsekv.cli.common.options import IndexOption, ModelOption, RunOptions, SpecialTokensOption
+from sparsekv.cli.common.options import IndexOption, ModelOption, RunOptions, SpecialTokensOption, WeightsOption
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.runtime.attention.config import Dense
@@ -39,6 +39,7 @@ class ChatOptions:
 
     index: IndexOption = None
     model: ModelOption = None
+    weights: WeightsOption = "auto"
     attention: ChatAttention
     sampling: SamplingOptions
     raw: RawOption = False
@@ -77,7 +78,8 @@ def chat(options: ChatOptions) -> None:
     if isinstance(config.attention, Dense) and placement != "device":
         note(f"--placement {placement} counts after /method NAME: dense attention reads everything", quiet=quiet)
     piped, times = piped_questions(), OpeningTimes()
-    load = partial(load_for, artifact, options.model, options.run.device, options.run.dtype, quiet=quiet)
+    named = options.model, options.run.device, options.run.dtype
+    load = partial(load_for, artifact, *named, quiet=quiet, weights=options.weights)
     opened = load(hold=placement == "device", loaded_in=times.loaded, early=early)
     talk = Conversation(opened, config, raw=options.raw, special_tokens=options.special_tokens)
     note_small_budgets([config.budget], quiet=quiet)

@@ -49,7 +49,8 @@ def generate(options: GenerateOptions) -> None:
     if len(output.done) == len(questions.texts):
         return say("\n".join(output.done))
     times = OpeningTimes()
-    load = partial(load_for, artifact, options.model, options.device, options.dtype, quiet=options.quiet)
+    named = options.model, options.device, options.dtype
+    load = partial(load_for, artifact, *named, quiet=options.quiet, weights=options.weights)
     opened = load(hold=config.placement == "device", loaded_in=times.loaded, ranks=ranks, early=early)
     schedule = Schedule.open(opened, config, sampling, questions.encode(opened)[len(output.done) :], at_once, ranks)
     note_small_budgets([config.budget], quiet=options.quiet)

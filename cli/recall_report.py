@@ -17,6 +17,7 @@ from sparsekv.cli.common.options import (
     ModelOption,
     RunOptions,
     SpecialTokensOption,
+    WeightsOption,
     names_of,
     refuse_unwritable_plot,
     share,
@@ -114,6 +115,7 @@ class ReportOptions:
     html: HtmlOption = None
     special_tokens: SpecialTokensOption = False
     model: ModelOption = None
+    weights: WeightsOption = "auto"
     run: RunOptions
     parameters: dict[str, Any]
 
@@ -130,7 +132,7 @@ class ReportOptions:
     def _refuse_options_of_queries(self) -> None:
         """Raise UsageError for options that only --queries uses. Without --queries no model runs, because the index
         contains the tail's queries."""
-        for name in ("model", "dtype"):
+        for name in ("model", "dtype", "weights"):
             if on_command_line(self.ctx, name):
                 told = f"--{name} {self.ctx.params[name]}"
                 raise UsageError(f"{told}: means nothing without --queries, for no model is run; leave it out")
@@ -251,7 +253,8 @@ def _queries(options: ReportOptions, artifact: Artifact, together: list[int]) ->
         from sparsekv.cli.common.loading import load_for
         from sparsekv.runtime.reporting.questions import question_queries
 
-        opened = load_for(artifact, options.model, options.run.device, options.run.dtype, quiet=options.run.quiet)
+        named = options.model, options.run.device, options.run.dtype
+        opened = load_for(artifact, *named, quiet=options.run.quiet, weights=options.weights)
         last = together != [1]
         queries = question_queries(opened, questions, special_tokens=options.special_tokens, last=last)
     if max(together) > len(queries):

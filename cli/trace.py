@@ -12,7 +12,14 @@ from sparsekv.cli.answering.options import AttentionOptions, MaxNewTokensOption,
 from sparsekv.cli.common.console import note, waiting
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
-from sparsekv.cli.common.options import IndexOption, JsonOption, ModelOption, RunOptions, SpecialTokensOption
+from sparsekv.cli.common.options import (
+    IndexOption,
+    JsonOption,
+    ModelOption,
+    RunOptions,
+    SpecialTokensOption,
+    WeightsOption,
+)
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.common.questions import AnswerStream, answer_may_meet_notes, read_question
 from sparsekv.cli.configuring.sources import Command
@@ -35,6 +42,7 @@ class TraceOptions:
     index: IndexOption = None
     prompt_file: Annotated[str | None, typer.Option(help="Read the question from a file in UTF-8.")] = None
     model: ModelOption = None
+    weights: WeightsOption = "auto"
     output: Annotated[
         Path | None,
         typer.Option(
@@ -95,7 +103,8 @@ def trace(options: TraceOptions) -> None:
     from sparsekv.runtime.tracing.trace import TracedIndex
 
     Sampling(options.max_new_tokens)
-    load = partial(load_for, artifact, options.model, options.run.device, options.run.dtype)
+    named = options.model, options.run.device, options.run.dtype
+    load = partial(load_for, artifact, *named, weights=options.weights)
     opened = load(quiet=options.run.quiet, hold=True, early=early)
     ids = question_ids(opened, question, raw=options.raw, special_tokens=options.special_tokens)
     traced = TracedIndex(opened, config)

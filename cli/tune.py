@@ -11,7 +11,7 @@ from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.loading import load_for
 from sparsekv.cli.common.method_options import with_options
-from sparsekv.cli.common.options import IndexOption, JsonOption, ModelOption, RunOptions, names_of, share
+from sparsekv.cli.common.options import IndexOption, JsonOption, ModelOption, RunOptions, WeightsOption, names_of, share
 from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.reporting.tuned import Rounds, cost_ahead, print_table, record, row, told_budget
 from sparsekv.formats.device import choose_device
@@ -84,6 +84,7 @@ class TuneOptions:
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Search, but leave the index as it is.")] = False
     reset: Annotated[bool, typer.Option("--reset", help="Search nothing: take the index's default away again.")] = False
     model: ModelOption = None
+    weights: WeightsOption = "auto"
     as_json: JsonOption = False
     run: RunOptions
 
@@ -97,7 +98,7 @@ class TuneOptions:
         """Raise UsageError for options that exclude each other, or that have no effect without another option."""
         if len(self.targets) != 1:
             raise UsageError("give one target: --target-error 0.05, --target-recall 0.9 or --target-perplexity 1.02")
-        for name in ("model", "dtype"):
+        for name in ("model", "dtype", "weights"):
             if on_command_line(self.ctx, name) and self.target_perplexity is None:
                 told = f"--{name} {self.ctx.params[name]}"
                 raise UsageError(f"{told}: only --target-perplexity runs a model; leave it out")
@@ -112,7 +113,8 @@ class TuneOptions:
             return RecallGoal(target, reference)
         if self.target_error is not None:
             return ErrorGoal(target, reference)
-        open_model = partial(load_for, artifact, self.model, self.run.device, self.run.dtype, quiet=self.run.quiet)
+        named = self.model, self.run.device, self.run.dtype
+        open_model = partial(load_for, artifact, *named, quiet=self.run.quiet, weights=self.weights)
         return PerplexityGoal(target, reference, open_model=open_model)
 
 
@@ -126,8 +128,9 @@ def tune(options: TuneOptions) -> None:
     the fastest. Neither counts right answers, which `eval` does. Settings are searched on one half of the
     document's tail and verified on the other; if the other half misses the target, the search is repeated for a
     tighter one. That takes some 20 rounds, minutes on a CPU, as a line says when it starts; fewer --method take less.
-    `generate` uses the default when it is given no --method, --budget, --residual or option of a method. --model and
-    --dtype are for --target-perplexity, which alone runs the model. docs/reference/measures.md explains the words.
+    `generate` uses the default when it is given no --method, --budget, --residual or option of a method. --model,
+    --dtype and --weights are for --target-perplexity, which alone runs the model. docs/reference/measures.md explains
+    the words.
 
     \b
     sparsekv tune --index manual.skv --target-recall 0.9

@@ -130,6 +130,8 @@ def row_settings(model: ModelIdentity, split: Split, dtype: str, prefill: Prefil
     no setting can be part of the recipe but missing here.
     """
     decides_keys = [model.config_hash, model.weights_hash, model.adapter, model.quantisation]
+    if model.weights is not None:  # left out for the checkpoint's weights, so that earlier indices stay valid
+        decides_keys.append(model.weights)
     if prefill.exact:
         # Rows of a dense prefill depend neither on chunks nor on the split.
         return {"model": decides_keys, "dtype": dtype, "prefill": prefill.kind}

@@ -154,6 +154,7 @@ def _other_settings(build: Build, base: Manifest) -> list[str]:
     plan, stored = build.plan, None if base.kv_storage is None else base.kv_storage.dtype
     before = _settings(base.split, base.dtype, base.prefill, stored)
     now = _settings(build.split, plan.dtype, plan.prefill_record, plan.config.kv_dtype)
+    before["--weights"], now["--weights"] = base.model.weights or AUTO, build.model.weights or AUTO
     before["--rope-scaling"], now["--rope-scaling"] = base.rope.scaling, plan.config.rope_scaling
     found = [f"{option} {value or 'none'}" for option, value in before.items() if value != now[option]]
     earlier = base.prefill.kind == plan.prefill_record.kind and base.prefill.revision != plan.prefill_record.revision

@@ -205,6 +205,7 @@ def open_index(
     *,
     device: str = "auto",
     dtype: str = "auto",
+    weights: str = "auto",
     progress: Callable[[str], None] = lambda text: None,
 ) -> Index:
     """Open an index with the model that built it, or with `model`: a local folder or a hub id.
@@ -218,4 +219,4 @@ def open_index(
     if Path(folder).is_file():
         raise UsageError(f"{folder} {no_folder(Path(folder))}")
     with api_words(), exclusive_process():
-        return Index(load_and_open(Artifact(Path(folder)), model, device, dtype, progress))
+        return Index(load_and_open(Artifact(Path(folder)), model, device, dtype, progress, weights=weights))

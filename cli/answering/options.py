@@ -18,6 +18,7 @@ from sparsekv.cli.common.options import (
     ModelOption,
     QuietOption,
     SpecialTokensOption,
+    WeightsOption,
     names_of,
     share,
 )
@@ -356,6 +357,7 @@ class GenerateOptions:
     ] = False
     device: DeviceOption = "auto"
     dtype: DtypeOption = "auto"
+    weights: WeightsOption = "auto"
     quiet: QuietOption = False
 
     @property

@@ -117,15 +117,17 @@ def print_model_rows(rows: Sequence[ModelRow], about: dict[str, Any], *, as_json
         return say(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
     compiled = ", compiled" if about["compiled"] else ""
     shared = "a batch over one document, " if about["shared"] else ""
+    rounded = any(row.weights is not None for row in rows)
     table = titled_table(
         f"{about['config']}, random weights, {about['layers']} layers that take turns with the keys and values "
         f"of {about['distinct_layers']}, {about['dtype']}{compiled}, {shared}{about['machine']}",
-        ["method"],
+        ["method", *(["weights"] if rounded else [])],
         ["context", "batch", "budget", "ms a step [quartiles]", "tokens/s", "speed-up", "kv fraction", "timed"],
     )
     for row in rows:
         table.add_row(
             f"{row.method} {row.variant}".strip(),
+            *([row.weights or about["dtype"]] if rounded else []),
             f"{row.context:,}",
             str(row.batch),
             "" if row.budget is None else str(Budget(row.budget)),

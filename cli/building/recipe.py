@@ -22,7 +22,7 @@ from sparsekv.formats.hints import ENDING, TEXT_ENDINGS, has_extension, with_end
 from sparsekv.formats.index.build_folder import check_output
 from sparsekv.formats.index.manifest import read_manifest
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.formats.index.schema import MANIFEST, Manifest
+from sparsekv.formats.index.schema import MANIFEST, Manifest, Weights
 from sparsekv.formats.models.load import LoadedModel, tokenizer_identity
 from sparsekv.indexing.append import adding_plan, refuse_other_dtype
 from sparsekv.indexing.build import build_index
@@ -182,10 +182,12 @@ class BuildRecipe:
     special_tokens: bool
     quiet: bool
     encoding: str = UTF_8
+    weights: Weights | None = None
 
     def load(self) -> LoadedModel:
         """Load the model that prefills the documents. Raises the errors of `load_model`."""
-        return load(self.model, self.device, self.dtype, self.config.rope_scaling, quiet=self.quiet)
+        scaling = self.config.rope_scaling
+        return load(self.model, self.device, self.dtype, scaling, quiet=self.quiet, weights=self.weights)
 
     def index(
         self,
@@ -290,7 +292,8 @@ def index_by_ranks(ranks: "Ranks", recipe: BuildRecipe, target: Target, show: Pr
     Raises:
         SparsekvError: the ranks cannot share the model; or the errors of `BuildRecipe.index`.
     """
-    loads = partial(load, recipe.model, str(ranks.device), recipe.dtype, recipe.config.rope_scaling, quiet=recipe.quiet)
+    of_model = recipe.model, str(ranks.device), recipe.dtype, recipe.config.rope_scaling
+    loads = partial(load, *of_model, quiet=recipe.quiet, weights=recipe.weights)
     if not ranks.first:
         from sparsekv.indexing.distributed.follow import follow
 
@@ -310,7 +313,7 @@ def index_by_ranks(ranks: "Ranks", recipe: BuildRecipe, target: Target, show: Pr
 
 FIXED = (
     *("output", "max_tokens", "sinks", "tail", "prefill", "rope_scaling", "raw", "special_tokens", "force"),
-    *("kv_dtype", "ray", "workers", "from_file", "encoding"),
+    *("kv_dtype", "weights", "ray", "workers", "from_file", "encoding"),
 )
 """Options that determine how a document becomes an index. They cannot change when methods are added to an index."""
 

@@ -14,11 +14,12 @@ from sparsekv.cli.common.console import note, waiting
 from sparsekv.cli.common.process import resume_collector
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import AUTO, Weights
 from sparsekv.formats.models.embedded import EMBEDDED, remember
 from sparsekv.formats.models.find import fetch
 from sparsekv.formats.models.load import LoadedModel, load_model
 from sparsekv.kernels.common.first_calls import make_first_calls
-from sparsekv.runtime.decoding.load import load_and_open
+from sparsekv.runtime.decoding.load import load_and_open, refuse_rounded, with_weights
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import EarlyReading
 from sparsekv.runtime.selection.registry import methods
@@ -28,19 +29,29 @@ if TYPE_CHECKING:  # only ranks need torch.distributed
 
 
 def load(
-    name: str | None, device: str, dtype: str, rope_scaling: str | None, *, quiet: bool, ranks: "Ranks | None" = None
+    name: str | None,
+    device: str,
+    dtype: str,
+    rope_scaling: str | None,
+    *,
+    quiet: bool,
+    weights: Weights | None = None,
+    ranks: "Ranks | None" = None,
 ) -> LoadedModel:
-    """Load a model and its tokenizer, or the embedded model if `name` is None. Raises the errors of `load_model`.
+    """Load a model and its tokenizer, or the embedded model if `name` is None.
 
-    A model that the user names here is trusted later too, when only an index names it.
+    A model that the user names here is trusted later too, when only an index names it. Raises the errors of
+    `load_model` and of `with_weights`.
 
     Args:
+        weights: the precision to which the weights of linear layers are rounded; None for the checkpoint's weights.
         ranks: the processes that each load a share of the model; all of them call this.
     """
     transformers.logging.set_verbosity_error()
     _refuse_method(name)
     progress, name_or_own = partial(note, quiet=quiet), EMBEDDED if name is None else name
     if ranks is not None:
+        refuse_rounded(weights, ranks.size)
         _fetch_once(name_or_own, progress, ranks)
     with waiting(f"loading {name_or_own}", quiet=quiet):
         loaded = load_model(
@@ -52,6 +63,7 @@ def load(
             meanwhile=make_first_calls,
             ranks=1 if ranks is None else ranks.size,
         )
+        loaded = with_weights(loaded, weights, progress)
     if name is not None and (ranks is None or ranks.first):
         remember(loaded.name)
     resume_collector()
@@ -86,6 +98,7 @@ def load_for(
     dtype: str,
     *,
     quiet: bool,
+    weights: str = AUTO,
     hold: bool = False,
     loaded_in: Callable[[float], None] = lambda seconds: None,
     ranks: "Ranks | None" = None,
@@ -94,7 +107,7 @@ def load_for(
     """Open an index with a model. Raises the errors of `load_and_open`.
 
     Args:
-        hold, loaded_in, ranks, early: as in `load_and_open`.
+        weights, hold, loaded_in, ranks, early: as in `load_and_open`.
     """
     transformers.logging.set_verbosity_error()
     _refuse_method(name)
@@ -105,7 +118,16 @@ def load_for(
             _fetch_once(name, progress, ranks)
     with waiting(f"loading {name or artifact.manifest.model.id} and opening {artifact.folder}", quiet=quiet):
         opened = load_and_open(
-            artifact, name, device, dtype, progress, hold=hold, loaded_in=loaded_in, ranks=ranks, early=early
+            artifact,
+            name,
+            device,
+            dtype,
+            progress,
+            weights=weights,
+            hold=hold,
+            loaded_in=loaded_in,
+            ranks=ranks,
+            early=early,
         )
     resume_collector()
     return opened

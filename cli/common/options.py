@@ -199,6 +199,15 @@ DtypeOption = Annotated[
         autocompletion=lambda: ["auto", "float32", "float16", "bfloat16"],
     ),
 ]
+WeightsOption = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|int8|int4",
+        help="What the weights of linear layers are rounded to when the model is loaded: int8 or int4. auto: nothing, "
+        "or what the index was built with. Embeddings, routers and fused experts stay as they are.",
+        autocompletion=lambda: ["auto", "int8", "int4"],
+    ),
+]
 KVDtypeOption = Annotated[
     str,
     typer.Option(

@@ -14,6 +14,7 @@ from sparsekv.cli.common.options import (
     ModelOption,
     RayOption,
     RunOptions,
+    WeightsOption,
     WorkersOption,
     check_ray,
     names_of,
@@ -185,6 +186,7 @@ class EvalOptions:
     ray: RayOption = None
     workers: WorkersOption = None
     model: ModelOption = None
+    weights: WeightsOption = AUTO
     run: RunOptions
     parameters: dict[str, Any]
 

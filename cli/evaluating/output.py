@@ -66,7 +66,8 @@ def _print_group(rows: list[Score], about: dict[str, Any]) -> None:
     asked = "" if first.length is None else f" ({first.length:,} asked for)"
     mean = "" if first.contexts == 1 else "on average "
     unit = f" in {first.unit}" if first.unit else ""
-    stored = "" if about["kv_dtype"] == AUTO else f", keys and values in {about['kv_dtype']}"
+    stored = "" if about["weights"] == AUTO else f", {about['weights']} weights"
+    stored += "" if about["kv_dtype"] == AUTO else f", keys and values in {about['kv_dtype']}"
     shown = ["prefill"] if len({row.prefill for row in rows}) > 1 else []
     table = titled_table(
         f"{first.task}: {_counted(first)} of {mean}"

@@ -15,7 +15,7 @@ from sparsekv.cli.evaluating.options import (
     needed_indexers,
 )
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.formats.index.schema import kv_dtype_named
+from sparsekv.formats.index.schema import kv_dtype_named, weights_named
 from sparsekv.formats.models.load import identify
 from sparsekv.indexing.build import Builder
 from sparsekv.indexing.plan import BuildConfig
@@ -78,7 +78,14 @@ class EvalRecipe:
     def load(self) -> Comparison:
         """Load the model and return the comparison. Raises the errors of `load_model`."""
         options = self.options
-        loaded = load(options.model, options.run.device, options.run.dtype, None, quiet=options.run.quiet)
+        loaded = load(
+            options.model,
+            options.run.device,
+            options.run.dtype,
+            None,
+            quiet=options.run.quiet,
+            weights=weights_named(options.weights),
+        )
         return Comparison(
             loaded=loaded,
             identity=identify(loaded),

@@ -76,6 +76,10 @@ def print_inspection(inspection: dict[str, Any], *, by_layer: bool) -> None:
                 show(table(method[part]))
 
 
+def _weights(weights: str | None) -> str:
+    return "" if weights is None else f", {weights} weights"
+
+
 def _facts(inspection: dict[str, Any]) -> Table:
     split, layers, sizes = inspection["split"], inspection["layers"], inspection["bytes"]
     table = Table(box=None, show_header=False)
@@ -83,7 +87,7 @@ def _facts(inspection: dict[str, Any]) -> Table:
     table.add_column(overflow="fold")
     facts = {
         "index": f"{inspection['index']} (built {inspection['created']})",
-        "model": f"{inspection['model']['id']}, {inspection['dtype']}",
+        "model": f"{inspection['model']['id']}, {inspection['dtype']}" + _weights(inspection["model"]["weights"]),
         **({} if inspection["kv_storage"] is None else {"keys and values": _storage(inspection["kv_storage"])}),
         "rope": str(inspection["rope"]["scaling"] or "as the model has it"),
         "tokens": f"{split['tokens']:,}: {split['sinks']} sinks, {split['middle']:,} indexed, {split['tail']} tail",

@@ -9,7 +9,7 @@ import torch
 
 from sparsekv.formats.checksums import hash_bytes, hash_json
 from sparsekv.formats.errors import IdentityError
-from sparsekv.formats.index.schema import Manifest, ModelIdentity, TokenizerIdentity
+from sparsekv.formats.index.schema import Manifest, ModelIdentity, TokenizerIdentity, Weights
 
 # Every config field that changes keys, values or attention in any model family that can be indexed. A test changes each
 # number of these families' configs to verify this.
@@ -60,6 +60,8 @@ KV_FIELDS = (
     "router_jitter_noise",
 )
 SAMPLES_PER_TENSOR = 256
+ORIGINAL = "the checkpoint's"
+"""Name of unrounded weights in messages."""
 
 
 def fingerprint_weights(state: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -113,13 +115,19 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def identify_model(
-    name: str, revision: str | None, config: Mapping[str, Any], weights_hash: str, adapter: str | None
+    name: str,
+    revision: str | None,
+    config: Mapping[str, Any],
+    weights_hash: str,
+    adapter: str | None,
+    weights: Weights | None = None,
 ) -> ModelIdentity:
     """Make a model's identity.
 
     Args:
         config: the model's text config as a mapping.
-        weights_hash: the result of `fingerprint_weights`.
+        weights_hash: the result of `fingerprint_weights`, for weights as in the checkpoint.
+        weights: the precision to which weights of linear layers are rounded after that.
     """
     kv_config = {field: config[field] for field in KV_FIELDS if config.get(field) is not None}
     kv_config = json.loads(json.dumps(kv_config))
@@ -132,6 +140,7 @@ def identify_model(
         weights_hash=weights_hash,
         adapter=adapter,
         quantisation=None if quantisation is None else json.dumps(quantisation, sort_keys=True, default=str),
+        weights=weights,
     )
 
 
@@ -157,6 +166,7 @@ def check_model(manifest: Manifest, model: ModelIdentity, dtype: str) -> None:
         _compare(f"model config {field}", stored.kv_config.get(field), model.kv_config.get(field), remedy)
     _compare("quantisation", stored.quantisation, model.quantisation, remedy)
     _compare("adapter", stored.adapter, model.adapter, remedy)
+    _compare("precision of weights", stored.weights or ORIGINAL, model.weights or ORIGINAL, remedy)
     if (dtype == "float16") == (manifest.dtype == "float16"):
         _compare("model weights", stored.weights_hash[:12], model.weights_hash[:12], remedy)
 

@@ -98,6 +98,22 @@ def kv_dtype_named(name: str) -> KVDtype | None:
     return next((known for known in get_args(KVDtype) if known == name), None)
 
 
+Weights: TypeAlias = Literal["int8", "int4"]
+"""Precisions to which weights of a model's linear layers can be rounded when it is loaded."""
+WEIGHTS: tuple[str, ...] = (AUTO, *get_args(Weights))
+"""Values of `--weights`; `auto` is as in the checkpoint, or as the index was built."""
+
+
+def weights_named(name: str) -> Weights | None:
+    """Return the precision of a `--weights` value; None for `auto`.
+
+    Raises:
+        UsageError: the value is unknown.
+    """
+    check_choice("--weights", name, WEIGHTS)
+    return next((known for known in get_args(Weights) if known == name), None)
+
+
 class KVStorage(Record):
     """How keys and values are stored where not in the index's dtype, and what dense attention loses by it.
 
@@ -145,7 +161,10 @@ def layer_file(folder: str, layer: int) -> str:
 
 
 class ModelIdentity(Record):
-    """The model that the keys and values came from, by everything that decides them."""
+    """The model that the keys and values came from, by everything that decides them.
+
+    `weights_hash` is of the checkpoint's weights, before any were rounded to `weights`.
+    """
 
     id: str
     revision: str | None
@@ -154,6 +173,7 @@ class ModelIdentity(Record):
     weights_hash: str
     adapter: str | None
     quantisation: str | None
+    weights: Weights | None = Field(default=None, description="null: linear layers have the checkpoint's weights")
 
 
 class TokenizerIdentity(Record):

@@ -13,7 +13,7 @@ from sparsekv.formats.checksums import hash_file, hash_json
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import UsageError, check_choice
 from sparsekv.formats.index.identity import fingerprint_weights, identify_model, identify_tokenizer
-from sparsekv.formats.index.schema import Manifest, ModelIdentity, TokenizerIdentity
+from sparsekv.formats.index.schema import Manifest, ModelIdentity, TokenizerIdentity, Weights
 from sparsekv.formats.models.converted import damaged_files, first_line, silent_transformers
 from sparsekv.formats.models.embedded import EMBEDDED, embedded_path, pull_embedded
 from sparsekv.formats.models.find import Progress, find_model, local_folder, named_path
@@ -101,6 +101,8 @@ class LoadedModel:
         name: name of the embedded model, hub id, or absolute path of the folder.
         revision: commit of a hub model.
         tokenizer_files: hash of the files from which the tokenizer was loaded, if it is known.
+        weights: the precision to which the weights of linear layers were rounded; None for the checkpoint's weights.
+        weights_hash: the result of `fingerprint_weights` before that; None if the model still has those weights.
     """
 
     model: "PreTrainedModel"
@@ -108,6 +110,8 @@ class LoadedModel:
     name: str
     revision: str | None
     tokenizer_files: str | None = None
+    weights: Weights | None = None
+    weights_hash: str | None = None
 
 
 @dataclass(frozen=True)
@@ -280,8 +284,9 @@ def identify(loaded: LoadedModel, index: Manifest | None = None) -> tuple[ModelI
         loaded.name,
         loaded.revision,
         model.config.get_text_config().to_dict(),
-        fingerprint_weights(model.state_dict().items()),
+        loaded.weights_hash or fingerprint_weights(model.state_dict().items()),
         ",".join(sorted(adapters)) if adapters else None,
+        loaded.weights,
     )
     if index is not None and loaded.tokenizer_files is not None and index.tokenizer_files == loaded.tokenizer_files:
         return model_identity, index.tokenizer

@@ -27,7 +27,7 @@ _took: list[float] = []
 
 
 @lru_cache
-def _parallel() -> Any:
+def threads_of_torch() -> Any:
     """Return GNU OpenMP's function that runs a function on all of torch's threads.
 
     Return None where the process does not use GNU OpenMP.
@@ -39,17 +39,17 @@ def _parallel() -> Any:
 
 
 @lru_cache
-def compiled_kernels(name: str) -> ModuleType | None:
-    """Import a module of this folder that numba compiles.
+def compiled_kernels(name: str, room: str = "attention") -> ModuleType | None:
+    """Import a module of a room of kernels that numba compiles.
 
     The first import compiles for seconds; later imports read the machine code from disk. Return None without numba or
     without GNU OpenMP's threads.
     """
-    if _parallel() is None:
+    if threads_of_torch() is None:
         return None
     started = time.perf_counter()
     try:
-        found = importlib.import_module(f"sparsekv.kernels.attention.{name}")
+        found = importlib.import_module(f"sparsekv.kernels.{room}.{name}")
     except ImportError:
         return None
     if not found.STEP.cache_hits:
@@ -76,7 +76,7 @@ class CompiledStep:
     """
 
     def __init__(self, kernel: Any, tensors: tuple[torch.Tensor | None, ...], **sizes: float):
-        self.kernel, self.tensors, self.on_threads = kernel, tensors, _parallel()
+        self.kernel, self.tensors, self.on_threads = kernel, tensors, threads_of_torch()
         self.job = kernel.Job(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors), **sizes)
 
     @classmethod

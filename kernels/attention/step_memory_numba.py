@@ -29,15 +29,15 @@ def share_of(before, some, everything, thread, threads):
 
 
 def sources(folder: Path) -> int:
-    """Compute a checksum of the numba source files in a folder."""
+    """Compute a checksum of the numba source files in a folder and in the folders below it."""
     checksum = 0
-    for path in sorted(folder.glob("*_numba.py")):
+    for path in sorted(folder.rglob("*_numba.py")):
         checksum = zlib.crc32(path.read_bytes(), checksum)
     return checksum
 
 
-VERSION = sources(Path(__file__).parent)
-"""Checksum of all numba source files of this folder; each step function closes over this number.
+VERSION = sources(Path(__file__).parent.parent)
+"""Checksum of all numba source files of the kernels; each step function closes over this number.
 
 Numba's cache key of a function is the date of its file and the values that the function closes over. The machine code
 of a step also contains functions from other files. The checksum makes a change of those files invalidate the cache.
@@ -70,7 +70,7 @@ def job_type(addresses: str, sizes: str = "") -> type[ctypes.Structure]:
 
 
 @intrinsic
-def _pointer(context, address, element):
+def pointer(context, address, element):
     kind = types.CPointer(element.dtype)
 
     def generate(context, builder, signature, arguments):
@@ -81,17 +81,17 @@ def _pointer(context, address, element):
 
 @njit(inline="always")
 def floats(address, shape):
-    return carray(_pointer(address, np.float32), shape)
+    return carray(pointer(address, np.float32), shape)
 
 
 @njit(inline="always")
 def ints(address, shape):
-    return carray(_pointer(address, np.int32), shape)
+    return carray(pointer(address, np.int32), shape)
 
 
 @njit(inline="always")
 def longs(address, shape):
-    return carray(_pointer(address, np.int64), shape)
+    return carray(pointer(address, np.int64), shape)
 
 
 @njit(inline="always")

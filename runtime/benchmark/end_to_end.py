@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.formats.index.schema import Weights
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.attention.sparse_layer import packed_layer
@@ -192,13 +193,15 @@ class ModelRow:
     """Times of one way of attending: milliseconds per step (median and quartiles), and tokens per second in all.
 
     Attributes:
+        weights: the precision of linear layers' weights; None for the dtype of all else.
         timed: `graph`, `eager` or `wall clock`.
-        speedup: tokens per second, relative to those of torch's dense attention.
+        speedup: tokens per second, relative to those of torch's dense attention with the same weights.
         kv_fraction: bytes read of the middle and the index, as a share of the middle's keys and values.
     """
 
     method: str
     variant: str
+    weights: Weights | None
     context: int
     batch: int
     budget: float | int | None
@@ -216,11 +219,19 @@ class ModelBench:
     """Times a model over the data of a few layers, for one context length and batch.
 
     Args:
+        weights: the precision to which the model's weights are rounded.
         tell: called with a line for each row.
     """
 
-    def __init__(self, model: PreTrainedModel, data: list[LayerData], runs: int, tell: Callable[[str], None]):
-        self.model, self.data, self.runs, self.tell = model, data, runs, tell
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        weights: Weights | None,
+        data: list[LayerData],
+        runs: int,
+        tell: Callable[[str], None],
+    ):
+        self.model, self.weights, self.data, self.runs, self.tell = model, weights, data, runs, tell
         self.layers = int(model.config.num_hidden_layers)
         self.dense_ms, self.batch = float("nan"), data[0].batch * data[0].questions
 
@@ -315,10 +326,14 @@ class ModelBench:
         if not bool(timed.output.isfinite().all()):
             raise RefusedError(f"{name} {variant} over {split.tokens:,} tokens, batch {batch}, gave what is no number")
         rate = 1000 * batch / timed.mean
-        self.tell(f"{name} {variant}: {timed.median:.2f} ms a step, {rate:,.1f} tokens a second, {timed.how}")
+        of_weights = "" if self.weights is None else f", {self.weights} weights"
+        self.tell(
+            f"{name} {variant}{of_weights}: {timed.median:.2f} ms a step, {rate:,.1f} tokens a second, {timed.how}"
+        )
         return ModelRow(
             method=name,
             variant=variant,
+            weights=self.weights,
             context=split.tokens,
             batch=batch,
             budget=None if budget is None else budget.value,

@@ -6,10 +6,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import SparsekvError, UsageError, check_choice
+from sparsekv.formats.index.schema import Weights
 from sparsekv.formats.models.load import DTYPES, check_dtype
+from sparsekv.kernels.linear.quantised_linear import quantise_linears
 from sparsekv.runtime.benchmark.end_to_end import (
     ModelBench,
     ModelRow,
@@ -22,6 +25,7 @@ from sparsekv.runtime.benchmark.layer import ALIKE, LayerData
 from sparsekv.runtime.benchmark.layer_timer import RefusedError, check_runs, configured, machine
 from sparsekv.runtime.benchmark.sources import LayerIndexer, Mixtures, Wanted, index_mixture
 from sparsekv.runtime.decoding.compiled import MODES, compile_layers
+from sparsekv.runtime.decoding.load import BITS
 from sparsekv.runtime.selection.interface import Budget, MethodSpec, MiddleContext
 from sparsekv.runtime.selection.registry import methods, refuse_unused
 
@@ -43,6 +47,7 @@ class EndToEnd:
     runs: int | None
     device: str
     compiled: str
+    weights: list[Weights | None]
 
 
 class ModelTimer:
@@ -90,6 +95,7 @@ class ModelTimer:
         self.forms = partial(configured, parameters)
         for one in self.chosen.values():
             self.forms(one, None)
+        self.weights = list(dict.fromkeys(what.weights))
         self.report, self.refused = report, list[str]()
 
     def run(self) -> list[ModelRow]:
@@ -112,21 +118,29 @@ class ModelTimer:
         self.report(
             f"making {self.name} with random weights, and {self.distinct} layers of keys and values for its own"
         )
+        rows: list[ModelRow] = []
+        for weights in self.weights:
+            model = self._model(weights)
+            for context in dict.fromkeys(self.source.contexts):
+                for batch in dict.fromkeys(self.source.batches):
+                    data = [self.source.layer(context, batch, self.built, number) for number in range(self.distinct)]
+                    # Without the reset, a second number of questions would be compiled as a dynamic size.
+                    torch._dynamo.reset()
+                    hook = compile_layers(model, tokens=data[0].questions) if self.compiled else None
+                    rows += self._time(ModelBench(model, weights, data, self.runs, self.report))
+                    if hook is not None:
+                        hook.remove()
+                    del data  # free the layers before the next ones are generated
+            del model  # free its weights before the next ones are drawn
+        return rows
+
+    def _model(self, weights: Weights | None) -> PreTrainedModel:
         model = random_model(self.config, self.device, DTYPES[self.source.dtype], self.source.seed)
         if self.source.shared and not make_queries_alike(model, ALIKE):
             self.report("questions are not alike: no layer of the model has a q_proj")
-        rows: list[ModelRow] = []
-        for context in dict.fromkeys(self.source.contexts):
-            for batch in dict.fromkeys(self.source.batches):
-                data = [self.source.layer(context, batch, self.built, number) for number in range(self.distinct)]
-                # Without the reset, a second number of questions would be compiled as a dynamic size.
-                torch._dynamo.reset()
-                hook = compile_layers(model, tokens=data[0].questions) if self.compiled else None
-                rows += self._time(ModelBench(model, data, self.runs, self.report))
-                if hook is not None:
-                    hook.remove()
-                del data  # free the layers before the next ones are generated
-        return rows
+        if weights is not None:
+            quantise_linears(model, BITS[weights])
+        return model
 
     def _time(self, bench: ModelBench) -> list[ModelRow]:
         rows = list(bench.dense())

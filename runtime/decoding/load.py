@@ -2,12 +2,19 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index.identity import ORIGINAL, fingerprint_weights
 from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import AUTO, Weights, weights_named
 from sparsekv.formats.models.embedded import named_by_index, remember
-from sparsekv.formats.models.load import identify, load_model
+from sparsekv.formats.models.load import LoadedModel, identify, load_model
 from sparsekv.kernels.common.first_calls import make_first_calls
+from sparsekv.kernels.linear.quantised_linear import quantise_linears
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.prepare import EarlyReading
 
@@ -22,6 +29,7 @@ def load_and_open(
     dtype: str = "auto",
     progress: Callable[[str], None] = lambda text: None,
     *,
+    weights: str = AUTO,
     hold: bool = False,
     loaded_in: Callable[[float], None] = lambda seconds: None,
     ranks: "Ranks | None" = None,
@@ -29,11 +37,13 @@ def load_and_open(
 ) -> OpenIndex:
     """Load a model and open an index with it, by default the model that built the index.
 
-    The model is loaded with the RoPE scaling that the index was built with, and by default in the index's dtype.
+    The model is loaded with the RoPE scaling and the precision of weights that the index was built with, and by default
+    in the index's dtype.
 
     Args:
         model: a local folder or a hub id; it is remembered, so that an index that names it may load it later.
         dtype: `auto` is the index's dtype.
+        weights: the precision that the index must have been built with; `auto` is any.
         progress: called with one line at the start of each step that takes a while.
         loaded_in: called with the seconds that loading the model took, before the index is opened.
         hold: keep the keys and values that the checks read, copied to a GPU or mapped, for the next cache.
@@ -42,12 +52,20 @@ def load_and_open(
 
     Raises:
         SparsekvError: no model is given, and the user has never named the model that the index names.
-        UsageError: the model, device or dtype does not exist.
+        UsageError: the model, device or dtype does not exist, the index was built with weights of another precision, or
+            several ranks share a model whose weights are rounded.
         IdentityError: the index does not belong to this model.
     """
+    manifest = artifact.manifest
+    if weights_named(weights) not in (None, manifest.model.weights):
+        raise UsageError(
+            f"--weights {weights}: the index was built with {manifest.model.weights or ORIGINAL} weights; leave the "
+            f"option out, or build the index again with --weights {weights}"
+        )
+    if ranks is not None:
+        refuse_rounded(manifest.model.weights, ranks.size)
     started = time.perf_counter()
     early = None if ranks is not None else (early or EarlyReading(artifact, device, hold=hold)).begin_loading()
-    manifest = artifact.manifest
     if ranks is not None and ranks.size > 1:
         # Imported here, because it imports torch.distributed.
         from sparsekv.kernels.distributed.row_style import sum_in_one_launch
@@ -62,6 +80,7 @@ def load_and_open(
         meanwhile=make_first_calls,
         ranks=1 if ranks is None else ranks.size,
     )
+    loaded = with_weights(loaded, manifest.model.weights, progress)
     if model is not None and (ranks is None or ranks.first):
         remember(loaded.name)
     loaded_in(time.perf_counter() - started)
@@ -71,3 +90,42 @@ def load_and_open(
         return open_share(artifact, loaded, ranks, hold=hold)
     its, files = identify(loaded, manifest), loaded.tokenizer_files
     return open_index(artifact, loaded.model, loaded.tokenizer, its, hold=hold, early=early, files=files)
+
+
+BITS: dict[Weights, int] = {"int8": 8, "int4": 4}
+MOST = 0.9
+"""Share of a model's weights; if fewer are rounded, the user is told."""
+
+
+def with_weights(loaded: LoadedModel, weights: Weights | None, progress: Callable[[str], None]) -> LoadedModel:
+    """Round the weights of a loaded model's linear layers, in place; None leaves them as they are.
+
+    Layer by layer the rounded weights replace the loaded ones, so the peak is the loaded model and one layer.
+
+    Args:
+        progress: called with a line if many of the model's weights are in other layers.
+
+    Raises:
+        UsageError: the checkpoint is quantised already, or the model has no linear layers.
+    """
+    if weights is None:
+        return loaded
+    if getattr(loaded.model.config, "quantization_config", None) is not None:
+        raise UsageError(f"--weights {weights}: model '{loaded.name}' is quantised already; leave the option out")
+    before = fingerprint_weights(loaded.model.state_dict().items())
+    share = quantise_linears(loaded.model, BITS[weights])
+    if not share:
+        raise UsageError(f"--weights {weights}: model '{loaded.name}' has no linear layers; leave the option out")
+    if share < MOST:
+        progress(
+            f"--weights {weights} rounds {share:.0%} of the weights: those of experts and routers stay as they are"
+        )
+    if loaded.model.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return replace(loaded, weights=weights, weights_hash=before)
+
+
+def refuse_rounded(weights: Weights | None, ranks: int) -> None:
+    """Raise UsageError for rounded weights on several ranks, whose shares are rows or columns of a layer's weights."""
+    if weights is not None and ranks > 1:
+        raise UsageError(f"--weights {weights} is for one GPU: leave --gpus out, or use the checkpoint's weights")

@@ -175,7 +175,9 @@ class OpenIndex:
     def loaded(self) -> LoadedModel:
         """The loaded model with its tokenizer, under the model id and revision that the index records."""
         named = self.artifact.manifest.model
-        return LoadedModel(self.model, self.tokenizer, named.id, named.revision, self.tokenizer_files)
+        unrounded = None if named.weights is None else named.weights_hash
+        of_files = named.id, named.revision, self.tokenizer_files
+        return LoadedModel(self.model, self.tokenizer, *of_files, named.weights, unrounded)
 
     def cache(
         self, config: DecodeConfig, *, tail: bool = True, gather_makers: Callable[[int], GatherMaker] | None = None

@@ -283,6 +283,7 @@ class _Asking:
         return {
             "version": version("sparsekv"),
             "model": [model.config_hash, model.weights_hash, model.adapter, model.quantisation],
+            **({} if model.weights is None else {"weights": model.weights}),
             "tokenizer": tokenizer.tokenizer_hash,
             "loaded": [str(comparison.loaded.model.dtype), comparison.loaded.model.device.type],
             "prompt": hash_tokens(self.prompt.input_ids.tolist()),

@@ -43,7 +43,7 @@ class CSAttention(Method):
         default=2.0,
         metadata={"help": "Read so many times the budget's keys, and attend to the best by exact logits; 1: off."},
     )
-    weights: str = field(
+    csattention_weights: str = field(
         default="uniform",
         metadata={"help": f"Weights of the subspaces' scores: {', '.join(WEIGHTS)} (in the build, by least squares)."},
     )
@@ -68,7 +68,7 @@ class CSAttention(Method):
 
     def __post_init__(self) -> None:
         check_choice("--csattention-scoring", self.csattention_scoring, SCORINGS)
-        check_choice("--weights", self.weights, WEIGHTS)
+        check_choice("--csattention-weights", self.csattention_weights, WEIGHTS)
         check_rerank(self.rerank)
         if not 0 <= self.backoff <= 1:
             raise UsageError(f"--backoff {self.backoff:g}: give a share from 0 to 1")
@@ -85,7 +85,7 @@ class CSAttention(Method):
             context,
             scoring=self.csattention_scoring,
             rerank=self.rerank,
-            fitted=self.weights == "fitted",
+            fitted=self.csattention_weights == "fitted",
             backoff=_backoff_cosine(context.calibration, self.backoff),
             step=self.step,
             append_size=self.buffer if self.stream else 0,
@@ -98,7 +98,7 @@ class CSAttention(Method):
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
         """Return the default variant, and without re-ranking one variant per scoring and one with fitted weights."""
         plain = {scoring: cls(csattention_scoring=scoring, rerank=1.0) for scoring in SCORINGS}
-        return {"reranked": cls(), **plain, "mean fitted": cls(rerank=1.0, weights="fitted")}
+        return {"reranked": cls(), **plain, "mean fitted": cls(rerank=1.0, csattention_weights="fitted")}
 
     @classmethod
     def describe_lists(cls, context: MiddleContext, queries: torch.Tensor) -> ListShape:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any
 
+from sparsekv.formats.index.schema import Weights
 from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.indexing.prefill.interface import prefills
 from sparsekv.runtime.selection.registry import methods
@@ -17,8 +18,9 @@ class Case:
     """A model, a document, an index, a question and a deed. Defaults are the simplest: a failure is shrunk to them.
 
     Model: `original` is the length from which scaled positions differ, `positions` 0 for many, `window` 0 for the
-    family's own, `weights` the seed of its weights, `ends` for short answers. Document: `tokens` of the whole prompt,
-    `text` its seed, `tokenizer` and `template` by name, `raw` without a template. Index: `indexers` with their options.
+    family's own, `weights` the seed of its weights, `rounded` what they are rounded to, `ends` for short answers.
+    Document: `tokens` of the whole prompt, `text` its seed, `tokenizer` and `template` by name, `raw` without one.
+    Index: `indexers` with their options.
     Answers: `method` with its options at `budget`, `questions` by their lengths in characters: of 1, if raw, in tokens.
     `threads` are torch's. `deed` is what follows the checks of all cases, by its name; `more` a number for it.
     """
@@ -35,6 +37,7 @@ class Case:
     softcap: float = 0.0
     tied: bool = False
     weights: int = 0
+    rounded: Weights | None = None
     ends: bool = False
     tokenizer: str = "bytes"
     template: str = "chatml"
@@ -126,7 +129,8 @@ def draw(seed: int, palette: Palette = NO_PALETTE) -> Case:
     if case.prefill != "dense" and random.random() < 0.6:  # whose rows depend on all that came before them
         deed = random.choice(["edit", "edit", "edit", "grow"])
     threads = random.choice([2, 3]) if random.random() < 0.1 else 1
-    return replace(case, threads=threads, deed=deed, more=random.randint(0, 1_000_000))
+    case = replace(case, threads=threads, deed=deed, more=random.randint(0, 1_000_000))
+    return replace(case, rounded=random.choice(["int8", "int4"]) if random.random() < 0.2 else None)
 
 
 def _draw_model(random: Random) -> Case:

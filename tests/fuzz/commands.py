@@ -44,7 +44,7 @@ def as_arguments(options: Options) -> list[str]:
 def placed(world: World) -> Iterator[None]:
     """Within the context the case's folder is the current one, with the model and the document in it."""
     if not (world.folder / "model").exists():
-        world.model.save_pretrained(world.folder / "model")
+        world.checkpoint.save_pretrained(world.folder / "model")
         world.tokenizer.save_pretrained(world.folder / "model")
         (world.folder / "doc.txt").write_text(world.document)
     with contextlib.chdir(world.folder):
@@ -96,6 +96,7 @@ def command(world: World, index: OpenIndex) -> None:
     build += ["--method", name, *as_arguments(options), *("--raw",) * case.raw, "--prefill", case.prefill]
     build += as_arguments(case.prefill_options) if case.prefill in prefills() else []
     build += [] if case.kv_dtype is None else ["--kv-dtype", case.kv_dtype]
+    build += [] if case.rounded is None else ["--weights", case.rounded]
     with placed(world):
         if ran(world, *build).code:
             return

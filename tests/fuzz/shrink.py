@@ -8,7 +8,18 @@ from typing import Any
 from .case import Case
 
 ORDER = (
-    *("deed", "placement", "ahead", "guard", "residual", "question_prefill", "prefill_budget", "kv_dtype", "prefill"),
+    *(
+        "deed",
+        "placement",
+        "ahead",
+        "guard",
+        "residual",
+        "question_prefill",
+        "prefill_budget",
+        "kv_dtype",
+        "rounded",
+        "prefill",
+    ),
     *("prefill_options", "options", "indexers", "questions", "answer", "rope", "window", "softcap", "tied", "template"),
     *("tokenizer", "family"),
 )

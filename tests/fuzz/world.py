@@ -1,6 +1,7 @@
 """What a case is about, made: its model and tokenizer, its texts, its indices in a folder of its own."""
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from sparsekv.indexing.prefill.interface import prefills
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.attention.guard import Guard, estimates_missed
 from sparsekv.runtime.decoding.choose_config import choose_config
+from sparsekv.runtime.decoding.load import with_weights
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.selection.interface import MethodSpec
@@ -43,9 +45,13 @@ class World:
 
     def __init__(self, case: Case, folder: Path, device: str):
         self.case, self.folder, self.device = case, folder, device
-        self.model = model_of(case, device)
+        self.checkpoint = model_of(case, device)
         self.tokenizer = tokenizer_of(case.tokenizer, case.template)
-        self.loaded = LoadedModel(self.model, self.tokenizer, f"tiny-{case.family}", None)
+        # Models of several cases are the same object, and weights are rounded in place.
+        own = self.checkpoint if case.rounded is None else deepcopy(self.checkpoint)
+        loaded = LoadedModel(own, self.tokenizer, f"tiny-{case.family}", None)
+        self.loaded = with_weights(loaded, case.rounded, lambda text: None)
+        self.model = self.loaded.model
 
     @cached_property
     def document(self) -> str:

@@ -35,6 +35,7 @@ ROOMS = (
     "kernels/posting_lists",
     "kernels/codes",
     "kernels/attention",
+    "kernels/linear",
     "indexing/indexers",
     "indexing/prefill",
     "indexing/capture",

@@ -10,11 +10,12 @@ from sparsekv.kernels.attention import step_memory_numba
 
 
 def test_the_version_is_of_every_file_that_is_compiled(tmp_path: Path) -> None:
-    for path in (ROOT / "kernels" / "attention").glob("*_numba.py"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    for path in (ROOT / "kernels").rglob("*_numba.py"):
+        (tmp_path / path.parent.name).mkdir(exist_ok=True)
+        (tmp_path / path.parent.name / path.name).write_bytes(path.read_bytes())
     version = step_memory_numba.sources(tmp_path)
     assert version == step_memory_numba.VERSION
-    for path in tmp_path.iterdir():
+    for path in tmp_path.rglob("*_numba.py"):
         before = path.read_bytes()
         path.write_bytes(before + b"\n")
         assert step_memory_numba.sources(tmp_path) != version
@@ -23,7 +24,7 @@ def test_the_version_is_of_every_file_that_is_compiled(tmp_path: Path) -> None:
 
 def test_compiled_files_call_none_but_those() -> None:
     compiled = {name for name in files() if name.endswith("_numba")}
-    assert all(name.startswith("kernels/attention/") for name in compiled)
+    assert all(name.startswith("kernels/") for name in compiled)
     assert {other for name in compiled for other in imports()[name]} <= compiled
 
 

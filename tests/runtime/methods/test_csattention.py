@@ -254,7 +254,7 @@ def test_every_form_is_reported(tabled_index: OpenIndex) -> None:
     [
         ("csattention_scoring", "best", "--csattention-scoring best: choose one of mean, floor, paper"),
         ("rerank", 0.5, "--rerank 0.5: give at least 1"),
-        ("weights", "odd", "--weights odd: choose one of uniform, fitted"),
+        ("csattention_weights", "odd", "--csattention-weights odd: choose one of uniform, fitted"),
         ("backoff", 1.5, "--backoff 1.5"),
         ("step", 0, "--step 0"),
         ("buffer", 0, "--buffer 0"),

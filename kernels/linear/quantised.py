@@ -1,0 +1,143 @@
+"""Linear layers with quantised weights: rounding of the weights to int8 or to four bits, and the products with rows."""
+
+import ctypes
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.nn.functional import linear, pad
+
+from sparsekv.kernels.attention.cluster_step import compiled_kernels, threads_of_torch
+from sparsekv.kernels.common.on_gpu import on_gpu
+
+GROUP = 32
+"""Input channels that share a scale in four bits."""
+PAIR = 2 * GROUP
+"""Input channels of two groups, whose numbers share bytes and whose scales share an int32 word."""
+FEW = 16
+"""Most rows that the kernels multiply; with more rows, the time of dequantising the weights is small."""
+BLOCK = 1 << 24
+"""Weights that are rounded at a time, because rounding takes 16 bytes for each."""
+WORTH_IT = 1 << 16
+"""Fewest weights for which a second core of a CPU saves more time than handing work to it costs."""
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """Weights [N, K] as `numbers` [N, K] int8 times the scale of their output channel, `scales` [N] float32."""
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+    bits: ClassVar[int] = 8
+
+    @property
+    def channels(self) -> int:
+        return self.numbers.shape[1]
+
+    def restored(self, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantise the weights [N, K] to `dtype`."""
+        weights = torch.empty(self.numbers.shape, dtype=dtype, device=self.numbers.device)
+        return torch.mul(self.numbers, self.scales[:, None], out=weights)
+
+
+@dataclass(frozen=True)
+class Int4Weight:
+    """Weights [N, K] as numbers of -8 to 7 times the scale of their output channel and group of GROUP input channels.
+
+    `numbers` [N, P, GROUP] uint8 has the numbers plus 8, for each of P pairs of groups. The low four bits of byte j are
+    number j of the first group, and its high four bits are number j of the second group. `scales` [N, P, 2] bfloat16
+    has the scales of both groups. `channels` is K; the last pair may reach beyond it.
+    """
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+    channels: int
+    bits: ClassVar[int] = 4
+
+    def restored(self, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantise the weights [N, K] to `dtype`."""
+        numbers = torch.stack([self.numbers & 15, self.numbers >> 4], 2).to(torch.int8) - 8
+        weights = torch.empty(numbers.shape, dtype=dtype, device=numbers.device)
+        torch.mul(numbers, self.scales[..., None].float(), out=weights)
+        return weights.flatten(1)[:, : self.channels]
+
+
+def round_to_int8(weight: torch.Tensor) -> Int8Weight:
+    """Round weights [N, K] symmetrically: the largest magnitude of each output channel becomes 127."""
+    numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(len(weight), device=weight.device)
+    for some in _blocks(weight):
+        exact = weight[some].float()
+        scales[some] = exact.abs().amax(1) / 127
+        steps = torch.where(scales[some] == 0, 1, scales[some])
+        numbers[some] = (exact / steps[:, None]).round_()
+    return Int8Weight(numbers, scales)
+
+
+def round_to_int4(weight: torch.Tensor) -> Int4Weight:
+    """Round weights [N, K] by groups: the weight of largest magnitude of each group becomes -8.
+
+    A weight of the other sign and nearly the same magnitude becomes 7, so its error is up to a whole step.
+    """
+    N, pairs = len(weight), -(-weight.shape[1] // PAIR)
+    packed = torch.empty(N, pairs, GROUP, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(N, pairs, 2, dtype=torch.bfloat16, device=weight.device)
+    for some in _blocks(weight):
+        exact = pad(weight[some].float(), (0, -weight.shape[1] % PAIR)).unflatten(1, (pairs, 2, GROUP))
+        scales[some] = exact.gather(3, exact.abs().argmax(3, keepdim=True))[..., 0] / -8
+        steps = torch.where(scales[some] == 0, 1, scales[some]).float()
+        low, high = ((exact / steps[..., None]).round_().clamp_(-8, 7) + 8).to(torch.uint8).unbind(2)
+        packed[some] = low | high << 4
+    return Int4Weight(packed, scales, weight.shape[1])
+
+
+def _blocks(weight: torch.Tensor) -> list[slice]:
+    """Split the rows of weights [N, K] into ranges of about BLOCK weights."""
+    rows = max(1, BLOCK // weight.shape[1])
+    return [slice(first, first + rows) for first in range(0, len(weight), rows)]
+
+
+def _few(rows: torch.Tensor, *_: object) -> bool:
+    return 0 < len(rows) <= FEW
+
+
+@on_gpu("sparsekv.kernels.linear.quantised_triton:int8_linear_triton", fits=_few)
+def int8_linear(rows: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """Multiply rows [R, K] by weights [N, K] and add a bias [N]; return [R, N] in the rows' dtype."""
+    return linear(rows, weight.restored(rows.dtype), bias)
+
+
+@on_gpu("sparsekv.kernels.linear.quantised_triton:int4_linear_triton", fits=_few)
+def int4_linear(rows: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """Multiply rows [R, K] by weights [N, K] and add a bias [N]; return [R, N] in the rows' dtype."""
+    return linear(rows, weight.restored(rows.dtype), bias)
+
+
+def multiply(rows: torch.Tensor, weight: Int8Weight | Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """Multiply rows [..., K] by weights [N, K] and add a bias [N]; return [..., N] in the rows' dtype.
+
+    On a CPU, few rows are multiplied by compiled code if there is numba.
+    """
+    flat = rows.reshape(-1, rows.shape[-1])
+    found = _on_cpu(flat, weight, bias) if rows.is_cpu and _few(flat) else None
+    if found is None:
+        found = int8_linear(flat, weight, bias) if isinstance(weight, Int8Weight) else int4_linear(flat, weight, bias)
+    return found.view(*rows.shape[:-1], len(weight.scales))
+
+
+def _on_cpu(rows: torch.Tensor, weight: Int8Weight | Int4Weight, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """Multiply as `int8_linear` or `int4_linear`, on torch's threads; None without the compiled code.
+
+    Sums are float32 for rows of any dtype.
+    """
+    if (kernel := compiled_kernels("quantised_numba", "linear")) is None:
+        return None
+    (R, K), N, bits = rows.shape, len(weight.scales), weight.bits
+    padded = K if bits == 8 else PAIR * weight.numbers.shape[1]
+    exact, more = rows.float().contiguous(), None if bias is None else bias.float().contiguous()
+    threads = torch.get_num_threads() if N * K >= WORTH_IT else 1
+    scratch, output = exact.new_empty(threads, kernel.OUTPUTS, padded + R), exact.new_empty(R, N)
+    tensors = exact, weight.numbers, weight.scales, more, output, scratch
+    job = kernel.Job(*(0 if one is None else one.data_ptr() for one in tensors), R, N, K, padded, bits)
+    threads_of_torch()(kernel.STEP.address, ctypes.addressof(job), threads, 0)
+    return output.to(rows.dtype)

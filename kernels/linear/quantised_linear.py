@@ -1,0 +1,103 @@
+"""Linear layers of a model with quantised weights, in place of the layers that were loaded."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from sparsekv.kernels.linear.quantised import Int4Weight, Int8Weight, multiply, round_to_int4, round_to_int8
+
+
+class QuantisedLinear(nn.Module):
+    """A linear layer whose weights are int8 or 4-bit numbers with scales; a bias stays in its dtype.
+
+    Args:
+        weight: rounded weights [N, K].
+        bias: [N], or None.
+        dtype: the dtype of the weights before they were rounded.
+    """
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, weight: Int8Weight | Int4Weight, bias: torch.Tensor | None, dtype: torch.dtype):
+        super().__init__()
+        self.in_features, self.out_features = weight.channels, len(weight.scales)
+        self.dtype = dtype
+        self.register_buffer("numbers", weight.numbers)
+        self.register_buffer("scales", weight.scales)
+        self.register_buffer("bias", bias)
+
+    @property
+    def rounded(self) -> Int8Weight | Int4Weight:
+        return _rounded(self.numbers, self.scales, self.in_features)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The dequantised weights [N, K], because some models read weights of their layers, or the dtype of these."""
+        return self.rounded.restored(self.dtype)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            output: torch.Tensor = _opaque(rows, self.numbers, self.scales, self.bias)
+            return output
+        return multiply(rows, self.rounded, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.rounded.bits}"
+
+
+def _rounded(numbers: torch.Tensor, scales: torch.Tensor, channels: int) -> Int8Weight | Int4Weight:
+    return Int8Weight(numbers, scales) if numbers.dtype == torch.int8 else Int4Weight(numbers, scales, channels)
+
+
+@torch.library.custom_op("sparsekv::quantised_linear", mutates_args=())
+def _opaque(rows: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Run `multiply` as one opaque operator for torch's compiler, which compiles only the code around it."""
+    return multiply(rows, _rounded(numbers, scales, rows.shape[-1]), bias)
+
+
+@_opaque.register_fake
+def _output_of(
+    rows: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return rows.new_empty(*rows.shape[:-1], len(scales))
+
+
+def quantise_linears(model: PreTrainedModel, bits: int) -> float:
+    """Replace a model's linear layers by layers with weights of 8 or 4 bits, one after the other, in place.
+
+    Allocates the rounded weights of all layers, while the old ones are freed layer by layer. If the output layer shares
+    its weights with the embedding, the embedding keeps them, and the output layer's rounded weights are added.
+
+    Routers and gates stay, because a small error in them chooses other experts. Fused experts stay, because they are no
+    linear layers.
+
+    Returns:
+        the share of the model's weights that were rounded, embedding excluded.
+    """
+    rounded = 0
+    for name in [name for name, module in model.named_modules() if _is_plain_linear(name, module)]:
+        module: Any = model.get_submodule(name)
+        weight = module.weight.detach()
+        weight = weight.t() if isinstance(module, Conv1D) else weight
+        bias = None if module.bias is None else module.bias.detach()
+        made = round_to_int8(weight) if bits == 8 else round_to_int4(weight)
+        model.set_submodule(name, QuantisedLinear(made, bias, weight.dtype))
+        rounded += weight.numel()
+    embedding: Any = model.get_input_embeddings()
+    left = sum(one.numel() for one in model.parameters()) - int(embedding.weight.numel())
+    return rounded / (rounded + left)
+
+
+def _is_plain_linear(name: str, module: nn.Module) -> bool:
+    """Whether a module is a linear layer of weights that are neither quantised nor sharded, and no router or gate."""
+    leaf = name.rpartition(".")[2]
+    if leaf.endswith("gate") or "router" in leaf:
+        return False
+    kind = type(module)
+    linear = isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward
+    return (linear or kind is Conv1D) and type(module.weight) is nn.Parameter and module.weight.is_floating_point()

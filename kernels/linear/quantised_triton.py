@@ -1,0 +1,350 @@
+"""Products of few rows with quantised weights, in Triton: each weight is read once, and converted in registers.
+
+A program computes BLOCK_N outputs. A single row is multiplied in float32. Several rows are multiplied on tensor cores,
+in the rows' dtype, which holds int8 and 4-bit numbers exactly. Sums are float32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from sparsekv.kernels.common import tiles_triton as common
+from sparsekv.kernels.common.launch import dependent_launch, power_of_two
+from sparsekv.kernels.common.tiles_triton import WIDEN
+
+PAIR = tl.constexpr(64)  # input channels of two groups: the low and the high four bits of 32 bytes
+
+# A byte becomes a float without the GPU's own conversion, which runs at a quarter of the speed: it is put into the
+# lowest bits of a float whose unit in the last place is 1, from which an integer is then subtracted.
+_FLOATS = tl.constexpr(
+    """{ .reg .b32 u; xor.b32 u, $4, 0x80808080;
+    prmt.b32 $0, u, 0x4B000000, 0x7440; prmt.b32 $1, u, 0x4B000000, 0x7441;
+    prmt.b32 $2, u, 0x4B000000, 0x7442; prmt.b32 $3, u, 0x4B000000, 0x7443;
+    sub.f32 $0, $0, 0f4B000080; sub.f32 $1, $1, 0f4B000080;
+    sub.f32 $2, $2, 0f4B000080; sub.f32 $3, $3, 0f4B000080; }"""
+)
+# bfloat16 has 8 bits: 128 plus the byte's low 7 bits, minus 128 or 256 by its highest bit.
+_BFLOATS = tl.constexpr(
+    """{ .reg .b32 a, b, c, d, one; mov.b32 one, 0x3F803F80;
+    prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;
+    lop3.b32 c, a, 0x00800080, 0xC300C300, 0xEA; lop3.b32 d, b, 0x00800080, 0xC300C300, 0xEA;
+    lop3.b32 a, a, 0x007F007F, 0x43004300, 0xEA; lop3.b32 b, b, 0x007F007F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 $0, a, one, c; fma.rn.bf16x2 $1, b, one, d; }"""
+)
+_HALVES = tl.constexpr(
+    """{ .reg .b32 u, middle; xor.b32 u, $2, 0x80808080; mov.b32 middle, 0x64806480;
+    prmt.b32 $0, u, 0x64646464, 0x4140; prmt.b32 $1, u, 0x64646464, 0x4342;
+    sub.f16x2 $0, $0, middle; sub.f16x2 $1, $1, middle; }"""
+)
+
+# A number u of four bits becomes the float 1 + u / 16, or 1 + u / 256 if it is the lower half of its byte.
+_NIBBLES = tl.constexpr(
+    """{ .reg .b32 a, b, c, d; shl.b32 a, $8, 15; shl.b32 b, $8, 7; shr.u32 c, $8, 1; shr.u32 d, $8, 9;
+    lop3.b32 $0, a, 0x00078000, 0x3F800000, 0xEA; lop3.b32 $1, b, 0x00078000, 0x3F800000, 0xEA;
+    lop3.b32 $2, c, 0x00078000, 0x3F800000, 0xEA; lop3.b32 $3, d, 0x00078000, 0x3F800000, 0xEA;
+    lop3.b32 $4, a, 0x00780000, 0x3F800000, 0xEA; lop3.b32 $5, b, 0x00780000, 0x3F800000, 0xEA;
+    lop3.b32 $6, c, 0x00780000, 0x3F800000, 0xEA; lop3.b32 $7, d, 0x00780000, 0x3F800000, 0xEA; }"""
+)
+_BFLOAT_NIBBLES = tl.constexpr(
+    """{ .reg .b32 low, high, a, b, c, d, one, eight; mov.b32 one, 0x3F803F80; mov.b32 eight, 0xC308C308;
+    and.b32 low, $4, 0x0F0F0F0F; shr.u32 high, $4, 4; and.b32 high, high, 0x0F0F0F0F;
+    prmt.b32 a, low, 0x43434343, 0x4140; prmt.b32 b, low, 0x43434343, 0x4342;
+    prmt.b32 c, high, 0x43434343, 0x4140; prmt.b32 d, high, 0x43434343, 0x4342;
+    fma.rn.bf16x2 $0, a, one, eight; fma.rn.bf16x2 $1, b, one, eight;
+    fma.rn.bf16x2 $2, c, one, eight; fma.rn.bf16x2 $3, d, one, eight; }"""
+)
+_HALF_NIBBLES = tl.constexpr(
+    """{ .reg .b32 low, high, eight; mov.b32 eight, 0x64086408;
+    and.b32 low, $4, 0x0F0F0F0F; shr.u32 high, $4, 4; and.b32 high, high, 0x0F0F0F0F;
+    prmt.b32 $0, low, 0x64646464, 0x4140; prmt.b32 $1, low, 0x64646464, 0x4342;
+    prmt.b32 $2, high, 0x64646464, 0x4140; prmt.b32 $3, high, 0x64646464, 0x4342;
+    sub.f16x2 $0, $0, eight; sub.f16x2 $1, $1, eight; sub.f16x2 $2, $2, eight; sub.f16x2 $3, $3, eight; }"""
+)
+
+
+@triton.jit
+def _as_floats(weights):
+    """Convert int8 weights to float32, exactly."""
+    if WIDEN:
+        return weights.to(tl.float32)
+    else:  # the `else` is needed: code after a return is compiled too
+        return tl.inline_asm_elementwise(_FLOATS, "=r,=r,=r,=r,r", [weights], tl.float32, is_pure=True, pack=4)
+
+
+@triton.jit
+def _as_rows(weights, dtype: tl.constexpr):
+    """Convert int8 weights to the dtype of rows, exactly."""
+    if WIDEN or tl.float32 == dtype:
+        return weights.to(tl.float32)
+    elif tl.bfloat16 == dtype:
+        return tl.inline_asm_elementwise(_BFLOATS, "=r,=r,r", [weights], tl.bfloat16, is_pure=True, pack=4)
+    else:
+        return tl.inline_asm_elementwise(_HALVES, "=r,=r,r", [weights], tl.float16, is_pure=True, pack=4)
+
+
+@triton.jit
+def _prefetch(weight, N, size, AHEAD: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr):
+    """Prefetch up to AHEAD bytes of a program's weights, rows of `size` bytes, while the previous kernel still runs."""
+    first = tl.program_id(0) * BLOCK_N
+    start = weight + first.to(tl.int64) * size
+    common.prefetch(start, tl.minimum(N - first, BLOCK_N) * size, AHEAD, 1, EARLY)
+
+
+@triton.jit
+def _int8_row_kernel(
+    row, weight, scales, bias, output, N, K, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One row [K] by int8 weights [N, K]."""
+    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    inside = n < N
+    _prefetch(weight, N, K, AHEAD, BLOCK_N, EARLY)
+    weight += n.to(tl.int64)[:, None] * K
+    sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    common.wait_for_previous_kernel(EARLY)
+    for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        at = first + k
+        here = inside[:, None] if WHOLE else inside[:, None] & (at < K)[None, :]
+        w = tl.load(weight + at[None, :], mask=here, other=0, eviction_policy="evict_first")
+        x = tl.load(row + at) if WHOLE else tl.load(row + at, mask=at < K, other=0.0)
+        sums += _as_floats(w) * x.to(tl.float32)[None, :]
+    total = tl.sum(sums, 1) * tl.load(scales + n, mask=inside, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(output + n, total.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _int8_rows_kernel(
+    rows, weight, scales, bias, output, R, N, K, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Up to ROWS rows [R, K] by int8 weights [N, K]; PARTS warps share the input channels of each output."""
+    n, r = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
+    part, j = tl.arange(0, PARTS), tl.arange(0, BLOCK_K)
+    inside = n < N
+    dtype: tl.constexpr = rows.dtype.element_ty
+    sums = tl.zeros([PARTS, BLOCK_N, ROWS], tl.float32)
+    _prefetch(weight, N, K, AHEAD, BLOCK_N, EARLY)
+    k = part[:, None] * BLOCK_K + j[None, :]
+    weight += n.to(tl.int64)[None, :, None] * K + k[:, None, :]
+    rows += r[None, None, :] * K + k[:, :, None]
+    common.wait_for_previous_kernel(EARLY)
+    for first in tl.range(0, K, PARTS * BLOCK_K, num_stages=STAGES):
+        if WHOLE:
+            w = tl.load(weight + first, mask=inside[None, :, None], other=0)
+            x = tl.load(rows + first, mask=(r < R)[None, None, :], other=0.0)
+        else:
+            there = first + k < K
+            w = tl.load(weight + first, mask=inside[None, :, None] & there[:, None, :], other=0)
+            x = tl.load(rows + first, mask=(r < R)[None, None, :] & there[:, :, None], other=0.0)
+        if WIDEN:
+            x = x.to(tl.float32)
+        sums = tl.dot(_as_rows(w, dtype), x, sums, input_precision="ieee" if tl.float32 == dtype else "tf32")
+    total = tl.sum(sums, 0) * tl.load(scales + n, mask=inside, other=0.0)[:, None]
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
+    place = r[None, :] * N + n[:, None]
+    tl.store(output + place, total.to(output.dtype.element_ty), mask=inside[:, None] & (r < R)[None, :])
+
+
+@triton.jit
+def _nibbles_as_rows(packed, dtype: tl.constexpr):
+    """Convert the low and the high four bits of bytes to the dtype of rows, minus 8, exactly."""
+    if WIDEN or tl.float32 == dtype:
+        return (packed & 15).to(tl.float32) - 8.0, (packed >> 4).to(tl.float32) - 8.0
+    elif tl.bfloat16 == dtype:
+        return tl.inline_asm_elementwise(
+            _BFLOAT_NIBBLES, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _HALF_NIBBLES, "=r,=r,=r,=r,r", [packed], (tl.float16, tl.float16), is_pure=True, pack=4
+        )
+
+
+@triton.jit
+def _two_scales(words):
+    """Unpack words of two bfloat16 scales."""
+    return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _int4_row_kernel(
+    row, packed, scales, bias, output, N, K, PAIRS, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One row [K] by 4-bit weights [N, PAIRS, 32] and scales [N, PAIRS], BLOCK_K channels at a time."""
+    BLOCK: tl.constexpr = BLOCK_K // PAIR
+    n, j = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK * 32)
+    inside = n < N
+    sixteen = tl.arange(0, BLOCK * 2) // 2
+    _prefetch(packed, N, PAIRS * 32, AHEAD, BLOCK_N, EARLY)
+    packed += n.to(tl.int64)[:, None] * PAIRS * 32
+    scales += n.to(tl.int64)[:, None] * PAIRS
+    low_k = j // 32 * PAIR + j % 32
+    sums = tl.zeros([BLOCK_N, BLOCK * 2], tl.float32)
+    common.wait_for_previous_kernel(EARLY)
+    for first in tl.range(0, PAIRS, BLOCK, num_stages=STAGES):
+        k = first * PAIR + low_k
+        if WHOLE:
+            w = tl.load(packed + (first * 32 + j)[None, :], mask=inside[:, None], other=0)
+            words = tl.load(scales + (first + sixteen)[None, :], mask=inside[:, None], other=0)
+            x, y = tl.load(row + k), tl.load(row + k + 32)
+        else:
+            w = tl.load(packed + (first * 32 + j)[None, :], mask=inside[:, None] & (k < K)[None, :], other=0)
+            words = tl.load(
+                scales + (first + sixteen)[None, :], mask=inside[:, None] & (first + sixteen < PAIRS)[None, :], other=0
+            )
+            x, y = tl.load(row + k, mask=k < K, other=0.0), tl.load(row + k + 32, mask=k + 32 < K, other=0.0)
+        x, y = x.to(tl.float32), y.to(tl.float32)
+        of_low, of_high = _two_scales(words)
+        if EXACT or WIDEN:
+            low, high = _nibbles_as_rows(w, tl.float32)
+            low = tl.sum(tl.reshape(low * x[None, :], [BLOCK_N, BLOCK * 2, 16]), 2)
+            high = tl.sum(tl.reshape(high * y[None, :], [BLOCK_N, BLOCK * 2, 16]), 2)
+        else:
+            low, high = tl.inline_asm_elementwise(
+                _NIBBLES, "=r,=r,=r,=r,=r,=r,=r,=r,r", [w], (tl.float32, tl.float32), is_pure=True, pack=4
+            )
+            # Both halves minus 8 units: 1 + 8 / 256, and 1 + 8 / 16.
+            low = tl.sum(tl.reshape(low * x[None, :], [BLOCK_N, BLOCK * 2, 16]), 2)
+            high = tl.sum(tl.reshape(high * y[None, :], [BLOCK_N, BLOCK * 2, 16]), 2)
+            of_x, of_y = tl.sum(tl.reshape(x, [BLOCK * 2, 16]), 1), tl.sum(tl.reshape(y, [BLOCK * 2, 16]), 1)
+            low, high = 256.0 * (low - 1.03125 * of_x[None, :]), 16.0 * (high - 1.5 * of_y[None, :])
+        sums += low * of_low + high * of_high
+    total = tl.sum(sums, 1)
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(output + n, total.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _int4_rows_kernel(
+    rows, packed, scales, bias, output, R, N, K, PAIRS, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Up to ROWS rows [R, K] by 4-bit weights [N, PAIRS, 32] and scales [N, PAIRS], PARTS pairs of groups at a time."""
+    n, r = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
+    part, j = tl.arange(0, PARTS), tl.arange(0, 32)
+    inside = n < N
+    dtype: tl.constexpr = rows.dtype.element_ty
+    PRECISION: tl.constexpr = "ieee" if tl.float32 == dtype else "tf32"
+    sums = tl.zeros([PARTS, BLOCK_N, ROWS], tl.float32)
+    nothing = tl.zeros([PARTS, BLOCK_N, ROWS], tl.float32)
+    _prefetch(packed, N, PAIRS * 32, AHEAD, BLOCK_N, EARLY)
+    pair = n.to(tl.int64)[None, :] * PAIRS + part[:, None]
+    packed += pair[:, :, None] * 32 + j[None, None, :]
+    scales += pair
+    k = part[:, None] * PAIR + j[None, :]
+    rows += r[None, None, :] * K + k[:, :, None]
+    common.wait_for_previous_kernel(EARLY)
+    for first in tl.range(0, PAIRS, PARTS, num_stages=STAGES):
+        within = inside[None, :] if WHOLE else inside[None, :] & (first + part < PAIRS)[:, None]
+        w = tl.load(packed + first * 32, mask=within[:, :, None], other=0)
+        words = tl.load(scales + first, mask=within, other=0)
+        if WHOLE:
+            x = tl.load(rows + first * PAIR, mask=(r < R)[None, None, :], other=0.0)
+            y = tl.load(rows + first * PAIR + 32, mask=(r < R)[None, None, :], other=0.0)
+        else:
+            there = first * PAIR + k
+            x = tl.load(rows + first * PAIR, mask=(r < R)[None, None, :] & (there < K)[:, :, None], other=0.0)
+            y = tl.load(rows + first * PAIR + 32, mask=(r < R)[None, None, :] & (there + 32 < K)[:, :, None], other=0.0)
+        if WIDEN:
+            x, y = x.to(tl.float32), y.to(tl.float32)
+        low, high = _nibbles_as_rows(w, dtype)
+        of_low, of_high = _two_scales(words)
+        sums += tl.dot(low, x, nothing, input_precision=PRECISION) * of_low[:, :, None]
+        sums += tl.dot(high, y, nothing, input_precision=PRECISION) * of_high[:, :, None]
+    total = tl.sum(sums, 0)
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
+    place = r[None, :] * N + n[:, None]
+    tl.store(output + place, total.to(output.dtype.element_ty), mask=inside[:, None] & (r < R)[None, :])
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Outputs of a program, input channels that it reads at a time, its warps, and its stages of loads in flight.
+
+    With `dot` the product is one of tensor cores, and the channels are divided among the warps.
+    """
+
+    outputs: int
+    channels: int
+    warps: int
+    stages: int
+    dot: bool = True
+
+
+TILES: dict[tuple[int, bool], list[tuple[int, Tile]]] = {
+    (8, True): [
+        (0, Tile(2, 1024, 4, 3, False)),
+        (3072, Tile(4, 1024, 4, 3, False)),
+        (8192, Tile(8, 1024, 4, 3, False)),
+    ],
+    (8, False): [(0, Tile(16, 512, 4, 3)), (8192, Tile(32, 512, 4, 3))],
+    (4, True): [(0, Tile(2, 2048, 4, 3, False)), (3072, Tile(4, 2048, 4, 3, False))],
+    (4, False): [(0, Tile(16, 512, 4, 3)), (8192, Tile(32, 512, 4, 3))],
+}
+"""Tiles by the bits of a weight and whether there is a single row: from this number of outputs on, this tile."""
+
+AHEAD = 32_768
+"""Most bytes that a program prefetches while the previous kernel still runs."""
+
+
+def tile_for(bits, rows, outputs):
+    """Choose the tile of a product."""
+    return [tile for least, tile in TILES[bits, rows == 1] if outputs >= least][-1]
+
+
+def int8_linear_triton(rows, weight, bias):
+    (R, K), N = rows.shape, len(weight.numbers)
+    rows, output, tile = rows.contiguous(), rows.new_empty(R, N), tile_for(8, R, N)
+    grid, options = (triton.cdiv(N, tile.outputs),), _options(rows, K, bias, tile) | _ahead(tile, K)
+    tensors = weight.numbers, weight.scales, output if bias is None else bias, output
+    if tile.dot:
+        of_warp = tile.channels // tile.warps
+        _int8_rows_kernel[grid](rows, *tensors, R, N, K, PARTS=tile.warps, BLOCK_K=of_warp, ROWS=_padded(R), **options)
+    else:
+        _int8_row_kernel[grid](rows, *tensors, N, K, BLOCK_K=tile.channels, **options)
+    return output
+
+
+def int4_linear_triton(rows, weight, bias):
+    (R, K), (N, pairs, size) = rows.shape, weight.numbers.shape
+    rows, output, tile = rows.contiguous(), rows.new_empty(R, N), tile_for(4, R, N)
+    grid, options = (triton.cdiv(N, tile.outputs),), _options(rows, K, bias, tile) | _ahead(tile, pairs * size)
+    tensors = weight.numbers, weight.scales.view(torch.int32), output if bias is None else bias, output
+    if tile.dot:
+        parts = tile.channels // PAIR.value
+        _int4_rows_kernel[grid](rows, *tensors, R, N, K, pairs, PARTS=parts, ROWS=_padded(R), **options)
+    else:
+        exact = rows.dtype == torch.float32
+        _int4_row_kernel[grid](rows, *tensors, N, K, pairs, EXACT=exact, BLOCK_K=tile.channels, **options)
+    return output
+
+
+def _padded(rows):
+    """Return the rows of a tile: the tensor cores' tiles have 8 columns."""
+    return 8 if rows <= 8 else 16
+
+
+def _ahead(tile, size):
+    """Return the bytes to prefetch of the weights of a program, of `size` bytes an output."""
+    return {"AHEAD": max(128, min(power_of_two(tile.outputs * size), AHEAD))}
+
+
+def _options(rows, channels, bias, tile):
+    return {
+        "HAS_BIAS": bias is not None,
+        "WHOLE": channels % tile.channels == 0,
+        "BLOCK_N": tile.outputs,
+        "STAGES": tile.stages,
+        "num_warps": tile.warps,
+        **dependent_launch(rows.device),
+    }

@@ -1,0 +1,201 @@
+"""Products with rounded weights, by each of their forms, against float64; and the error of rounding itself."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory, with_threads
+from support.random_tensors import normal
+from support.reference import assert_close, relative_error
+
+from sparsekv.kernels.attention.cluster_step import compiled_kernels
+from sparsekv.kernels.linear import quantised, quantised_triton
+from sparsekv.kernels.linear.quantised import (
+    GROUP,
+    Int4Weight,
+    Int8Weight,
+    int4_linear,
+    int8_linear,
+    multiply,
+    round_to_int4,
+    round_to_int8,
+)
+from sparsekv.kernels.linear.quantised_triton import TILES, int4_linear_triton, int8_linear_triton
+
+pytestmark = compiled_or_interpreted
+Weight = Int8Weight | Int4Weight
+Product = Callable[..., torch.Tensor]
+
+# A dtype's rounding of the output. Products and sums are float32.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
+by_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+by_bits = pytest.mark.parametrize("bits", [8, 4], ids=["int8", "int4"])
+by_shape = pytest.mark.parametrize(
+    "shape",
+    [(1, 1), (5, 40), (33, 100), (64, 1024), (70, 1100), (130, 2176)],
+    ids=lambda shape: f"{shape[0]}x{shape[1]}",
+)
+by_rows = pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 16, 17])
+
+
+def rounded(bits: int, outputs: int, channels: int) -> Weight:
+    weights = 0.05 * normal(outputs + channels, outputs, channels)
+    return round_to_int8(weights) if bits == 8 else round_to_int4(weights)
+
+
+def moved(weight: Weight) -> Weight:
+    numbers, scales = weight.numbers.to(DEVICE), weight.scales.to(DEVICE)
+    return (
+        Int8Weight(numbers, scales) if isinstance(weight, Int8Weight) else Int4Weight(numbers, scales, weight.channels)
+    )
+
+
+def inputs(rows: int, weight: Weight, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows [R, K], and a bias [N] for odd numbers of rows."""
+    bias = normal(2, len(weight.scales)).to(dtype) if rows % 2 else None
+    return normal(1, rows, weight.channels).to(dtype), bias
+
+
+def exact(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    products = rows.double() @ weight.restored(torch.float64).T
+    return products if bias is None else products + bias.double()
+
+
+def by_kernel(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    kernel: Any = int8_linear_triton if isinstance(weight, Int8Weight) else int4_linear_triton
+    with poisoned_memory():
+        output: torch.Tensor = kernel(rows.to(DEVICE), moved(weight), None if bias is None else bias.to(DEVICE))
+    return output.cpu()
+
+
+@by_bits
+@by_dtype
+@by_shape
+@by_rows
+def test_definition(bits: int, dtype: torch.dtype, shape: tuple[int, int], rows: int) -> None:
+    """The definition rounds the weights to the rows' dtype."""
+    weight = rounded(bits, *shape)
+    given, bias = inputs(rows, weight, dtype)
+    defined: Product = int8_linear.reference if bits == 8 else int4_linear.reference
+    assert_close(defined(given, weight, bias), exact(given, weight, bias), 2 * TOLERANCE[dtype])
+
+
+@by_bits
+@by_dtype
+@by_shape
+@pytest.mark.parametrize("rows", [1, 2, 9, 16])
+def test_kernel(bits: int, dtype: torch.dtype, shape: tuple[int, int], rows: int) -> None:
+    weight = rounded(bits, *shape)
+    given, bias = inputs(rows, weight, dtype)
+    assert_close(by_kernel(given, weight, bias), exact(given, weight, bias), TOLERANCE[dtype])
+
+
+@by_bits
+@by_dtype
+@pytest.mark.parametrize("rows", [1, 5])
+def test_every_tile_of_the_kernel(bits: int, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More outputs than one program computes, and channels that no tile divides."""
+    weight = rounded(bits, 70, 1100)
+    given, bias = inputs(rows, weight, dtype)
+    for _, tile in [one for (of_bits, single), tiles in TILES.items() if of_bits == bits for one in tiles]:
+        if tile.dot or rows == 1:
+            monkeypatch.setattr(quantised_triton, "tile_for", lambda *_, tile=tile: tile)
+            assert_close(by_kernel(given, weight, bias), exact(given, weight, bias), TOLERANCE[dtype])
+
+
+@by_bits
+@by_dtype
+@by_shape
+@by_rows
+@pytest.mark.parametrize("threads", [1, 3])
+def test_on_the_threads_of_a_cpu(
+    bits: int, dtype: torch.dtype, shape: tuple[int, int], rows: int, threads: int
+) -> None:
+    weight = rounded(bits, *shape)
+    given, bias = inputs(rows, weight, dtype)
+    assert compiled_kernels("quantised_numba", "linear") is not None
+    with with_threads(threads), poisoned_memory():
+        output = multiply(given, weight, bias)
+    assert_close(output, exact(given, weight, bias), 2 * TOLERANCE[dtype])
+
+
+@by_bits
+def test_rows_of_any_number_of_dimensions(bits: int) -> None:
+    weight = rounded(bits, 33, 100)
+    given = normal(1, 2, 3, 100)
+    assert_close(multiply(given, weight, None), exact(given, weight, None), 1e-6)
+    assert multiply(given[:, :0], weight, None).shape == (2, 0, 33)
+    strided = normal(1, 100, 4).T
+    assert_close(multiply(strided, weight, None), exact(strided, weight, None), 1e-6)
+
+
+shapes = st.tuples(st.integers(1, 40), st.integers(1, 200))
+seeds = st.integers(0, 1000)
+
+
+@given(seed=seeds, shape=shapes, scale=st.sampled_from([1e-6, 0.02, 300.0]))
+def test_int8_is_within_half_a_step_of_its_output_channel(seed: int, shape: tuple[int, int], scale: float) -> None:
+    weights = scale * normal(seed, *shape)
+    errors = (round_to_int8(weights).restored(torch.float64) - weights.double()).abs()
+    assert bool((errors <= 0.5001 * weights.double().abs().amax(1, keepdim=True) / 127).all())
+
+
+@given(seed=seeds, shape=shapes, scale=st.sampled_from([1e-6, 0.02, 300.0]))
+def test_int4_is_within_a_step_of_its_group(seed: int, shape: tuple[int, int], scale: float) -> None:
+    """Within half a step where the weight is not beyond 7.5 steps; scales have 8 bits of their own."""
+    weights = scale * normal(seed, *shape)
+    errors = (round_to_int4(weights).restored(torch.float64) - weights.double()).abs()
+    for first in range(0, shape[1], GROUP):
+        some = slice(first, first + GROUP)
+        group, off = weights[:, some].double(), errors[:, some]
+        step = group.abs().amax(1, keepdim=True) / 8
+        assert bool((off <= 1.05 * step).all())
+        assert bool((off <= 0.54 * step)[group.abs() <= 7.4 * step].all())
+
+
+def test_rounding_of_normal_weights_loses_what_its_bits_allow() -> None:
+    weights = normal(0, 256, 4096)
+    assert relative_error(round_to_int8(weights).restored(torch.float64), weights) < 0.0095
+    assert relative_error(round_to_int4(weights).restored(torch.float64), weights) < 0.09
+
+
+@by_bits
+def test_zeros_stay_zeros(bits: int) -> None:
+    weights = torch.zeros(3, 70)
+    weights[1, 5] = 1.0
+    weight = round_to_int8(weights) if bits == 8 else round_to_int4(weights)
+    assert torch.equal(weight.restored(torch.float32), weights)
+
+
+@by_bits
+def test_rounding_by_blocks_is_rounding_at_once(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = rounded(bits, 33, 100)
+    monkeypatch.setattr(quantised, "BLOCK", 700)
+    parts = rounded(bits, 33, 100)
+    assert torch.equal(parts.numbers, weight.numbers)
+    assert torch.equal(parts.scales, weight.scales)
+
+
+WITHOUT_NUMBA = """
+import sys
+
+sys.modules["numba"] = None  # as `import` finds it where it is not installed
+import torch
+
+from sparsekv.kernels.attention.cluster_step import compiled_kernels
+from sparsekv.kernels.linear.quantised import multiply, round_to_int8
+
+weight = round_to_int8(torch.tensor([[127.0, 1.0], [0.0, 254.0]]))
+assert compiled_kernels("quantised_numba", "linear") is None
+print(multiply(torch.tensor([[1.0, 2.0]]), weight, None).tolist())
+"""
+
+
+def test_without_numba_products_are_torchs() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[[129.0, 508.0]]"
