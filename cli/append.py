@@ -1,5 +1,6 @@
 """`sparsekv append`: add text to the end of an index's document."""
 
+from collections.abc import Collection
 from functools import partial
 from typing import Annotated
 
@@ -7,7 +8,6 @@ import typer
 
 from sparsekv.cli.common.console import note, note_plain, progress, say
 from sparsekv.cli.common.index_option import open_artifact
-from sparsekv.cli.common.loading import load_for
 from sparsekv.cli.common.options import (
     ChunkSizeOption,
     DeviceOption,
@@ -19,22 +19,13 @@ from sparsekv.cli.common.options import (
     SpecialTokensOption,
     WeightsOption,
 )
+from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.documents.document import UTF_8, read_document
 from sparsekv.formats.documents.document_hints import tune_hint
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import AdditionRecord
-from sparsekv.indexing.append import (
-    addition_record,
-    clear_finished,
-    encode_addition,
-    growing_plan,
-    learning_line,
-    online_methods,
-    refuse_other_dtype,
-)
-from sparsekv.indexing.build import build_index
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -70,9 +61,23 @@ def append(
     git log -3 | sparsekv append --index manual.skv -
     """
     artifact = open_artifact(index)
+    # Imported here because they import transformers, which takes as long as all else; --help need not wait for it.
+    from sparsekv.cli.common.loading import load_for
+    from sparsekv.indexing.append import (
+        addition_record,
+        clear_finished,
+        encode_addition,
+        growing_plan,
+        learning_line,
+        online_methods,
+        refuse_other_dtype,
+    )
+    from sparsekv.indexing.build import build_index
+
+    refuse_little_room()
     refuse_other_dtype(artifact.manifest, dtype)
     if not rebuild:
-        _refuse_fixed_methods(artifact)
+        _refuse_fixed_methods(artifact, online_methods(artifact.manifest))
     text = read_document(document, encoding)
     loaded = load_for(artifact, model, device, dtype, quiet=quiet, weights=weights).loaded
     prompt = artifact.manifest.prompt
@@ -102,8 +107,8 @@ def _named(addition: AdditionRecord) -> str:
     return f"sha256 {addition.sha256[:12]}, {addition.tokens:,} tokens"
 
 
-def _refuse_fixed_methods(artifact: Artifact) -> None:
-    fixed = sorted(artifact.manifest.methods.keys() - online_methods(artifact.manifest))
+def _refuse_fixed_methods(artifact: Artifact, online: Collection[str]) -> None:
+    fixed = sorted(artifact.manifest.methods.keys() - online)
     if fixed:
         raise UsageError(
             f"{', '.join(fixed)} of {artifact.folder} cannot take new tokens; give --rebuild to build it again from "

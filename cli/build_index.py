@@ -3,12 +3,10 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparsekv.cli.building.recipe import FIXED, BuildRecipe, add_methods, choose_targets, index_among, index_by_ranks
-from sparsekv.cli.building.several import index_by_ray, index_here, index_several
 from sparsekv.cli.common.console import progress, say
 from sparsekv.cli.common.method_options import with_options
 from sparsekv.cli.common.options import (
@@ -26,15 +24,18 @@ from sparsekv.cli.common.options import (
     check_ray,
     names_of,
 )
+from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.distributed.join import join_ranks, refuse_with_ranks
 from sparsekv.formats.documents.document import UTF_8, check_encoding
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import AUTO, kv_dtype_named, weights_named
 from sparsekv.indexing.indexers.interface import choose_indexers, indexers
-from sparsekv.indexing.plan import BuildConfig
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 from sparsekv.runtime.selection.registry import configure, refuse_unused
+
+if TYPE_CHECKING:  # it imports transformers, which takes as long as all else; --help need not wait for it
+    from sparsekv.cli.building.recipe import BuildRecipe
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -109,7 +110,7 @@ class BuildOptions:
     quiet: QuietOption = False
     parameters: dict[str, Any]
 
-    def recipe(self) -> BuildRecipe:
+    def recipe(self) -> "BuildRecipe":
         """Make the recipe by which each document is indexed.
 
         Raises:
@@ -119,6 +120,10 @@ class BuildOptions:
         chosen = {name: indexers()[name] for name in choose_indexers(self.method or [])}
         way = choose_prefill(self.prefill)
         refuse_unused(chosen | {f"the {self.prefill} prefill": way}, self.parameters)
+        # Imported here because they import transformers.
+        from sparsekv.cli.building.recipe import BuildRecipe
+        from sparsekv.indexing.plan import BuildConfig
+
         return BuildRecipe(
             config=BuildConfig(
                 methods={name: configure(indexer, self.parameters) for name, indexer in chosen.items()},
@@ -165,6 +170,11 @@ def build_index(options: BuildOptions) -> None:
     A=$(sparsekv build-index manual.txt) && sparsekv generate --index "$A" "What is this about?"
     """
     recipe, documents = options.recipe(), options.documents or []
+    # Imported here because they import transformers, which takes as long as all else; --help need not wait for it.
+    from sparsekv.cli.building.recipe import FIXED, add_methods, choose_targets, index_among, index_by_ranks
+    from sparsekv.cli.building.several import index_by_ray, index_here, index_several
+
+    refuse_little_room()
     check_ray(options.ray, options.workers)
     ranks = join_ranks(options.device)
     index = index_among(documents, ranks=ranks is not None)

@@ -9,6 +9,7 @@ import typer
 from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.options import DeviceOption, QuietOption
+from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.common.stats import stored_line
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.device import choose_device
@@ -17,7 +18,6 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.build_folder import check_output
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import KVDtype
-from sparsekv.indexing.convert import convert_index
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -50,6 +50,10 @@ def convert(
         raise UsageError(f"{output} is there already; choose another name with --output")
     check_output(output)
     where = choose_device(device)
+    # Imported here because it imports transformers, which takes as long as all else; --help need not wait for it.
+    from sparsekv.indexing.convert import convert_index
+
+    refuse_little_room()
     with progress(quiet=quiet) as show:
         manifest = convert_index(artifact, cast(KVDtype, kv_dtype), output, where, show)
     if (stored := stored_line(manifest)) is not None:

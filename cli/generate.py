@@ -39,7 +39,6 @@ def generate(options: GenerateOptions) -> None:
     # Imported here because they import transformers, which takes as long as all else; --help need not wait for it.
     from sparsekv.cli.answering.answers import Questions, Schedule
     from sparsekv.cli.answering.output import Output
-    from sparsekv.cli.answering.session import save_session
     from sparsekv.cli.common.loading import OpeningTimes, load_for
 
     sampling, at_once = options.sampling.make(), options.questions_at_once(config, ranks)
@@ -60,6 +59,8 @@ def generate(options: GenerateOptions) -> None:
     questions.note_plain(opened, len(output.done), quiet=options.quiet)
     answer = output.show(questions.texts, schedule.answers(output.piece))
     if options.save_to is not None:
+        from sparsekv.cli.answering.session import save_session  # imported here: it imports the room of builds
+
         turns = [schedule.turn(answer)]
         del schedule  # frees memory for the prefill of the new tokens
         save_session(opened, options.save_to, turns, **options.encoding, quiet=options.quiet)

@@ -4,10 +4,9 @@ import json
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from transformers import PreTrainedTokenizerBase
 
 from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.index_option import open_artifact
@@ -19,7 +18,6 @@ from sparsekv.cli.common.options import (
     names_of,
     refuse_unwritable_plot,
 )
-from sparsekv.cli.common.plots import plot_clusters, plot_lists
 from sparsekv.cli.common.stats import storage_record
 from sparsekv.cli.common.streams import finite_numbers
 from sparsekv.cli.configuring.sources import Command
@@ -37,6 +35,9 @@ from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.runtime.reporting.report import LayerDescription, describe_layers
 from sparsekv.runtime.selection.cluster_statistics import Cluster
 from sparsekv.runtime.selection.registry import methods_of
+
+if TYPE_CHECKING:  # transformers takes seconds to import, and a summary needs no tokenizer
+    from transformers import PreTrainedTokenizerBase
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 MOST = 8
@@ -162,7 +163,7 @@ def _describe(artifact: Artifact, names: list[str], biggest: int, *, quiet: bool
     return described
 
 
-def _tokenizer(artifact: Artifact, model: str | None, *, quiet: bool) -> PreTrainedTokenizerBase | None:
+def _tokenizer(artifact: Artifact, model: str | None, *, quiet: bool) -> "PreTrainedTokenizerBase | None":
     """Return the index's tokenizer. None, with a note, if it is not on this machine, not trusted, or does not fit
     the index."""
     try:
@@ -241,6 +242,8 @@ def _cluster(cluster: Cluster, layer: int, words: list[str]) -> dict[str, Any]:
 
 def _plot(artifact: Artifact, described: dict[str, Described], path: Path) -> None:
     """Plot the first method that has clusters or posting lists. Raises UsageError if there is none."""
+    from sparsekv.cli.common.plots import plot_clusters, plot_lists  # imported here: it imports matplotlib
+
     for name, found in described.items():
         title = f"{name}: {artifact.folder.name}"
         if counts := {one.layer: one.clusters.counts.flatten().numpy() for one in found if one.clusters is not None}:

@@ -3,13 +3,13 @@
 import json
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import torch
 import typer
 
 from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.index_option import open_artifact
-from sparsekv.cli.common.loading import load_for
 from sparsekv.cli.common.method_options import with_options
 from sparsekv.cli.common.options import IndexOption, JsonOption, ModelOption, RunOptions, WeightsOption, names_of, share
 from sparsekv.cli.configuring.sources import Command, on_command_line
@@ -22,12 +22,14 @@ from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import Defaults, TuneTarget
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.benchmark.clock import clock_for
-from sparsekv.runtime.benchmark.layer_timer import SettingTimes
 from sparsekv.runtime.decoding.choose_config import choose_config
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import form_options, methods
 from sparsekv.runtime.tuning.goals import REFERENCE, ErrorGoal, Goal, PerplexityGoal, RecallGoal, Tuned
 from sparsekv.runtime.tuning.tuning import tune as find
+
+if TYPE_CHECKING:  # it imports transformers, which only --cheapest time needs
+    from sparsekv.runtime.benchmark.layer_timer import SettingTimes
 
 CHEAPEST = ("rows", "time")
 RUNS = 20
@@ -113,6 +115,8 @@ class TuneOptions:
             return RecallGoal(target, reference)
         if self.target_error is not None:
             return ErrorGoal(target, reference)
+        from sparsekv.cli.common.loading import load_for  # imported here, because it imports transformers
+
         named = self.model, self.run.device, self.run.dtype
         open_model = partial(load_for, artifact, *named, quiet=self.run.quiet, weights=self.weights)
         return PerplexityGoal(target, reference, open_model=open_model)
@@ -191,14 +195,19 @@ class Search:
 def _search(options: TuneOptions, artifact: Artifact, goal: Goal) -> Search:
     """Search for the cheapest settings that meet the goal. Raises the errors of `runtime.tuning.tune`."""
     where, names = choose_device(options.run.device), options.method or []
-    timed = options.cheapest == "time"
-    times = SettingTimes(artifact, clock_for(where, RUNS, cold=True)) if timed else None
+    times = _times(artifact, where) if options.cheapest == "time" else None
     ahead, quiet = cost_ahead(artifact, goal, names), options.run.quiet
     with progress(quiet=quiet) as tell:
         time, rounds = None if times is None else times.sparse, Rounds(tell, partial(note, ahead, quiet=quiet))
         tuned, before = find(artifact, goal, names, rounds.show, where, time, _present(artifact))
     note(rounds.taken(), quiet=quiet)
     return Search(tuned, before, None if times is None else times.dense())
+
+
+def _times(artifact: Artifact, where: torch.device) -> "SettingTimes":
+    from sparsekv.runtime.benchmark.layer_timer import SettingTimes  # imported here, because it imports transformers
+
+    return SettingTimes(artifact, clock_for(where, RUNS, cold=True))
 
 
 def _keep(options: TuneOptions, artifact: Artifact, search: Search, defaults: Defaults) -> SparsekvError | None:

@@ -4,15 +4,16 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from sparsekv.cli.pages.page import Page, report_page
 from sparsekv.runtime.reporting.report import LayerDescription
 
+if TYPE_CHECKING:  # transformers takes seconds to import, and a summary needs no tokenizer
+    from transformers import PreTrainedTokenizerBase
 
-def words_of(tokenizer: PreTrainedTokenizerBase, input_ids: Sequence[int]) -> list[str]:
+
+def words_of(tokenizer: "PreTrainedTokenizerBase", input_ids: Sequence[int]) -> list[str]:
     """Return the word that each token is part of. A token of only white space or punctuation is a word by itself."""
     known = {token: str(tokenizer.decode([token])) for token in set(input_ids)}
     texts = [known[token] for token in input_ids]
@@ -67,7 +68,7 @@ def inspection_page(
     return report_page(f"What is in {Path(inspection['index']).name}", data, "inspect_clusters.js", "inspect_page.js")
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase, input_ids: list[int]) -> list[str]:
+def token_texts(tokenizer: "PreTrainedTokenizerBase", input_ids: list[int]) -> list[str]:
     """Return the text of each token. A character that spans several tokens belongs to the first one, and the others
     are empty."""
     texts: list[str] = []

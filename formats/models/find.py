@@ -5,16 +5,6 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from huggingface_hub import hf_hub_download, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RemoteEntryNotFoundError,
-    RepositoryNotFoundError,
-)
-
 from sparsekv.formats.errors import SparsekvError, UsageError, suggestion
 from sparsekv.formats.models.converted import damaged_files, first_line
 from sparsekv.formats.models.embedded import EMBEDDED, embedded_path, pull_embedded
@@ -36,6 +26,7 @@ def hub_folder(name: str, *, download: bool = True) -> Path:
             copy.
         SparsekvError: the download was interrupted or could not be written.
     """
+    from huggingface_hub import snapshot_download
 
     def get() -> str:
         return snapshot_download(
@@ -47,11 +38,23 @@ def hub_folder(name: str, *, download: bool = True) -> Path:
 
 def hub_gguf(repository: str, file: str, *, download: bool = True) -> Path:
     """Return the path of a GGUF file on the hub, in the folder of its commit. Arguments and errors as `hub_folder`."""
+    from huggingface_hub import hf_hub_download
+
     name = f"{repository}:{file}"
     return _from_hub(name, lambda: hf_hub_download(repository, file, local_files_only=not download), download=download)
 
 
 def _from_hub(name: str, get: Callable[[], str], *, download: bool) -> Path:
+    # Imported late, with the hub's HTTP client: a model in a folder, and an index's contents, need neither.
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RemoteEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
     try:
         return Path(get())
     except GatedRepoError:

@@ -29,8 +29,14 @@ from sparsekv.formats.index.folder import sync_path
 from sparsekv.formats.models.converted import clear, first_line, seal, silent_transformers, whole_folder
 from sparsekv.formats.user.cache import cache_root, read_small, replace_small
 
-CONTROL, USER_DEFINED = 3, 4
-"""Token types in GGUF: of special tokens, and of added tokens that are plain text."""
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+"""Token types in GGUF: of tokens that text is merged to, of special tokens, and of added tokens that are plain text."""
+
+KINDS = {"gpt2": "byte-level BPE", "llama": "SentencePiece"}
+"""Names of the kinds of tokenizers in GGUF files that are read."""
+
+BY_TRANSFORMERS = ("gemma", "gemma2", "gemma3")
+"""Architectures whose SentencePiece tokenizers transformers reads: their scores are not in the order of merges."""
 
 BY_DIGIT = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 AS_GPT2 = ("gpt-2", "phi-2", "olmo", "mpt")
@@ -44,6 +50,9 @@ WORDS = (
     r"\s+(?!\S)|\s+"
 )
 """How Llama 3 and Qwen 2 split text; they differ in how many digits stay together."""
+
+SPACE = "\u2581"
+"""The letter that stands for a space in SentencePiece's tokens."""
 
 UNREADABLE = (OSError, LookupError, TypeError, ValueError, RuntimeError, ImportError, AttributeError, SafetensorError)
 
@@ -103,7 +112,9 @@ def _make(path: Path, name: str, folder: Path, progress: Callable[[str], None]) 
             f"no room for model '{name}' in {folder.parent}: {bytes_needed >> 20} MiB needed, {free >> 20} MiB free; "
             "make room or set SPARSEKV_CACHE to another folder"
         )
-    progress(f"converting {path.name} into {folder} ({bytes_needed >> 20} MiB in float32, once)")
+    with _read_errors(name):
+        inside = _tokenizer_found(reader)
+    progress(f"converting {path.name} into {folder} ({bytes_needed >> 20} MiB in float32, once), with its {inside}")
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     clear(unfinished)  # a process that was killed may have left this folder
     try:
@@ -213,30 +224,24 @@ def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
 def build_tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerBase:
     """Build the tokenizer of a GGUF file, with its special tokens and chat template.
 
-    Byte-level BPE is built here. transformers' own conversion does not split numbers as every family does, and its
-    special tokens change between releases. An index is bound to its tokenizer, so it has to be the same everywhere.
+    Byte-level BPE and SentencePiece are built here. transformers' own conversion does not split numbers as every family
+    does, ignores that a file adds no space before a text, and changes between releases. An index is bound to its
+    tokenizer, so it has to be the same everywhere.
 
     Raises:
         UsageError: the file has no tokenizer, or splits text in a way that is not known.
     """
+    _tokenizer_found(reader)
     kind, template = _one(reader, "tokenizer.ggml.model", None), _one(reader, "tokenizer.chat_template", None)
-    if kind == "llama":  # SentencePiece, in which nothing is split before
+    if kind == "llama" and _one(reader, "general.architecture", "") in BY_TRANSFORMERS:
         with silent_transformers(), contextlib.redirect_stderr(io.StringIO()):
             found: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         found.chat_template = found.chat_template or template
-        sentencepiece: PreTrainedTokenizerBase = found
-        return sentencepiece
-    if kind != "gpt2":
-        raise UsageError(f"has a tokenizer of kind {kind}, which is not read; use the model's original")
+        gemma: PreTrainedTokenizerBase = found
+        return gemma
     tokens, pre = _strings(reader, "tokens"), str(_one(reader, "tokenizer.ggml.pre", ""))
-    merges = [(left, right) for left, right in (merge.split(" ") for merge in _strings(reader, "merges"))]
-    model = BPE({token: number for number, token in enumerate(tokens)}, merges, ignore_merges=pre in AS_LLAMA3)
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
-    if pre == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.decoder = decoders.ByteLevel()
     types = _numbers(reader, "tokenizer.ggml.token_type")
+    tokenizer = _sentencepiece(reader, tokens, types) if kind == "llama" else _byte_level(reader, tokens, pre)
     added = [(one, kind) for one, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED)]
     tokenizer.add_special_tokens(
         [AddedToken(one, special=True, normalized=False) for one, kind in added if kind == CONTROL]
@@ -245,7 +250,7 @@ def build_tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerBase:
     names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     numbers = {short: _one(reader, f"tokenizer.ggml.{long}_token_id", None) for short, long in names.items()}
     named = {f"{short}_token": tokens[int(number)] for short, number in numbers.items() if number is not None}
-    if "bos_token" in named and _one(reader, "tokenizer.ggml.add_bos_token", pre in AS_LLAMA3):
+    if "bos_token" in named and _one(reader, "tokenizer.ggml.add_bos_token", kind == "llama" or pre in AS_LLAMA3):
         first = named["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{first} $A", pair=f"{first} $A {first} $B", special_tokens=[(first, int(numbers["bos"]))]
@@ -253,6 +258,48 @@ def build_tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerBase:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **named)
     fast.chat_template = template
     return fast
+
+
+def _tokenizer_found(reader: GGUFReader) -> str:
+    """Describe a file's tokenizer and chat template in words. Raises UsageError for a tokenizer that is not read."""
+    kind = _one(reader, "tokenizer.ggml.model", None)
+    if kind is None or "tokenizer.ggml.tokens" not in reader.fields:
+        raise UsageError("has no tokenizer; use the model's original")
+    if kind not in KINDS:
+        raise UsageError(f"has a tokenizer of kind {kind}, which is not read; use the model's original")
+    size = len(reader.fields["tokenizer.ggml.tokens"].data)
+    template = "chat template" if "tokenizer.chat_template" in reader.fields else "no chat template"
+    return f"tokenizer ({KINDS[kind]}, {size:,} tokens) and {template}"
+
+
+def _byte_level(reader: GGUFReader, tokens: list[str], pre: str) -> Tokenizer:
+    merges = [(left, right) for left, right in (merge.split(" ") for merge in _strings(reader, "merges"))]
+    model = BPE({token: number for number, token in enumerate(tokens)}, merges, ignore_merges=pre in AS_LLAMA3)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(reader: GGUFReader, tokens: list[str], types: list[int]) -> Tokenizer:
+    """Build SentencePiece's BPE, which merges the pair of the best score and spells unknown letters in bytes."""
+    scores = _numbers(reader, "tokenizer.ggml.scores")
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    normal = {token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL}
+    merges = []
+    for token in sorted(normal, key=lambda token: (-scores[vocabulary[token]], vocabulary[token])):
+        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        found = [pair for pair in cuts if normal.issuperset(pair)]
+        merges += sorted(found, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+    unknown = tokens[int(_one(reader, "tokenizer.ggml.unknown_token_id", 0))]
+    tokenizer = Tokenizer(BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    lead, spaces = bool(_one(reader, "tokenizer.ggml.add_space_prefix", True)), normalizers.Replace(" ", SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if lead else spaces
+    back = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if lead else back)
+    return tokenizer
 
 
 def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
@@ -283,6 +330,6 @@ def _strings(reader: GGUFReader, name: str) -> list[str]:
     return [bytes(field.parts[part]).decode() for part in field.data]
 
 
-def _numbers(reader: GGUFReader, name: str) -> list[int]:
+def _numbers(reader: GGUFReader, name: str) -> list[Any]:
     field = reader.fields[name]
-    return [int(field.parts[part][0]) for part in field.data]
+    return [field.parts[part][0].item() for part in field.data]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,7 @@ from sparsekv.formats.models.converted import damaged_files, first_line, silent_
 from sparsekv.formats.models.embedded import EMBEDDED, embedded_path, pull_embedded
 from sparsekv.formats.models.find import Progress, find_model, local_folder, named_path
 from sparsekv.formats.models.rope import RopeScaling
+from sparsekv.formats.user.cache import cache_root
 
 if TYPE_CHECKING:  # transformers takes a second to import, which listing models does not need
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -256,11 +257,15 @@ def _config(folder: Path, name: str, scaling: RopeScaling | None) -> "PreTrained
 
 
 def _tokenizer(folder: Path, name: str) -> "Tokenizer":
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+    # A converted model's tokenizer is read as it was built. AutoTokenizer would keep only its vocabulary for some
+    # architectures, such as Qwen 2, and build the rest as that architecture usually has it.
+    converted = folder.is_relative_to(cache_root() / "models")
+    kind: Any = PreTrainedTokenizerFast if converted else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, TypeError, KeyError, ImportError):
         tokenizer = None
     # For a folder without tokenizer files, transformers may return a tokenizer with special tokens only.

@@ -4,16 +4,18 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from threading import RLock, get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.overrides import wrap_torch_function
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from sparsekv.kernels.common.mask import UnsupportedAttentionError, make_mask, window_of
+
+if TYPE_CHECKING:  # transformers takes seconds to import, and commands parse their options without it
+    from transformers import PreTrainedModel
 
 IMPLEMENTATION = "sparsekv"
 FOLLOWED = frozenset({"softcap", "s_aux", "is_causal"})
@@ -95,13 +97,13 @@ class _Route:
 
 
 _active: ContextVar[_Route | None] = ContextVar("sparsekv_attention", default=None)
-_locks: WeakKeyDictionary[PreTrainedModel, RLock] = WeakKeyDictionary()
+_locks: "WeakKeyDictionary[PreTrainedModel, RLock]" = WeakKeyDictionary()
 _on_gpu = RLock()
 _opening = RLock()
 
 
 @contextmanager
-def alone(model: PreTrainedModel) -> Iterator[None]:
+def alone(model: "PreTrainedModel") -> Iterator[None]:
     """Lock the model for this thread within the context; other threads wait, and this thread may enter again.
 
     Models on GPUs share one lock. While a CUDA graph is captured, no thread of the process may synchronise with a GPU.
@@ -136,7 +138,7 @@ def called_back() -> bool:
 
 
 @contextmanager
-def route_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterator[None]:
+def route_attention(model: "PreTrainedModel", function: AttentionFunction) -> Iterator[None]:
     """Make every attention layer of the model call `function`, which returns [Hq, Q, D], within the context.
 
     The function itself must mask the keys after a query, and the keys before the call's window. This is the window of
@@ -146,6 +148,7 @@ def route_attention(model: PreTrainedModel, function: AttentionFunction) -> Iter
     Raises:
         UnsupportedAttentionError: `function` cannot reproduce the model's attention; raised before the layer attends.
     """
+    _register()
     with alone(model):
         previous = model.config._attn_implementation
         token = _active.set(_Route(function, get_ident()))
@@ -240,5 +243,10 @@ def _output_of(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_
     return query.new_empty(query.shape[1], query.shape[0], values.shape[-1]).transpose(0, 1)
 
 
-AttentionInterface.register(IMPLEMENTATION, _attention)
-AttentionMaskInterface.register(IMPLEMENTATION, make_mask)
+@cache
+def _register() -> None:
+    """Make our attention and our masks known to transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(IMPLEMENTATION, _attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, make_mask)

@@ -11,7 +11,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from transformers import AttentionMaskInterface
 
 MOST_POSITIONS = 2**21
 """Most positions at which a mask function is evaluated, unless a sequence is longer."""
@@ -182,6 +181,8 @@ def _measure(
     function: MaskFunction, queries: list[int], first: int, keys: int, *, use_vmap: bool, device: torch.device | str
 ) -> Measured:
     """Determine the window of a mask function from the mask rows of some queries, over `keys` keys from `first` on."""
+    from transformers import AttentionMaskInterface  # imported late: commands parse their options without it
+
     row = AttentionMaskInterface()["sdpa"]
     numbers = torch.arange(first, first + keys, device=device)
 

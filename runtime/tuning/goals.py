@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -12,9 +12,11 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import TuneTarget
 from sparsekv.runtime.attention.config import DecodeConfig
-from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
 from sparsekv.runtime.tuning.meter import AttentionMeter, Meter, ModelMeter, Point, Shares
+
+if TYPE_CHECKING:  # it imports transformers, which only perplexity needs
+    from sparsekv.runtime.decoding.open import OpenIndex
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ class PerplexityGoal(Goal):
     beside = "error"
     precision = 1.2  # perplexity over about a hundred tokens cannot tell budgets apart that are closer
 
-    open_model: Callable[[], OpenIndex] = field(kw_only=True)
+    open_model: Callable[[], "OpenIndex"] = field(kw_only=True)
 
     def __post_init__(self) -> None:
         if not 1 < self.value < math.inf:

@@ -4,17 +4,19 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import torch
 
 from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.perplexity import losses
 from sparsekv.runtime.reporting.queries import QueryBlock, tail_block
 from sparsekv.runtime.reporting.recall import MeasuredSetting, SharedStates, measure_layer
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
+
+if TYPE_CHECKING:  # it imports transformers, which only perplexity needs
+    from sparsekv.runtime.decoding.open import OpenIndex
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class ModelMeter:
     counts. The meter opens a cache for each setting and runs the model.
     """
 
-    def __init__(self, index: OpenIndex, *, calibration: bool):
+    def __init__(self, index: "OpenIndex", *, calibration: bool):
         split = index.split
         self.index, self.after = index, split.sinks + split.middle
         tail, half = index.input_ids[self.after :], split.tail // 2
@@ -148,6 +150,8 @@ class ModelMeter:
         return self._known[form, tuple(shares.values())]
 
     def _measured(self, form: MethodSpec, shares: Shares) -> Point:
+        from sparsekv.runtime.decoding.perplexity import losses  # imported here, because it imports transformers
+
         if self.dense is None:
             whole = losses(self.index, self.index.dense_cache(self.after), self.fed, self.after)
             self.dense = float(whole[self.counted].mean())

@@ -13,6 +13,9 @@ from support.tiny_models import CHAT_TEMPLATE, SPECIAL_TOKENS, build_tiny
 
 TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "he", "12", *SPECIAL_TOKENS]
 MERGES = ["t h", "h e", "1 2"]
+SCORES = {"th": -1.0, "he": -2.0, "\u2581th": -3.0, "the": -4.0, "\u2581the": -5.0, "\u2581\u2581": -6.0}
+"""SentencePiece's tokens of several letters, the best first."""
+PIECES = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *SCORES, *"\u2581then", *SPECIAL_TOKENS]
 PAD, START, END, _ = range(len(TOKENS) - len(SPECIAL_TOKENS), len(TOKENS))
 NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -28,13 +31,24 @@ NAMES = {
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def tiny_qwen2() -> PreTrainedModel:
-    return build_tiny(Qwen2Config, vocab_size=len(TOKENS), bos_token_id=START, eos_token_id=END, pad_token_id=PAD)()
+def tiny_qwen2(tokens: list[str] = TOKENS) -> PreTrainedModel:
+    end = tokens.index(SPECIAL_TOKENS[2])
+    return build_tiny(Qwen2Config, vocab_size=len(tokens), bos_token_id=START, eos_token_id=end, pad_token_id=PAD)()
+
+
+SENTENCEPIECE: dict[str, Any] = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.unknown_token_id": 0,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": PIECES.index(SPECIAL_TOKENS[2]),
+    "tokenizer.ggml.padding_token_id": PIECES.index(SPECIAL_TOKENS[0]),
+}
+"""Keys of a file with a SentencePiece tokenizer."""
 
 
 def write_gguf(path: Path, model: PreTrainedModel, *, pre: str = "qwen2", **changes: Any) -> Path:
     """Write a Qwen 2's weights, matrices in 8 bits (Q8_0). `changes` are further keys and their values, or None to
-    leave a key out."""
+    leave a key out. If `tokenizer.ggml.model` is `llama`, the vocabulary is PIECES, otherwise TOKENS."""
     config = model.config
     keys: dict[str, Any] = {
         "qwen2.block_count": config.num_hidden_layers,
@@ -63,9 +77,17 @@ def write_gguf(path: Path, model: PreTrainedModel, *, pre: str = "qwen2", **chan
             writer.add_float32(name, value)
         elif value is not None:
             writer.add_string(name, value)
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([1] * (len(TOKENS) - len(SPECIAL_TOKENS)) + [3] * len(SPECIAL_TOKENS))
-    writer.add_token_merges(MERGES)
+    if keys["tokenizer.ggml.model"] == "llama":
+        bytes_ = [6] * 256
+        writer.add_token_list(PIECES)
+        writer.add_token_types(
+            [2, 3, *bytes_, *[1] * (len(PIECES) - 258 - len(SPECIAL_TOKENS)), *[3] * len(SPECIAL_TOKENS)]
+        )
+        writer.add_token_scores([SCORES.get(piece, -100.0) for piece in PIECES])
+    else:
+        writer.add_token_list(TOKENS)
+        writer.add_token_types([1] * (len(TOKENS) - len(SPECIAL_TOKENS)) + [3] * len(SPECIAL_TOKENS))
+        writer.add_token_merges(MERGES)
     for name, tensor in model.state_dict().items():
         _add(writer, name, tensor.float().numpy())
     writer.write_header_to_file()

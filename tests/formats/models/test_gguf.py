@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from support.command import run_here
-from support.tiny_gguf import END, SPECIAL_TOKENS, TOKENS, tiny_qwen2, torch_equal, write_gguf
+from support.tiny_gguf import (
+    END,
+    PIECES,
+    SENTENCEPIECE,
+    SPECIAL_TOKENS,
+    TOKENS,
+    tiny_qwen2,
+    torch_equal,
+    write_gguf,
+)
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM
 
@@ -59,7 +68,10 @@ def test_a_file_is_converted_once_and_again_when_it_has_changed(file: Path) -> N
     told: list[str] = []
     folder, name, revision = find_model("tiny.gguf", told.append)
     assert (name, revision) == (str(file.resolve()), None)
-    assert [one.split(" into ")[0] for one in told] == ["converting tiny.gguf"]
+    assert told == [
+        f"converting tiny.gguf into {folder} (0 MiB in float32, once), with its tokenizer (byte-level BPE, "
+        f"{len(TOKENS)} tokens) and chat template"
+    ]
     assert damaged_files(folder, full=True) == []
     assert find_model(str(file), told.append)[0] == folder
     os.utime(file, ns=(1, 1))  # touched, and the same
@@ -96,7 +108,7 @@ def test_an_index_names_its_file_and_is_opened_without_it_being_named(file: Path
     [
         ({"pre": "mine"}, "splits text before merging it as 'mine', which is not known"),
         ({"tokenizer.ggml.model": "rwkv"}, "has a tokenizer of kind rwkv, which is not read"),
-        ({"tokenizer.ggml.model": None}, "has a tokenizer of kind None, which is not read"),
+        ({"tokenizer.ggml.model": None}, "has no tokenizer; use the model's original"),
         ({"split.count": 3}, "is one of several parts of a GGUF file; join them"),
         ({"qwen2.rope.scaling.type": "yarn"}, r"scales its positions \(RoPE\), which transformers' reader"),
         ({"qwen2.attention.sliding_window": 7}, "has qwen2.attention.sliding_window = 7, which transformers reads as"),
@@ -163,6 +175,52 @@ def _alphabet() -> tuple[list[str], list[int]]:
     letters = [*map(chr, shown), *(chr(256 + number) for number in range(len(hidden)))]
     assert sorted(letters) == sorted(pre_tokenizers.ByteLevel.alphabet())
     return letters, shown + hidden
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("the then", ["\u2581the", "\u2581the", "n"]),
+        (" the", ["\u2581", "\u2581the"]),  # the better pair first, and not the two spaces
+        ("\u00e9\n", ["\u2581", "<0xC3>", "<0xA9>", "<0x0A>"]),
+        (f"the{SPECIAL_TOKENS[2]}the", ["\u2581the", SPECIAL_TOKENS[2], "\u2581the"]),
+    ],
+)
+def test_sentencepiece_merges_by_score_and_spells_the_unknown_in_bytes(text: str, pieces: list[str]) -> None:
+    """As the `sentencepiece` package splits them, and llama.cpp between special tokens."""
+    write_gguf(Path("tiny.gguf"), tiny_qwen2(PIECES), **SENTENCEPIECE)
+    tokenizer = load_tokenizer("tiny.gguf")
+    assert tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids) == pieces
+    assert tokenizer.decode(tokenizer("  the thesis\n").input_ids, skip_special_tokens=True) == "  the thesis\n"
+
+
+def test_a_file_that_adds_no_space_before_a_text_gets_none() -> None:
+    write_gguf(Path("tiny.gguf"), tiny_qwen2(PIECES), **SENTENCEPIECE, **{"tokenizer.ggml.add_space_prefix": False})
+    tokenizer = load_tokenizer("tiny.gguf")
+    ids = tokenizer("the the").input_ids
+    assert tokenizer.convert_ids_to_tokens(ids) == ["the", "\u2581the"]
+    assert tokenizer.decode(ids) == "the the"
+
+
+def test_a_tokenizer_is_loaded_as_the_file_has_it_whatever_the_architecture_usually_has() -> None:
+    """A Qwen 2 usually has each digit by itself, and no first token."""
+    write_gguf(Path("tiny.gguf"), tiny_qwen2(), pre="llama-bpe", **{"tokenizer.ggml.add_bos_token": True})
+    tokenizer = load_tokenizer("tiny.gguf")
+    assert tokenizer.convert_ids_to_tokens(tokenizer("th12").input_ids) == [SPECIAL_TOKENS[1], "th", "12"]
+
+
+def test_answers_of_a_sentencepiece_file_are_transformers_own() -> None:
+    file = write_gguf(Path.cwd() / "tiny.gguf", tiny_qwen2(PIECES), **SENTENCEPIECE)
+    Path("doc.txt").write_text(TEXT)
+    assert run_here("build-index", "doc.txt", "--model", "tiny.gguf", "-o", "doc.skv", "-q").code == 0
+    given = ("generate", "-i", "doc.skv", "Why?", "--method", "dense", "--max-new-tokens", "8", "--json", "-q")
+    answer = json.loads(run_here(*given).stdout)
+    plain, tokenizer = _by_transformers(file), load_tokenizer("tiny.gguf")
+    messages = [{"role": "user", "content": f"{TEXT}\n\nWhy?"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    output = plain.generate(**prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    expected = output[0, prompt["input_ids"].shape[1] :]
+    assert answer["text"] == tokenizer.decode(expected, skip_special_tokens=True)
 
 
 def test_special_tokens_are_tokens_and_text_comes_back(file: Path) -> None:
