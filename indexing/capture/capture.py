@@ -1,6 +1,6 @@
 """Capture keys, values and queries as a model attends to them, by a prefill in chunks."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
 from sparsekv.kernels.common.given_rows import RowLayer, with_cache
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.kernels.common.mask import UnsupportedAttentionError
+from sparsekv.kernels.common.states import State, copied_state, layer_kinds
 
 
 class ContextLayer(RowLayer):
@@ -188,30 +189,38 @@ class _Recorder:
 
 @dataclass
 class Capture:
-    """A finished prefill: one entry per layer, and the last token's logits [vocabulary] in float32.
+    """A finished prefill: one entry per layer that attends, and the last token's logits [vocabulary] in float32.
 
-    `take` and `take_queries` free a layer's keys and values in the cache. `take` returns them with the layer's queries,
+    `states` are the states of the other layers, by the number of tokens that they were copied after. `take` and
+    `take_queries` free a layer's keys and values in the cache. `take` returns them with the layer's queries,
     and `take_queries` returns only the queries.
     """
 
     logits: torch.Tensor
-    _layers: list[ContextLayer]
+    states: dict[int, State]
+    _layers: dict[int, ContextLayer]
     _recorder: _Recorder
 
-    def __len__(self) -> int:
-        return len(self._layers)
+    @property
+    def layers(self) -> list[int]:
+        """The numbers of the layers that attend."""
+        return list(self._layers)
 
     def facts(self, layer: int) -> LayerFacts:
         return self._recorder.facts[layer]
 
     def not_finite(self) -> str | None:
         """Name the first tensor with an infinity or NaN, such as `keys of layer 3`; None if all are finite."""
-        for number, layer in enumerate(self._layers):
+        for number, layer in self._layers.items():
             recorder = self._recorder
             queries = [recorder.tails[number], recorder.samples.get(number)]
             for name, rows in (("keys", [layer.keys]), ("values", [layer.values]), ("queries", queries)):
                 if not all(_is_finite(some) for some in rows if some is not None):
                     return f"{name} of layer {number}"
+        for tokens, state in self.states.items():
+            for name, tensor in state.items():
+                if not _is_finite(tensor):
+                    return f"states ({name} after {tokens:,} tokens)"
         return None if _is_finite(self.logits) else "logits"
 
     def rows(self, layer: int) -> Pair:
@@ -254,6 +263,8 @@ def capture(
     prefix_tokens: int = 0,
     prefix: Callable[[int], Pair] | None = None,
     prefix_queries: PrefixQueries | None = None,
+    prefix_state: State | None = None,
+    marks: Collection[int] = (),
     rows_done: RowsDone = lambda layer, keys, values, end: None,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Capture:
@@ -274,6 +285,8 @@ def capture(
         prefix_tokens: leading tokens whose keys and values are already known (an edited document).
         prefix: returns keys and values [Hk, >= prefix_tokens, D] of a layer; needed with `prefix_tokens`.
         prefix_queries: returns a layer's queries at positions in the prefix; needed if `positions` includes such.
+        prefix_state: the state after the prefix, if layers keep one.
+        marks: numbers of tokens after which states are copied, from `prefix_tokens` on; chunks end there, too.
         rows_done: called for each layer after each chunk, with the layer's keys and values [Hk, N, D] and `end`. The
             rows before `end` are final.
         progress: called with the number of tokens done after each chunk.
@@ -284,13 +297,18 @@ def capture(
         chunk_size, prefix_tokens = tokens, 0
     prefill = prefill or DensePrefill()
     recorder = _Recorder(prefill, sinks, tokens, tail, positions, prefix_tokens, prefix_queries)
-    layers = [
-        ContextLayer(tokens, _first_rows(prefix(layer), prefix_tokens, model) if prefix and prefix_tokens else None)
-        for layer in range(model.config.get_text_config().num_hidden_layers)
-    ]
-    cache = Cache(layers=list(layers))
+    kinds, state = layer_kinds(model.config), prefix_state or {}
+    layers = {
+        layer: ContextLayer(
+            tokens, _first_rows(prefix(layer), prefix_tokens, model) if prefix and prefix_tokens else None
+        )
+        for layer in kinds.attending
+    }
+    cache, states = Cache(layers=kinds.cache_layers(list(layers.values()), state)), dict[int, State]()
+    if prefix_tokens in marks:
+        states[prefix_tokens] = state
     with route_attention(model, recorder):
-        for start, end in _chunks(prefix_tokens, tokens, chunk_size, last_alone=not prefill.exact):
+        for start, end in _chunks(prefix_tokens, tokens, chunk_size, marks, last_alone=not prefill.exact):
             chunk = input_ids[None, start:end].to(model.device)
             try:
                 logits = model(input_ids=chunk, **with_cache(model, cache), logits_to_keep=1).logits
@@ -301,20 +319,25 @@ def capture(
                     f"{len(layers) - len(recorder.facts)} layers of the model do not attend through transformers' "
                     "AttentionInterface"
                 )
-            for layer, rows in enumerate(layers):
+            for layer, rows in layers.items():
                 if rows.keys is None or rows.values is None:
                     raise SparsekvError(f"layer {layer} of the model has no keys and values of its own")
                 rows_done(layer, rows.keys[0], rows.values[0], end)
+            if end in marks:
+                states[end] = copied_state(cache.layers)
             progress(end)
-    return Capture(logits[0, -1].float(), layers, recorder)
+    return Capture(logits[0, -1].float(), states, layers, recorder)
 
 
-def _chunks(first: int, tokens: int, chunk_size: int, *, last_alone: bool) -> Iterator[tuple[int, int]]:
+def _chunks(
+    first: int, tokens: int, chunk_size: int, marks: Collection[int], *, last_alone: bool
+) -> Iterator[tuple[int, int]]:
     whole = tokens - 1 if last_alone else tokens
-    for start in range(first, whole, chunk_size):
-        yield start, min(start + chunk_size, whole)
-    if last_alone:
-        yield whole, tokens
+    ends = {*range(first + chunk_size, whole, chunk_size), whole, tokens, *marks}
+    start = first
+    for end in sorted(end for end in ends if end > first):
+        yield start, end
+        start = end
 
 
 def _first_rows(rows: Pair, tokens: int, model: PreTrainedModel) -> Pair:
