@@ -255,10 +255,7 @@ class BuildPlan:
         config = self.loaded.model.config.get_text_config()
         if others := sorted(set(getattr(config, "layer_types", None) or ()) - LAYERS):
             told = f"{self.loaded.name} has layers of {', '.join(others)}"
-            raise UsageError(
-                f"{told}; an index is of full attention, a sliding window's, and states beside them: choose another "
-                "model"
-            )
+            raise UsageError(f"{told}, which no index follows: choose another model")
         if not self.kinds.attending:
             raise UsageError(f"{self.loaded.name} has no layer that attends: choose another model")
         parameters = getattr(config, "rope_parameters", None)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from transformers import PreTrainedModel
@@ -22,7 +23,15 @@ from sparsekv.formats.models.converted import first_line
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.indexing.capture.capture import Capture, ContextLayer, capture
 from sparsekv.indexing.prefill.interface import DensePrefill
-from sparsekv.kernels.common.given_rows import CalledCache, RowPair, Rows, logits_over_rows, soft_caps, with_cache
+from sparsekv.kernels.common.given_rows import (
+    CalledCache,
+    RowPair,
+    Rows,
+    logits_over_rows,
+    soft_caps,
+    tokens_at,
+    with_cache,
+)
 from sparsekv.kernels.common.hook import AttentionCall, alone, route_attention
 from sparsekv.kernels.common.states import LayerKinds, State, layer_kinds
 
@@ -56,9 +65,12 @@ def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> Non
     except SparsekvError as error:
         raise SparsekvError(f"{name} cannot be indexed: {error}; choose another model") from None
     if difference > TOLERANCE[model.dtype]:
+        lacks = "has a mask or a state that an index lacks"
+        if layer_kinds(model.config).keeping:
+            lacks = "has a mask that an index lacks, or does not continue its states by several tokens"
         raise SparsekvError(
             f"{name} cannot be indexed: over captured keys and values its logits are {difference:.0%} from its own, so "
-            "that it has a mask or a state that an index lacks; choose another model"
+            f"that it {lacks}; choose another model"
         )
 
 
@@ -151,10 +163,12 @@ def _answer_logits(model: PreTrainedModel, ids: torch.Tensor, cache: _AnswerCach
 
     The last SINGLE tokens are fed one by one, the others in one forward pass.
     """
+    parts, first = (ids[:-SINGLE], *ids[-SINGLE:].split(1)), TOKENS - len(ids)
+    starts = accumulate((len(part) for part in parts[:-1]), initial=first)
     with route_attention(model, cache.attend):
         return [
-            model(input_ids=part[None], **with_cache(model, cache)).logits[0].float()
-            for part in (ids[:-SINGLE], *ids[-SINGLE:].split(1))
+            model(**tokens_at(model, part, start), **with_cache(model, cache)).logits[0].float()
+            for part, start in zip(parts, starts, strict=True)
         ]
 
 

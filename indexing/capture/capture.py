@@ -11,7 +11,7 @@ from sparsekv.formats.index.context_rows import Pair, context_rows, first_tokens
 from sparsekv.formats.index.schema import KVDtype, KVStorage, LayerFacts
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
-from sparsekv.kernels.common.given_rows import RowLayer, with_cache
+from sparsekv.kernels.common.given_rows import RowLayer, tokens_at, with_cache
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.kernels.common.mask import UnsupportedAttentionError
 from sparsekv.kernels.common.states import State, copied_state, layer_kinds
@@ -309,9 +309,9 @@ def capture(
         states[prefix_tokens] = state
     with route_attention(model, recorder):
         for start, end in _chunks(prefix_tokens, tokens, chunk_size, marks, last_alone=not prefill.exact):
-            chunk = input_ids[None, start:end].to(model.device)
+            chunk = tokens_at(model, input_ids[start:end], start)
             try:
-                logits = model(input_ids=chunk, **with_cache(model, cache), logits_to_keep=1).logits
+                logits = model(**chunk, **with_cache(model, cache), logits_to_keep=1).logits
             except UnsupportedAttentionError as error:
                 raise SparsekvError(error.reason) from error
             if len(recorder.facts) < len(layers):

@@ -24,6 +24,15 @@ def cache_argument(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
     return {_keyword(type(model).forward): cache}
 
 
+def tokens_at(model: PreTrainedModel, input_ids: torch.Tensor, first: int) -> dict[str, torch.Tensor]:
+    """Return the keyword arguments of a forward pass over tokens [T] whose first position is `first`.
+
+    Bamba of transformers up to 5.24 would count their positions from 0, even over a cache.
+    """
+    ids = input_ids[None].to(model.device)
+    return {"input_ids": ids, "position_ids": torch.arange(first, first + ids.shape[1], device=ids.device)[None]}
+
+
 def with_cache(model: PreTrainedModel, cache: Cache) -> dict[str, Any]:
     """Return the keyword arguments of a forward pass that attends to a cache and appends to it."""
     return {**cache_argument(model, cache), "use_cache": True}
@@ -113,8 +122,7 @@ def logits_over_rows(
     given = [GivenLayer(layer, before, rows) for layer in kinds.attending]
     cache = Cache(layers=kinds.cache_layers(given, state))
     with alone(model), soft_caps(model):
-        ids = input_ids[None].to(model.device)
-        logits: torch.Tensor = model(input_ids=ids, **with_cache(model, cache)).logits[0]
+        logits: torch.Tensor = model(**tokens_at(model, input_ids, before), **with_cache(model, cache)).logits[0]
         return logits.float().cpu()
 
 
