@@ -164,7 +164,7 @@ class BuildConfig:
         kv_dtype: storage dtype of keys and values; None for the model's dtype.
         rope_scaling: the RoPE scaling of the model, which the manifest records.
         checkpoints: the states of layers that keep one are stored after each `checkpoints` blocks of 256 tokens; None
-            for only those that every index needs.
+            for as many as the index in the folder has, or only those that every index needs.
         force: replace the index in the folder, and reuse nothing of it.
 
     Raises:
@@ -200,7 +200,6 @@ def config_of(manifest: Manifest, methods: dict[str, Indexer], prefill: Prefill,
         chunk_size=chunk_size,
         kv_dtype=None if manifest.kv_storage is None else manifest.kv_storage.dtype,
         rope_scaling=manifest.rope.scaling,
-        checkpoints=stored_checkpoints(manifest),
     )
 
 
@@ -398,7 +397,9 @@ class Build:
         """Ascending numbers of tokens after which states are stored; none if no layer keeps one."""
         if not self.plan.kinds.keeping:
             return []
-        step = (self.plan.config.checkpoints or 0) * BLOCK_TOKENS
+        base, config = self.writer.base, self.plan.config
+        kept = None if base is None or config.force else stored_checkpoints(base)
+        step = (config.checkpoints or kept or 0) * BLOCK_TOKENS
         checkpoints = range(step, self.split.tokens, step) if step else ()
         return sorted({*needed_states(self.split), *checkpoints})
 

@@ -19,7 +19,7 @@ from sparsekv.formats.index.context_rows import ContextRows, Pair, bounds, conte
 from sparsekv.formats.index.folder import Folder, SharedFile
 from sparsekv.formats.index.layout import check_layout, first_axis, not_finite
 from sparsekv.formats.index.manifest import REBUILD, REPAIR, REPAIR_APPENDED, manifest_data, open_folder, parse_manifest
-from sparsekv.formats.index.schema import TOKENS, FileRecord, Manifest, layer_file, state_file
+from sparsekv.formats.index.schema import STATES, TOKENS, FileRecord, Manifest, layer_file, state_file
 
 ATTEMPTS = 100
 """Attempts to open a consistent snapshot: enough unless another process replaces the manifest every millisecond."""
@@ -163,7 +163,8 @@ class Artifact:
 
     Opening reads the manifest, opens every file, checks file sizes, and checks that the shapes in the manifest agree.
     The first read of a file checks the names, shapes and dtypes of its tensors against the manifest, and that scales of
-    keys and values are finite. It also checks the sha256 of a file that is smaller than a layer's keys and values.
+    keys and values are finite. It also checks the sha256 of a file of states, and of any file that is smaller than a
+    layer's keys and values.
 
     Args:
         thorough: check the sha256 of every file on its first read, and that its numbers are finite. This is for
@@ -293,7 +294,8 @@ class Artifact:
             self._check_sum(name)
 
     def _is_summed(self, record: FileRecord) -> bool:
-        return self.thorough or record.bytes < self._layer_bytes
+        small = record.bytes < self._layer_bytes
+        return self.thorough or small or record.path.startswith(f"{STATES}/")
 
     def _check_sum(self, name: str) -> None:
         if hash_descriptor(self.descriptor(name)) != self.manifest.files[name].sha256:

@@ -101,9 +101,10 @@ def kv_dtype_named(name: str) -> KVDtype | None:
 class KVStorage(Record):
     """How keys and values are stored where not in the index's dtype, and what dense attention loses by it.
 
-    `errors` has for each layer the relative error of dense attention over the stored rows against dense attention over
-    the exact ones, the mean over the tail's queries and the heads. It was measured on a prompt of `measured_tokens`
-    tokens whose hash is `measured_ids`: an earlier one than the index's where rows of that one were taken over.
+    `errors` has for each layer that attends the relative error of dense attention over the stored rows against dense
+    attention over the exact ones, the mean over the tail's queries and the heads. It was measured on a prompt of
+    `measured_tokens` tokens whose hash is `measured_ids`: an earlier one than the index's where rows of that one were
+    taken over.
     `exact_probe`: the logits of probe and canary are those over the rows before they were rounded, as a conversion,
     which runs no model, takes them over.
     """
@@ -121,7 +122,7 @@ class KVStorage(Record):
 
     @property
     def worst(self) -> int:
-        """The layer of the largest error."""
+        """The place of the largest error, among the layers that attend."""
         return max(range(len(self.errors)), key=self.errors.__getitem__)
 
 
@@ -394,6 +395,12 @@ class Manifest(Record):
     def indexed_layers(self) -> list[int]:
         """Layers with full attention; layers with a sliding window stay dense."""
         return [layer for layer, facts in self.attending.items() if facts.sliding_window is None]
+
+    @property
+    def keeping(self) -> tuple[int, ...]:
+        """Ascending numbers of the layers that keep a state, by the tensors of the first file of states."""
+        names = self.files[state_file(self.states[0])].tensors if self.states else {}
+        return tuple(sorted({int(name.removeprefix("layer_").partition(".")[0]) for name in names}))
 
     @property
     def states(self) -> list[int]:

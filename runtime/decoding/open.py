@@ -1,7 +1,8 @@
 """Open an index with its model: check identities, GPU memory and the probe, and make caches for decoding."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparsekv.formats.device import MemoryPlan, device_memory, model_bytes
-from sparsekv.formats.errors import ArtifactError, IdentityError
+from sparsekv.formats.errors import ArtifactError, IdentityError, SparsekvError
 from sparsekv.formats.index.context_rows import Int8Stored, row_bytes
 from sparsekv.formats.index.identity import check_model, check_tokenizer
 from sparsekv.formats.index.manifest import REBUILD, difference, is_over_exact, probe_tolerance
@@ -18,7 +19,7 @@ from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.formats.index.schema import Manifest, ModelIdentity, Split, TokenizerIdentity, state_file
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.kernels.common.given_rows import RowPair, Rows, logits_over_rows
-from sparsekv.kernels.common.states import layer_kinds
+from sparsekv.kernels.common.states import LayerKinds, layer_kinds
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.attention.executors import GatherMaker
 from sparsekv.runtime.cache.dense_layer import DenseLayer, DenseLayerIn8Bits
@@ -129,11 +130,37 @@ def _apart(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     return apart
 
 
+def _check_layers(artifact: Artifact, kinds: LayerKinds) -> None:
+    """Raise ArtifactError if other layers of an index attend or keep a state than of the model."""
+    manifest = artifact.manifest
+    compared = (
+        ("layers", range(len(manifest.layers)), range(kinds.layers)),
+        ("layers with keys and values", manifest.attending, kinds.attending),
+        ("layers with a state", manifest.keeping, kinds.keeping),
+    )
+    for what, stored, wanted in compared:
+        if tuple(stored) != tuple(wanted):
+            other = "other ones" if len(stored) == len(wanted) else str(len(wanted))
+            raise ArtifactError(f"{artifact.folder} has {len(stored)} {what}, and the model {other}; {REBUILD}")
+
+
+@contextmanager
+def _states_fit(artifact: Artifact) -> Iterator[None]:
+    """Convert a model's error over an index's states, whose sizes no manifest tells, into an ArtifactError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        if not artifact.manifest.states or isinstance(error, SparsekvError):
+            raise
+        reason = str(error).partition("\n")[0]
+        raise ArtifactError(f"states of {artifact.folder} do not fit the model ({reason}); {REBUILD}") from None
+
+
 def _check_heads(artifact: Artifact, layer: int, keys: torch.Tensor) -> None:
     """Raise ArtifactError if a layer's tensors have other sizes than the model's, because files are not trusted."""
-    layers, (heads, _, channels) = len(artifact.manifest.layers), keys.shape
-    if layer >= layers:
-        raise ArtifactError(f"{artifact.folder} has {layers} layers, and the model more; {REBUILD}")
+    heads, _, channels = keys.shape
     if (found := artifact.heads_and_channels(layer)) != (heads, channels):
         has, wants = f"{found[0]} heads of {found[1]} channels", f"{heads} of {channels}"
         raise ArtifactError(f"layer {layer} of {artifact.folder} has {has}, and the model {wants}; {REBUILD}")
@@ -165,6 +192,7 @@ class OpenIndex:
         self.device, self.dtype = self.model.device, self.model.dtype
         self.input_ids = self.artifact.input_ids().clone()
         self._held: dict[int, LayerRows] = {}
+        _check_layers(self.artifact, layer_kinds(self.model.config))
         if not self.knows(torch.cat([self.input_ids, torch.tensor(self.artifact.manifest.probe.token_ids)])):
             raise ArtifactError(f"{self.artifact.folder} names tokens that its model does not have; {REBUILD}")
 
@@ -316,7 +344,8 @@ class OpenIndex:
             ahead = threads if hold and self.device.type == "cuda" else None
             rows = {layer: self._probed_rows(layer, ahead, hold=hold) for layer in self.artifact.manifest.attending}
             last, state = int(self.input_ids[-1]), self._state(self.split.tokens - 1).stored
-            compare_probe(self.artifact, self.model, last, lambda layer, own: rows[layer](), state)
+            with _states_fit(self.artifact):
+                compare_probe(self.artifact, self.model, last, lambda layer, own: rows[layer](), state)
 
 
 def open_index(
