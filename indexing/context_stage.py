@@ -21,13 +21,14 @@ from sparsekv.indexing.capture.canary import (
     preflight,
     run_canary,
 )
-from sparsekv.indexing.capture.capture import RowsDone, TakenOver, capture, rows_as_stored
+from sparsekv.indexing.capture.capture import RowsDone, TakenOver, capture, is_finite, rows_as_stored
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.capture.team import Captured, MeasureRotations, RunCanary, RunPrompt, SharedRows, TryModel
 from sparsekv.indexing.context_files import ContextFacts, ContextFiles
 from sparsekv.indexing.plan import Build, tell_memory
 from sparsekv.indexing.reuse import ReusePlan, reused_rows
 from sparsekv.indexing.sampling import prefix_queries, write_sample
+from sparsekv.kernels.common.states import State
 
 
 def early_rows(build: Build, missing: AbstractSet[str]) -> tuple[RowsDone, SharedRows | None]:
@@ -135,9 +136,6 @@ class ContextStage:
             writer.note(recipe, facts.note())
         if TOKENS in reuse.missing:
             writer.write(TOKENS, {"input_ids": self.input_ids}, recipe)
-        for tokens in build.marks:
-            if (name := state_file(tokens)) in reuse.missing:
-                writer.write(name, captured.states[tokens], build.state_recipe(tokens))
         for done, (layer, of_layer) in enumerate(facts.layers.items(), 1):
             queries = files.take(captured, layer, of_layer)
             if queries.sample is not None and len(reuse.positions):
@@ -185,7 +183,8 @@ class ContextStage:
             if build.earlier is not None and reuse.prefix_tokens:
                 prefix_state = build.earlier.state(reuse.prefix_tokens)
             before = (first for first, _ in canary_runs(self.model, len(self.input_ids), reuse.prefix_tokens))
-            options["marks"] = {*before, *(tokens for tokens in build.marks if state_file(tokens) in reuse.missing)}
+            options["marks"] = {*before}
+            options["stored"] = {tokens for tokens in build.marks if state_file(tokens) in reuse.missing}
         build.team.begin(RunPrompt(self.input_ids, options))
         own = capture(
             self.model,
@@ -193,12 +192,19 @@ class ContextStage:
             **options,
             prefix_tokens=reuse.prefix_tokens,
             prefix_state=prefix_state,
+            state_done=self._write_state,
             prefix=self._prefix_rows,
             prefix_queries=queries,
             rows_done=rows_done,
             progress=lambda done: build.progress("prefill", done, len(self.input_ids)),
         )
         return build.team.whole(own)
+
+    def _write_state(self, tokens: int, state: State) -> None:
+        """Write the states after some tokens while later ones are prefilled, so that few are in memory at a time."""
+        if not all(is_finite(tensor) for tensor in state.values()):
+            raise SparsekvError(f"states after {tokens:,} tokens are not finite in {self.plan.dtype}; {self._remedy()}")
+        self.writer.write(state_file(tokens), state, self.build.state_recipe(tokens))
 
     def _prefix_rows(self, layer: int) -> Pair:
         assert self.build.earlier is not None

@@ -209,11 +209,14 @@ def canary_runs(model: PreTrainedModel, tokens: int, prefix_tokens: int) -> list
     """Return for each run the number of tokens before it and its last position.
 
     A model with layers that keep a state has no state of the tokens before `prefix_tokens`, which a build reuses. Its
-    runs begin behind them.
+    runs begin behind them. Its last run is of the last token alone, over the state that an opened index has before it:
+    int8 rows of the tokens of a run change the states that these tokens leave.
     """
-    first = prefix_tokens if layer_kinds(model.config).keeping else 0
+    keeps = bool(layer_kinds(model.config).keeping)
+    first = prefix_tokens if keeps else 0
     runs = ((max(0, first, last + 1 - RUN), last) for last in canary_positions(model, tokens))
-    return [(before, last) for before, last in runs if before <= last]
+    alone = [(tokens - 1, tokens - 1)] if keeps else []
+    return [*((before, last) for before, last in runs if before <= last), *alone]
 
 
 def run_canary(
@@ -326,5 +329,6 @@ def judge_canary(runs: Sequence[CanaryRun], dtype: torch.dtype, name: str) -> tu
                 "values; choose another model"
             )
     tops = [(run.position, top_logits(run.own[-1])) for run in runs]
-    middle = [CanaryToken(position=at, token_ids=top.token_ids, logits=top.logits) for at, top in tops[:-1]]
-    return middle, tops[-1][1]
+    last, probe = tops[-1]
+    middle = [CanaryToken(position=at, token_ids=top.token_ids, logits=top.logits) for at, top in tops if at < last]
+    return middle, probe

@@ -95,6 +95,7 @@ def in_8_bits(rows: Pair, layer: int, taken: TakenOver | None) -> dict[str, torc
 PrefixQueries = Callable[[int, torch.Tensor], torch.Tensor]
 """Returns a layer's stored queries [Hq, P, D] at positions [P] of a prefix that is not prefilled again."""
 RowsDone = Callable[[int, torch.Tensor, torch.Tensor, int], None]
+StateDone = Callable[[int, State], None]
 
 
 @dataclass
@@ -191,7 +192,7 @@ class _Recorder:
 class Capture:
     """A finished prefill: one entry per layer that attends, and the last token's logits [vocabulary] in float32.
 
-    `states` are the states of the other layers, by the number of tokens that they were copied after. `take` and
+    `states` are the states of layers that keep one, by the number of tokens that they were copied after. `take` and
     `take_queries` free a layer's keys and values in the cache. `take` returns them with the layer's queries,
     and `take_queries` returns only the queries.
     """
@@ -215,13 +216,9 @@ class Capture:
             recorder = self._recorder
             queries = [recorder.tails[number], recorder.samples.get(number)]
             for name, rows in (("keys", [layer.keys]), ("values", [layer.values]), ("queries", queries)):
-                if not all(_is_finite(some) for some in rows if some is not None):
+                if not all(is_finite(some) for some in rows if some is not None):
                     return f"{name} of layer {number}"
-        for tokens, state in self.states.items():
-            for name, tensor in state.items():
-                if not _is_finite(tensor):
-                    return f"states ({name} after {tokens:,} tokens)"
-        return None if _is_finite(self.logits) else "logits"
+        return None if is_finite(self.logits) else "logits"
 
     def rows(self, layer: int) -> Pair:
         """Return keys and values [Hk, N, D] of a layer that was not taken."""
@@ -245,7 +242,7 @@ class Capture:
         )
 
 
-def _is_finite(rows: torch.Tensor) -> bool:
+def is_finite(rows: torch.Tensor) -> bool:
     # One pass without a mask of the tensor's size: aminmax returns NaN if any value is NaN.
     return not rows.numel() or bool(torch.stack(torch.aminmax(rows)).isfinite().all())
 
@@ -265,6 +262,8 @@ def capture(
     prefix_queries: PrefixQueries | None = None,
     prefix_state: State | None = None,
     marks: Collection[int] = (),
+    stored: Collection[int] = (),
+    state_done: StateDone = lambda tokens, state: None,
     rows_done: RowsDone = lambda layer, keys, values, end: None,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Capture:
@@ -286,7 +285,9 @@ def capture(
         prefix: returns keys and values [Hk, >= prefix_tokens, D] of a layer; needed with `prefix_tokens`.
         prefix_queries: returns a layer's queries at positions in the prefix; needed if `positions` includes such.
         prefix_state: the state after the prefix, if layers keep one.
-        marks: numbers of tokens after which states are copied, from `prefix_tokens` on; chunks end there, too.
+        marks: numbers of tokens after which states are kept in the capture, from `prefix_tokens` on.
+        stored: numbers of tokens after which `state_done` is called with these and a copy of the states. Chunks end
+            there, and at `marks`, too.
         rows_done: called for each layer after each chunk, with the layer's keys and values [Hk, N, D] and `end`. The
             rows before `end` are final.
         progress: called with the number of tokens done after each chunk.
@@ -307,8 +308,10 @@ def capture(
     cache, states = Cache(layers=kinds.cache_layers(list(layers.values()), state)), dict[int, State]()
     if prefix_tokens in marks:
         states[prefix_tokens] = state
+    if prefix_tokens in stored:
+        state_done(prefix_tokens, state)
     with route_attention(model, recorder):
-        for start, end in _chunks(prefix_tokens, tokens, chunk_size, marks, last_alone=not prefill.exact):
+        for start, end in _chunks(prefix_tokens, tokens, chunk_size, {*marks, *stored}, last_alone=not prefill.exact):
             chunk = tokens_at(model, input_ids[start:end], start)
             try:
                 logits = model(**chunk, **with_cache(model, cache), logits_to_keep=1).logits
@@ -325,6 +328,8 @@ def capture(
                 rows_done(layer, rows.keys[0], rows.values[0], end)
             if end in marks:
                 states[end] = copied_state(cache.layers)
+            if end in stored:
+                state_done(end, copied_state(cache.layers))
             progress(end)
     return Capture(logits[0, -1].float(), states, layers, recorder)
 

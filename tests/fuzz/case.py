@@ -73,7 +73,7 @@ class Case:
         return self.tokens - self.sinks - self.tail
 
 
-LIKELY = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "phi3", "smollm3")
+LIKELY = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "phi3", "smollm3", "qwen3_next", "falcon_h1")
 ROPES = ("linear", "yarn", "llama3", "dynamic", "longrope", "longrope")
 
 
@@ -174,11 +174,14 @@ def _draw_document(random: Random, case: Case) -> Case:
 
 
 def _draw_index(random: Random, case: Case, palette: Palette) -> Case:
+    from .models import WITH_STATES
+
     tail = random.choice([2, 3, 16, 16, 33, 128])
     sinks = random.choice([1, 2, 4, 4, 10, 17, 64])
     while case.tokens <= sinks + tail + 1:
         sinks, tail = random.choice([1, 4]), random.choice([2, 16])
-    prefill = random.choice([*prefills()]) if random.random() < 0.3 else "dense"
+    sparse = random.random() < 0.3 and case.family not in WITH_STATES
+    prefill = random.choice([*prefills()]) if sparse else "dense"
     options = palette.options(random, case, prefills()[prefill])
     if prefill != "dense" and random.random() < 0.7:
         options = (*(one for one in options if one[0] != "prefill_budget"), ("prefill_budget", random.randint(8, 200)))
