@@ -10,7 +10,7 @@ import torch
 
 from sparsekv.formats.checksums import chained_block_hashes, hash_json
 from sparsekv.formats.documents.prompt import FixedPrompt
-from sparsekv.formats.errors import UsageError, WaysOut
+from sparsekv.formats.errors import WaysOut
 from sparsekv.formats.hints import add_methods_hint
 from sparsekv.formats.index.context_rows import CENTROID_FORM, with_restored_centroids
 from sparsekv.formats.index.schema import (
@@ -210,7 +210,6 @@ def build_index(
     usual = WaysOut("", "add less") if plan.growth else WaysOut()
     with ArtifactWriter(folder, force=plan.config.force, ways_out=ways_out or usual) as writer:
         build = Build(plan, split, model, tokenizer, writer, progress, team, tell)
-        _refuse_ranks(build)
         refuse_what_is_lost(build)
         build = with_lost_methods(build)
         reuse = plan_reuse(build)
@@ -224,15 +223,6 @@ def build_index(
         built = {one.work.name: stage.record(one) for one in files}
         kept = stage.keep_others(build.plan.config.methods, tell)
         return _finished(writer, _manifest(build, facts, in_order(kept | built, writer.base)))
-
-
-def _refuse_ranks(build: Build) -> None:
-    """Raise UsageError if several processes share a model with states: each would have only its heads' states."""
-    if build.plan.kinds.keeping and not build.team.starts_after_prefix:
-        raise UsageError(
-            f"with several ranks there is no index of {build.plan.loaded.name}, as it has layers with a state; leave "
-            "--gpus out"
-        )
 
 
 def _additions(build: Build) -> list[AdditionRecord]:

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.models.embedded import named_by_index, remember
 from sparsekv.formats.models.load import identify, load_model
@@ -50,10 +49,6 @@ def load_and_open(
     early = None if ranks is not None else (early or EarlyReading(artifact, device, hold=hold)).begin_loading()
     manifest = artifact.manifest
     if ranks is not None and ranks.size > 1:
-        if manifest.states:
-            raise UsageError(
-                f"several ranks cannot open {artifact.folder}, as its model has layers with a state; leave --gpus out"
-            )
         # Imported here, because it imports torch.distributed.
         from sparsekv.kernels.distributed.row_style import sum_in_one_launch
 

@@ -15,6 +15,7 @@ from support.reference import assert_close
 from support.small_index import INDEXERS, TEXT, reopen, small_plan, with_changes
 from support.tiny_models import tiny_tokenizer
 
+from sparsekv.formats.distributed.group import shares_of
 from sparsekv.formats.documents.prompt import encode_prompt
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
@@ -264,6 +265,8 @@ def test_reports_are_of_the_layers_that_attend(index: OpenIndex) -> None:
 def test_what_a_build_cannot_carry_states_through_is_refused_before_it_begins(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--prefill quoka.*has layers with a state"):
         _plan("lfm2", prefill=QuokaPrefill(prefill_budget=24))
+    with pytest.raises(UsageError, match="has layers of conv, whose states ranks cannot share; leave --gpus out"):
+        shares_of(tiny_config("lfm2"), "tiny", 2)
     with pytest.raises(UsageError, match="every layer of tiny-llama attends"):
         small_plan(checkpoints=2)
     with pytest.raises(UsageError, match="--checkpoints 0: give at least 1"):
