@@ -1,12 +1,12 @@
 """Write the files of a context layer by layer, and measure the error of dense attention that int8 storage causes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import torch
 
-from sparsekv.formats.checksums import hash_json
+from sparsekv.formats.checksums import hash_json, hash_tokens
 from sparsekv.formats.index.context_rows import FORM, Pair, context_rows
 from sparsekv.formats.index.schema import (
     CanaryToken,
@@ -127,6 +127,17 @@ def context_recipe(
         kv_dtype: the storage dtype of keys and values; None for `dtype`.
     """
     decides = {**row_settings(model, split, dtype, prefill), "ids": ids_sha256, "split": split.model_dump()}
+    return hash_json(decides if kv_dtype is None else {**decides, "kv_dtype": kv_dtype, "form": FORM})
+
+
+def state_recipe(
+    model: ModelIdentity, ids: Sequence[int], split: Split, dtype: str, prefill: PrefillRecord, kv_dtype: KVDtype | None
+) -> str:
+    """Compute the recipe of the states after the first tokens `ids` of a prompt; later tokens do not change it.
+
+    The storage dtype is part of it, because states of tokens that were appended over int8 rows follow those rows.
+    """
+    decides = {**row_settings(model, split, dtype, prefill), "state": hash_tokens(ids)}
     return hash_json(decides if kv_dtype is None else {**decides, "kv_dtype": kv_dtype, "form": FORM})
 
 

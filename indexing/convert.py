@@ -12,7 +12,7 @@ from sparsekv.formats.index.schema import TOKENS, KVDtype, KVStorage, Manifest, 
 from sparsekv.formats.index.writer import ArtifactWriter
 from sparsekv.indexing.append import cannot_write, partial_folder, stored_indexers
 from sparsekv.indexing.build import MethodStage
-from sparsekv.indexing.context_files import ContextFacts, ContextFiles, context_recipe
+from sparsekv.indexing.context_files import ContextFacts, ContextFiles, context_recipe, state_recipe
 from sparsekv.indexing.plan import Progress, birth
 from sparsekv.indexing.sampling import sample_recipe, write_sample
 
@@ -59,9 +59,10 @@ def _write_context(
     writer.write(TOKENS, artifact.tensors(TOKENS), recipe)
     names = {layer_file(part, layer) for part in ("context", "queries") for layer in manifest.attending}
     files = ContextFiles(writer, recipe, names, kv_dtype, copies=True)
+    ids, about = artifact.input_ids().tolist(), (manifest.split, manifest.dtype, manifest.prefill, kv_dtype)
     for tokens in manifest.states:
-        name = state_file(tokens)
-        writer.write(name, artifact.tensors(name), manifest.files[name].recipe, wait=False)
+        made = state_recipe(manifest.model, ids[:tokens], *about)
+        writer.write(state_file(tokens), artifact.state(tokens), made, wait=False)
     for done, (layer, facts) in enumerate(manifest.attending.items(), 1):
         files.write(layer, artifact.context(layer, device), artifact.queries(layer, device), facts)
         if (name := layer_file("samples", layer)) in manifest.files:

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from sparsekv.formats.checksums import BLOCK_TOKENS, hash_json, hash_tokens
+from sparsekv.formats.checksums import BLOCK_TOKENS, hash_tokens
 from sparsekv.formats.device import MemoryPlan, device_memory, model_bytes
 from sparsekv.formats.documents.prompt import FixedPrompt
 from sparsekv.formats.errors import UsageError
@@ -34,7 +34,7 @@ from sparsekv.formats.index.writer import HELD_BYTES, ArtifactWriter
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.models.rope import positions_of, rope_depends_on_length, stretchable
 from sparsekv.indexing.capture.team import Team
-from sparsekv.indexing.context_files import context_recipe, row_settings
+from sparsekv.indexing.context_files import context_recipe, state_recipe
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.indexers.layer_work import AHEAD
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill, prefill_name
@@ -406,8 +406,7 @@ class Build:
     def state_recipe(self, tokens: int) -> str:
         """Compute the recipe of the states after the prompt's first `tokens` tokens; later ones do not change it."""
         plan, ids = self.plan, self.plan.prompt.input_ids[:tokens].tolist()
-        settings = row_settings(self.model, self.split, plan.dtype, plan.prefill_record)
-        return hash_json({**settings, "state": hash_tokens(ids)})
+        return state_recipe(self.model, ids, self.split, plan.dtype, plan.prefill_record, plan.config.kv_dtype)
 
     @cached_property
     def earlier(self) -> EarlierIndex | None:

@@ -237,11 +237,24 @@ def test_states_stay_exact_where_rows_are_in_int8(family: str, tmp_path: Path) -
     stored = Artifact(tmp_path / "exact.skv")
     for name in ("a.skv", "b.skv"):
         index = reopen(exact, tmp_path / name)
+        again = build_index(with_changes(exact, kv_dtype="int8"), tmp_path / name)
+        assert again.uuid == index.artifact.manifest.uuid
         for tokens in stored.manifest.states:
             for tensor, expected in stored.state(tokens).items():
                 assert torch.equal(index.artifact.state(tokens)[tensor], expected)
         asked = _asked(index)
         generate(index, index.cache(CODES), asked[0], SAMPLING)
+
+
+def test_an_exact_build_takes_no_state_that_followed_rows_in_int8(tmp_path: Path) -> None:
+    folder, whole = tmp_path / "a.skv", _plan("falcon_h1", f"{TEXT[:300]}\n\n{TEXT[300:400]}")
+    plan = _plan("falcon_h1", kv_dtype="int8")
+    build_index(plan, folder)
+    _grow(folder, plan.loaded, TEXT[300:400])
+    build_index(with_changes(whole, kv_dtype="int8"), folder)
+    build_index(whole, folder)
+    build_index(whole, tmp_path / "b.skv")
+    _check_like(reopen(whole, folder), reopen(whole, tmp_path / "b.skv"))
 
 
 @pytest.mark.parametrize("index", FEW, indirect=True)
