@@ -85,6 +85,15 @@ class BuildOptions:
         ),
     ] = 128
     chunk_size: ChunkSizeOption = None
+    checkpoints: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Of a model whose layers do not all attend, also store the other ones' states after each N blocks of "
+            "256 tokens: a later version of DOC is then prefilled from the last of them before its first change. "
+            "Default: those that the index has, or none, and then it is prefilled as a whole.",
+        ),
+    ] = None
     prefill: Annotated[
         str,
         typer.Option(
@@ -133,6 +142,7 @@ class BuildOptions:
                 chunk_size=self.chunk_size,
                 kv_dtype=kv_dtype_named(self.kv_dtype),
                 rope_scaling=self.rope_scaling,
+                checkpoints=self.checkpoints,
                 force=self.force,
             ),
             model=self.model,

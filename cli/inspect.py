@@ -201,7 +201,12 @@ def _inspection(
         "versions": manifest.versions,
         "split": {**manifest.split.model_dump(), "tokens": manifest.split.tokens},
         "chat_template": manifest.prompt.chat is not None,
-        "layers": {"all": len(manifest.layers), "indexed": len(manifest.indexed_layers)},
+        "layers": {
+            "all": len(manifest.layers),
+            "indexed": len(manifest.indexed_layers),
+            "attending": list(manifest.attending),
+        },
+        "states": manifest.states,
         "bytes": sizes,
         "defaults": None if manifest.defaults is None else manifest.defaults.model_dump(),
         "methods": {

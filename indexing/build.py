@@ -14,6 +14,8 @@ from sparsekv.formats.errors import WaysOut
 from sparsekv.formats.hints import add_methods_hint
 from sparsekv.formats.index.context_rows import CENTROID_FORM, with_restored_centroids
 from sparsekv.formats.index.schema import (
+    FIRST_SCHEMA,
+    SCHEMA_VERSION,
     AdditionRecord,
     Manifest,
     MethodRecord,
@@ -26,7 +28,7 @@ from sparsekv.formats.index.schema import (
 from sparsekv.formats.index.writer import ArtifactWriter
 from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.indexing.capture.team import Alone, Team
-from sparsekv.indexing.context_files import ContextFacts
+from sparsekv.indexing.context_files import ContextFacts, listed
 from sparsekv.indexing.context_stage import build_context
 from sparsekv.indexing.existing_index import in_order, refuse_what_is_lost, tell_what_is_there, with_lost_methods
 from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, Tensors
@@ -253,8 +255,11 @@ def _says_the_same(base: Manifest, manifest: Manifest) -> bool:
 def _manifest(build: Build, facts: ContextFacts, methods: dict[str, MethodRecord]) -> Manifest:
     plan, base = build.plan, build.writer.base
     config = plan.loaded.model.config.get_text_config()
+    schema = SCHEMA_VERSION if build.marks else FIRST_SCHEMA
     return Manifest(
         **birth(),
+        schema_version=schema,
+        least_reader_version=schema,
         parent_uuid=base.uuid if base else None,
         model=build.model,
         tokenizer=build.tokenizer,
@@ -277,7 +282,7 @@ def _manifest(build: Build, facts: ContextFacts, methods: dict[str, MethodRecord
             parameters=getattr(config, "rope_parameters", None),
             max_position_embeddings=getattr(config, "max_position_embeddings", None),
         ),
-        layers=facts.layers,
+        layers=listed(facts.layers, plan.kinds.layers),
         prefill=plan.prefill_record,
         methods=methods,
         probe=facts.probe,

@@ -1,12 +1,12 @@
 """Write the files of a context layer by layer, and measure the error of dense attention that int8 storage causes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import torch
 
-from sparsekv.formats.checksums import hash_json
+from sparsekv.formats.checksums import hash_json, hash_tokens
 from sparsekv.formats.index.context_rows import FORM, Pair, context_rows
 from sparsekv.formats.index.schema import (
     CanaryToken,
@@ -73,10 +73,10 @@ Tensors = Mapping[str, torch.Tensor]
 class ContextFacts:
     """Results of a prefill other than tensors: each layer's attention settings, probe, int8 storage error and canary.
 
-    The canary is empty if an earlier version began the build.
+    `layers` has the layers that attend. The canary is empty if an earlier version began the build.
     """
 
-    layers: list[LayerFacts]
+    layers: dict[int, LayerFacts]
     probe: Probe
     storage: KVStorage | None = None
     canary: list[CanaryToken] = field(default_factory=list)
@@ -84,16 +84,21 @@ class ContextFacts:
     @property
     def indexed_layers(self) -> list[int]:
         """Indices of the layers with full attention; layers with a sliding window are not indexed and stay dense."""
-        return [number for number, layer in enumerate(self.layers) if layer.sliding_window is None]
+        return [number for number, layer in self.layers.items() if layer.sliding_window is None]
 
     def note(self) -> dict[str, object]:
         """Convert the facts to JSON values, which a resumed build reads with `facts_from_note`."""
         return {
-            "layers": [layer.model_dump() for layer in self.layers],
+            "layers": [layer and layer.model_dump() for layer in listed(self.layers)],
             "probe": self.probe.model_dump(),
             "canary": [token.model_dump() for token in self.canary],
             "kv_storage": None if self.storage is None else self.storage.model_dump(),
         }
+
+
+def listed(layers: Mapping[int, LayerFacts], count: int | None = None) -> list[LayerFacts | None]:
+    """Return the facts of `count` layers, by default up to the last that attends; None for one that does not."""
+    return [layers.get(layer) for layer in range(1 + max(layers) if count is None else count)]
 
 
 def facts_from_note(note: object) -> ContextFacts | None:
@@ -101,7 +106,9 @@ def facts_from_note(note: object) -> ContextFacts | None:
     if not isinstance(note, dict):
         return None
     try:
-        layers = [LayerFacts.model_validate(layer) for layer in note["layers"]]
+        layers = {
+            number: LayerFacts.model_validate(layer) for number, layer in enumerate(note["layers"]) if layer is not None
+        }
         # Notes that earlier versions wrote may lack the storage error or the canary.
         storage = note.get("kv_storage")
         storage = None if storage is None else KVStorage.model_validate(storage)
@@ -120,6 +127,17 @@ def context_recipe(
         kv_dtype: the storage dtype of keys and values; None for `dtype`.
     """
     decides = {**row_settings(model, split, dtype, prefill), "ids": ids_sha256, "split": split.model_dump()}
+    return hash_json(decides if kv_dtype is None else {**decides, "kv_dtype": kv_dtype, "form": FORM})
+
+
+def state_recipe(
+    model: ModelIdentity, ids: Sequence[int], split: Split, dtype: str, prefill: PrefillRecord, kv_dtype: KVDtype | None
+) -> str:
+    """Compute the recipe of the states after the first tokens `ids` of a prompt; later tokens do not change it.
+
+    The storage dtype is part of it, because states of tokens that were appended over int8 rows follow those rows.
+    """
+    decides = {**row_settings(model, split, dtype, prefill), "state": hash_tokens(ids)}
     return hash_json(decides if kv_dtype is None else {**decides, "kv_dtype": kv_dtype, "form": FORM})
 
 

@@ -11,16 +11,24 @@ from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.index.context_rows import Pair, context_rows
 from sparsekv.formats.index.context_rows import row_bytes as int8_row_bytes
 from sparsekv.formats.index.manifest import REBUILD
-from sparsekv.formats.index.schema import TOKENS, CanaryToken, LayerFacts, Probe, layer_file
+from sparsekv.formats.index.schema import TOKENS, CanaryToken, LayerFacts, Probe, layer_file, state_file
 from sparsekv.indexing.capture.canary import TOKENS as FIRST_TOKENS
-from sparsekv.indexing.capture.canary import canary_positions, compare_canary, judge_canary, preflight, run_canary
-from sparsekv.indexing.capture.capture import RowsDone, TakenOver, capture, rows_as_stored
+from sparsekv.indexing.capture.canary import (
+    canary_positions,
+    canary_runs,
+    compare_canary,
+    judge_canary,
+    preflight,
+    run_canary,
+)
+from sparsekv.indexing.capture.capture import RowsDone, TakenOver, capture, is_finite, rows_as_stored
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.capture.team import Captured, MeasureRotations, RunCanary, RunPrompt, SharedRows, TryModel
 from sparsekv.indexing.context_files import ContextFacts, ContextFiles
 from sparsekv.indexing.plan import Build, tell_memory
 from sparsekv.indexing.reuse import ReusePlan, reused_rows
 from sparsekv.indexing.sampling import prefix_queries, write_sample
+from sparsekv.kernels.common.states import State
 
 
 def early_rows(build: Build, missing: AbstractSet[str]) -> tuple[RowsDone, SharedRows | None]:
@@ -33,8 +41,8 @@ def early_rows(build: Build, missing: AbstractSet[str]) -> tuple[RowsDone, Share
     Raises:
         ArtifactError: the files cannot be written.
     """
-    files = [layer_file("context", layer) for layer in range(build.plan.num_hidden_layers)]
-    names = [name for name in files if name in missing]
+    files = {layer: layer_file("context", layer) for layer in build.plan.kinds.attending}
+    names = [name for name in files.values() if name in missing]
 
     def rows_done(layer: int, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
         if (name := files[layer]) in missing:
@@ -83,14 +91,15 @@ def _with_canary(build: Build, facts: ContextFacts) -> ContextFacts:
         SparsekvError: the model's own attention over the stored rows differs from ours.
     """
     model, ids = build.plan.loaded.model, build.plan.prompt.input_ids
-    if facts.canary or len(canary_positions(model, len(ids))) == 1 or not build.team.starts_after_prefix:
+    complete = facts.canary or len(canary_positions(model, len(ids))) == 1 or build.plan.kinds.keeping
+    if complete or not build.team.starts_after_prefix:
         return facts
 
     def rows(layer: int) -> Pair:
         stored = build.writer.read(layer_file("context", layer), model.device)
         return context_rows(stored, model.dtype).part(slice(None))
 
-    canary, probe = judge_canary(run_canary(model, ids, rows), model.dtype, build.plan.loaded.name)
+    canary, probe = judge_canary(run_canary(model, ids, rows, {}), model.dtype, build.plan.loaded.name)
     storage = facts.storage and facts.storage.model_copy(update={"exact_probe": False})
     return replace(facts, canary=canary, probe=probe, storage=storage)
 
@@ -127,11 +136,11 @@ class ContextStage:
             writer.note(recipe, facts.note())
         if TOKENS in reuse.missing:
             writer.write(TOKENS, {"input_ids": self.input_ids}, recipe)
-        for layer, of_layer in enumerate(facts.layers):
+        for done, (layer, of_layer) in enumerate(facts.layers.items(), 1):
             queries = files.take(captured, layer, of_layer)
             if queries.sample is not None and len(reuse.positions):
                 write_sample(writer, layer, queries.sample, reuse.positions, reuse.sample_recipe)
-            build.progress("write context", layer + 1, len(facts.layers))
+            build.progress("write context", done, len(facts.layers))
         if kv_dtype is not None and known is None:
             # The storage error is complete only now: it is measured as each layer's rows are quantised and written.
             storage = files.storage(build.ids_sha256, build.split.tokens, exact_probe=False)
@@ -151,9 +160,9 @@ class ContextStage:
         first = self.input_ids[:FIRST_TOKENS]
         self.build.team.begin(MeasureRotations(first))
         rotations = measure_rotations(self.model, first)
-        kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or ["full_attention"] * len(rotations)
-        for kind, rope in zip(kinds, rotations, strict=True):
-            for indexer in indexers if kind != "sliding_attention" else ():
+        kinds = getattr(self.model.config.get_text_config(), "layer_types", None)
+        for layer, rope in rotations.items():
+            for indexer in indexers if kinds is None or kinds[layer] != "sliding_attention" else ():
                 indexer.check_rope(rope)
 
     def _capture(self, rows_done: RowsDone) -> Captured:
@@ -169,18 +178,33 @@ class ContextStage:
         queries = None
         if len(known) and build.earlier is not None:
             queries = prefix_queries(self.plan, build.earlier, known, self._prefix_rows)
+        prefix_state = None
+        if build.plan.kinds.keeping:
+            if build.earlier is not None and reuse.prefix_tokens:
+                prefix_state = build.earlier.state(reuse.prefix_tokens)
+            before = (first for first, _ in canary_runs(self.model, len(self.input_ids), reuse.prefix_tokens))
+            options["marks"] = {*before}
+            options["stored"] = {tokens for tokens in build.marks if state_file(tokens) in reuse.missing}
         build.team.begin(RunPrompt(self.input_ids, options))
         own = capture(
             self.model,
             self.input_ids,
             **options,
             prefix_tokens=reuse.prefix_tokens,
+            prefix_state=prefix_state,
+            state_done=self._write_state,
             prefix=self._prefix_rows,
             prefix_queries=queries,
             rows_done=rows_done,
             progress=lambda done: build.progress("prefill", done, len(self.input_ids)),
         )
         return build.team.whole(own)
+
+    def _write_state(self, tokens: int, state: State) -> None:
+        """Write the states after some tokens while later ones are prefilled, so that few are in memory at a time."""
+        if not all(is_finite(tensor) for tensor in state.values()):
+            raise SparsekvError(f"states after {tokens:,} tokens are not finite in {self.plan.dtype}; {self._remedy()}")
+        self.writer.write(state_file(tokens), state, self.build.state_recipe(tokens))
 
     def _prefix_rows(self, layer: int) -> Pair:
         assert self.build.earlier is not None
@@ -191,9 +215,9 @@ class ContextStage:
         # Measured after the prefill, when length-dependent RoPE frequencies are those of the whole prompt.
         self.build.team.begin(MeasureRotations(self.input_ids))
         rotations = measure_rotations(self.model, self.input_ids)
-        layers: list[LayerFacts] = [
-            captured.facts(layer).model_copy(update={"rope": rope}) for layer, rope in enumerate(rotations)
-        ]
+        layers: dict[int, LayerFacts] = {
+            layer: captured.facts(layer).model_copy(update={"rope": rope}) for layer, rope in rotations.items()
+        }
         return ContextFacts(layers, probe, canary=canary)
 
     def _canary(self, captured: Captured, taken: TakenOver | None) -> tuple[list[CanaryToken], Probe]:
@@ -205,7 +229,7 @@ class ContextStage:
         kv_dtype = self.plan.config.kv_dtype
         self.build.team.begin(RunCanary(self.input_ids, kv_dtype))
         rows = partial(rows_as_stored, captured.rows, kv_dtype=kv_dtype, taken=taken)
-        runs = run_canary(self.model, self.input_ids, rows)
+        runs = run_canary(self.model, self.input_ids, rows, captured.states, self.reuse.prefix_tokens)
         return judge_canary(runs, self.model.dtype, self.plan.loaded.name)
 
     def _remedy(self) -> str:
@@ -223,7 +247,8 @@ class ContextStage:
         keys and values of all layers, and the files of methods with a `bytes_per_token`.
         """
         split, config = self.build.split, self.model.config.get_text_config()
-        missing = sum(layer_file("context", layer) in self.reuse.missing for layer in range(config.num_hidden_layers))
+        layers = self.plan.kinds.attending
+        missing = sum(layer_file("context", layer) in self.reuse.missing for layer in layers)
         head_dim = self.plan.head_dim
         row = head_dim * self.model.dtype.itemsize
         stored = row if self.plan.config.kv_dtype is None else int8_row_bytes(head_dim)
@@ -231,4 +256,4 @@ class ContextStage:
         samples = row * config.num_attention_heads * len(self.reuse.positions)
         tables = sum(indexer.bytes_per_token(head_dim) for indexer in self.plan.config.methods.values())
         methods = tables * config.num_key_value_heads * split.middle
-        return int(2 * stored * rows * missing + (0.2 * row * rows + samples + methods) * config.num_hidden_layers)
+        return int(2 * stored * rows * missing + (0.2 * row * rows + samples + methods) * len(layers))

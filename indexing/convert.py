@@ -8,11 +8,11 @@ from sparsekv.formats.errors import WaysOut
 from sparsekv.formats.index.context_rows import row_bytes
 from sparsekv.formats.index.folder import Folder, mark
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.formats.index.schema import TOKENS, KVDtype, KVStorage, Manifest, MethodRecord, layer_file
+from sparsekv.formats.index.schema import TOKENS, KVDtype, KVStorage, Manifest, MethodRecord, layer_file, state_file
 from sparsekv.formats.index.writer import ArtifactWriter
 from sparsekv.indexing.append import cannot_write, partial_folder, stored_indexers
 from sparsekv.indexing.build import MethodStage
-from sparsekv.indexing.context_files import ContextFacts, ContextFiles, context_recipe
+from sparsekv.indexing.context_files import ContextFacts, ContextFiles, context_recipe, state_recipe
 from sparsekv.indexing.plan import Progress, birth
 from sparsekv.indexing.sampling import sample_recipe, write_sample
 
@@ -42,7 +42,7 @@ def convert_index(
             with ArtifactWriter(unfinished, ways_out=WaysOut(less="")) as writer:
                 writer.need_space(_bytes(artifact.manifest))
                 storage = _write_context(artifact, kv_dtype, writer, device, progress)
-                facts = ContextFacts(artifact.manifest.layers, artifact.manifest.probe, storage)
+                facts = ContextFacts(artifact.manifest.attending, artifact.manifest.probe, storage)
                 stage = MethodStage(artifact.manifest.split, artifact.manifest.dtype, device, writer, facts, progress)
                 methods = {name: stage.build(name, indexer) for name, indexer in indexers.items()}
                 return writer.finish(_manifest(artifact.manifest, storage, methods))
@@ -57,15 +57,19 @@ def _write_context(
     ids_sha256 = manifest.prompt.ids_sha256
     recipe = context_recipe(manifest.model, ids_sha256, manifest.split, manifest.dtype, manifest.prefill, kv_dtype)
     writer.write(TOKENS, artifact.tensors(TOKENS), recipe)
-    names = {layer_file(part, layer) for part in ("context", "queries") for layer in range(len(manifest.layers))}
+    names = {layer_file(part, layer) for part in ("context", "queries") for layer in manifest.attending}
     files = ContextFiles(writer, recipe, names, kv_dtype, copies=True)
-    for layer, facts in enumerate(manifest.layers):
+    ids, about = artifact.input_ids().tolist(), (manifest.split, manifest.dtype, manifest.prefill, kv_dtype)
+    for tokens in manifest.states:
+        made = state_recipe(manifest.model, ids[:tokens], *about)
+        writer.write(state_file(tokens), artifact.state(tokens), made, wait=False)
+    for done, (layer, facts) in enumerate(manifest.attending.items(), 1):
         files.write(layer, artifact.context(layer, device), artifact.queries(layer, device), facts)
         if (name := layer_file("samples", layer)) in manifest.files:
             sample = artifact.tensors(name)
             positions = sample["positions"].long()
             write_sample(writer, layer, sample["queries"], positions, sample_recipe(recipe, positions))
-        progress("write context", layer + 1, len(manifest.layers))
+        progress("write context", done, len(manifest.attending))
     storage = files.storage(ids_sha256, manifest.split.tokens, exact_probe=True)
     assert storage is not None
     return storage
@@ -79,7 +83,7 @@ def _manifest(old: Manifest, storage: KVStorage, methods: dict[str, MethodRecord
 
 def _bytes(manifest: Manifest) -> int:
     """Estimate the new index's size on disk. Files other than keys and values are at most as large as before."""
-    context = [manifest.files[layer_file("context", layer)] for layer in range(len(manifest.layers))]
+    context = [manifest.files[layer_file("context", layer)] for layer in manifest.attending]
     shapes = [record.tensors["keys"].shape for record in context]
     stored = sum(2 * row_bytes(channels) * heads * tokens for heads, tokens, channels in shapes)
     others = sum(record.bytes for record in manifest.files.values()) - sum(record.bytes for record in context)

@@ -94,8 +94,8 @@ def _keep_others(build: Build, base: Manifest) -> None:
     plan, folder = build.plan, build.writer.folder
     if base.model.weights_hash != build.model.weights_hash:
         raise ArtifactError(f"{folder} is an index for another model, {base.model.id}; {WAYS_OUT}")
-    if len(base.layers) != plan.num_hidden_layers:
-        has = f"{len(base.layers)} layers, and its model {plan.num_hidden_layers}"
+    if len(base.layers) != plan.kinds.layers:
+        has = f"{len(base.layers)} layers, and its model {plan.kinds.layers}"
         raise ArtifactError(f"the manifest of {folder} contradicts itself: it has {has}; {REBUILD}")
     if base.prompt.text_sha256 == plan.prompt.text_sha256:
         return

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from sparsekv.formats.checksums import hash_tokens
+from sparsekv.formats.checksums import BLOCK_TOKENS, hash_tokens
 from sparsekv.formats.device import MemoryPlan, device_memory, model_bytes
 from sparsekv.formats.documents.prompt import FixedPrompt
 from sparsekv.formats.errors import UsageError
@@ -27,16 +27,18 @@ from sparsekv.formats.index.schema import (
     Split,
     TokenizerIdentity,
     layer_file,
+    state_file,
     stored_parameters,
 )
 from sparsekv.formats.index.writer import HELD_BYTES, ArtifactWriter
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.models.rope import positions_of, rope_depends_on_length, stretchable
 from sparsekv.indexing.capture.team import Team
-from sparsekv.indexing.context_files import context_recipe
+from sparsekv.indexing.context_files import context_recipe, state_recipe
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.indexers.layer_work import AHEAD
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill, prefill_name
+from sparsekv.kernels.common.states import ATTENDING, BOTH, KEEPING, NEITHER, LayerKinds, layer_kinds
 
 
 def birth() -> dict[str, Any]:
@@ -76,6 +78,10 @@ class EarlierIndex:
         """Read keys and values [Hk, tokens, D] of a layer's first tokens, in the model's dtype."""
         return context_rows(self.read(layer_file("context", layer)), self._dtype).part(slice(tokens))
 
+    def state(self, tokens: int) -> dict[str, torch.Tensor]:
+        """Read the states after the first `tokens` tokens."""
+        return self.read(state_file(tokens))
+
     def query_positions(self) -> torch.Tensor:
         """Return the ascending positions [P] of stored queries: the sample's, between sinks and tail, then the tail's.
 
@@ -102,7 +108,7 @@ class EarlierIndex:
 
     def is_finite(self, tokens: int) -> bool:
         """Whether the keys and values of the first tokens and the sampled queries are finite, in all layers."""
-        for layer in range(len(self.manifest.layers)):
+        for layer in self.manifest.attending:
             tensors = list(self.rows(layer, tokens))
             if (name := layer_file("samples", layer)) in self.manifest.files:
                 tensors.append(self.read(name)["queries"])
@@ -120,8 +126,7 @@ class EarlierIndex:
 Progress = Callable[[str, int, int], None]
 
 CHUNK, CHUNK_ON_A_CPU, CHUNK_ON_A_GPU = 512, 2048, 8192
-LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
-"""Layer types of transformers that attend to all tokens or to a sliding window."""
+LAYERS = ATTENDING | KEEPING | BOTH | NEITHER
 MOST_CHUNKS = 2  # a chunk grows with the GPUs up to this factor: more were not measured, and each GPU holds the hidden
 # states of all tokens of a chunk
 
@@ -158,6 +163,8 @@ class BuildConfig:
         chunk_size: tokens per forward pass; None for as many as keep the device busy.
         kv_dtype: storage dtype of keys and values; None for the model's dtype.
         rope_scaling: the RoPE scaling of the model, which the manifest records.
+        checkpoints: the states of layers that keep one are stored after each `checkpoints` blocks of 256 tokens; None
+            for as many as the index in the folder has, or only those that every index needs.
         force: replace the index in the folder, and reuse nothing of it.
 
     Raises:
@@ -171,6 +178,7 @@ class BuildConfig:
     chunk_size: int | None = None
     kv_dtype: KVDtype | None = None
     rope_scaling: str | None = None
+    checkpoints: int | None = None
     force: bool = False
 
     def __post_init__(self) -> None:
@@ -178,6 +186,8 @@ class BuildConfig:
             raise UsageError(f"--sinks {self.sinks} --tail {self.tail}: give at least 1 sink and 2 tail tokens")
         if self.chunk_size is not None and self.chunk_size < 1:
             raise UsageError(f"--chunk-size {self.chunk_size}: give at least 1")
+        if self.checkpoints is not None and self.checkpoints < 1:
+            raise UsageError(f"--checkpoints {self.checkpoints}: give at least 1")
 
 
 def config_of(manifest: Manifest, methods: dict[str, Indexer], prefill: Prefill, chunk_size: int | None) -> BuildConfig:
@@ -191,6 +201,22 @@ def config_of(manifest: Manifest, methods: dict[str, Indexer], prefill: Prefill,
         kv_dtype=None if manifest.kv_storage is None else manifest.kv_storage.dtype,
         rope_scaling=manifest.rope.scaling,
     )
+
+
+def stored_checkpoints(manifest: Manifest) -> int | None:
+    """Return the number of blocks between an index's checkpoints; None if it has none."""
+    needed = needed_states(manifest.split)
+    kept = [tokens for tokens in manifest.states if tokens not in needed and not tokens % BLOCK_TOKENS]
+    return min(kept) // BLOCK_TOKENS if kept else None
+
+
+def needed_states(split: Split) -> set[int]:
+    """Return the numbers of tokens after which every index stores the states of layers that keep one.
+
+    An answer follows all tokens, and the probe all but the last. An append begins with the old tail, whose queries it
+    needs.
+    """
+    return {split.sinks + split.middle, split.tokens - 1, split.tokens}
 
 
 @dataclass(frozen=True)
@@ -228,12 +254,35 @@ class BuildPlan:
         config = self.loaded.model.config.get_text_config()
         if others := sorted(set(getattr(config, "layer_types", None) or ()) - LAYERS):
             told = f"{self.loaded.name} has layers of {', '.join(others)}"
-            raise UsageError(f"{told}; an index is of full attention, and of a sliding window's: choose another model")
+            raise UsageError(f"{told}, which no index follows: choose another model")
+        if not self.kinds.attending:
+            raise UsageError(f"{self.loaded.name} has no layer that attends: choose another model")
         parameters = getattr(config, "rope_parameters", None)
+        self._check_states(rope_depends_on_length(parameters))
         if not self.config.prefill.exact and rope_depends_on_length(parameters):
             raise UsageError(
                 f"--prefill {prefill_name(self.config.prefill)}: {self.loaded.name} turns keys by the prompt's length, "
                 "so that it has to be run at once; leave the option out"
+            )
+
+    def _check_states(self, by_length: bool) -> None:
+        """Raise UsageError if layers keep a state that this build could not carry along."""
+        config, name = self.config, self.loaded.name
+        if not self.kinds.keeping:
+            if config.checkpoints:
+                raise UsageError(
+                    f"--checkpoints {config.checkpoints}: every layer of {name} attends, so that there is no state to "
+                    "keep; leave the option out"
+                )
+            return
+        if not config.prefill.exact:
+            raise UsageError(
+                f"--prefill {prefill_name(config.prefill)}: {name} has layers with a state, which would follow hidden "
+                "states that are only near the model's own; leave the option out"
+            )
+        if by_length:
+            raise UsageError(
+                f"{name} has layers with a state, and turns keys by the prompt's length: choose another model"
             )
 
     def _check_heads(self) -> None:
@@ -271,8 +320,8 @@ class BuildPlan:
         return str(self.loaded.model.dtype).removeprefix("torch.")
 
     @property
-    def num_hidden_layers(self) -> int:
-        return int(self.loaded.model.config.get_text_config().num_hidden_layers)
+    def kinds(self) -> LayerKinds:
+        return layer_kinds(self.loaded.model.config)
 
     @property
     def head_dim(self) -> int:
@@ -344,6 +393,22 @@ class Build:
         )
 
     @cached_property
+    def marks(self) -> list[int]:
+        """Ascending numbers of tokens after which states are stored; none if no layer keeps one."""
+        if not self.plan.kinds.keeping:
+            return []
+        base, config = self.writer.base, self.plan.config
+        kept = None if base is None or config.force else stored_checkpoints(base)
+        step = (config.checkpoints or kept or 0) * BLOCK_TOKENS
+        checkpoints = range(step, self.split.tokens, step) if step else ()
+        return sorted({*needed_states(self.split), *checkpoints})
+
+    def state_recipe(self, tokens: int) -> str:
+        """Compute the recipe of the states after the prompt's first `tokens` tokens; later ones do not change it."""
+        plan, ids = self.plan, self.plan.prompt.input_ids[:tokens].tolist()
+        return state_recipe(self.model, ids, self.split, plan.dtype, plan.prefill_record, plan.config.kv_dtype)
+
+    @cached_property
     def earlier(self) -> EarlierIndex | None:
         """The finished index in the folder, if there is one."""
         return None if self.writer.base is None else EarlierIndex(self.writer, self.plan.loaded.model)
@@ -365,7 +430,7 @@ def plan_memory(plan: BuildPlan, sampled: int) -> MemoryPlan:
     """
     model = plan.loaded.model
     config = model.config.get_text_config()
-    layers, tokens, size = config.num_hidden_layers, plan.split().tokens, model.dtype.itemsize
+    layers, tokens, size = len(plan.kinds.attending), plan.split().tokens, model.dtype.itemsize
     layer = 2 * config.num_key_value_heads * plan.head_dim * tokens * size
     queries = config.num_attention_heads * plan.head_dim * sampled * size
     # A mixture of experts may have no such field; the default suffices, because activations are a small part.

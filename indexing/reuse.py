@@ -7,11 +7,11 @@ import torch
 
 from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens
 from sparsekv.formats.index.layout import in_this_form
-from sparsekv.formats.index.schema import TOKENS, Manifest, layer_file
+from sparsekv.formats.index.schema import TOKENS, Manifest, layer_file, state_file, state_tokens
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.indexing.capture.capture import TakenOver
 from sparsekv.indexing.context_files import ContextFacts, facts_from_note, row_settings
-from sparsekv.indexing.plan import Build
+from sparsekv.indexing.plan import Build, EarlierIndex
 from sparsekv.indexing.sampling import sample_positions, sample_recipe, sample_size
 
 LEAST_SHARE = 0.5
@@ -47,9 +47,12 @@ class ReusePlan:
 
 def plan_reuse(build: Build) -> ReusePlan:
     """Decide what a build reuses, and record the reused files in the build's journal."""
-    recipe, layers = build.context_recipe, range(build.plan.num_hidden_layers)
-    names = [TOKENS, *(layer_file(folder, layer) for layer in layers for folder in ("context", "queries"))]
-    missing = {name for name in names if not build.writer.reuse(name, recipe)}
+    recipe, layers = build.context_recipe, build.plan.kinds.attending
+    recipes = dict.fromkeys(
+        [TOKENS, *(layer_file(of, layer) for layer in layers for of in ("context", "queries"))], recipe
+    )
+    recipes |= {state_file(tokens): build.state_recipe(tokens) for tokens in build.marks}
+    missing = {name for name, recipe in recipes.items() if not build.writer.reuse(name, recipe)}
     facts = _known_facts(build)
     positions = sample_positions(build.split, sample_size(build.plan))
     sampled = sample_recipe(recipe, positions)
@@ -57,7 +60,7 @@ def plan_reuse(build: Build) -> ReusePlan:
     earlier = build.earlier
     # If only queries are missing, they are computed from the rows of this prompt in the earlier index.
     needed = not has_samples or (earlier is not None and earlier.manifest.prompt.ids_sha256 != build.ids_sha256)
-    prefix = shared_prefix(build, positions) if needed else 0
+    prefix = shared_prefix(build, positions, missing) if needed else 0
     return ReusePlan(missing, facts, positions, sampled, has_samples, prefix)
 
 
@@ -71,7 +74,7 @@ def reused_rows(build: Build, prefix_tokens: int) -> TakenOver | None:
     )
 
 
-def shared_prefix(build: Build, positions: torch.Tensor) -> int:
+def shared_prefix(build: Build, positions: torch.Tensor, missing: AbstractSet[str]) -> int:
     """Return the number of leading tokens whose rows are taken from the index in the folder instead of a prefill.
 
     The index must have these rows from the same model, dtype and prefill.
@@ -79,7 +82,9 @@ def shared_prefix(build: Build, positions: torch.Tensor) -> int:
     Args:
         positions: [P], ascending, positions whose queries are needed. A query that the index lacks is computed from the
             rows before it. After a sparse prefill, or if the model scales queries by the cache's length, it cannot be,
-            and the prefix ends at that position.
+            and the prefix ends at that position. So it does if layers keep a state, and then it also ends where the
+            index has the state.
+        missing: names of the files to write, states among them.
     """
     earlier, plan = build.earlier, build.plan
     if earlier is None or plan.config.force or not build.team.starts_after_prefix or not _fits(build, earlier.manifest):
@@ -87,8 +92,10 @@ def shared_prefix(build: Build, positions: torch.Tensor) -> int:
     base = earlier.manifest
     if base.kv_storage is not None and base.kv_storage.measured_tokens < len(plan.prompt.input_ids) * LEAST_SHARE:
         return 0
-    if not earlier.are_whole(layer_file("context", layer) for layer in range(len(base.layers))):
+    if not earlier.are_whole(layer_file("context", layer) for layer in base.attending):
         return 0
+    if plan.kinds.keeping:
+        return _last_shared_state(build, earlier, positions, missing)
     chain = chained_block_hashes(plan.prompt.input_ids.tolist())
     # Queries are stored for the old tail, which the edit may have moved, so the new tail is prefilled again.
     shared = min(common_prefix_tokens(base.prompt.block_hashes, chain), build.split.sinks + build.split.middle)
@@ -103,6 +110,22 @@ def shared_prefix(build: Build, positions: torch.Tensor) -> int:
     # Rows of a sparse prefill depend on the chunk boundaries, so the prefix ends after a chunk that is complete in both
     # prompts. The index's last token is in no chunk, because it ran alone with dense attention.
     return min(shared, base.split.tokens - 1) // plan.chunk_size * plan.chunk_size
+
+
+def _last_shared_state(build: Build, earlier: EarlierIndex, positions: torch.Tensor, missing: AbstractSet[str]) -> int:
+    """Return the largest number of tokens that both prompts begin with and after which the index has the state.
+
+    The tokens behind it are prefilled again. They include all those whose queries or states the index lacks.
+    """
+    most = [build.split.sinks + build.split.middle]
+    most += positions[~torch.isin(positions, earlier.query_positions())][:1].tolist()
+    most += [tokens for name in missing if (tokens := state_tokens(name)) is not None]
+    for tokens in reversed(earlier.manifest.states):
+        name = state_file(tokens)
+        same = tokens <= min(most) and earlier.manifest.files[name].recipe == build.state_recipe(tokens)
+        if same and earlier.are_whole([name]):
+            return tokens
+    return 0
 
 
 def _fits(build: Build, base: Manifest) -> bool:
@@ -129,11 +152,11 @@ def _continues_int8(build: Build, base: Manifest) -> bool:
 
 def _known_facts(build: Build) -> ContextFacts | None:
     noted = facts_from_note(build.writer.notes.get(build.context_recipe))
-    if noted and len(noted.layers) == build.plan.num_hidden_layers:
+    if noted and tuple(noted.layers) == build.plan.kinds.attending:
         return noted
     base = build.writer.base
     if base and base.files[TOKENS].recipe == build.context_recipe:
-        return ContextFacts(base.layers, base.probe, base.kv_storage, base.canary)
+        return ContextFacts(base.attending, base.probe, base.kv_storage, base.canary)
     return None
 
 

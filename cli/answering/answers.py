@@ -121,8 +121,9 @@ def _fitting(session: Session, answer_tokens: int) -> int:
         return most
     rows = [one for layer in session.cache.stored_layers for one in (layer.keys, layer.values) if one is not None]
     token = sum(one.shape[0] * one.shape[2] * one.element_size() for one in rows)
+    state = 2 * sum(one.nbytes for one in session.cache.live_states().values())  # a step copies its sequences' states
     free = torch.cuda.mem_get_info(device)[0]
-    return min(most, int(SHARE_OF_FREE * free) // (2 * token * (QUESTION_ROWS + answer_tokens)))
+    return min(most, int(SHARE_OF_FREE * free) // (state + 2 * token * (QUESTION_ROWS + answer_tokens)))
 
 
 @dataclass(frozen=True)

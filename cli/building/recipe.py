@@ -313,6 +313,7 @@ def index_by_ranks(ranks: "Ranks", recipe: BuildRecipe, target: Target, show: Pr
 
 FIXED = (
     *("output", "max_tokens", "sinks", "tail", "prefill", "rope_scaling", "raw", "special_tokens", "force"),
+    "checkpoints",
     *("kv_dtype", "weights", "ray", "workers", "from_file", "encoding"),
 )
 """Options that determine how a document becomes an index. They cannot change when methods are added to an index."""

@@ -20,9 +20,10 @@ def stored_line(manifest: Manifest) -> str | None:
     storage = manifest.kv_storage
     if storage is None:
         return None
+    worst = list(manifest.attending)[storage.worst]
     line = (
         f"Keys and values are stored in {storage.dtype}: dense attention over them has an output error of "
-        f"{storage.error:.4f} against the exact ones ({max(storage.errors):.4f} in layer {storage.worst}, its largest)"
+        f"{storage.error:.4f} against the exact ones ({max(storage.errors):.4f} in layer {worst}, its largest)"
     )
     if storage.measured_ids == manifest.prompt.ids_sha256:
         return f"{line}."

@@ -88,12 +88,17 @@ def _facts(inspection: dict[str, Any]) -> Table:
     facts = {
         "index": f"{inspection['index']} (built {inspection['created']})",
         "model": f"{inspection['model']['id']}, {inspection['dtype']}" + _weights(inspection["model"]["weights"]),
-        **({} if inspection["kv_storage"] is None else {"keys and values": _storage(inspection["kv_storage"])}),
+        **(
+            {}
+            if inspection["kv_storage"] is None
+            else {"keys and values": _storage(inspection["kv_storage"], layers["attending"])}
+        ),
         "rope": str(inspection["rope"]["scaling"] or "as the model has it"),
         "tokens": f"{split['tokens']:,}: {split['sinks']} sinks, {split['middle']:,} indexed, {split['tail']} tail",
         "chat template": "around document and question" if inspection["chat_template"] else "none (--raw)",
         **({} if inspection["prefill"]["exact"] else {"prefill": inspection["prefill"]["kind"]}),
         "layers": f"{layers['all']}, {layers['indexed']} of them indexed",
+        **({"states": _states(inspection)} if inspection["states"] else {}),
         "size": f"{sum(sizes.values()) / 1e6:,.1f} MB: "
         + ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in sizes.items()),
         "sha256": "every file is right" if inspection["verified"] else "not rechecked (--verify)",
@@ -105,12 +110,20 @@ def _facts(inspection: dict[str, Any]) -> Table:
     return table
 
 
-def _storage(storage: dict[str, Any]) -> str:
-    """Describe the int8 storage of keys and values in one line."""
+def _states(inspection: dict[str, Any]) -> str:
+    """Describe where states of the layers that keep one are stored, and their size, in one line."""
+    places = inspection["states"]
+    each = inspection["bytes"]["states"] / len(places) / 1e6
+    return f"{each:,.2f} MB after each of {', '.join(f'{tokens:,}' for tokens in places)} tokens"
+
+
+def _storage(storage: dict[str, Any], layers: list[int]) -> str:
+    """Describe the int8 storage of the keys and values of layers in one line."""
     errors = storage["layers"]
+    worst = layers[errors.index(max(errors))]
     return (
         f"in {storage['dtype']}: output error of dense attention {storage['error']:.4f}, "
-        f"{max(errors):.4f} in layer {errors.index(max(errors))}, measured on {storage['measured_tokens']:,} tokens"
+        f"{max(errors):.4f} in layer {worst}, measured on {storage['measured_tokens']:,} tokens"
     )
 
 

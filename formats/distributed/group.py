@@ -39,6 +39,10 @@ class Channel:
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")  # projections whose output is keys, or includes them
 
 
+WITH_STATES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+"""Layer types of transformers with a state, of which a rank would have that of its own heads."""
+
+
 def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConfig:
     """Choose how transformers splits a model over `size` ranks.
 
@@ -46,10 +50,14 @@ def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConf
     weights.
 
     Raises:
-        UsageError: transformers has no plan for the model, or its heads or experts cannot be divided evenly. Without
-            this check, transformers would fail in the middle of a forward pass.
+        UsageError: layers keep a state, or transformers has no plan for the model, or its heads or experts cannot be
+            divided evenly. Without this check, transformers would fail in the middle of a forward pass.
     """
     text: Any = config.get_text_config()
+    if keeping := sorted(WITH_STATES & {*(getattr(text, "layer_types", None) or ())}):
+        raise UsageError(
+            f"model '{name}' has layers of {', '.join(keeping)}, whose states ranks cannot share; leave --gpus out"
+        )
     plan, experts = text.base_model_tp_plan or {}, text.base_model_ep_plan or {}
     if plan:
         heads = text.num_key_value_heads

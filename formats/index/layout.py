@@ -10,7 +10,16 @@ from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.index import context_rows
 from sparsekv.formats.index.context_rows import CENTROID_NAMES, bounds, numbers_of
 from sparsekv.formats.index.manifest import REBUILD
-from sparsekv.formats.index.schema import TOKENS, FileRecord, Manifest, Split, TensorRecord, layer_file
+from sparsekv.formats.index.schema import (
+    TOKENS,
+    FileRecord,
+    LayerFacts,
+    Manifest,
+    Split,
+    TensorRecord,
+    layer_file,
+    state_file,
+)
 
 Tensors = dict[str, torch.Tensor]
 IN_EVERY = {"value_centroids", "lookup_centroids"}
@@ -235,13 +244,13 @@ def in_this_form(manifest: Manifest) -> bool:
 
     In an older int8 format, 64 tokens shared scales.
     """
-    first = manifest.files[layer_file("context", 0)]
+    first = manifest.files[layer_file("context", min(manifest.attending))]
     return manifest.kv_storage is None or first.tensors.keys() >= _CONTEXT_INT8.keys()
 
 
 def check_names(manifest: Manifest, folder: Path) -> None:
     """Raise ArtifactError if a manifest lacks a file that one of its layers needs. Tensors are not checked."""
-    needed = [layer_file(one, layer) for one in ("context", "queries") for layer in range(len(manifest.layers))]
+    needed = [layer_file(one, layer) for one in ("context", "queries") for layer in manifest.attending]
     methods = [layer_file(one, layer) for one in manifest.methods for layer in manifest.indexed_layers]
     for name in (TOKENS, *needed, *methods):
         if name not in manifest.files:
@@ -263,30 +272,55 @@ def check_layout(manifest: Manifest, folder: Path) -> None:
     if len({record.path for record in manifest.files.values()}) < len(manifest.files):
         raise ArtifactError(remedy.format("two files lie at one path"))
     stored = manifest.kv_storage
-    if stored is not None and len(stored.errors) != len(manifest.layers):
-        told = f"errors of {len(stored.errors)} layers for {len(manifest.layers)}"
+    if stored is not None and len(stored.errors) != len(manifest.attending):
+        told = f"errors of {len(stored.errors)} layers for {len(manifest.attending)}"
         raise ArtifactError(remedy.format(f"its kv_storage has {told}"))
     try:
         _check(TOKENS, manifest.files[TOKENS], {"input_ids": ("int64", ("N",))}, {"N": split.tokens}, manifest.dtype)
         indexed = set(manifest.indexed_layers)
-        for layer in range(len(manifest.layers)):
+        for layer, facts in manifest.attending.items():
             letters = {"N": split.tokens, "M": split.middle, "R": split.tail}
-            _check_layer(manifest, layer, letters, indexed=layer in indexed)
+            _check_layer(manifest, layer, facts, letters, indexed=layer in indexed)
+        _check_states(manifest)
     except KeyError as error:
         raise ArtifactError(remedy.format(f"{error.args[0]} is not in it")) from None
     except ValueError as error:
         raise ArtifactError(remedy.format(error)) from None
 
 
-def _check_layer(manifest: Manifest, layer: int, letters: Letters, *, indexed: bool) -> None:
+_STATE = re.compile(r"layer_(\d{3})\.(conv|recurrent)_\d{1,2}")
+
+
+def _check_states(manifest: Manifest) -> None:
+    """Raise ValueError unless all states have the same tensors, and those that every index needs are there.
+
+    Each tensor must belong to a layer of the index. A layer that does not attend may keep no state.
+    """
+    if not (stored := manifest.states):
+        return
+    split, first = manifest.split, manifest.files[state_file(stored[0])].tensors
+    for tokens in (split.sinks + split.middle, split.tokens - 1, split.tokens):
+        _ = manifest.files[state_file(tokens)]
+    if stored[0] < 1 or stored[-1] > split.tokens:
+        raise ValueError(f"{state_file(stored[-1])} is behind its prompt")
+    for name, record in first.items():
+        known = _STATE.fullmatch(name)
+        if known is None or int(known[1]) >= len(manifest.layers) or not record.shape or record.shape[0] != 1:
+            raise ValueError(f"{name[:80]} of {state_file(stored[0])} is no state of one of its layers")
+    for tokens in stored[1:]:
+        if manifest.files[state_file(tokens)].tensors != first:
+            raise ValueError(f"{state_file(tokens)} has other tensors than {state_file(stored[0])}")
+
+
+def _check_layer(manifest: Manifest, layer: int, facts: LayerFacts, letters: Letters, *, indexed: bool) -> None:
     context, queries = (layer_file(folder, layer) for folder in ("context", "queries"))
     rows = _CONTEXT if manifest.kv_storage is None else _CONTEXT_INT8
     _check(context, manifest.files[context], rows, letters, manifest.dtype)
     if more := sorted(manifest.files[context].tensors.keys() - rows.keys()):  # scales decide how a context is read
         raise ValueError(f"{context} has a tensor {more[0][:80]}, which keys and values so stored have not")
-    wanted = _QUERIES if manifest.layers[layer].attention_sinks else {"tail": _QUERIES["tail"]}
+    wanted = _QUERIES if facts.attention_sinks else {"tail": _QUERIES["tail"]}
     _check(queries, manifest.files[queries], wanted, letters, manifest.dtype)
-    rope = manifest.layers[layer].rope
+    rope = facts.rope
     if rope is not None and 2 * len(rope.frequencies) > letters["D"]:
         raise ValueError(f"layer {layer} turns {len(rope.frequencies)} pairs of {letters['D']} channels")
     if letters["Hq"] % letters["Hk"]:

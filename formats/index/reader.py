@@ -19,7 +19,7 @@ from sparsekv.formats.index.context_rows import ContextRows, Pair, bounds, conte
 from sparsekv.formats.index.folder import Folder, SharedFile
 from sparsekv.formats.index.layout import check_layout, first_axis, not_finite
 from sparsekv.formats.index.manifest import REBUILD, REPAIR, REPAIR_APPENDED, manifest_data, open_folder, parse_manifest
-from sparsekv.formats.index.schema import TOKENS, FileRecord, Manifest, layer_file
+from sparsekv.formats.index.schema import STATES, TOKENS, FileRecord, Manifest, layer_file, state_file
 
 ATTEMPTS = 100
 """Attempts to open a consistent snapshot: enough unless another process replaces the manifest every millisecond."""
@@ -163,7 +163,8 @@ class Artifact:
 
     Opening reads the manifest, opens every file, checks file sizes, and checks that the shapes in the manifest agree.
     The first read of a file checks the names, shapes and dtypes of its tensors against the manifest, and that scales of
-    keys and values are finite. It also checks the sha256 of a file that is smaller than a layer's keys and values.
+    keys and values are finite. It also checks the sha256 of a file of states, and of any file that is smaller than a
+    layer's keys and values.
 
     Args:
         thorough: check the sha256 of every file on its first read, and that its numbers are finite. This is for
@@ -181,6 +182,11 @@ class Artifact:
         self.manifest: Manifest = self._snapshot.manifest
         check_layout(self.manifest, folder)
         self._checked, self._summed = set[str](), set[str]()
+
+    @property
+    def _layer_bytes(self) -> int:
+        """Bytes of the first layer's keys and values."""
+        return self.manifest.files[layer_file("context", min(self.manifest.attending))].bytes
 
     @property
     def manifest_data(self) -> bytes:
@@ -243,6 +249,21 @@ class Artifact:
         """Read the tensors that a method built for a layer. Raises KeyError if the index lacks the method."""
         return self.tensors(layer_file(method, layer), device)
 
+    def state(self, tokens: int, device: torch.device = CPU) -> dict[str, torch.Tensor]:
+        """Read the states that layers keep after the prompt's first `tokens` tokens; empty if no layer keeps one.
+
+        Raises:
+            UsageError: layers keep a state, and none is stored after that many tokens.
+        """
+        if not self.manifest.states:
+            return {}
+        if tokens not in self.manifest.states:
+            raise UsageError(
+                f"{self.folder} stores no state of the model's other layers after {tokens:,} tokens, only after "
+                f"{', '.join(f'{one:,}' for one in self.manifest.states)}"
+            )
+        return self.tensors(state_file(tokens), device)
+
     def check_sums(self, names: Iterable[str]) -> None:
         """Check the sha256 of several files in parallel threads; their first reads then skip this check.
 
@@ -273,7 +294,8 @@ class Artifact:
             self._check_sum(name)
 
     def _is_summed(self, record: FileRecord) -> bool:
-        return self.thorough or record.bytes < self.manifest.files[layer_file("context", 0)].bytes
+        small = record.bytes < self._layer_bytes
+        return self.thorough or small or record.path.startswith(f"{STATES}/")
 
     def _check_sum(self, name: str) -> None:
         if hash_descriptor(self.descriptor(name)) != self.manifest.files[name].sha256:

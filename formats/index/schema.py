@@ -1,4 +1,4 @@
-"""Schema 1 of an index: the fields of `manifest.json` and the names of the index's files."""
+"""Schemas 1 and 2 of an index: the fields of `manifest.json` and the names of the index's files."""
 
 import json
 from collections.abc import Mapping
@@ -117,9 +117,10 @@ def weights_named(name: str) -> Weights | None:
 class KVStorage(Record):
     """How keys and values are stored where not in the index's dtype, and what dense attention loses by it.
 
-    `errors` has for each layer the relative error of dense attention over the stored rows against dense attention over
-    the exact ones, the mean over the tail's queries and the heads. It was measured on a prompt of `measured_tokens`
-    tokens whose hash is `measured_ids`: an earlier one than the index's where rows of that one were taken over.
+    `errors` has for each layer that attends the relative error of dense attention over the stored rows against dense
+    attention over the exact ones, the mean over the tail's queries and the heads. It was measured on a prompt of
+    `measured_tokens` tokens whose hash is `measured_ids`: an earlier one than the index's where rows of that one were
+    taken over.
     `exact_probe`: the logits of probe and canary are those over the rows before they were rounded, as a conversion,
     which runs no model, takes them over.
     """
@@ -137,7 +138,7 @@ class KVStorage(Record):
 
     @property
     def worst(self) -> int:
-        """The layer of the largest error."""
+        """The place of the largest error, among the layers that attend."""
         return max(range(len(self.errors)), key=self.errors.__getitem__)
 
 
@@ -150,7 +151,8 @@ class Border(Record):
     )
 
 
-SCHEMA_VERSION = 1
+FIRST_SCHEMA, SCHEMA_VERSION = 1, 2
+"""Schema of an index whose layers all attend, and the newest, which has layers that do not and files of states."""
 MANIFEST = "manifest.json"
 TOKENS = "tokens.safetensors"
 
@@ -158,6 +160,21 @@ TOKENS = "tokens.safetensors"
 def layer_file(folder: str, layer: int) -> str:
     """Return the logical name of a layer's file in one of the index's folders."""
     return f"{folder}/layer_{layer:03d}.safetensors"
+
+
+STATES = "states"
+"""The folder of states, of models whose layers do not all attend."""
+
+
+def state_file(tokens: int) -> str:
+    """Return the logical name of the file of all layers' states after the prompt's first `tokens` tokens."""
+    return f"{STATES}/token_{tokens:010d}.safetensors"
+
+
+def state_tokens(name: str) -> int | None:
+    """Return the number of tokens of a state's file by its logical name; None for any other file."""
+    digits = name.removeprefix(f"{STATES}/token_").removesuffix(".safetensors")
+    return int(digits) if digits.isdecimal() and state_file(int(digits)) == name else None
 
 
 class ModelIdentity(Record):
@@ -362,8 +379,8 @@ class RopeRecord(Record):
 class Manifest(Record):
     """Everything that identifies an index. `manifest_sha256` covers all other fields."""
 
-    schema_version: int = SCHEMA_VERSION
-    least_reader_version: int = SCHEMA_VERSION
+    schema_version: int = FIRST_SCHEMA
+    least_reader_version: int = FIRST_SCHEMA
     writer_version: str
     uuid: str
     parent_uuid: str | None
@@ -378,7 +395,7 @@ class Manifest(Record):
     dtype: Annotated[str, StringConstraints(pattern="^(float32|float16|bfloat16)$")]
     kv_storage: KVStorage | None = Field(default=None, description="null: keys and values are stored in `dtype`")
     rope: RopeRecord
-    layers: list[LayerFacts] = Field(min_length=1)
+    layers: list[LayerFacts | None] = Field(min_length=1, description="null for a layer that does not attend")
     prefill: PrefillRecord
     versions: dict[str, str]
     methods: dict[MethodName, MethodRecord]
@@ -390,6 +407,22 @@ class Manifest(Record):
     manifest_sha256: str = ""
 
     @property
+    def attending(self) -> dict[int, LayerFacts]:
+        """The facts of the layers that attend, whose keys and values are stored, by layer."""
+        return {layer: facts for layer, facts in enumerate(self.layers) if facts is not None}
+
+    @property
     def indexed_layers(self) -> list[int]:
         """Layers with full attention; layers with a sliding window stay dense."""
-        return [layer for layer, facts in enumerate(self.layers) if facts.sliding_window is None]
+        return [layer for layer, facts in self.attending.items() if facts.sliding_window is None]
+
+    @property
+    def keeping(self) -> tuple[int, ...]:
+        """Ascending numbers of the layers that keep a state, by the tensors of the first file of states."""
+        names = self.files[state_file(self.states[0])].tensors if self.states else {}
+        return tuple(sorted({int(name.removeprefix("layer_").partition(".")[0]) for name in names}))
+
+    @property
+    def states(self) -> list[int]:
+        """Ascending numbers of tokens after which the states of the layers that keep one are stored."""
+        return sorted(tokens for name in self.files if (tokens := state_tokens(name)) is not None)

@@ -1,9 +1,10 @@
 """Compare a model's own attention with ours, on a few tokens before the prefill, and over the stored rows after it."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from transformers import PreTrainedModel
@@ -22,8 +23,17 @@ from sparsekv.formats.models.converted import first_line
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.indexing.capture.capture import Capture, ContextLayer, capture
 from sparsekv.indexing.prefill.interface import DensePrefill
-from sparsekv.kernels.common.given_rows import CalledCache, RowPair, Rows, logits_over_rows, soft_caps, with_cache
+from sparsekv.kernels.common.given_rows import (
+    CalledCache,
+    RowPair,
+    Rows,
+    logits_over_rows,
+    soft_caps,
+    tokens_at,
+    with_cache,
+)
 from sparsekv.kernels.common.hook import AttentionCall, alone, route_attention
+from sparsekv.kernels.common.states import LayerKinds, State, layer_kinds
 
 TOKENS, DOCUMENT, CHUNK, SINGLE = 48, 32, 16, 2
 """Tokens of the trial, captured tokens among them, tokens per chunk, and last tokens that are fed one by one."""
@@ -55,9 +65,12 @@ def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> Non
     except SparsekvError as error:
         raise SparsekvError(f"{name} cannot be indexed: {error}; choose another model") from None
     if difference > TOLERANCE[model.dtype]:
+        lacks = "has a mask or a state that an index lacks"
+        if layer_kinds(model.config).keeping:
+            lacks = "has a mask that an index lacks, or does not continue its states by several tokens"
         raise SparsekvError(
             f"{name} cannot be indexed: over captured keys and values its logits are {difference:.0%} from its own, so "
-            "that it has a mask or a state that an index lacks; choose another model"
+            f"that it {lacks}; choose another model"
         )
 
 
@@ -81,12 +94,18 @@ def _difference(model: PreTrainedModel, ids: torch.Tensor, name: str) -> float:
     by_length = rope_depends_on_length(getattr(model.config.get_text_config(), "rope_parameters", None))
     document = TOKENS if by_length else DOCUMENT
     with _tried("its attention does not run over a cache of keys and values as attended"):
-        captured = capture(model, ids[:document], tail=1, chunk_size=CHUNK)
-        if all(captured.facts(layer).sliding_window is not None for layer in range(len(captured))):
+        captured = capture(model, ids[:document], tail=1, chunk_size=CHUNK, marks={document})
+        if all(captured.facts(layer).sliding_window is not None for layer in captured.layers):
             raise SparsekvError(
                 f"every layer of {name} has a sliding window, and an index is of those that see all tokens"
             )
-        answered = [] if by_length else _answer_logits(model, ids[document:], _AnswerCache(captured))
+        answered = (
+            []
+            if by_length
+            else _answer_logits(
+                model, ids[document:], _AnswerCache(captured, layer_kinds(model.config), captured.states[document])
+            )
+        )
     found = torch.cat([captured.logits[None], *answered])
     difference = float((found - own[document - 1 :]).abs().max() / own.abs().max())
     return difference if math.isfinite(difference) else 0.0
@@ -112,14 +131,15 @@ class _AnswerCache(CalledCache):
         SparsekvError: the layers have heads of different sizes.
     """
 
-    def __init__(self, captured: Capture):
-        rows = [captured.take(layer) for layer in range(len(captured))]
+    def __init__(self, captured: Capture, kinds: LayerKinds, state: State):
+        rows = [captured.take(layer) for layer in captured.layers]
         if len(sizes := sorted({(len(one.keys), one.keys.shape[2]) for one in rows})) > 1:
             told = " and ".join(f"{heads} KV heads of {channels} channels" for heads, channels in sizes)
             raise SparsekvError(f"its layers differ in size ({told}), which no index holds")
-        self.rows = [ContextLayer(TOKENS, (one.keys, one.values)) for one in rows]
+        made = [ContextLayer(TOKENS, (one.keys, one.values)) for one in rows]
+        self.rows = dict(zip(captured.layers, made, strict=True))
         self.heads, self.channels = sizes[0]
-        super().__init__(layers=list(self.rows))
+        super().__init__(layers=kinds.cache_layers(made, state))
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Compute dense attention [Hq, Q, D] to captured and appended rows.
@@ -143,10 +163,12 @@ def _answer_logits(model: PreTrainedModel, ids: torch.Tensor, cache: _AnswerCach
 
     The last SINGLE tokens are fed one by one, the others in one forward pass.
     """
+    parts, first = (ids[:-SINGLE], *ids[-SINGLE:].split(1)), TOKENS - len(ids)
+    starts = accumulate((len(part) for part in parts[:-1]), initial=first)
     with route_attention(model, cache.attend):
         return [
-            model(input_ids=part[None], **with_cache(model, cache)).logits[0].float()
-            for part in (ids[:-SINGLE], *ids[-SINGLE:].split(1))
+            model(**tokens_at(model, part, start), **with_cache(model, cache)).logits[0].float()
+            for part, start in zip(parts, starts, strict=True)
         ]
 
 
@@ -183,26 +205,54 @@ def canary_positions(model: PreTrainedModel, tokens: int) -> list[int]:
     return sorted({max(1, tokens * quarter // QUARTERS[-1]) - 1 for quarter in QUARTERS})
 
 
-def run_canary(model: PreTrainedModel, input_ids: torch.Tensor, rows: Callable[[int], RowPair]) -> list[CanaryRun]:
-    """Run the tokens before each of the canary's positions over the stored rows, by the model's attention and by ours.
+def canary_runs(model: PreTrainedModel, tokens: int, prefix_tokens: int) -> list[tuple[int, int]]:
+    """Return for each run the number of tokens before it and its last position.
+
+    A model with layers that keep a state has no state of the tokens before `prefix_tokens`, which a build reuses. Its
+    runs begin behind them. Its last run is of the last token alone, over the state that an opened index has before it:
+    int8 rows of the tokens of a run change the states that these tokens leave.
+    """
+    keeps = bool(layer_kinds(model.config).keeping)
+    first = prefix_tokens if keeps else 0
+    runs = ((max(0, first, last + 1 - RUN), last) for last in canary_positions(model, tokens))
+    alone = [(tokens - 1, tokens - 1)] if keeps else []
+    return [*((before, last) for before, last in runs if before <= last), *alone]
+
+
+def run_canary(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    rows: Callable[[int], RowPair],
+    states: Mapping[int, State],
+    prefix_tokens: int = 0,
+) -> list[CanaryRun]:
+    """Run the tokens of each of `canary_runs` over the stored rows, by the model's attention and by ours.
 
     Memory: what `rows` allocates for a layer, and what the model's attention allocates for RUN tokens.
 
     Args:
         input_ids: [N] int64.
         rows: returns a layer's keys and values [Hk, N, D] as they are stored, on the model's device.
+        states: the states before each run, by the number of tokens before it, if layers keep one.
 
     Raises:
         SparsekvError: the model's own attention cannot run over a cache with these rows.
     """
-    return [_run(model, input_ids, last, rows) for last in canary_positions(model, len(input_ids))]
+    runs = canary_runs(model, len(input_ids), prefix_tokens)
+    return [_run(model, input_ids, before, last, rows, states.get(before, {})) for before, last in runs]
 
 
-def _run(model: PreTrainedModel, input_ids: torch.Tensor, last: int, rows: Callable[[int], RowPair]) -> CanaryRun:
-    first, end = max(0, last + 1 - RUN), last + 1
-    up_to_last = _up_to(last, rows)
+def _run(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    first: int,
+    last: int,
+    rows: Callable[[int], RowPair],
+    state: State,
+) -> CanaryRun:
+    end, up_to_last = last + 1, _up_to(last, rows)
     try:
-        own = logits_over_rows(model, input_ids[first:end], first, up_to_last)
+        own = logits_over_rows(model, input_ids[first:end], first, up_to_last, state)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -212,7 +262,7 @@ def _run(model: PreTrainedModel, input_ids: torch.Tensor, last: int, rows: Calla
             f"it ({reason}); choose another model"
         ) from None
     with route_attention(model, lambda call: DensePrefill().attend(call, 0)):
-        ours = logits_over_rows(model, input_ids[first:end], first, up_to_last)
+        ours = logits_over_rows(model, input_ids[first:end], first, up_to_last, state)
     return CanaryRun(last, own, ours)
 
 
@@ -231,6 +281,8 @@ def compare_canary(
 ) -> None:
     """Compare an index's canary with the model's logits over the index's first rows, which a build reuses.
 
+    Does nothing for a model with layers that keep a state: there is none before the canary's tokens.
+
     Args:
         tokens: number of tokens whose rows are reused.
         input_ids: [N] int64, the build's prompt, which begins with the tokens of these rows.
@@ -241,11 +293,11 @@ def compare_canary(
             differently.
     """
     tolerance = probe_tolerance(manifest, model.dtype, over_exact=is_over_exact(manifest))
-    for token in manifest.canary:
+    for token in () if layer_kinds(model.config).keeping else manifest.canary:
         if token.position >= tokens:
             continue
         at = token.position
-        logits = logits_over_rows(model, input_ids[at : at + 1], at, _up_to(at, rows))[-1]
+        logits = logits_over_rows(model, input_ids[at : at + 1], at, _up_to(at, rows), {})[-1]
         if not bool(logits.isfinite().all()):
             return  # the rows are damaged; `capture` reports that later, and it is not the model's fault
         if not (off := difference(token, logits)) <= tolerance:
@@ -277,5 +329,6 @@ def judge_canary(runs: Sequence[CanaryRun], dtype: torch.dtype, name: str) -> tu
                 "values; choose another model"
             )
     tops = [(run.position, top_logits(run.own[-1])) for run in runs]
-    middle = [CanaryToken(position=at, token_ids=top.token_ids, logits=top.logits) for at, top in tops[:-1]]
-    return middle, tops[-1][1]
+    last, probe = tops[-1]
+    middle = [CanaryToken(position=at, token_ids=top.token_ids, logits=top.logits) for at, top in tops if at < last]
+    return middle, probe

@@ -1,6 +1,6 @@
 """Capture keys, values and queries as a model attends to them, by a prefill in chunks."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,9 +11,10 @@ from sparsekv.formats.index.context_rows import Pair, context_rows, first_tokens
 from sparsekv.formats.index.schema import KVDtype, KVStorage, LayerFacts
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
-from sparsekv.kernels.common.given_rows import RowLayer, with_cache
+from sparsekv.kernels.common.given_rows import RowLayer, tokens_at, with_cache
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.kernels.common.mask import UnsupportedAttentionError
+from sparsekv.kernels.common.states import State, copied_state, layer_kinds
 
 
 class ContextLayer(RowLayer):
@@ -94,6 +95,7 @@ def in_8_bits(rows: Pair, layer: int, taken: TakenOver | None) -> dict[str, torc
 PrefixQueries = Callable[[int, torch.Tensor], torch.Tensor]
 """Returns a layer's stored queries [Hq, P, D] at positions [P] of a prefix that is not prefilled again."""
 RowsDone = Callable[[int, torch.Tensor, torch.Tensor, int], None]
+StateDone = Callable[[int, State], None]
 
 
 @dataclass
@@ -188,31 +190,35 @@ class _Recorder:
 
 @dataclass
 class Capture:
-    """A finished prefill: one entry per layer, and the last token's logits [vocabulary] in float32.
+    """A finished prefill: one entry per layer that attends, and the last token's logits [vocabulary] in float32.
 
-    `take` and `take_queries` free a layer's keys and values in the cache. `take` returns them with the layer's queries,
+    `states` are the states of layers that keep one, by the number of tokens that they were copied after. `take` and
+    `take_queries` free a layer's keys and values in the cache. `take` returns them with the layer's queries,
     and `take_queries` returns only the queries.
     """
 
     logits: torch.Tensor
-    _layers: list[ContextLayer]
+    states: dict[int, State]
+    _layers: dict[int, ContextLayer]
     _recorder: _Recorder
 
-    def __len__(self) -> int:
-        return len(self._layers)
+    @property
+    def layers(self) -> list[int]:
+        """The numbers of the layers that attend."""
+        return list(self._layers)
 
     def facts(self, layer: int) -> LayerFacts:
         return self._recorder.facts[layer]
 
     def not_finite(self) -> str | None:
         """Name the first tensor with an infinity or NaN, such as `keys of layer 3`; None if all are finite."""
-        for number, layer in enumerate(self._layers):
+        for number, layer in self._layers.items():
             recorder = self._recorder
             queries = [recorder.tails[number], recorder.samples.get(number)]
             for name, rows in (("keys", [layer.keys]), ("values", [layer.values]), ("queries", queries)):
-                if not all(_is_finite(some) for some in rows if some is not None):
+                if not all(is_finite(some) for some in rows if some is not None):
                     return f"{name} of layer {number}"
-        return None if _is_finite(self.logits) else "logits"
+        return None if is_finite(self.logits) else "logits"
 
     def rows(self, layer: int) -> Pair:
         """Return keys and values [Hk, N, D] of a layer that was not taken."""
@@ -236,7 +242,7 @@ class Capture:
         )
 
 
-def _is_finite(rows: torch.Tensor) -> bool:
+def is_finite(rows: torch.Tensor) -> bool:
     # One pass without a mask of the tensor's size: aminmax returns NaN if any value is NaN.
     return not rows.numel() or bool(torch.stack(torch.aminmax(rows)).isfinite().all())
 
@@ -254,6 +260,10 @@ def capture(
     prefix_tokens: int = 0,
     prefix: Callable[[int], Pair] | None = None,
     prefix_queries: PrefixQueries | None = None,
+    prefix_state: State | None = None,
+    marks: Collection[int] = (),
+    stored: Collection[int] = (),
+    state_done: StateDone = lambda tokens, state: None,
     rows_done: RowsDone = lambda layer, keys, values, end: None,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Capture:
@@ -274,6 +284,10 @@ def capture(
         prefix_tokens: leading tokens whose keys and values are already known (an edited document).
         prefix: returns keys and values [Hk, >= prefix_tokens, D] of a layer; needed with `prefix_tokens`.
         prefix_queries: returns a layer's queries at positions in the prefix; needed if `positions` includes such.
+        prefix_state: the state after the prefix, if layers keep one.
+        marks: numbers of tokens after which states are kept in the capture, from `prefix_tokens` on.
+        stored: numbers of tokens after which `state_done` is called with these and a copy of the states. Chunks end
+            there, and at `marks`, too.
         rows_done: called for each layer after each chunk, with the layer's keys and values [Hk, N, D] and `end`. The
             rows before `end` are final.
         progress: called with the number of tokens done after each chunk.
@@ -284,16 +298,23 @@ def capture(
         chunk_size, prefix_tokens = tokens, 0
     prefill = prefill or DensePrefill()
     recorder = _Recorder(prefill, sinks, tokens, tail, positions, prefix_tokens, prefix_queries)
-    layers = [
-        ContextLayer(tokens, _first_rows(prefix(layer), prefix_tokens, model) if prefix and prefix_tokens else None)
-        for layer in range(model.config.get_text_config().num_hidden_layers)
-    ]
-    cache = Cache(layers=list(layers))
+    kinds, state = layer_kinds(model.config), prefix_state or {}
+    layers = {
+        layer: ContextLayer(
+            tokens, _first_rows(prefix(layer), prefix_tokens, model) if prefix and prefix_tokens else None
+        )
+        for layer in kinds.attending
+    }
+    cache, states = Cache(layers=kinds.cache_layers(list(layers.values()), state)), dict[int, State]()
+    if prefix_tokens in marks:
+        states[prefix_tokens] = state
+    if prefix_tokens in stored:
+        state_done(prefix_tokens, state)
     with route_attention(model, recorder):
-        for start, end in _chunks(prefix_tokens, tokens, chunk_size, last_alone=not prefill.exact):
-            chunk = input_ids[None, start:end].to(model.device)
+        for start, end in _chunks(prefix_tokens, tokens, chunk_size, {*marks, *stored}, last_alone=not prefill.exact):
+            chunk = tokens_at(model, input_ids[start:end], start)
             try:
-                logits = model(input_ids=chunk, **with_cache(model, cache), logits_to_keep=1).logits
+                logits = model(**chunk, **with_cache(model, cache), logits_to_keep=1).logits
             except UnsupportedAttentionError as error:
                 raise SparsekvError(error.reason) from error
             if len(recorder.facts) < len(layers):
@@ -301,20 +322,27 @@ def capture(
                     f"{len(layers) - len(recorder.facts)} layers of the model do not attend through transformers' "
                     "AttentionInterface"
                 )
-            for layer, rows in enumerate(layers):
+            for layer, rows in layers.items():
                 if rows.keys is None or rows.values is None:
                     raise SparsekvError(f"layer {layer} of the model has no keys and values of its own")
                 rows_done(layer, rows.keys[0], rows.values[0], end)
+            if end in marks:
+                states[end] = copied_state(cache.layers)
+            if end in stored:
+                state_done(end, copied_state(cache.layers))
             progress(end)
-    return Capture(logits[0, -1].float(), layers, recorder)
+    return Capture(logits[0, -1].float(), states, layers, recorder)
 
 
-def _chunks(first: int, tokens: int, chunk_size: int, *, last_alone: bool) -> Iterator[tuple[int, int]]:
+def _chunks(
+    first: int, tokens: int, chunk_size: int, marks: Collection[int], *, last_alone: bool
+) -> Iterator[tuple[int, int]]:
     whole = tokens - 1 if last_alone else tokens
-    for start in range(first, whole, chunk_size):
-        yield start, min(start + chunk_size, whole)
-    if last_alone:
-        yield whole, tokens
+    ends = {*range(first + chunk_size, whole, chunk_size), whole, tokens, *marks}
+    start = first
+    for end in sorted(end for end in ends if end > first):
+        yield start, end
+        start = end
 
 
 def _first_rows(rows: Pair, tokens: int, model: PreTrainedModel) -> Pair:

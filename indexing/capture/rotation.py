@@ -73,7 +73,7 @@ UNTURNED = RopeFacts(frequencies=[], interleaved=False)
 
 
 @torch.inference_mode()
-def measure_rotations(model: PreTrainedModel, input_ids: torch.Tensor) -> list[RopeFacts | None]:
+def measure_rotations(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[int, RopeFacts | None]:
     """Measure each layer's RoPE for a sequence of the prompt's length, by two forward passes over one token.
 
     The rotation does not include a scale that all positions share, such as YaRN's. If the frequencies depend on the
@@ -83,14 +83,14 @@ def measure_rotations(model: PreTrainedModel, input_ids: torch.Tensor) -> list[R
         input_ids: [N] int64; N - 1 is the position to measure at.
 
     Returns:
-        One entry per layer; None if none of the model's rotary embeddings predicts the layer's keys.
+        One entry per layer that attends; None if none of the model's rotary embeddings predicts the layer's keys.
     """
     last = len(input_ids) - 1
     before = keys_of_one_token(model, input_ids[-1:], 0)
     after = keys_of_one_token(model, input_ids[-1:], last)
     # The frequencies are read after the second pass, which sets them to those for its length.
     candidates = [UNTURNED, *_rotary_embeddings(model)]
-    return [_explanation(before[layer], after[layer], last, candidates) for layer in sorted(before)]
+    return {layer: _explanation(before[layer], after[layer], last, candidates) for layer in sorted(before)}
 
 
 def _rotary_embeddings(model: PreTrainedModel) -> list[RopeFacts]:

@@ -16,10 +16,14 @@ from sparsekv.formats.index.writer import ArtifactWriter
 from sparsekv.indexing.capture.capture import Capture, CapturedLayer, CapturedQueries
 from sparsekv.indexing.indexers.interface import Tensors
 from sparsekv.indexing.indexers.layer_work import LayerWork, make_layers
+from sparsekv.kernels.common.states import State
 
 
 class Captured(Protocol):
     """The interface of a finished prefill; `Capture` is its implementation for one process with the whole model."""
+
+    @property
+    def states(self) -> Mapping[int, State]: ...
 
     def facts(self, layer: int) -> LayerFacts: ...
 

@@ -29,6 +29,7 @@ from sparsekv.indexing.distributed.requests import (
 )
 from sparsekv.indexing.indexers.interface import Tensors
 from sparsekv.indexing.indexers.layer_work import LayerWork, make_layers
+from sparsekv.kernels.common.states import State
 
 
 class SplitRows(SharedRows):
@@ -124,6 +125,10 @@ class JoinedCapture:
 
     ranks: Ranks
     own: Capture
+
+    @property
+    def states(self) -> Mapping[int, State]:
+        return self.own.states
 
     def facts(self, layer: int) -> LayerFacts:
         return self.own.facts(layer)

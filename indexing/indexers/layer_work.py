@@ -31,7 +31,7 @@ class LayerWork:
     indexer: Indexer
     split: Split
     dtype: str
-    facts: Sequence[LayerFacts]
+    facts: Mapping[int, LayerFacts]
     in_8_bits: bool
 
     def sources(self, layer: int) -> list[str]:
@@ -113,7 +113,7 @@ def make_layers_from(
         return work.input(layer, read)
 
     if device.type == "cpu":
-        indexed = sum(layer.sliding_window is None for layer in work.facts)
+        indexed = sum(layer.sliding_window is None for layer in work.facts.values())
         yield from share_cores(layers, work.split.middle, lambda layer: work.build(layer, read_input(layer)), indexed)
     else:
         with closing(ahead_on(device, layers, read_input)) as inputs:

@@ -1,7 +1,7 @@
 """Run forward passes of a few tokens over keys and values that a callback returns, and find the name of the argument
 that passes a cache to a model of transformers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from inspect import signature
@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations import sdpa_attention
 
 from sparsekv.kernels.common.hook import AttentionCall, alone, route_attention
+from sparsekv.kernels.common.states import layer_kinds
 
 
 def cache_argument(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
@@ -21,6 +22,15 @@ def cache_argument(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
     Its name is `cache` for models of transformers 5.24 and later, and `past_key_values` for those of earlier versions.
     """
     return {_keyword(type(model).forward): cache}
+
+
+def tokens_at(model: PreTrainedModel, input_ids: torch.Tensor, first: int) -> dict[str, torch.Tensor]:
+    """Return the keyword arguments of a forward pass over tokens [T] whose first position is `first`.
+
+    Bamba of transformers up to 5.24 would count their positions from 0, even over a cache.
+    """
+    ids = input_ids[None].to(model.device)
+    return {"input_ids": ids, "position_ids": torch.arange(first, first + ids.shape[1], device=ids.device)[None]}
 
 
 def with_cache(model: PreTrainedModel, cache: Cache) -> dict[str, Any]:
@@ -96,18 +106,23 @@ class GivenLayer(RowLayer):
 
 
 @torch.inference_mode()
-def logits_over_rows(model: PreTrainedModel, input_ids: torch.Tensor, before: int, rows: Rows) -> torch.Tensor:
+def logits_over_rows(
+    model: PreTrainedModel, input_ids: torch.Tensor, before: int, rows: Rows, state: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
     """Compute the logits [Q, vocabulary], float32 on the CPU, of tokens [Q] whose first position is `before`.
 
     The model attends with the implementation that it was loaded with and makes its own masks, unless `route_attention`
     is active. That implementation decides the memory for Q queries. Without a mask it allocates nothing of the size of
     the rows. With a mask it may copy a layer's rows for each query head.
+
+    Args:
+        state: the state of the layers that keep one, after the `before` tokens; empty if none does.
     """
-    layers = model.config.get_text_config().num_hidden_layers
-    cache = Cache(layers=[GivenLayer(layer, before, rows) for layer in range(layers)])
+    kinds = layer_kinds(model.config)
+    given = [GivenLayer(layer, before, rows) for layer in kinds.attending]
+    cache = Cache(layers=kinds.cache_layers(given, state))
     with alone(model), soft_caps(model):
-        ids = input_ids[None].to(model.device)
-        logits: torch.Tensor = model(input_ids=ids, **with_cache(model, cache)).logits[0]
+        logits: torch.Tensor = model(**tokens_at(model, input_ids, before), **with_cache(model, cache)).logits[0]
         return logits.float().cpu()
 
 

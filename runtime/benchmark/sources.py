@@ -100,7 +100,7 @@ def stored_layer(artifact: Artifact, layer: int | None, device: torch.device, dt
     number = indexed[len(indexed) // 2] if layer is None else layer
     if number not in indexed:
         raise UsageError(f"--layer {number}: the index has {', '.join(map(str, indexed))}")
-    facts = manifest.layers[number]
+    facts = manifest.attending[number]
     if facts.softcap is not None or facts.attention_sinks:
         what = "learned sinks" if facts.attention_sinks else "a soft cap"
         raise UsageError(
@@ -129,7 +129,7 @@ def layer_of(artifact: Artifact, number: int, device: torch.device, dtype: torch
         positions=torch.arange(0, device=device),
         batch=1,
         split=manifest.split,
-        facts=manifest.layers[number],
+        facts=manifest.attending[number],
         position=LayerPosition(indexed.index(number), len(indexed)),
         # As in decoding: on a CPU, steps read dequantised rows.
         stored=rows.tensors if isinstance(rows, Int8Stored) and device.type == "cuda" else None,

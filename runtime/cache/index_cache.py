@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -12,7 +12,9 @@ from sparsekv.formats.errors import IdentityError, SparsekvError
 from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.common.given_rows import CalledCache
 from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.kernels.common.states import LayerKinds, state_tensors
 from sparsekv.runtime.cache.buffers import ModelGraph, ReadRows, read_share, total_read
+from sparsekv.runtime.cache.document_state import DocumentState
 from sparsekv.runtime.cache.stored_layer import DynamicSlot, StoredLayer
 
 
@@ -24,8 +26,8 @@ class BuiltLayers:
     version that the index was built with.
     """
 
-    def __init__(self, layers: Sequence[LayerFacts] = ()):
-        self._left = dict(enumerate(layers))
+    def __init__(self, layers: Sequence[LayerFacts | None] = ()):
+        self._left = {layer: facts for layer, facts in enumerate(layers) if facts is not None}
 
     def check(self, call: AttentionCall) -> None:
         """Raise IdentityError if the layer's first call differs from its facts; a later call is only a dict look-up."""
@@ -83,6 +85,9 @@ ModelInput = tuple[torch.Tensor, torch.Tensor]
 class SequenceCache(CalledCache, ABC):
     """A transformers cache of the sequences that an engine decodes, each in a slot; they share one stored context.
 
+    `stored_layers` are the layers that attend, and `by_number` has them by their numbers in the model. `states` are
+    the states of the layers that keep one.
+
     `attend` is the attention function to route the model's calls to. `tokens` [slots] int64 on the device are the
     inputs of a decode step. `graphs` are the captured decode steps, by the number of tokens that they feed; they stay
     valid as long as `buffers()` does not change. `capturing` is False on a CPU, and once a capture has failed.
@@ -91,9 +96,13 @@ class SequenceCache(CalledCache, ABC):
     ROOM: int
     """Number of rows that are reserved ahead for captured steps."""
 
-    def __init__(self, layers: Sequence[StoredLayer], built: BuiltLayers | None, slots: int):
-        super().__init__(layers=list(layers))
+    def __init__(
+        self, layers: Sequence[StoredLayer], built: BuiltLayers | None, slots: int, states: DocumentState | None = None
+    ):
+        self.states = states or DocumentState(LayerKinds(len(layers), tuple(range(len(layers)))))
+        super().__init__(layers=self.states.cache_layers(layers))
         self.stored_layers, self.built, self.slots = list(layers), built or BuiltLayers(), slots
+        self.by_number = dict(zip(self.states.kinds.attending, layers, strict=True))
         device = layers[0].keys.device
         self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.graphs: dict[int, ModelGraph] = {}
@@ -136,6 +145,10 @@ class SequenceCache(CalledCache, ABC):
     def step_input(self, size: int, tokens: int) -> ModelInput:
         """Begin a decode step that feeds the first `size` of `tokens`; may be captured."""
 
+    def passes(self, fed: Sequence[Fed]) -> list[list[Fed]]:
+        """Divide what a step feeds into forward passes; a pass in which a question begins has no decode step."""
+        return [list(fed)]
+
     def end_step(self) -> None:
         """End a decode step on the device; may be captured."""
 
@@ -156,7 +169,11 @@ class SequenceCache(CalledCache, ABC):
 
     def counters(self) -> list[torch.Tensor]:
         """Return the device tensors that a step changes, except the buffers that it writes its rows to."""
-        return [one for read in self.reads for one in read.counters()]
+        return [one for read in self.reads for one in read.counters()] + list(self.live_states().values())
+
+    def live_states(self) -> Mapping[str, torch.Tensor]:
+        """Return the states that steps overwrite, without copies."""
+        return state_tensors(self.layers)
 
     def stats(self) -> list[LayerStats]:
         """Return the missed-mass figures of each layer that has measured any; none if sequences share their steps."""
@@ -179,12 +196,19 @@ class IndexCache(SequenceCache):
 
     Args:
         batch: number of sequences in lockstep, concatenated along the heads, each with a context of its own.
+        states: the states of the stored context's end; None if every layer attends.
     """
 
     ROOM = 1024
 
-    def __init__(self, layers: list[StoredLayer], built: BuiltLayers | None = None, batch: int = 1):
-        super().__init__(layers, built, batch)
+    def __init__(
+        self,
+        layers: list[StoredLayer],
+        built: BuiltLayers | None = None,
+        batch: int = 1,
+        states: DocumentState | None = None,
+    ):
+        super().__init__(layers, built, batch, states)
         self._rewinds, self._reserved, self._room = 0, False, 0
         self.position = torch.zeros(1, 1, dtype=torch.int64, device=self.tokens.device)
         self.rows = torch.zeros(len(layers), dtype=torch.int64, device=self.tokens.device)
@@ -200,7 +224,7 @@ class IndexCache(SequenceCache):
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         self.built.check(call)
-        layer = self.stored_layers[call.layer]
+        layer = self.by_number[call.layer]
         layer.update(call.keys[None], call.values[None])
         return layer.attend(call)
 
@@ -259,7 +283,8 @@ class IndexCache(SequenceCache):
         return [self.position, self.rows, self.counts, *super().counters()]
 
     def buffers(self) -> tuple[int, ...]:
-        return tuple(number for layer in self.stored_layers for number in layer.buffers())
+        rows = tuple(number for layer in self.stored_layers for number in layer.buffers())
+        return rows + tuple(tensor.data_ptr() for tensor in self.live_states().values())
 
     @torch.inference_mode()
     def rewind(self) -> None:
@@ -267,6 +292,7 @@ class IndexCache(SequenceCache):
         self.release()
         for layer in self.stored_layers:
             layer.rewind()
+        self.states.copy_to(self.live_states())
 
     def check_length(self, tokens: int) -> None:
         """Raise SparsekvError unless every layer has `tokens` tokens, or every layer has one token less.
@@ -302,5 +328,5 @@ class IndexCache(SequenceCache):
 
     def stats(self) -> list[LayerStats]:
         """Return the missed-mass figures of each layer that has measured any; one sync per layer."""
-        measured = ((number, layer.missed()) for number, layer in enumerate(self.stored_layers))
+        measured = ((number, layer.missed()) for number, layer in self.by_number.items())
         return [LayerStats(number, *shares) for number, shares in measured if shares is not None]

@@ -1,7 +1,7 @@
 """The KV cache of several sequences that share one stored context, with rows for each sequence's own tokens."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -11,6 +11,7 @@ import torch
 from sparsekv.kernels.attention.attention import OwnRows
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.kernels.common.runs import store_in_slots
+from sparsekv.runtime.cache.document_state import SlotStates
 from sparsekv.runtime.cache.index_cache import Fed, IndexCache, ModelInput, SequenceCache
 from sparsekv.runtime.cache.kv_store import Pair
 from sparsekv.runtime.cache.stored_layer import StoredLayer
@@ -187,8 +188,9 @@ class PackedCache(SequenceCache):
     ROOM = 256
 
     def __init__(self, alone: IndexCache, packed: list[PackedLayer], slots: int):
-        super().__init__(alone.stored_layers, alone.built, slots)
+        super().__init__(alone.stored_layers, alone.built, slots, alone.states)
         self.alone, self.packed = alone, packed
+        self.packed_by_number = dict(zip(self.by_number, packed, strict=True))
         self.step: PackedStep | None = None
         self.places = torch.zeros(2, slots, dtype=torch.int64, device=self.tokens.device)
         """For each token of a decode step its sequence's slot, and the row that it gets in the slot."""
@@ -258,9 +260,55 @@ class PackedCache(SequenceCache):
         the capacity of the buffers, which is more than any sequence uses.
         """
         assert self.step is not None
-        return self.stored_layers[layer_idx].stored + min(self.step.longest, query_length), 0
+        layer = self.by_number.get(layer_idx, self.stored_layers[0])  # transformers may ask of a layer that has no rows
+        return layer.stored + min(self.step.longest, query_length), 0
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         self.built.check(call)
         assert self.step is not None
-        return self.packed[call.layer].attend(call, self.step)
+        return self.packed_by_number[call.layer].attend(call, self.step)
+
+
+class BatchedCache(PackedCache):
+    """The cache of several sequences of a model with layers that keep a state.
+
+    Such a layer would take the tokens of a row for one sequence. So each question has a pass of its own, and in a
+    decode step each sequence is a row of the model's batch.
+    """
+
+    def __init__(self, alone: IndexCache, packed: list[PackedLayer], slots: int):
+        super().__init__(alone, packed, slots)
+        self.of_slots = SlotStates(self.states, slots)
+
+    def live_states(self) -> Mapping[str, torch.Tensor]:
+        return self.of_slots.slots
+
+    def passes(self, fed: Sequence[Fed]) -> list[list[Fed]]:
+        answering = [one for one in fed if not one.asks]
+        return [*([one] for one in fed if one.asks), *([answering] if answering else [])]
+
+    def questions_input(self, fed: Sequence[Fed], tokens: int) -> ModelInput:
+        self.of_slots.begin_question(self.layers, fed[0].slot)
+        return super().questions_input(fed, tokens)
+
+    def step_input(self, size: int, tokens: int) -> ModelInput:
+        ids, positions = super().step_input(size, tokens)
+        self.of_slots.begin_step(self.layers, self.places[0, :size])
+        return ids.T, positions.T
+
+    def end_step(self) -> None:
+        self.of_slots.end_step()
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        assert self.step is not None
+        if self.step.pieces:
+            return super().attend(call)
+        batch, sinks = len(self.step.slots), call.sink_logits
+        query, keys, values = (rows.unflatten(0, (batch, -1))[:, :, 0].transpose(0, 1) for rows in _rows(call))
+        sinks = None if sinks is None else sinks[: len(query)]
+        output = super().attend(replace(call, query=query, keys=keys, values=values, sink_logits=sinks))
+        return output.transpose(0, 1).flatten(0, 1)[:, None]
+
+
+def _rows(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return call.query, call.keys, call.values

@@ -20,7 +20,7 @@ from sparsekv.runtime.attention.config import Dense
 from sparsekv.runtime.attention.sparse_layer import SparseLayer, packed_layer
 from sparsekv.runtime.cache.buffers import read_share, total_read
 from sparsekv.runtime.cache.index_cache import Fed, IndexCache, SequenceCache
-from sparsekv.runtime.cache.packed_cache import PackedCache
+from sparsekv.runtime.cache.packed_cache import BatchedCache, PackedCache
 from sparsekv.runtime.decoding.answer import (
     Answer,
     Streamer,
@@ -58,7 +58,8 @@ def why_alone(index: OpenIndex, attention: MethodSpec | Dense, cache: IndexCache
 
 def pack(cache: IndexCache, slots: int) -> PackedCache:
     """Make a cache for `slots` sequences that shares the stored context of `cache`."""
-    return PackedCache(cache, [packed_layer(layer, slots) for layer in cache.stored_layers], slots)
+    layers = [packed_layer(layer, slots) for layer in cache.stored_layers]
+    return (BatchedCache if cache.states.kinds.keeping else PackedCache)(cache, layers, slots)
 
 
 class NotFiniteError(SparsekvError):
@@ -240,13 +241,10 @@ class Engine:
 
     def _step(self) -> list[tuple[int, Answer]]:
         """Run one step; return the indices and answers of the questions that it completes."""
-        slots = sorted(self.active)
-        fed = [self.active[slot].fed(slot) for slot in slots]
-        if any(one.asks for one in fed):
-            logits = self._begin(fed)
-        else:
-            newest = torch.tensor([one.tokens[0] for one in fed])
-            logits = self.step(fed, newest, max(self.active[slot].most for slot in slots))
+        passes = self.cache.passes([self.active[slot].fed(slot) for slot in sorted(self.active)])
+        slots = [one.slot for fed in passes for one in fed]
+        parts = [self._logits(fed) for fed in passes]
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         self.read = None
         for sequence in self.active.values():
             sequence.stream()  # while the device computes the step
@@ -257,8 +255,15 @@ class Engine:
         ]
         return [self._answer(self.active.pop(slot)) for slot in complete]
 
+    def _logits(self, fed: list[Fed]) -> torch.Tensor:
+        """Run a forward pass; return the logits [B, V] of its sequences, which the next decode step may overwrite."""
+        if any(one.asks for one in fed):
+            return self._begin(fed)
+        newest = torch.tensor([one.tokens[0] for one in fed])
+        return self.step(fed, newest, max(self.active[one.slot].most for one in fed))
+
     def _begin(self, fed: list[Fed]) -> torch.Tensor:
-        """Run a step in which some questions begin; return the logits [B, V]."""
+        """Run a pass in which some questions begin; return the logits [B, V]."""
         ids, positions = self.cache.questions_input(fed, self.index.split.tokens)
         ends = torch.tensor([len(one.tokens) for one in fed], device=ids.device).cumsum(0)
         logits: torch.Tensor = self.index.model(

@@ -1,7 +1,8 @@
 """Open an index with its model: check identities, GPU memory and the probe, and make caches for decoding."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -10,17 +11,19 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparsekv.formats.device import MemoryPlan, device_memory, model_bytes
-from sparsekv.formats.errors import ArtifactError, IdentityError
+from sparsekv.formats.errors import ArtifactError, IdentityError, SparsekvError
 from sparsekv.formats.index.context_rows import Int8Stored, row_bytes
 from sparsekv.formats.index.identity import check_model, check_tokenizer
 from sparsekv.formats.index.manifest import REBUILD, difference, is_over_exact, probe_tolerance
 from sparsekv.formats.index.reader import CPU, Artifact
-from sparsekv.formats.index.schema import Manifest, ModelIdentity, Split, TokenizerIdentity
+from sparsekv.formats.index.schema import Manifest, ModelIdentity, Split, TokenizerIdentity, state_file
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.kernels.common.given_rows import RowPair, Rows, logits_over_rows
+from sparsekv.kernels.common.states import LayerKinds, layer_kinds
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.attention.executors import GatherMaker
 from sparsekv.runtime.cache.dense_layer import DenseLayer, DenseLayerIn8Bits
+from sparsekv.runtime.cache.document_state import DocumentState
 from sparsekv.runtime.cache.index_cache import BuiltLayers, IndexCache
 from sparsekv.runtime.cache.kv_store import LayerRows, Pair, of_tokens
 from sparsekv.runtime.cache.stored_layer import StoredLayer
@@ -41,12 +44,13 @@ def plan_opening(artifact: Artifact, model: nn.Module) -> MemoryPlan:
     only the rows in the window, in the model's dtype.
     """
     size, tokens, rows = next(model.parameters()).itemsize, artifact.manifest.split.tokens, 0
-    for layer, facts in enumerate(artifact.manifest.layers):
+    for layer, facts in artifact.manifest.attending.items():
         heads, channels = artifact.heads_and_channels(layer)
         in_8_bits = artifact.manifest.kv_storage is not None and facts.sliding_window is None
         row = row_bytes(channels) if in_8_bits else channels * size
         rows += 2 * heads * row * min(tokens, facts.sliding_window or tokens)
-    return MemoryPlan(model_bytes(model), rows)
+    states = artifact.manifest.files[state_file(tokens)].bytes if artifact.manifest.states else 0
+    return MemoryPlan(model_bytes(model), rows + 2 * states)
 
 
 def check_room(artifact: Artifact, model: nn.Module) -> None:
@@ -63,7 +67,9 @@ It is above 1 because rounding errors add up over layers.
 """
 
 
-def compare_probe(artifact: Artifact, model: PreTrainedModel, last: int, rows: Rows) -> None:
+def compare_probe(
+    artifact: Artifact, model: PreTrainedModel, last: int, rows: Rows, state: Mapping[str, torch.Tensor]
+) -> None:
     """Compute the logits after the last prompt token and compare them with the stored logits.
 
     The model runs its own attention and not ours, so a model with a mask of its own is refused even if our attention
@@ -73,6 +79,7 @@ def compare_probe(artifact: Artifact, model: PreTrainedModel, last: int, rows: R
     Args:
         last: id of the last prompt token.
         rows: returns a layer's stored keys and values of all tokens.
+        state: the stored state before the last token, if layers keep one.
 
     Raises:
         IdentityError: logits or rows differ beyond rounding, so the index was built with another model, or with a
@@ -89,7 +96,7 @@ def compare_probe(artifact: Artifact, model: PreTrainedModel, last: int, rows: R
 
     manifest = artifact.manifest
     with all_cores(model):
-        logits = logits_over_rows(model, torch.tensor([last]), manifest.split.tokens - 1, given)[-1]
+        logits = logits_over_rows(model, torch.tensor([last]), manifest.split.tokens - 1, given, state)[-1]
     off = difference(manifest.probe, logits)
     if not off <= probe_tolerance(manifest, model.dtype, over_exact=is_over_exact(manifest)):
         stored, found = f"{manifest.probe.logits[0]:.4f} at its top", f"{logits[manifest.probe.token_ids[0]]:.4f}"
@@ -123,11 +130,37 @@ def _apart(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     return apart
 
 
+def _check_layers(artifact: Artifact, kinds: LayerKinds) -> None:
+    """Raise ArtifactError if other layers of an index attend or keep a state than of the model."""
+    manifest = artifact.manifest
+    compared = (
+        ("layers", range(len(manifest.layers)), range(kinds.layers)),
+        ("layers with keys and values", manifest.attending, kinds.attending),
+        ("layers with a state", manifest.keeping, kinds.keeping),
+    )
+    for what, stored, wanted in compared:
+        if tuple(stored) != tuple(wanted):
+            other = "other ones" if len(stored) == len(wanted) else str(len(wanted))
+            raise ArtifactError(f"{artifact.folder} has {len(stored)} {what}, and the model {other}; {REBUILD}")
+
+
+@contextmanager
+def _states_fit(artifact: Artifact) -> Iterator[None]:
+    """Convert a model's error over an index's states, whose sizes no manifest tells, into an ArtifactError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        if not artifact.manifest.states or isinstance(error, SparsekvError):
+            raise
+        reason = str(error).partition("\n")[0]
+        raise ArtifactError(f"states of {artifact.folder} do not fit the model ({reason}); {REBUILD}") from None
+
+
 def _check_heads(artifact: Artifact, layer: int, keys: torch.Tensor) -> None:
     """Raise ArtifactError if a layer's tensors have other sizes than the model's, because files are not trusted."""
-    layers, (heads, _, channels) = len(artifact.manifest.layers), keys.shape
-    if layer >= layers:
-        raise ArtifactError(f"{artifact.folder} has {layers} layers, and the model more; {REBUILD}")
+    heads, _, channels = keys.shape
     if (found := artifact.heads_and_channels(layer)) != (heads, channels):
         has, wants = f"{found[0]} heads of {found[1]} channels", f"{heads} of {channels}"
         raise ArtifactError(f"layer {layer} of {artifact.folder} has {has}, and the model {wants}; {REBUILD}")
@@ -159,6 +192,7 @@ class OpenIndex:
         self.device, self.dtype = self.model.device, self.model.dtype
         self.input_ids = self.artifact.input_ids().clone()
         self._held: dict[int, LayerRows] = {}
+        _check_layers(self.artifact, layer_kinds(self.model.config))
         if not self.knows(torch.cat([self.input_ids, torch.tensor(self.artifact.manifest.probe.token_ids)])):
             raise ArtifactError(f"{self.artifact.folder} names tokens that its model does not have; {REBUILD}")
 
@@ -206,12 +240,12 @@ class OpenIndex:
         if early is not None and early.is_like(prepared):
             prepared = early
         about = self.artifact, self.device, self.dtype, self.take_rows
-        sparse, facts = SparseLayers(*about, prepared, split, config, gather_makers), self.artifact.manifest.layers
+        sparse, manifest = SparseLayers(*about, prepared, split, config, gather_makers), self.artifact.manifest
         layers: list[StoredLayer] = [
             sparse.make(layer) if of_layer.sliding_window is None else self._dense_layer(layer, split.tokens)
-            for layer, of_layer in enumerate(facts)
+            for layer, of_layer in manifest.attending.items()
         ]
-        return IndexCache(layers, BuiltLayers(facts))
+        return IndexCache(layers, BuiltLayers(manifest.layers), states=self._state(split.tokens))
 
     def dense_cache(self, tokens: int | None = None) -> IndexCache:
         """Make a cache for dense attention over the first `tokens` tokens of the stored context, by default all.
@@ -219,8 +253,18 @@ class OpenIndex:
         Rows are views of the index's files if device and dtype are the same; otherwise they are copies.
         """
         tokens = self.split.tokens if tokens is None else tokens
-        facts = self.artifact.manifest.layers
-        return IndexCache([self._dense_layer(layer, tokens) for layer in range(len(facts))], BuiltLayers(facts))
+        manifest = self.artifact.manifest
+        layers: list[StoredLayer] = [self._dense_layer(layer, tokens) for layer in manifest.attending]
+        return IndexCache(layers, BuiltLayers(manifest.layers), states=self._state(tokens))
+
+    def _state(self, tokens: int) -> DocumentState:
+        """Read the state after the first `tokens` tokens; convolutions get the model's dtype."""
+        state = {
+            # Recurrent states may be in float32 in a model of any dtype.
+            name: one.to(self.device, self.dtype if ".conv_" in name else one.dtype)
+            for name, one in self.artifact.state(tokens, self.device).items()
+        }
+        return DocumentState(layer_kinds(self.model.config), state)
 
     def agreed(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits [B, V] by which all ranks of the model choose the same tokens."""
@@ -269,7 +313,7 @@ class OpenIndex:
         return read
 
     def _window(self, layer: int) -> int | None:
-        return self.artifact.manifest.layers[layer].sliding_window
+        return self.artifact.manifest.attending[layer].sliding_window
 
     def _first_seen(self, layer: int, tokens: int) -> int:
         window = self._window(layer)
@@ -297,12 +341,13 @@ class OpenIndex:
         """
         if hold:
             check_room(self.artifact, self.model)
-        layers = range(len(self.artifact.manifest.layers))
         with ThreadPoolExecutor(AHEAD) as threads:
             # Only for a GPU: the pages of a mapped file are read when they are accessed.
             ahead = threads if hold and self.device.type == "cuda" else None
-            rows = [self._probed_rows(layer, ahead, hold=hold) for layer in layers]
-            compare_probe(self.artifact, self.model, int(self.input_ids[-1]), lambda layer, own: rows[layer]())
+            rows = {layer: self._probed_rows(layer, ahead, hold=hold) for layer in self.artifact.manifest.attending}
+            last, state = int(self.input_ids[-1]), self._state(self.split.tokens - 1).stored
+            with _states_fit(self.artifact):
+                compare_probe(self.artifact, self.model, last, lambda layer, own: rows[layer](), state)
 
 
 def open_index(

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.kernels.common.given_rows import with_cache
+from sparsekv.kernels.common.given_rows import tokens_at, with_cache
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
@@ -56,5 +56,6 @@ def losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor, after: int) -
 
 def _losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor) -> torch.Tensor:
     """Return the negative log-likelihoods [T] of all but the first of ids [T + 1]; feed all but the last id."""
-    logits = index.model(input_ids=ids[None, :-1], **with_cache(index.model, cache)).logits[0]
+    fed = tokens_at(index.model, ids[:-1], cache.get_seq_length())
+    logits = index.model(**fed, **with_cache(index.model, cache)).logits[0]
     return cross_entropy(logits.float(), ids[1:], reduction="none").double()

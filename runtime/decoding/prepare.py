@@ -54,7 +54,7 @@ def stored_context(
         load_keys=partial(rows.middle, "keys", device),
         load_values=partial(rows.middle, "values", device),
         load_observed=partial(rows.observed_queries, device),
-        facts=manifest.layers[layer],
+        facts=manifest.attending[layer],
         tensors=tensors,
         calibration={} if record is None else record.calibration,
         parameters={} if record is None else record.parameters,

@@ -66,7 +66,7 @@ class SparseLayers:
             number=layer,
             selector=prepared.selector,
             middle=middle,
-            facts=self.artifact.manifest.layers[layer],
+            facts=self.artifact.manifest.attending[layer],
             sinks=self.split.sinks,
             heads=len(exact[0]),
             device=self.device,

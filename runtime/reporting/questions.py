@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from sparsekv.kernels.common.given_rows import with_cache
+from sparsekv.kernels.common.given_rows import tokens_at, with_cache
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.decoding.answer import answer_room, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
@@ -80,7 +80,7 @@ class _QuestionRecorder:
 
         with torch.inference_mode(), route_attention(self.index.model, attention):
             self.index.model(
-                input_ids=question[None].to(self.index.model.device),
+                **tokens_at(self.index.model, question, self.index.split.tokens),
                 **with_cache(self.index.model, cache),
                 logits_to_keep=1,
             )

@@ -116,7 +116,7 @@ def truths(rows: LayerRows, blocks: Iterable[QueryBlock], device: torch.device, 
 
 def _truth(rows: LayerRows, block: QueryBlock, batch: int) -> Truth:
     manifest = rows.artifact.manifest
-    facts, split = manifest.layers[rows.layer], manifest.split
+    facts, split = manifest.attending[rows.layer], manifest.split
     keys, values = rows.on(block.queries.device)
     middle = slice(split.sinks, split.sinks + split.middle)
     exact = [

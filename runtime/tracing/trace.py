@@ -16,7 +16,7 @@ from torch.nn.functional import log_softmax
 
 from sparsekv.formats.documents.plain_text import encode_text
 from sparsekv.formats.errors import UsageError
-from sparsekv.kernels.common.given_rows import with_cache
+from sparsekv.kernels.common.given_rows import tokens_at, with_cache
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.attention.executors import GatherMaker
@@ -108,7 +108,7 @@ def log_probability(
         cache.expect_prompt(index.split.tokens + len(question))
         for ids, next_ids in zip(fed, said.split(len(said) if at_once else 1), strict=True):
             cores.follow()
-            model_input = {"input_ids": ids[None].to(device), **with_cache(model, cache)}
+            model_input = {**tokens_at(model, ids, cache.get_seq_length()), **with_cache(model, cache)}
             logits = model(**model_input, logits_to_keep=len(next_ids)).logits[0]
             total += log_softmax(logits.double(), -1).gather(1, next_ids[:, None].to(device)).sum()
     return float(total)
@@ -326,7 +326,15 @@ class TracedIndex:
         """Mark the prompt's tokens that belong to some passages: [N] bool. Raises the errors of `tokens_of`.
 
         A passage may extend into the document's last characters, which are tokenized with the question.
+
+        Raises:
+            UsageError: the model has layers with a state, which the passage went into.
         """
+        if self.index.artifact.manifest.states:
+            raise UsageError(
+                "--without: the model has layers with a state, out of which no passage can be taken; leave the option "
+                "out, or build an index of the document without the passage"
+            )
         tokenizer, border = self.index.tokenizer, self.index.artifact.manifest.prompt.border
 
         def as_stored(passage: str) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.cache.kv_store import LayerRows
@@ -128,6 +129,11 @@ class ModelMeter:
 
     def __init__(self, index: "OpenIndex", *, calibration: bool):
         split = index.split
+        if index.artifact.manifest.states:
+            raise UsageError(
+                f"--target-perplexity: {index.artifact.folder} has no state of the model's other layers within its "
+                "tail; give --target-error or --target-recall"
+            )
         self.index, self.after = index, split.sinks + split.middle
         tail, half = index.input_ids[self.after :], split.tail // 2
         self.fed = tail[:half] if calibration else tail

@@ -160,9 +160,10 @@ def _same_as_fresh(world: World, folder: Path, plan: BuildPlan, *, methods: bool
     most, in_8_bits = ROUNDING, plan.config.kv_dtype is not None
     if in_8_bits:
         most = 4 * IN_8_BITS
-    layers = world.case.layers
-    for layer, (ours, theirs) in enumerate(zip(stored_rows(folder, layers), stored_rows(fresh, layers), strict=True)):
-        for name, one, other in zip(("keys", "values"), ours, theirs, strict=True):
+    built, made = (stored_rows(one, world.case.layers) for one in (folder, fresh))
+    expect(built.keys() == made.keys(), "built onto: rows", f"of layers {[*built]}, not {[*made]}")
+    for layer, rows in built.items():
+        for name, one, other in zip(("keys", "values"), rows, made[layer], strict=True):
             apart = error_of(one, other)
             expect(
                 apart <= most, f"built onto: {name}", f"of layer {layer} are {apart:.2e} from a build's from nothing"
@@ -172,7 +173,7 @@ def _same_as_fresh(world: World, folder: Path, plan: BuildPlan, *, methods: bool
         expect(ours.keys() == theirs.keys(), "built onto: files", f"{sorted(ours)}, not {sorted(theirs)}")
     exact = _exact(ours, theirs)
     for name in sorted(ours.keys() & theirs.keys()):
-        of_context = name.startswith(("queries/", "samples/", "tokens"))
+        of_context = name.startswith(("queries/", "samples/", "tokens", "states/"))
         if name.startswith("context/") or not (of_context or (methods and exact)):
             continue
         for tensor, one in ours[name].items():

@@ -100,8 +100,8 @@ def command(world: World, index: OpenIndex) -> None:
     with placed(world):
         if ran(world, *build).code:
             return
-        pairs = zip(stored_rows(Path("cli.skv"), case.layers), stored_rows(Path("index.skv"), case.layers), strict=True)
-        for ours, theirs in pairs:
+        by_command, by_plan = (stored_rows(Path(name), case.layers) for name in ("cli.skv", "index.skv"))
+        for ours, theirs in zip(by_command.values(), by_plan.values(), strict=True):
             apart = max(error_of(*both) for both in zip(ours, theirs, strict=True))
             expect(apart <= 1e-5, "command's rows", f"are {apart:.2e} from those of the plan")
         if case.guard is not None or len(case.indexers) > 1 or case.prefill_options:

@@ -70,7 +70,7 @@ class Gauged:
         self.asker = Session.open(index, config, gather_makers=maker)
 
     def _keep(self, layer: int, query: torch.Tensor, *found: Any) -> None:
-        stored = self.asker.cache.stored_layers[layer]
+        stored = self.asker.cache.by_number[layer]
         self.found.setdefault(layer, []).append(Found(query, *found, stored.exact_rows()[0], stored.get_seq_length()))
 
 
@@ -143,7 +143,7 @@ def gauge(world: World, index: OpenIndex) -> None:
     files = files_of(world.folder / "index.skv")
     first, end = index.split.sinks, index.split.sinks + index.split.middle
     layers = index.artifact.manifest.layers
-    for layer, stats in enumerate(gauged.asker.cache.stored_layers):
+    for layer, stats in gauged.asker.cache.by_number.items():
         told = stats.missed()
         if (told is None) != (layer not in gauged.found):
             expect(False, "gauge", f"of layer {layer}: {told}, and {len(gauged.found.get(layer, ()))} choices")

@@ -47,6 +47,27 @@ def _many_experts(case: Case) -> dict[str, Any]:
     return {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
+def _with_states(kind: str) -> Callable[[Case], dict[str, Any]]:
+    """Every second layer keeps a state, the last one never."""
+
+    def changes(case: Case) -> dict[str, Any]:
+        kinds = ["full_attention" if layer % 2 else kind for layer in range(case.layers)]
+        kinds[-1] = "full_attention"
+        return {"layer_types": kinds}
+
+    return changes
+
+
+def _delta_rule(case: Case) -> dict[str, Any]:
+    sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    return _with_states("linear_attention")(case) | sizes | heads | {"attn_output_gate": True}
+
+
+def _mamba(case: Case) -> dict[str, Any]:
+    return {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_chunk_size": 16}
+
+
 FAMILIES: dict[str, Callable[[Case], dict[str, Any]]] = {
     "llama": lambda case: {},
     "qwen2": _window_switched_on,
@@ -78,11 +99,29 @@ FAMILIES: dict[str, Callable[[Case], dict[str, Any]]] = {
     "nemotron": lambda case: {},
     "seed_oss": lambda case: {"attention_bias": True},
     "ernie4_5": lambda case: {},
+    "qwen3_next": lambda case: _delta_rule(case) | _many_experts(case) | {"shared_expert_intermediate_size": 32},
+    "qwen3_5_text": _delta_rule,
+    "falcon_h1": _mamba,
+    "lfm2": _with_states("conv"),
     "doge": lambda case: {"sliding_window": case.window or None, "keep_window_size": 2048},
 }
 """What each family's config needs beside what all have: by the names that transformers has for them."""
 
-OWN_HEAD_DIM = ("phi3", "phimoe", "olmo2", "olmo3", "starcoder2", "stablelm", "qwen2", "qwen2_moe", "granite", "cohere")
+WITH_STATES = ("qwen3_next", "qwen3_5_text", "falcon_h1", "lfm2")
+"""Families of which layers keep a state, beside attention or instead of it; only a dense prefill carries it along."""
+OWN_HEAD_DIM = (
+    "lfm2",
+    "phi3",
+    "phimoe",
+    "olmo2",
+    "olmo3",
+    "starcoder2",
+    "stablelm",
+    "qwen2",
+    "qwen2_moe",
+    "granite",
+    "cohere",
+)
 """Families whose heads divide the hidden size."""
 PARTIAL = ("phi3", "stablelm", "glm4", "nemotron")
 """Families that may turn a part of a head's channels alone."""
@@ -95,6 +134,8 @@ EAGER_ONLY = ("gemma2", "gpt_oss")
 def ropes_of(family: str, ropes: tuple[str, ...]) -> tuple[str, ...]:
     """Of these kinds of scaled positions those that a family's config takes."""
     if family in BY_LAYER_TYPE:
+        return ()
+    if family in WITH_STATES:
         return ()
     return {"phi3": ("longrope",), "phimoe": ()}.get(family, ropes)
 

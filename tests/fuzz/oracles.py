@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from .models import EAGER_ONLY
+from .models import EAGER_ONLY, WITH_STATES
 from .world import Rows, World
 
 ROUNDING = 2e-4
@@ -55,19 +55,34 @@ def own_attention(model: PreTrainedModel, family: str) -> Iterator[None]:
 @torch.inference_mode()
 def plain(world: World, ids: torch.Tensor) -> tuple[torch.Tensor, Rows]:
     """Logits [N, vocabulary] and each layer's keys and values of one plain pass over token ids [N]."""
-    cache = DynamicCache()
+    cache = _cache(world)
     with own_attention(world.model, world.case.family):
         logits = world.model(input_ids=ids[None].to(world.model.device), past_key_values=cache, use_cache=True).logits
-    return logits[0], [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+    rows = {number: layer for number, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None}
+    return logits[0], {number: (layer.keys[0], layer.values[0]) for number, layer in rows.items()}
+
+
+def _cache(world: World) -> DynamicCache:
+    """transformers' cache; of a model whose layers do not all attend, one that keeps states."""
+    return DynamicCache(config=world.model.config) if world.case.family in WITH_STATES else DynamicCache()
 
 
 @torch.inference_mode()
-def plain_over(world: World, rows: Rows, ids: torch.Tensor) -> torch.Tensor:
-    """Logits [T, vocabulary] of one plain pass over token ids [T] that follow rows [Hk, N, D] of other tokens."""
-    device, cache = world.model.device, DynamicCache()
-    for layer, (keys, values) in enumerate(rows):
-        cache.update(keys[None].to(device), values[None].to(device), layer)
-    places = torch.arange(rows[0][0].shape[1], rows[0][0].shape[1] + len(ids), device=device)[None]
+def plain_over(world: World, rows: Rows, before: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [T, vocabulary] of one plain pass over token ids [T] that follow rows [Hk, N, D] of the tokens `before`.
+
+    States are those after a plain pass over these tokens.
+    """
+    device, cache, stored = world.model.device, _cache(world), len(before)
+    if world.case.family in WITH_STATES:
+        with own_attention(world.model, world.case.family):
+            world.model(input_ids=before[None].to(device), past_key_values=cache, use_cache=True)
+        for number, (keys, values) in rows.items():
+            cache.layers[number].keys, cache.layers[number].values = keys[None].to(device), values[None].to(device)
+    else:
+        for number, (keys, values) in rows.items():
+            cache.update(keys[None].to(device), values[None].to(device), number)
+    places = torch.arange(stored, stored + len(ids), device=device)[None]
     with own_attention(world.model, world.case.family):
         output = world.model(input_ids=ids[None].to(device), position_ids=places, past_key_values=cache, use_cache=True)
     return output.logits[0]

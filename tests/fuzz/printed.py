@@ -247,4 +247,5 @@ def _eval_answers(world: World, folder: Path, dense: list[dict[str, Any]]) -> No
         answer = world.dense(opened).ask(ids, Sampling(8))
         expect(answer.text == one["text"], "eval answer", f"{one['text']!r}, not {answer.text!r}")
         fed = torch.cat([ids, torch.tensor(answer.ids[:-1], dtype=torch.long)])
-        expect_greedy(plain_over(world, rows, fed)[len(ids) - 1 :], answer.ids, "eval answer", "against transformers")
+        logits = plain_over(world, rows, opened.input_ids, fed)[len(ids) - 1 :]
+        expect_greedy(logits, answer.ids, "eval answer", "against transformers")

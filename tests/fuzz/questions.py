@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from sparsekv.kernels.common.given_rows import tokens_at, with_cache
 from sparsekv.kernels.common.hook import AttentionCall, AttentionFunction, route_attention
 from sparsekv.runtime.decoding.answer import question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
@@ -78,15 +79,18 @@ class Checks:
         case, tokens = self.case, len(self.index.input_ids)
         stored = stored_rows(self.world.folder / "index.skv", case.layers)
         if case.prefill != "dense":
-            return plain_over(self.world, stored, fed)
+            return plain_over(self.world, stored, self.index.input_ids, fed)
         logits, rows = plain(self.world, torch.cat([self.index.input_ids, fed]))
-        self.rows_are(stored, [(keys[:, :tokens], values[:, :tokens]) for keys, values in rows])
-        return logits[tokens:] if case.kv_dtype is None else plain_over(self.world, stored, fed)
+        self.rows_are(stored, {layer: (keys[:, :tokens], values[:, :tokens]) for layer, (keys, values) in rows.items()})
+        if case.kv_dtype is None:
+            return logits[tokens:]
+        return plain_over(self.world, stored, self.index.input_ids, fed)
 
     def rows_are(self, stored: Rows, expected: Rows) -> None:
         most = ROUNDING if self.case.kv_dtype is None else IN_8_BITS
-        for layer, pairs in enumerate(zip(stored, expected, strict=True)):
-            for name, actual, plainly in zip(("keys", "values"), *pairs, strict=True):
+        expect(stored.keys() == expected.keys(), "stored rows", f"of layers {[*stored]}, not {[*expected]}")
+        for layer, rows in stored.items():
+            for name, actual, plainly in zip(("keys", "values"), rows, expected[layer], strict=True):
                 apart = error_of(actual, plainly)
                 expect(apart <= most, f"stored {name}", f"of layer {layer} are {apart:.2e} from plain ones")
 
@@ -132,12 +136,13 @@ def stepped(
 ) -> torch.Tensor:
     """Logits [T, vocabulary] of tokens [T] after the stored prompt, over an asker's cache: the question's `question` at
     once, then one by one. `attend` takes the place of the cache's own."""
-    asker.cache.rewind()
-    asker.cache.expect_prompt(index.split.tokens + question)
+    cache = asker.cache
+    cache.rewind()
+    cache.expect_prompt(index.split.tokens + question)
     parts = [fed[:question], *(fed[place : place + 1] for place in range(question, len(fed)))]
-    with route_attention(index.model, attend or asker.cache.attend):
+    with route_attention(index.model, attend or cache.attend):
         steps = [
-            index.model(input_ids=part[None].to(index.model.device), past_key_values=asker.cache, use_cache=True)
+            index.model(**tokens_at(index.model, part, cache.get_seq_length()), **with_cache(index.model, cache))
             for part in parts
         ]
     return torch.cat([one.logits[0] for one in steps])

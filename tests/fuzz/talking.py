@@ -55,7 +55,7 @@ def _truth(world: World, index: OpenIndex, ids: torch.Tensor, stored: Rows) -> t
     """Logits of token ids that begin with an index's, after the index's."""
     if world.case.prefill == "dense" and world.case.kv_dtype is None:
         return plain(world, ids)[0]
-    return plain_over(world, stored, ids[len(index.input_ids) :])
+    return plain_over(world, stored, index.input_ids, ids[len(index.input_ids) :])
 
 
 def _follows(world: World, one: Conversation, number: int, question: str) -> None:

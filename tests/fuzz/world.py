@@ -32,8 +32,8 @@ from .case import Case, from_options
 from .models import POSITIONS, model_of, tokenizer_of
 
 ENGLISH = "".join(letter if letter.isascii() and letter.isprintable() else " " for letter in BY_NAME)
-Rows = list[tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values [Hk, N, D] of each layer."""
+Rows = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values [Hk, N, D] of each layer that attends, by its number."""
 
 
 class World:
@@ -177,7 +177,8 @@ def files_of(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
 def stored_rows(folder: Path, layers: int) -> Rows:
     """Keys and values of an index as its files have them, in float32: those in 8 bits as the format defines them."""
     files = files_of(folder)
-    return [_meant(files[f"context/layer_{layer:03d}.safetensors"]) for layer in range(layers)]
+    names = {layer: f"context/layer_{layer:03d}.safetensors" for layer in range(layers)}
+    return {layer: _meant(files[name]) for layer, name in names.items() if name in files}
 
 
 def _meant(stored: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

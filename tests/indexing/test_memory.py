@@ -13,7 +13,7 @@ def _held(plan: BuildPlan, positions: torch.Tensor) -> int:
     """Bytes of what a finished prefill holds: keys and values, and sampled queries."""
     model = plan.loaded.model
     captured = capture(model, plan.prompt.input_ids, tail=plan.config.tail, positions=positions)
-    layers = [captured.take(layer) for layer in range(plan.num_hidden_layers)]
+    layers = [captured.take(layer) for layer in plan.kinds.attending]
     tensors = [tensor for one in layers for tensor in (one.keys, one.values, one.sample) if tensor is not None]
     return sum(tensor.nbytes for tensor in tensors)
 

@@ -22,6 +22,7 @@ from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexe
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.indexing.plan import BuildConfig, BuildPlan
+from sparsekv.kernels.common.given_rows import tokens_at, with_cache
 from sparsekv.kernels.common.hook import AttentionCall, AttentionFunction, route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
@@ -139,7 +140,9 @@ def stepped_logits(
     with route_attention(index.model, attend or cache.attend):
         return torch.cat(
             [
-                index.model(input_ids=part[None], past_key_values=cache, use_cache=True).logits[0]
+                index.model(
+                    **tokens_at(index.model, part, cache.get_seq_length()), **with_cache(index.model, cache)
+                ).logits[0]
                 for part in (tokens[:question], *tokens[question:, None])
             ]
         )

@@ -88,12 +88,12 @@ def test_prefilled_keys_are_those_of_the_first_position_turned_as_measured(name:
     layers = _prefilled(model)
     ropes = measure_rotations(model, _ids(TOKENS))
     assert len(ropes) == model.config.num_hidden_layers
-    for number, rope in enumerate(ropes):
+    for number, rope in ropes.items():
         assert rope is not None
         turns = number not in WITHOUT.get(name, [])
         assert rope.interleaved == (turns and name in INTERLEAVED)
         assert len(rope.frequencies) == (PAIRS.get(name, 8) if turns else 0)
-    for keys, rope in zip(layers, ropes, strict=False):
+    for keys, rope in zip(layers, ropes.values(), strict=False):
         assert rope is not None
         assert_close(keys, turned(keys[:, :1].expand_as(keys), torch.arange(TOKENS), rope), 1e-4)
 
@@ -102,7 +102,7 @@ def test_prefilled_keys_are_those_of_the_first_position_turned_as_measured(name:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_rounding_of_half_precision_hides_no_rotation(name: str, dtype: torch.dtype) -> None:
     model = MODELS[name]().to(dtype)
-    for keys, rope in zip(_prefilled(model), measure_rotations(model, _ids(TOKENS)), strict=False):
+    for keys, rope in zip(_prefilled(model), measure_rotations(model, _ids(TOKENS)).values(), strict=False):
         assert rope is not None
         assert_close(keys, turned(keys[:, :1].expand_as(keys), torch.arange(TOKENS), rope), DTYPES[dtype])
 
@@ -119,7 +119,7 @@ def test_frequencies_that_depend_on_the_length_are_those_of_the_prompt(name: str
 
 
 def test_layers_of_two_kinds_of_attention_turn_with_frequencies_of_their_own() -> None:
-    sliding, full, *_ = measure_rotations(FAMILIES["gemma3"](), _ids(TOKENS))
+    sliding, full, *_ = measure_rotations(FAMILIES["gemma3"](), _ids(TOKENS)).values()
     assert sliding is not None
     assert full is not None
     assert full.frequencies[-1] < 0.1 * sliding.frequencies[-1]
@@ -140,21 +140,21 @@ def _of_another_kind(bias: float = 0.0) -> PreTrainedModel:
 @pytest.mark.parametrize("bias", [0.0, 1000.0])
 def test_another_way_to_turn_is_not_known(dtype: torch.dtype, bias: float) -> None:
     """Large channels that hardly turn make every distance between whole keys small."""
-    assert measure_rotations(_of_another_kind(bias).to(dtype), _ids(TOKENS)) == [None] * 3
+    assert measure_rotations(_of_another_kind(bias).to(dtype), _ids(TOKENS)) == dict.fromkeys(range(3))
 
 
 def test_a_known_rotation_shows_behind_large_channels() -> None:
     model = _of_another_kind(1000.0)
     odd = measure_rotations(model, _ids(TOKENS + 1))
-    assert [None if rope is None else len(rope.frequencies) for rope in odd] == [8] * 3
+    assert [None if rope is None else len(rope.frequencies) for rope in odd.values()] == [8] * 3
 
 
 def test_rotations_stand_in_the_manifest_and_stay_with_an_index(tmp_path: Path) -> None:
     plan = small_plan("smollm3")
     built = build_index(plan, tmp_path / "a.skv")
     expected = measure_rotations(plan.loaded.model, plan.prompt.input_ids)
-    assert [facts.rope for facts in built.layers] == expected
-    assert RopeFacts(frequencies=[], interleaved=False) in expected
+    assert {layer: facts.rope for layer, facts in built.attending.items()} == expected
+    assert RopeFacts(frequencies=[], interleaved=False) in expected.values()
     assert build_index(plan, tmp_path / "a.skv").layers == built.layers
 
 

@@ -53,7 +53,7 @@ def test_the_same_model_opens_the_index_under_any_name(index: OpenIndex) -> None
 def test_heads_or_layers_that_are_not_the_models_are_told(index: OpenIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     """A manifest says what it likes of the model; its files then have other heads, or are fewer."""
     loaded, facts = _loaded(), index.artifact.manifest
-    for change, says in (("layers", "2 layers, and the model more"), ("heads", "2 heads of 8 channels, and the model")):
+    for change, says in (("layers", "2 layers, and the model 3"), ("heads", "2 heads of 8 channels, and the model")):
         other = Artifact(index.artifact.folder)
         if change == "layers":
             monkeypatch.setattr(other, "manifest", facts.model_copy(update={"layers": facts.layers[:2]}))

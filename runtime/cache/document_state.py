@@ -1,0 +1,63 @@
+"""The states after a stored context that answers begin from, and their copies for the sequences of a batch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from sparsekv.kernels.common.states import LayerKinds, State, hold_state
+
+
+@dataclass(frozen=True)
+class DocumentState:
+    """The state after a stored context, which every answer begins from; models without such layers have none.
+
+    Args:
+        stored: [1, ...] each, on the model's device; never changed.
+    """
+
+    kinds: LayerKinds
+    stored: State = field(default_factory=dict)
+
+    def cache_layers(self, rows: Sequence[CacheLayerMixin]) -> list[Any]:
+        """Make a cache's layers over those with rows; they keep copies of the state."""
+        return self.kinds.cache_layers(rows, self.stored)
+
+    def copy_to(self, live: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite tensors that a model has changed, in place, because captured steps refer to them."""
+        for name, tensor in self.stored.items():
+            live[name].copy_(tensor)
+
+
+class SlotStates:
+    """The states of S sequences that decode over one stored context, [S, ...] each.
+
+    A question runs in a pass of its own, over views of its slot. A decode step runs over copies of its sequences'
+    states, which `end_step` writes back.
+    """
+
+    def __init__(self, document: DocumentState, slots: int):
+        self.document = document
+        self.slots = {name: one.expand(slots, *one.shape[1:]).clone() for name, one in document.stored.items()}
+        self._step: tuple[State, torch.Tensor] | None = None
+
+    def begin_question(self, layers: Sequence[object], slot: int) -> None:
+        """Let a cache's layers overwrite the state of a slot, which begins at the stored context's end."""
+        views = {name: of_slots[slot : slot + 1] for name, of_slots in self.slots.items()}
+        self.document.copy_to(views)
+        hold_state(layers, views)
+
+    def begin_step(self, layers: Sequence[object], slots: torch.Tensor) -> None:
+        """Let a cache's layers overwrite copies of the states of some slots [B]."""
+        copies = {name: of_slots[slots] for name, of_slots in self.slots.items()}
+        self._step = copies, slots
+        hold_state(layers, copies)
+
+    def end_step(self) -> None:
+        """Write the states of a decode step back to its slots. If a slot occurs several times, all are the same."""
+        assert self._step is not None
+        copies, slots = self._step
+        for name, tensor in copies.items():
+            self.slots[name].index_copy_(0, slots, tensor)
