@@ -133,9 +133,9 @@ class ReportOptions:
         for name in ("model", "dtype"):
             if on_command_line(self.ctx, name):
                 told = f"--{name} {self.ctx.params[name]}"
-                raise UsageError(f"{told}: means nothing without --queries, for no model is run; leave it out")
+                raise UsageError(f"{told} has no effect without --queries, because no model is run; leave it out")
         if self.special_tokens:
-            raise UsageError("--special-tokens: means nothing without --queries; leave it out")
+            raise UsageError("--special-tokens has no effect without --queries; leave it out")
 
     @property
     def groups(self) -> list[str]:

@@ -121,13 +121,13 @@ class TuneOptions:
 def tune(options: TuneOptions) -> None:
     """Find each method's cheapest setting that meets a target, and make the cheapest of all the index's default.
 
-    The cheapest setting is the one that reads the fewest keys and values. That is no time, which depends on the
-    machine: --cheapest time measures it for each method's settings that meet the target and read least, and takes
-    the fastest. Neither counts right answers, which `eval` does. Settings are searched on one half of the
-    document's tail and verified on the other; if the other half misses the target, the search is repeated for a
-    tighter one. That takes some 20 rounds, minutes on a CPU, as a line says when it starts; fewer --method take less.
-    `generate` uses the default when it is given no --method, --budget, --residual or option of a method. --model and
-    --dtype are for --target-perplexity, which alone runs the model. docs/reference/measures.md explains the words.
+    The cheapest setting is the one that reads the fewest keys and values. With --cheapest time it is the fastest one on
+    this machine: among each method's settings that meet the target and read least, the time of a step is measured.
+    Neither way counts right answers, which `eval` does. Settings are searched on one half of the document's tail and
+    verified on the other; if the other half misses the target, the search is repeated for a tighter one. That takes
+    some 20 rounds, minutes on a CPU, as a line says when it starts; fewer --method take less. `generate` uses the
+    default when it is given no --method, --budget, --residual or option of a method. --model and --dtype are for
+    --target-perplexity, which alone runs the model. docs/reference/measures.md explains the words.
 
     \b
     sparsekv tune --index manual.skv --target-recall 0.9

@@ -121,8 +121,8 @@ def print_report(report: RecallReport, groups: Sequence[str], within: float, sto
 
 
 def answers_line(artifact: Artifact, report: RecallReport, within: float) -> str:
-    """Return a sentence that names the `eval` command for the best methods that read at most `within`. Only `eval`
-    counts right answers, an error does not."""
+    """Return a sentence that names the `eval` command for the best methods that read at most `within`. The output error
+    does not tell how many answers are right; only `eval` counts them."""
     ranked = [row for row in report.ranked_within(within) if row.kv_fraction]
     rivals = [row for row in ranked if row.output_error <= RIVALS * ranked[0].output_error]
     names = list(dict.fromkeys(row.method for row in rivals))[:ANSWERING]

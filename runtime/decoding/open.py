@@ -297,7 +297,8 @@ class OpenIndex:
             check_room(self.artifact, self.model)
         layers = range(len(self.artifact.manifest.layers))
         with ThreadPoolExecutor(AHEAD) as threads:
-            # Only for a GPU: the pages of a mapped file are read when they are accessed.
+            # Threads read ahead only to a GPU, into whose memory rows are copied. On a CPU the rows are a mapped file,
+            # whose pages are read when they are accessed.
             ahead = threads if hold and self.device.type == "cuda" else None
             rows = [self._probed_rows(layer, ahead, hold=hold) for layer in layers]
             compare_probe(self.artifact, self.model, int(self.input_ids[-1]), lambda layer, own: rows[layer]())

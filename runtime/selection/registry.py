@@ -43,7 +43,7 @@ def refuse_unused(
         if value is not None and name not in used:
             owners = [of for of, method in (among or {}).items() if name in {field.name for field in fields(method)}]
             other = f", or choose a method that has it: {', '.join(owners)}" if owners else ""
-            raise UsageError(f"--{name.replace('_', '-')} means nothing to {', '.join(chosen)}; leave it out{other}")
+            raise UsageError(f"--{name.replace('_', '-')} has no effect on {', '.join(chosen)}; leave it out{other}")
 
 
 def form_options(form: MethodSpec) -> list[str]:
