@@ -74,8 +74,9 @@ class TraceOptions:
 def trace(options: TraceOptions) -> None:
     """Answer a question over an index and show what each token of the answer attended to, by layer and KV head.
 
-    The answer streams to stdout, or with --json the trace is printed there: which passages were chosen, what centroids
-    stood for and, with --truth, what was missed. Attention is no explanation; --without tests one.
+    The answer streams to stdout, or with --json the trace is printed there: how much attention each passage gets by
+    chosen tokens, by centroids that represent other tokens and, with --truth, how much is missed. Attention does not
+    explain an answer; --without tests whether a passage matters.
 
     \b
     sparsekv trace --index manual.skv "How is it installed?" --truth -o trace.html

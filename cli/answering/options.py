@@ -364,8 +364,8 @@ class GenerateOptions:
         return self.stats or self.gauge
 
     def questions_at_once(self, config: DecodeConfig, ranks: "Ranks | None") -> int | None:
-        """Return `--batch-size`: how many questions to answer at once. None stands for auto, as many as fit; ranks
-        answer 1.
+        """Return `--batch-size`: how many questions to answer at once. None means auto, as many as fit. With several
+        ranks it is 1.
 
         Raises:
             UsageError: the value is neither auto nor a whole number of at least 1, or the other options do not allow

@@ -184,8 +184,8 @@ def _codes(tensors: Tensors) -> Faults:
 
 Letters = dict[str, int]
 Shape = tuple[str, tuple[str, ...]]
-"""A dtype and the names of the axes. The dtype `rows` is the index's; an empty string stands for any. The size of `X+1`
-is one more than that of X."""
+"""A dtype and the names of the axes. The dtype `rows` means the index's dtype; an empty string allows any dtype. The
+size of `X+1` is one more than that of X."""
 
 _CONTEXT: dict[str, Shape] = {"keys": ("rows", ("Hk", "N", "D")), "values": ("rows", ("Hk", "N", "D"))}
 _CONTEXT_INT8: dict[str, Shape] = {
@@ -282,7 +282,7 @@ def _check_layer(manifest: Manifest, layer: int, letters: Letters, *, indexed: b
     context, queries = (layer_file(folder, layer) for folder in ("context", "queries"))
     rows = _CONTEXT if manifest.kv_storage is None else _CONTEXT_INT8
     _check(context, manifest.files[context], rows, letters, manifest.dtype)
-    if more := sorted(manifest.files[context].tensors.keys() - rows.keys()):    # scales change how rows are read
+    if more := sorted(manifest.files[context].tensors.keys() - rows.keys()):  # scales change how rows are read
         raise ValueError(f"{context} has a tensor {more[0][:80]}, which keys and values in this storage do not have")
     wanted = _QUERIES if manifest.layers[layer].attention_sinks else {"tail": _QUERIES["tail"]}
     _check(queries, manifest.files[queries], wanted, letters, manifest.dtype)

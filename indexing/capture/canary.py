@@ -186,7 +186,7 @@ def canary_positions(model: PreTrainedModel, tokens: int) -> list[int]:
 def run_canary(model: PreTrainedModel, input_ids: torch.Tensor, rows: Callable[[int], RowPair]) -> list[CanaryRun]:
     """Run the tokens before each of the canary's positions over the stored rows, by the model's attention and by ours.
 
-    Memory: what `rows` allocates for a layer, and what the model's attention allocates for RUN tokens.
+    Memory: that of `rows` for a layer, and that of the model's attention for RUN tokens.
 
     Args:
         input_ids: [N] int64.

@@ -107,7 +107,7 @@ def make_layers_from(
     """Yield a method's tensors of each layer, in order.
 
     Memory: on a GPU, the keys and values of AHEAD + 2 layers, and what the indexer allocates for one layer. On a CPU,
-    this for the layers that `share_cores` processes at a time.
+    the same for each of the layers that `share_cores` processes at a time.
     """
 
     def read_input(layer: int) -> LayerInput:

@@ -93,7 +93,7 @@ def cluster_scores(
 ) -> torch.Tensor:
     """Compute S_i = exp(q C_i) / sum_j N_j exp(q C_j), averaged over the group (Squeezed Attention, equation 1).
 
-    C_i is the centroid of cluster i and N_i its token count. q C_i stands for the scaled and soft-capped logit.
+    C_i is the centroid of cluster i and N_i its token count. q C_i is the scaled and soft-capped logit.
 
     Args:
         query: [Hk, G, Q, D].

@@ -49,7 +49,7 @@ def check_estimates_missed(option: str, form: MethodSpec) -> None:
     """Raise UsageError for a method whose missed mass cannot be estimated."""
     if not estimates_missed(form.method, residual=form.residual):
         raise UsageError(
-            f"{option}: {form.name} cannot tell how much attention it leaves; add --residual or use another method"
+            f"{option}: {form.name} cannot estimate how much attention it misses; add --residual or use another method"
         )
 
 

@@ -1,4 +1,4 @@
-"""Sampling parameters, the logits processors that they stand for, and drawing tokens."""
+"""Sampling parameters, the logits processors that apply them, and drawing tokens."""
 
 import math
 from collections.abc import Sequence

@@ -149,7 +149,7 @@ MEASURES = ("recall", "attention_mass", "output_error", "kv_fraction")
 
 
 class RecordingExecutor(GatherExecutor):
-    """Executor that attends as a `GatherExecutor` does and passes what it attended to on to a recorder.
+    """Executor that attends as a `GatherExecutor` does, and passes each `AttendedStep` to a recorder.
 
     Args:
         record: called once per step. If a question is attended to piece by piece, it is called with the last piece.
