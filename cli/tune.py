@@ -218,7 +218,7 @@ def _advice(options: TuneOptions, artifact: Artifact, search: Search, *, kept: b
     """Return the text below the table: how settings were compared, and what else measures their quality."""
     told = f" Right answers are measured with {_eval_hint(artifact, search.best)}." if kept else ""
     of_recall = options.target_recall is not None
-    unseen = " Recall does not see what centroids stand for; --target-error does." if of_recall else ""
+    unseen = " Recall does not count what centroids represent; --target-error does." if of_recall else ""
     return f"{_what_is_cheap(search.dense_ms)}{unseen}{told}"
 
 
@@ -264,7 +264,7 @@ def _instead_of(before: Tuned | None, best: Tuned) -> str:
 
 def _what_is_cheap(dense_ms: float | None) -> str:
     if dense_ms is None:
-        return "Cheapest: the fewest keys and values read, which is no time (--cheapest time)."
+        return "Cheapest: the fewest keys and values read, not the shortest time (--cheapest time)."
     return f"Cheapest: the least time of a step of one layer, here; dense attention takes {dense_ms:.3f} ms."
 
 
