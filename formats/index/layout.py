@@ -259,9 +259,9 @@ def check_layout(manifest: Manifest, folder: Path) -> None:
     if not manifest.indexed_layers:
         raise ArtifactError(remedy.format("no layer is indexed"))
     if any(token.position >= split.tokens for token in manifest.canary):
-        raise ArtifactError(remedy.format("its canary is behind its prompt"))
+        raise ArtifactError(remedy.format("a canary token is not in its prompt"))
     if len({record.path for record in manifest.files.values()}) < len(manifest.files):
-        raise ArtifactError(remedy.format("two files lie at one path"))
+        raise ArtifactError(remedy.format("two files have the same path"))
     stored = manifest.kv_storage
     if stored is not None and len(stored.errors) != len(manifest.layers):
         told = f"errors of {len(stored.errors)} layers for {len(manifest.layers)}"
