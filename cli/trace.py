@@ -48,17 +48,17 @@ class TraceOptions:
         bool,
         typer.Option(
             "--truth",
-            help="Show what dense attention weighs, for the queries of each step, and what the step missed of it. It "
-            "reads all of the document's keys and values for each token.",
+            help="Also compute dense attention for the queries of each step, and show how much of it the step missed. "
+            "This reads all of the document's keys and values for each token.",
         ),
     ] = False
     without: Annotated[
         list[str] | None,
         typer.Option(
             metavar="PASSAGE",
-            help="Answer again without this passage of the document; repeatable. Its tokens get no weight where they "
-            "are chosen or attended exactly, and centroids that stand for some of them count as many tokens less; what "
-            "other tokens took over from it when the document was prefilled stays.",
+            help="Answer again without this passage of the document; repeatable. Its tokens get no weight, and centroids "
+            "that represent some of them count for fewer tokens. Information from the passage that other tokens took "
+            "over during the prefill stays.",
         ),
     ] = None
     attention: AttentionOptions
