@@ -57,8 +57,8 @@ class TraceOptions:
         typer.Option(
             metavar="PASSAGE",
             help="Answer again without this passage of the document; repeatable. Its tokens get no weight, and "
-            "centroids that represent some of them count for fewer tokens. Information from the passage that other tokens took "
-            "over during the prefill stays.",
+            "centroids that represent some of them count for fewer tokens. Information from the passage that other "
+            "tokens took over during the prefill stays.",
         ),
     ] = None
     attention: AttentionOptions
