@@ -43,7 +43,7 @@ class BenchOptions:
         ),
     ] = None
     variants: Annotated[
-        bool, typer.Option("--variants", help="Time every form of each method that recall-report compares.")
+        bool, typer.Option("--variants", help="Time every variant of each method that recall-report compares.")
     ] = False
     context: Annotated[
         list[str] | None,

@@ -54,8 +54,8 @@ class BuildOptions:
         typer.Option(
             "--output",
             "-o",
-            help="Folder of the index; of several documents the folder that their indices go to. Default: each DOC "
-            "with .skv in the place of its extension (.txt, .md, ...).",
+            help="Folder of the index, or the folder for the indices of several documents. Default: each DOC "
+            "with .skv instead of its extension (.txt, .md, ...).",
         ),
     ] = None
     from_file: Annotated[
@@ -166,7 +166,7 @@ def build_index(options: BuildOptions) -> None:
     an earlier version of DOC, the unchanged beginning is not prefilled again, and that index's methods are rebuilt
     together with those named here. An index of another document (DOC has less than a third of its passages, and is not
     its beginning) or for another model is left alone unless --force is given, and so is a dense prefill that a sparse
-    one would replace. With an index in the place of DOC, methods are added to it from its own tokens, also where its
+    one would replace. With an index in place of DOC, methods are added to it from its own tokens, also where its
     text is gone or more was appended.
 
     Of several documents each has an index of its own, and the model is loaded once. One that cannot be indexed is

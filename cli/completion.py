@@ -19,9 +19,9 @@ def completion(
 ) -> None:
     """Print the script that completes commands, options, methods, models and indices in a shell.
 
-    The lines below put it where each shell finds it; the next shell has it. The folders must exist, and zsh needs
-    fpath=(~/.zfunc $fpath) before compinit in ~/.zshrc. In this shell, eval "$(sparsekv completion bash)" has it at
-    once, and zsh's likewise.
+    The commands below write the script to the file that each shell reads. Shells that you start from then on complete
+    `sparsekv`. The folders must exist, and zsh needs fpath=(~/.zfunc $fpath) before compinit in ~/.zshrc. For the shell
+    that is already open, run eval "$(sparsekv completion bash)", or zsh instead of bash.
 
     \b
     sparsekv completion bash > ~/.local/share/bash-completion/completions/sparsekv

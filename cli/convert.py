@@ -60,7 +60,8 @@ def convert(
         note(stored, quiet=quiet)
     if artifact.manifest.defaults is not None:
         again = tune_hint(output, artifact.manifest.defaults.target)
-        note(f"the default that tune found was for the index before: run {again} for the new one", quiet=quiet)
+        told = "the default that tune found was for the earlier index and is not copied"
+        note(f"{told}; run {again} for the new one", quiet=quiet)
     say(str(output))
 
 

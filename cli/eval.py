@@ -40,9 +40,9 @@ def evaluate_methods(options: EvalOptions) -> None:
     comparison = recipe.load()
     asked = read_contexts(inputs, comparison)
     check_room(comparison, asked)
-    counted = f"contexts: {len(asked)}, questions: {sum(len(one.questions) for one in asked)}, each in"
+    counted = f"contexts: {len(asked)}, questions: {sum(len(one.questions) for one in asked)}, each by"
     kept = f"answers are kept in {recipe.work}, and none is computed twice"
-    note(f"{counted} {len(comparison.ways())} ways; {kept}", quiet=options.run.quiet)
+    note(f"{counted} {len(comparison.ways())} variants of attention; {kept}", quiet=options.run.quiet)
     with progress(quiet=options.run.quiet) as show:
         if options.ray is not None:
             answer_by_ray(recipe, comparison, asked, options.ray, options.workers, show)

@@ -135,9 +135,9 @@ class ReportOptions:
         for name in ("model", "dtype", "weights"):
             if on_command_line(self.ctx, name):
                 told = f"--{name} {self.ctx.params[name]}"
-                raise UsageError(f"{told}: means nothing without --queries, for no model is run; leave it out")
+                raise UsageError(f"{told} has no effect without --queries, because no model is run; leave it out")
         if self.special_tokens:
-            raise UsageError("--special-tokens: means nothing without --queries; leave it out")
+            raise UsageError("--special-tokens has no effect without --queries; leave it out")
 
     @property
     def groups(self) -> list[str]:
@@ -163,9 +163,9 @@ class ReportOptions:
 def recall_report(options: ReportOptions) -> None:
     """Compare methods and budgets by how much of dense attention they keep.
 
-    The table has a row for each form of each method at each budget, with means over queries, layers and KV heads.
-    Sinks and tail are always attended; the columns are about the document's tokens between them. The oracle selects
-    the tokens of highest exact attention at the same budget.
+    The table has a row for each variant of each method at each budget, with means over queries, layers and KV heads.
+    Sinks and tail are always attended; the columns are about the document's tokens between them. The oracle selects the
+    tokens of highest exact attention at the same budget.
 
     \b
     selected_tokens   Tokens that the method selected.
@@ -193,8 +193,8 @@ def recall_report(options: ReportOptions) -> None:
     the table, of --csv and of --json. With --by, --csv has a row for each layer or head alone; --json also has the rows
     over all of them, whose layer and kv_head are null. docs/reference/measures.md explains the words.
 
-    By default a method is measured in several forms, such as with and without re-ranking. Options of a method, such as
-    --rerank 4, replace these by the one form that they describe.
+    By default several variants of a method are measured, such as with and without re-ranking. If you give options of a
+    method, such as --rerank 4, only the variant with these options is measured.
 
     With --together, selected_tokens and kv_fraction are those of all queries that share a choice, which read it once.
 

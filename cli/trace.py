@@ -56,17 +56,17 @@ class TraceOptions:
         bool,
         typer.Option(
             "--truth",
-            help="Show what dense attention weighs, for the queries of each step, and what the step missed of it. It "
-            "reads all of the document's keys and values for each token.",
+            help="Also compute dense attention for the queries of each step, and show how much of it the step missed. "
+            "This reads all of the document's keys and values for each token.",
         ),
     ] = False
     without: Annotated[
         list[str] | None,
         typer.Option(
             metavar="PASSAGE",
-            help="Answer again without this passage of the document; repeatable. Its tokens get no weight where they "
-            "are chosen or attended exactly, and centroids that stand for some of them count as many tokens less; what "
-            "other tokens took over from it when the document was prefilled stays.",
+            help="Answer again without this passage of the document; repeatable. Its tokens get no weight, and "
+            "centroids that represent some of them count for fewer tokens. Information from the passage that other "
+            "tokens took over during the prefill stays.",
         ),
     ] = None
     attention: AttentionOptions
@@ -82,8 +82,9 @@ class TraceOptions:
 def trace(options: TraceOptions) -> None:
     """Answer a question over an index and show what each token of the answer attended to, by layer and KV head.
 
-    The answer streams to stdout, or with --json the trace is printed there: which passages were chosen, what centroids
-    stood for and, with --truth, what was missed. Attention is no explanation; --without tests one.
+    The answer streams to stdout, or with --json the trace is printed there: how much attention each passage gets by
+    chosen tokens, by centroids that represent other tokens and, with --truth, how much is missed. Attention does not
+    explain an answer; --without tests whether a passage matters.
 
     \b
     sparsekv trace --index manual.skv "How is it installed?" --truth -o trace.html

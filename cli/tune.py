@@ -127,14 +127,13 @@ class TuneOptions:
 def tune(options: TuneOptions) -> None:
     """Find each method's cheapest setting that meets a target, and make the cheapest of all the index's default.
 
-    The cheapest setting is the one that reads the fewest keys and values. That is no time, which depends on the
-    machine: --cheapest time measures it for each method's settings that meet the target and read least, and takes
-    the fastest. Neither counts right answers, which `eval` does. Settings are searched on one half of the
-    document's tail and verified on the other; if the other half misses the target, the search is repeated for a
-    tighter one. That takes some 20 rounds, minutes on a CPU, as a line says when it starts; fewer --method take less.
-    `generate` uses the default when it is given no --method, --budget, --residual or option of a method. --model,
-    --dtype and --weights are for --target-perplexity, which alone runs the model. docs/reference/measures.md explains
-    the words.
+    The cheapest setting is the one that reads the fewest keys and values. With --cheapest time it is the fastest one on
+    this machine: among each method's settings that meet the target and read least, the time of a step is measured.
+    Neither way counts right answers, which `eval` does. Settings are searched on one half of the document's tail and
+    verified on the other; if the other half misses the target, the search is repeated for a tighter one. That takes
+    some 20 rounds, minutes on a CPU, as a line says when it starts; fewer --method take less. `generate` uses the
+    default when it is given no --method, --budget, --residual or option of a method. --model, --dtype and --weights are
+    for --target-perplexity, which alone runs the model. docs/reference/measures.md explains the words.
 
     \b
     sparsekv tune --index manual.skv --target-recall 0.9
@@ -230,7 +229,7 @@ def _advice(options: TuneOptions, artifact: Artifact, search: Search, *, kept: b
     """Return the text below the table: how settings were compared, and what else measures their quality."""
     told = f" Right answers are measured with {_eval_hint(artifact, search.best)}." if kept else ""
     of_recall = options.target_recall is not None
-    unseen = " Recall does not see what centroids stand for; --target-error does." if of_recall else ""
+    unseen = " Recall does not count what centroids represent; --target-error does." if of_recall else ""
     return f"{_what_is_cheap(search.dense_ms)}{unseen}{told}"
 
 
@@ -276,7 +275,7 @@ def _instead_of(before: Tuned | None, best: Tuned) -> str:
 
 def _what_is_cheap(dense_ms: float | None) -> str:
     if dense_ms is None:
-        return "Cheapest: the fewest keys and values read, which is no time (--cheapest time)."
+        return "Cheapest: the fewest keys and values read, not the shortest time (--cheapest time)."
     return f"Cheapest: the least time of a step of one layer, here; dense attention takes {dense_ms:.3f} ms."
 
 

@@ -62,7 +62,7 @@ class MemoryPlan:
         """Raise SparsekvError if the keys and values alone do not fit into the free memory.
 
         Args:
-            remedy: the end of the message: what the user can do.
+            remedy: what the user can do, as the end of the error message.
         """
         if self.rows > memory.left:
             raise SparsekvError(

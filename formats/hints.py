@@ -78,7 +78,7 @@ def add_methods_hint(folder: Path, methods: Iterable[str]) -> str:
 
 
 def no_folder(given: Path) -> str:
-    """Return what a file is that was given instead of an index folder, and a remedy."""
+    """Return the rest of an error message for a file that was given as an index: its kind, and a remedy."""
     if given.suffix == ".skv" or not (given.is_file() and is_text(given)):
         return "is no folder, and an index is one; name the folder that build-index printed"
     index = with_ending(given)

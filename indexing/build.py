@@ -52,7 +52,8 @@ class MethodStage:
 
     Args:
         device: the device that computes the methods' tensors.
-        growth: the append that methods take part in; None if all are built from all tokens.
+        growth: the append, if this build is one: methods that can append then extend their tensors. None: all methods
+            are built from all tokens.
         make_layers: builds the tensors of layers, in this process or in several.
     """
 
@@ -313,7 +314,7 @@ class Builder:
 
     @property
     def queries(self) -> int:
-        """The largest number of a prompt's queries, per KV head, that one of the methods builds from."""
+        """Size of the query sample, in queries per KV head: the largest number that one of the methods asks for."""
         return max((indexer.queries_wanted() for indexer in self.config.methods.values()), default=0)
 
     def decides(self, prefill: str) -> dict[str, Any]:
@@ -325,7 +326,11 @@ class Builder:
         return {"split": [config.sinks, config.tail], "prefill": [chunk_size, asdict(way)], **stored}
 
     def sample_of(self, name: str) -> dict[str, int]:
-        """Return the size of the query sample if another method enlarges the sample of this method, else nothing."""
+        """Return the size of the build's query sample, as `{"queries": n}`, if this method asks for fewer queries.
+
+        All methods of a build share one query sample, as large as the largest that one of them asks for. The dict is
+        empty if this method asks for that many queries, or for none.
+        """
         methods = self.config.methods
         own = methods[name].queries_wanted() if name in methods else 0
         return {"queries": self.queries} if own and own != self.queries else {}

@@ -34,9 +34,9 @@ from sparsekv.kernels.common.states import State
 def early_rows(build: Build, missing: AbstractSet[str]) -> tuple[RowsDone, SharedRows | None]:
     """Return a callback that writes rows to the context's `missing` files while later chunks are prefilled.
 
-    The second result is set if every process of a team writes its heads to the same files, so that no process gathers
-    them. The callback writes nothing for int8 storage, whose scales depend on all tokens. It also writes nothing if a
-    process of the team cannot open the files.
+    The second result is the team's `SharedRows` if every process writes its own heads' rows to the same files, so that
+    no process gathers them; otherwise it is None. The callback writes nothing for int8 storage, whose scales depend on
+    all tokens. It also writes nothing if a process of the team cannot open the files.
 
     Raises:
         ArtifactError: the files cannot be written.

@@ -151,7 +151,7 @@ class Schedule:
         size: int | None,
         ranks: "Ranks | None",
     ) -> Self:
-        """Make a schedule that answers `size` questions at once; None stands for as many as fit.
+        """Make a schedule that answers `size` questions at once; None means as many as fit.
 
         Raises:
             UsageError: `size` is more than 1, and the config allows one question at a time; or what `Session.open`

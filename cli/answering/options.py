@@ -46,8 +46,8 @@ def refuse_merged_heads(config: DecodeConfig) -> None:
         if not isinstance(part, Dense | Own) and part.method.merges_heads:
             others = sorted(name for name, method in methods().items() if not method.merges_heads)
             raise UsageError(
-                f"{part.name} chooses once for all heads, and each rank has some of them; use one process, or one of "
-                f"{', '.join(others)}"
+                f"{part.name} chooses one set of tokens for all heads, and each rank has only some heads; use one "
+                f"process, or one of {', '.join(others)}"
             )
 
 
@@ -200,7 +200,7 @@ class Choices:
         return replace(config, budget=budget, question=before.question, placement=before.placement)
 
     def other_budget(self, config: DecodeConfig, text: str) -> DecodeConfig:
-        """Return the config with another budget. Raises UsageError if the text is no budget, or if the config uses
+        """Return the config with another budget. Raises UsageError if the text is not a budget, or if the config uses
         dense attention."""
         if isinstance(config.attention, Dense):
             refuse_beside_dense({"/budget": text})
@@ -366,8 +366,8 @@ class GenerateOptions:
         return self.stats or self.gauge
 
     def questions_at_once(self, config: DecodeConfig, ranks: "Ranks | None") -> int | None:
-        """Return `--batch-size`: how many questions to answer at once. None stands for auto, as many as fit; ranks
-        answer 1.
+        """Return `--batch-size`: how many questions to answer at once. None means auto, as many as fit. With several
+        ranks it is 1.
 
         Raises:
             UsageError: the value is neither auto nor a whole number of at least 1, or the other options do not allow
@@ -383,10 +383,10 @@ class GenerateOptions:
         if size == "auto":
             return None
         if self.batch_file is None:
-            raise UsageError(f"--batch-size {size}: is for the questions of a --batch-file; leave it out")
+            raise UsageError(f"--batch-size {size} has no effect without --batch-file; leave it out")
         if config.measured and size != "1":
             raise UsageError(
-                f"--batch-size {size}: {config.measured} is of one question at a time; give --batch-size 1"
+                f"--batch-size {size}: {config.measured} works for one question at a time; give --batch-size 1"
             )
         if not size.isascii() or not size.isdigit() or int(size) < 1:
             raise UsageError(f"--batch-size {size}: give auto, or a whole number of at least 1")

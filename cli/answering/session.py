@@ -69,7 +69,8 @@ def save_session(
         note(learning, quiet=quiet)
     if not manifest.prefill.exact:
         kind = manifest.prefill.kind
-        note(f"the talk is prefilled by {kind} in it, as its document: answers may differ from chat's", quiet=quiet)
+        told = f"in {folder} the talk is prefilled by {kind}, like its document"
+        note(f"{told}; answers may differ from the chat's", quiet=quiet)
     with copied_index(opened.artifact, folder) as copy, progress(quiet=quiet) as show:
         build_index(plan, copy, show, tell=partial(note, quiet=quiet))
     if manifest.defaults is not None:

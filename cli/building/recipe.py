@@ -266,8 +266,8 @@ class BuildRecipe:
 
 
 def tell_built(folder: Path, before: Manifest | None, manifest: Manifest, *, quiet: bool) -> None:
-    """Print notes after a build: the index was up to date, the cost of int8 storage, or that the tuned default was
-    dropped."""
+    """Print the notes that apply after a build: that the index was already up to date, the error that int8 storage
+    causes, and that the new index lacks the default that `tune` had stored in the earlier one."""
     if before is not None and manifest.uuid == before.uuid:
         note(f"{folder} is up to date: nothing to build", quiet=quiet)
         return
@@ -275,7 +275,8 @@ def tell_built(folder: Path, before: Manifest | None, manifest: Manifest, *, qui
         note(stored, quiet=quiet)
     if before is not None and before.defaults is not None and manifest.defaults is None:
         again = tune_hint(folder, before.defaults.target)
-        note(f"what tune found was for the index before, and is used no more: run {again} again", quiet=quiet)
+        told = "the default that tune found was for the earlier index and is not used any more"
+        note(f"{told}; run {again} again", quiet=quiet)
 
 
 def _finished(folder: Path) -> Manifest | None:

@@ -17,7 +17,7 @@ from sparsekv.formats.models.load import LoadedModel
 from sparsekv.indexing.plan import Progress
 
 Done = Callable[[Target, str], None]
-"""Called for each finished document, with its error as one line, empty if there is none."""
+"""Called for each finished document, with its error as one line of text, or an empty string if it is indexed."""
 
 
 Work = Callable[[Sequence[Target], Progress, Done], None]

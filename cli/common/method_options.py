@@ -39,8 +39,8 @@ def with_options(
 ) -> Callable[[Callable[[T], None]], Callable[..., None]]:
     """Return a decorator for a command that takes a dataclass of its options. typer gets the options one by one.
 
-    An annotated field is an option or argument. A field that is a dataclass stands for its own fields. Any other field
-    keeps its default.
+    An annotated field is an option or argument. If a field is itself a dataclass, its fields become options. Any other
+    field keeps its default.
 
     Each field of the methods' dataclasses is an option too. Their values by name become the field `parameters`. A field
     that several methods have becomes one option, which sets it for all of them.

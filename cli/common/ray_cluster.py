@@ -24,7 +24,7 @@ class RayWorker(ABC, Generic[Recipe, Job]):
     """A worker of a Ray cluster. It returns an error as one line of text, because not every exception can be pickled.
 
     Args:
-        recipe: how jobs are done.
+        recipe: the settings that all jobs share.
         threads: number of torch threads; None for torch's default.
     """
 
@@ -44,10 +44,11 @@ class RayWorker(ABC, Generic[Recipe, Job]):
 
     @abstractmethod
     def work(self, job: Job) -> None:
-        """Do a job, or resume an interrupted one."""
+        """Do the work of one job. If an earlier run of the same job was interrupted, continue it."""
 
     def load(self) -> str:
-        """Prepare the worker. Returns the error as one line, empty if there is none."""
+        """Run `prepare` and catch any exception. Returns the error as one line of text, or an empty string if there was
+        none."""
         try:
             with quiet_libraries(debug=False):
                 self.prepare()
@@ -56,7 +57,8 @@ class RayWorker(ABC, Generic[Recipe, Job]):
         return ""
 
     def do(self, job: Job) -> str:
-        """Do a job. Returns the error as one line, empty if there is none."""
+        """Run `work` on one job and catch any exception. Returns the error as one line of text, or an empty string if
+        there was none."""
         try:
             with quiet_libraries(debug=False):
                 self.work(job)
@@ -98,8 +100,8 @@ class RayCluster(Generic[HashableJob]):
     busy: dict[Any, tuple[Any, HashableJob | None]] = field(default_factory=dict)
 
     def run(self, jobs: Sequence[HashableJob]) -> Iterator[tuple[HashableJob, str]]:
-        """Run the jobs, the last one first. Yields each finished job with its error as one line, empty if there is
-        none.
+        """Run the jobs, the last one first. Yields each finished job with its error as one line of text, or with an
+        empty string if it succeeded.
 
         Raises:
             UsageError: Ray is not installed, or there is no cluster at the address.

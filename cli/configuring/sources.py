@@ -218,7 +218,7 @@ def table_of(file: ProjectFile, path: tuple[str, ...], known: Iterable[tuple[str
             if key not in inside:
                 below = ", ".join(f"[{'.'.join((*path[:depth], name))}]" for name in sorted(inside))
                 raise UsageError(
-                    f"{file.where(*path[:depth], key)}: {key} is nothing of {path[0]}; its tables are {below}"
+                    f"{file.where(*path[:depth], key)}: {key} is not a command of {path[0]}; its tables are {below}"
                 )
         table = table.get(part, {})
         if not isinstance(table, dict):

@@ -155,7 +155,8 @@ def describe_size(document: dict[str, Any], size: int | None) -> str:
 
 
 def describe_without(found: dict[str, Any]) -> str:
-    """Describe in one line the answer without the hidden passages, and how likely the first answer is then."""
+    """Describe in one line the answer that the model gives while the passages of `--without` are hidden, and how much
+    less or more likely the first answer is then."""
     shown, hidden = found["log_probability"]
     change = math.exp(min(abs(hidden - shown), LARGEST_DIFFERENCE))
     likely = f"{change:,.3g} times {'less' if hidden < shown else 'more'} likely"

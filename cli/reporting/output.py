@@ -24,11 +24,11 @@ from sparsekv.runtime.selection.token_choice import LayerSharing
 LEGEND = """\
 *: on the Pareto front: no method here reads less of the document and errs less.
 recall: share of the oracle's tokens that were selected. attention mass: share of the attention on the document that
-they have. output error: of attention's output, relative. kv fraction: what is read of the document's keys and values,
-index included. missed: share of all attention on tokens that were not selected."""
+the selected tokens get. output error: relative error of attention's output. kv fraction: what is read of the
+document's keys and values, index included. missed: share of all attention on tokens that were not selected."""
 OPTIONAL = {
-    "missed_estimate": "missed estimate: what a step can tell of missed by its centroids; empty without any.",
-    "recall_seen": "recall seen: on queries of the document that the index was built from.",
+    "missed_estimate": "missed estimate: a step's own estimate of missed, from its centroids; empty without centroids.",
+    "recall_seen": "recall seen: recall on the document's queries from which the index was built.",
     "list_coverage": "list coverage: share of the oracle's tokens that are in the lists that were read.",
     "raised": "raised, dense: share of the queries for which the guard raised the budget, or read everything.",
 }
@@ -49,7 +49,7 @@ def _odd(rows: Sequence[RecallRow]) -> list[str]:
     all_keys = [row for row in usable if methods()[row.method].reads_all_keys]
     sharing = [row for row in usable if issubclass(methods()[row.method], LayerSharing)]
     found = {
-        "the best tokens of each query, known in hindsight: a bound, no method to answer with.": bounds,
+        "the best tokens of each query, known in hindsight: an upper bound, not a method to answer with.": bounds,
         "reads nothing between sinks and tail. Nothing reads less, so it has a star whatever its error.": [
             row for row in pareto_front(usable) if row.kv_fraction == 0
         ],
@@ -121,8 +121,8 @@ def print_report(report: RecallReport, groups: Sequence[str], within: float, sto
 
 
 def answers_line(artifact: Artifact, report: RecallReport, within: float) -> str:
-    """Return a sentence that names the `eval` command for the best methods that read at most `within`. Only `eval`
-    counts right answers, an error does not."""
+    """Return a sentence that names the `eval` command for the best methods that read at most `within`. The output error
+    does not tell how many answers are right; only `eval` counts them."""
     ranked = [row for row in report.ranked_within(within) if row.kv_fraction]
     rivals = [row for row in ranked if row.output_error <= RIVALS * ranked[0].output_error]
     names = list(dict.fromkeys(row.method for row in rivals))[:ANSWERING]

@@ -272,7 +272,7 @@ def decode_text(data: bytes, name: str) -> str:
 
 
 def _way_out(data: bytes) -> str:
-    """Return the part of an error message that tells how to read a text in another encoding."""
+    """Return the end of an error message: the option by which to read a text in another encoding."""
     zeros = [data[start:1000:2].count(0) for start in (0, 1)]
     if max(zeros) > len(data[:1000]) // 4 > 2 * min(zeros):
         return f", as UTF-16 does; give --encoding utf-16-{'le' if zeros[1] > zeros[0] else 'be'}"

@@ -173,7 +173,8 @@ def departure(tokenizer: PreTrainedTokenizerBase, prompt: FixedPrompt, text: str
 
 
 def _shown(text: str, chat: ChatFrame | None) -> str:
-    """Return the text as the template shows it at the start of a message: some templates strip leading white space."""
+    """Return the text as the template renders it at the start of a message; some templates strip leading white
+    space."""
     return text.lstrip() if chat is not None and chat.trimmed else text
 
 

@@ -73,7 +73,7 @@ class SharedFile:
     def check(self, descriptor: int) -> None:
         """Raise FileNotFoundError if an open file is not the file of this handle."""
         if SharedFile.of(self.path, descriptor) != self:
-            raise FileNotFoundError(errno.ENOENT, "another file lies there", self.path)
+            raise FileNotFoundError(errno.ENOENT, "another file is at this path", self.path)
 
 
 class OpenFile:

@@ -193,8 +193,8 @@ def _codes(tensors: Tensors) -> Faults:
 
 Letters = dict[str, int]
 Shape = tuple[str, tuple[str, ...]]
-"""A dtype and the names of the axes. The dtype `rows` is the index's; an empty string stands for any. The size of `X+1`
-is one more than that of X."""
+"""A dtype and the names of the axes. The dtype `rows` means the index's dtype; an empty string allows any dtype. The
+size of `X+1` is one more than that of X."""
 
 _CONTEXT: dict[str, Shape] = {"keys": ("rows", ("Hk", "N", "D")), "values": ("rows", ("Hk", "N", "D"))}
 _CONTEXT_INT8: dict[str, Shape] = {
@@ -268,9 +268,9 @@ def check_layout(manifest: Manifest, folder: Path) -> None:
     if not manifest.indexed_layers:
         raise ArtifactError(remedy.format("no layer is indexed"))
     if any(token.position >= split.tokens for token in manifest.canary):
-        raise ArtifactError(remedy.format("its canary is behind its prompt"))
+        raise ArtifactError(remedy.format("a canary token is not in its prompt"))
     if len({record.path for record in manifest.files.values()}) < len(manifest.files):
-        raise ArtifactError(remedy.format("two files lie at one path"))
+        raise ArtifactError(remedy.format("two files have the same path"))
     stored = manifest.kv_storage
     if stored is not None and len(stored.errors) != len(manifest.attending):
         told = f"errors of {len(stored.errors)} layers for {len(manifest.attending)}"
@@ -316,8 +316,8 @@ def _check_layer(manifest: Manifest, layer: int, facts: LayerFacts, letters: Let
     context, queries = (layer_file(folder, layer) for folder in ("context", "queries"))
     rows = _CONTEXT if manifest.kv_storage is None else _CONTEXT_INT8
     _check(context, manifest.files[context], rows, letters, manifest.dtype)
-    if more := sorted(manifest.files[context].tensors.keys() - rows.keys()):  # scales decide how a context is read
-        raise ValueError(f"{context} has a tensor {more[0][:80]}, which keys and values so stored have not")
+    if more := sorted(manifest.files[context].tensors.keys() - rows.keys()):  # scales change how rows are read
+        raise ValueError(f"{context} has a tensor {more[0][:80]}, which keys and values in this storage do not have")
     wanted = _QUERIES if facts.attention_sinks else {"tail": _QUERIES["tail"]}
     _check(queries, manifest.files[queries], wanted, letters, manifest.dtype)
     rope = facts.rope

@@ -115,14 +115,13 @@ def weights_named(name: str) -> Weights | None:
 
 
 class KVStorage(Record):
-    """How keys and values are stored where not in the index's dtype, and what dense attention loses by it.
+    """The int8 storage of an index's keys and values, and the error that it causes in dense attention.
 
-    `errors` has for each layer that attends the relative error of dense attention over the stored rows against dense
-    attention over the exact ones, the mean over the tail's queries and the heads. It was measured on a prompt of
-    `measured_tokens` tokens whose hash is `measured_ids`: an earlier one than the index's where rows of that one were
-    taken over.
-    `exact_probe`: the logits of probe and canary are those over the rows before they were rounded, as a conversion,
-    which runs no model, takes them over.
+    `errors` holds, for each layer that attends, the relative error of dense attention over the stored rows, against
+    dense attention over the exact rows. It is a mean over heads and the tail's queries. It was measured on a prompt of
+    `measured_tokens` tokens whose hash is `measured_ids`. This is an earlier prompt than the index's if the index
+    reuses that prompt's rows. `exact_probe` means that the logits of probe and canary were computed over the rows
+    before rounding. This is so after a conversion, which runs no model and copies the logits.
     """
 
     dtype: KVDtype
@@ -133,17 +132,17 @@ class KVStorage(Record):
 
     @property
     def error(self) -> float:
-        """The mean over layers."""
+        """Mean of the errors over layers."""
         return sum(self.errors) / len(self.errors)
 
     @property
     def worst(self) -> int:
-        """The place of the largest error, among the layers that attend."""
+        """The place of the largest error among the layers that attend."""
         return max(range(len(self.errors)), key=self.errors.__getitem__)
 
 
 class Border(Record):
-    """The end of the prompt's text, which decides the first tokens of what follows."""
+    """The end of the prompt's text, on which the first tokens of the following text depend."""
 
     lead: str = Field(description="last characters whose tokens are stored; what follows is tokenised behind them")
     held: str = Field(
@@ -178,7 +177,7 @@ def state_tokens(name: str) -> int | None:
 
 
 class ModelIdentity(Record):
-    """The model that the keys and values came from, by everything that decides them.
+    """The model that computed the keys and values, identified by everything that determines them.
 
     `weights_hash` is of the checkpoint's weights, before any were rounded to `weights`.
     """
@@ -291,8 +290,11 @@ class MethodRecord(Record):
 
 
 class Probe(Record):
-    """Top logits of the last prompt token by the model's own attention over the stored context (before there was a
-    canary: by the prefill); recomputing them checks that a model is the same."""
+    """Top logits of the last prompt token, which are recomputed to check that a model is the same.
+
+    They are computed by the model's own attention over the stored context. In an index of an earlier version, which has
+    no canary, they are those of the prefill.
+    """
 
     token_ids: list[Count] = Field(min_length=1)
     logits: list[float] = Field(min_length=1)
@@ -305,7 +307,7 @@ class Probe(Record):
 
 
 class CanaryToken(Probe):
-    """The same of the token at a position before the last: a build compared its attention there with the model's."""
+    """Top logits of the token at an earlier position, for which a build compared our attention with the model's own."""
 
     position: Count
 
@@ -328,11 +330,13 @@ class FileRecord(Record):
 
 
 class TuneTarget(Record):
-    """The goal of a tuned setting: recall of at least or error of at most `value`, as a mean over layers, heads and
-    queries; or perplexity of at most `value` times dense attention's.
+    """The goal of a tuned setting, for the measure named `measure`.
+
+    Recall must be at least `value`, or the error at most `value`, as a mean over layers, heads and queries. Perplexity
+    must be at most `value` times dense attention's.
 
     Recall is measured against the oracle's best tokens at budget `of`, a share or a number of tokens. The search was
-    among `methods`; none means all.
+    among `methods`; an empty list means all.
     """
 
     measure: str
@@ -344,9 +348,9 @@ class TuneTarget(Record):
 class Defaults(Record):
     """The cheapest measured setting that reaches a target; used when no setting is requested.
 
-    `budget` is a share of the middle; with `layer_budgets` (by layer) it is their mean. The target's measure was
-    `calibration` on the queries or tokens that the setting was chosen on, and `held_out` on others, on which
-    `kv_fraction` was measured too.
+    `budget` is a share of the middle; with `layer_budgets` (by layer) it is their mean. `calibration` is the target's
+    measure on the queries or tokens on which the setting was chosen. `held_out` is the same measure on other queries or
+    tokens, on which `kv_fraction` was measured, too.
     """
 
     method: str

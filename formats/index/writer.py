@@ -123,7 +123,7 @@ class ArtifactWriter(BuildFolder):
     def share_rows(self, name: str, recipe: str) -> SharedFile:
         """Create a file to which other processes write the rows of their heads; return the handle that opens it.
 
-        `write_rows` writes the rows of this process's heads, and `end_rows` ends the file.
+        `write_rows` writes the rows of this process's heads, and `end_rows` completes the file.
 
         Raises:
             ArtifactError: the file cannot be written.
@@ -143,8 +143,8 @@ class ArtifactWriter(BuildFolder):
     ) -> None:
         """Write the rows before `end` of tensors [H, N, D] in a thread, before the later rows are filled.
 
-        `write` ends the file, and must get the same tensors. If `share_rows` has created the file, the tensors hold
-        this process's heads, and `end_rows` ends the file.
+        `write` completes the file, and must get the same tensors. If `share_rows` has created the file, the tensors
+        hold this process's heads, and `end_rows` completes it instead.
 
         Raises:
             ArtifactError: the file cannot be written.
@@ -167,13 +167,13 @@ class ArtifactWriter(BuildFolder):
             return self._growing[name].wait(seconds)
 
     def end_rows(self, name: str, recipe: str, remote_sum: RemoteSum | None = None) -> None:
-        """End a file that `share_rows` created, in a thread. The other processes must have written their rows.
+        """Complete a file that `share_rows` created, in a thread. The other processes must have written their rows.
 
         Its tensors are not held in memory. `read` reads them from the file, even before it has its checksum and name.
 
         Args:
-            remote_sum: returns the checksum if another process computes it; called in the order in which files are
-                ended.
+            remote_sum: returns the checksum if another process computes it; called in the order of the `end_rows`
+                calls.
 
         Raises:
             ArtifactError: an earlier file could not be written, or this file cannot be read.

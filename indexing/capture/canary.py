@@ -228,7 +228,7 @@ def run_canary(
 ) -> list[CanaryRun]:
     """Run the tokens of each of `canary_runs` over the stored rows, by the model's attention and by ours.
 
-    Memory: what `rows` allocates for a layer, and what the model's attention allocates for RUN tokens.
+    Memory: that of `rows` for a layer, and that of the model's attention for RUN tokens.
 
     Args:
         input_ids: [N] int64.

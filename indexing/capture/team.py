@@ -75,7 +75,7 @@ class SharedRows(ABC):
     def share(self, folder: Path, files: Mapping[str, SharedFile]) -> bool:
         """Let all processes open an index's files, given by name; return whether each of them could.
 
-        Only then, every process writes its heads' rows of the next capture to these files.
+        If each of them could, every process writes its heads' rows of the next capture to these files.
         """
 
     @abstractmethod
@@ -96,7 +96,8 @@ class Team(ABC):
     part: HeadPart
     """The part of the heads that this process captures."""
     shared_rows: SharedRows | None
-    """Lets the processes write rows together; None if each captures all heads, and this process writes them."""
+    """Lets the processes write their heads' rows to the same files. None if each process captures all heads: then this
+    process alone writes them."""
     starts_after_prefix: bool
     """Whether a run can start after tokens whose keys and values the folder's index has."""
 

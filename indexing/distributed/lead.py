@@ -38,7 +38,7 @@ class SplitRows(SharedRows):
     own: Capture | None = None
     """This rank's last capture."""
     files = frozenset[str]()
-    """Names of the files that all ranks write. After they have ended a file, all ranks can read it."""
+    """Names of the files that all ranks write. Once all ranks have written their part of a file, each can read it."""
     _sums: ReceivedSums
 
     def __init__(self, ranks: Ranks):

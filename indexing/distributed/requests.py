@@ -45,7 +45,7 @@ class ReceivedSums:
     def _receive(self, layer: int, number: int) -> str | None:
         message = self._channel.receive(_LAYER + _SUM, number)
         if (other := int.from_bytes(message[:_LAYER], "big")) != layer:
-            raise RuntimeError(f"rank {number} sent the sum of layer {other} in the place of {layer}")
+            raise RuntimeError(f"rank {number} sent the checksum of layer {other} instead of layer {layer}")
         # If the other rank could not read the file, this rank reads it, and reports the reason if that fails, too.
         return None if message[_LAYER:] == _UNREADABLE else message[_LAYER:].hex()
 

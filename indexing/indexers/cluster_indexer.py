@@ -170,8 +170,8 @@ class ClusterIndexer(Indexer):
         default=0.0,
         metadata={
             "help": "Share of the tokens, such as 0.03: those farthest from their centroids become clusters of one "
-            "token each, beside the others. A step reads as many centroids more; docs/benchmarks/evaluation.md says "
-            "what that gains."
+            "token each, beside the others. A step then reads this many more centroids; docs/benchmarks/evaluation.md "
+            "measures the gain."
         },
     )
 

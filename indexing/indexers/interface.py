@@ -122,7 +122,7 @@ class Indexer(ABC):
             raise UsageError(f"--seed {self.seed}: give a number from 0 to {LARGEST_SEED}")
 
     def queries_wanted(self) -> int:
-        """Return the number of the prompt's queries, per KV head, that the method builds from; 0 for none."""
+        """Return the size of the query sample that the method asks for, in queries per KV head; 0 if it needs none."""
         return 0
 
     def check_channels(self, head_dim: int) -> None:

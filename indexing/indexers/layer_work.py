@@ -20,7 +20,7 @@ Read = Callable[[str], Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class LayerWork:
-    """One method's work on any layer of an index. It can be sent to another process, which then does the same.
+    """Everything that is needed to build one method's tensors of any layer. It can be sent to another process.
 
     Args:
         dtype: the index's dtype, such as `bfloat16`.
@@ -35,7 +35,8 @@ class LayerWork:
     in_8_bits: bool
 
     def sources(self, layer: int) -> list[str]:
-        """List the files that the method's file of a layer is made from."""
+        """List the input files of the method's file of a layer: the layer's context, and the query sample if the method
+        needs one."""
         folders = ["context", "samples"] if self.indexer.queries_wanted() else ["context"]
         return [layer_file(folder, layer) for folder in folders]
 
@@ -106,7 +107,7 @@ def make_layers_from(
     """Yield a method's tensors of each layer, in order.
 
     Memory: on a GPU, the keys and values of AHEAD + 2 layers, and what the indexer allocates for one layer. On a CPU,
-    this for the layers that `share_cores` processes at a time.
+    the same for each of the layers that `share_cores` processes at a time.
     """
 
     def read_input(layer: int) -> LayerInput:

@@ -29,8 +29,8 @@ class WindowedMultipoleIndexer(MultipoleIndexer):
     def check_rope(self, rope: RopeFacts | None) -> None:
         if rope is None:
             raise UsageError(
-                "--method multipole-windowed: the model turns its keys in a way of its own, and the method undoes a "
-                "rotation by RoPE frequencies; leave the method out"
+                "--method multipole-windowed: the model turns its keys otherwise than by RoPE frequencies, which is "
+                "all that the method can undo; leave the method out"
             )
 
     def lookup_keys(self, layer: LayerInput, tokens: slice) -> torch.Tensor:
@@ -43,7 +43,7 @@ class WindowedMultipoleIndexer(MultipoleIndexer):
         if rope is None:
             raise UsageError(
                 "windowed RoPE needs to know how each layer turns its keys, and this index does not say it: build it "
-                "again with --force or, where the model turns them in a way of its own, leave the method out"
+                "again with --force, or leave the method out if the model turns them otherwise than by RoPE frequencies"
             )
         first = layer.split.sinks + tokens.start
         positions = torch.arange(first, first + keys.shape[1], device=keys.device)

@@ -19,7 +19,7 @@ from sparsekv.kernels.common.on_gpu import on_gpu
 from sparsekv.kernels.common.runs import expand_runs, fill_budget
 from sparsekv.kernels.scores.logits import attention_logits, scores_from_logits
 
-SPARE = 32  # clusters sorted in addition to twice the number that fills a budget on average
+SPARE = 32  # clusters that `CountedClusters.expected` adds to twice the mean number that fills a budget
 
 
 def logs_and_shares(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,9 +80,10 @@ class BestClusters:
 def best_clusters(
     query: torch.Tensor, clusters: CountedClusters, budget: int, softmax_scale: float, softcap: float | None = None
 ) -> BestClusters:
-    """Choose the clusters with the highest S_i, averaged over the group, until they hold the budget.
+    """Choose the clusters with the highest scores S_i, averaged over the group, until they hold the budget.
 
-    Clusters are taken whole, except for the last, of which only the first tokens are taken.
+    `cluster_scores` defines S_i. Clusters are taken whole, except for the last, of which only the first tokens are
+    taken.
 
     Args:
         query: [H, G, D].
@@ -97,7 +98,8 @@ def best_clusters(
     else:
         logits = attention_logits(query.unsqueeze(2), clusters.centroids, softmax_scale, softcap).squeeze(2)
         logits = logits + clusters.log_counts
-    # The softmax is N_i S_i, and so it is divided by N_i. The sum over the group orders clusters like the mean.
+    # The softmax of cluster i is N_i S_i, so it is divided by the token count N_i. The sum over the group orders
+    # clusters like the mean.
     scores = logits.softmax(-1).sum(1).mul_(clusters.shares)
     several = clusters.expected(budget)
     while True:
@@ -123,12 +125,12 @@ def choose_clusters(
     threshold: float | None = None,
     seen: torch.Tensor | None = None,
 ) -> ClusterChoice:
-    """Choose the clusters with the highest S_i, averaged over the group, until they hold the budget.
+    """Choose the clusters with the highest scores S_i, averaged over the group, until they hold the budget.
 
-    Clusters are taken whole, except for the last, of which only the first tokens are taken. With a threshold, all
-    clusters whose S_i reaches it are taken instead. If scores agree to one part in 128, the cluster with the lower
-    index comes first. On a GPU there are four kernels, or three with a threshold, no synchronisation and no
-    data-dependent shapes.
+    `cluster_scores` defines S_i. Clusters are taken whole, except for the last, of which only the first tokens are
+    taken. With a threshold, all clusters whose S_i reaches it are taken instead. If scores agree to one part in 128,
+    the cluster with the lower index comes first. On a GPU there are four kernels, or three with a threshold, no
+    synchronisation and no data-dependent shapes.
 
     Args:
         query: [H, G, D]; centroids: [H, C, D]; counts, starts: [H, C] int, token count and first row of each cluster.

@@ -20,8 +20,8 @@ from sparsekv.kernels.common.launch import (
 )
 from sparsekv.kernels.common.pairs_triton import pair_products, scaled_queries, scales_of
 
-# Tile bytes, pipeline stages, programs per SM and warps, all measured: for up to MANY clusters, for more clusters, and
-# for int8 centroids.
+# FEW_CLUSTERS is used for up to MANY clusters, MANY_CLUSTERS for more, and IN_8_BITS for int8 centroids. Each holds
+# tile bytes, pipeline stages, programs per SM and warps, which were fastest as measured.
 MANY, FEW_CLUSTERS, MANY_CLUSTERS, IN_8_BITS = 16_384, (32_768, 2, 4, 4), (16_384, 3, 5, 4), (16_384, 3, 4, 2)
 
 

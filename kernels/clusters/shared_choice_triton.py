@@ -153,7 +153,10 @@ def _scores_kernel(
     CAPPED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute S_i of some tokens for a program's share of a head's clusters, summed over the tokens' query heads.
+    """Compute the scores S_i of a program's share of a head's clusters for some tokens.
+
+    Cluster i with centroid C_i and N_i tokens has S_i = exp(q C_i) / sum_j N_j exp(q C_j), where q C_i is the scaled
+    logit, soft-capped with CAPPED. S_i is summed over a token's query heads.
 
     The logits are computed a second time. For 64 questions that takes less time than storing and loading them.
     """
@@ -180,15 +183,15 @@ def _scores_kernel(
         _store_scores(place, c, stop, present, logits, number, total, ROWS, GROUP, TILE)
 
 
-# For a program that lists rows: its clusters, the rows of each that it writes at once, and the clusters before its own
-# whose rows it counts at once.
+# A program that lists rows handles LISTED clusters, writes RUN rows of each at a time, and counts the rows of BEFORE
+# earlier clusters at a time.
 LISTED, RUN, BEFORE = 64, 16, 1024
-CLUSTERS_A_WARP, MOST_WARPS = 1024, 32  # for a program that ranks clusters
+CLUSTERS_A_WARP, MOST_WARPS = 1024, 32  # clusters per warp, and most warps, of a program that ranks clusters
 FEW_WARPS, REGISTERS = 8, 128  # two programs of FEW_WARPS warps fit on an SM with REGISTERS registers per thread
 BITS = tl.constexpr(EXPONENT_BITS + SCORE_BITS)  # bits of a rank
 HIGHEST = tl.constexpr(2 ** (EXPONENT_BITS + SCORE_BITS) - 1)
 DROPPED_BITS = tl.constexpr(23 - SCORE_BITS)  # fraction bits of a score that its rank leaves out
-SIZE_BITS, SIZES = tl.constexpr(TOKEN_BITS), tl.constexpr(MOST_TOKENS)  # bits of the size, below the rank, and mask
+SIZE_BITS, SIZES = tl.constexpr(TOKEN_BITS), tl.constexpr(MOST_TOKENS)  # low bits, which hold a size, and mask
 
 
 @triton.jit

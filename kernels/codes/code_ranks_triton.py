@@ -147,7 +147,8 @@ def _tables_kernel(
 
 
 SCAN_WARPS = 4
-# Keys that a program scans at once, and number of such pieces: for few, many and most tiles per SM.
+# Number of keys that a program scans at once, and how many times it does so. MANY is used from MANY_TILES tiles per SM
+# on, and MOST from MOST_TILES on.
 FEW, MANY, MOST = (1024, 1), (2048, 2), (1024, 4)
 MANY_TILES, MOST_TILES = 4, 16
 

@@ -45,7 +45,8 @@ WAYS = {
     "head_mask": "scales its heads by a mask",
     "sinks": "has sinks of the model's own kind",
 }
-"""Behaviour of a model's attention that each unsupported keyword argument stands for; used in the error message."""
+"""Effects of unsupported keyword arguments on a model's attention, by argument name, as the error message states
+them."""
 
 
 LogitScaling = tuple[float, float | None, torch.Tensor | None]

@@ -46,7 +46,7 @@ def _sum_kernel(
                 pass
     tl.debug_barrier()
     added = tl.zeros([BLOCK], tl.float32)
-    for rank in tl.static_range(RANKS):  # in the same order on all ranks, so that all have the same sum
+    for rank in tl.static_range(RANKS):  # all ranks add in this order, so that their sums are bitwise equal
         place = tl.multiple_of(here.to(sent), 16) + half + rank * MOST + at
         # Another GPU wrote this piece during the launch, and so the load must bypass the L1 cache.
         added += tl.load(place, mask=inside, other=0.0, volatile=True).to(tl.float32)

@@ -46,7 +46,7 @@ def cosine_kmeans(points: torch.Tensor, clusters: int, iterations: int, generato
     centroids = _seeds(points, clusters, generator)
     for _ in range(iterations):
         labels = nearest(points, centroids)
-        # Sums in a fixed order: by atomic adds two builds on a GPU would end with different lists.
+        # Sums are taken in a fixed order, because atomic adds would give two builds on a GPU different lists.
         means, sizes = cluster_means(points, labels, clusters)
         sums = means * sizes[..., None]
         # The direction of a sum near zero would be only rounding error.

@@ -106,12 +106,12 @@ def rank_rows_triton(query, keys, rows, logsumexp, wanted, softmax_scale, softca
     return TokenRanks(ranks, coarse, logsumexps, S)
 
 
-FEWEST_ROWS, MOST_ROWS = 32, 128  # fewest and most rows of counts per load; the rows of a load wait together
-# With many programs, the kernels are bound by instructions. Then one warp is best, because each of four warps would
-# repeat the work that is common to a program. With most programs, two warps count fastest: as measured, one warp takes
-# 50% longer, and four take 20% longer.
+FEWEST_ROWS, MOST_ROWS = 32, 128  # fewest and most rows of counts in one load, whose rows arrive together
+# From MANY programs per SM on, the kernels are bound by instructions. One warp per program is then best, because each
+# of four warps would repeat the work that is common to a program. From MOST programs per SM on, `_count_kernel` is
+# fastest with two warps: as measured, one warp takes 50% longer, and four take 20% longer.
 WARPS_OF_FEW, WARPS_OF_MANY, COUNT_WARPS_OF_MOST = 4, 1, 2
-COUNTED_WARPS_OF_MANY = 2  # used if each rank has a count, because there are then twice as many counts to sum
+COUNTED_WARPS_OF_MANY = 2  # for `_place_kernel`, if each rank has a count: twice as many counts to sum
 MANY, MOST = 4, 16  # programs per SM
 TOP_BITS = tl.constexpr(-2139062144)  # 0x80808080: the top bit of each byte
 ONES = tl.constexpr(0x01010101)

@@ -93,6 +93,8 @@ def cluster_scores(
 ) -> torch.Tensor:
     """Compute S_i = exp(q C_i) / sum_j N_j exp(q C_j), averaged over the group (Squeezed Attention, equation 1).
 
+    C_i is the centroid of cluster i and N_i its token count. q C_i is the scaled and soft-capped logit.
+
     Args:
         query: [Hk, G, Q, D].
         centroids: [Hk, C, D].
@@ -106,7 +108,8 @@ def cluster_scores(
 
 
 def scores_from_logits(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Compute S_i [Hk, Q, C] from logits [Hk, G, Q, C] and from counts that broadcast to the logits."""
+    """Compute the scores S_i [Hk, Q, C] of `cluster_scores` from logits [Hk, G, Q, C] and counts that broadcast to
+    them."""
     empty = counts == 0
     weights = logits.masked_fill(empty, -torch.inf).softmax(-1).masked_fill(empty, 0)
     # The weights sum to 1, and non-empty clusters have counts of at least 1. A sum below 1 means that all are empty.

@@ -35,8 +35,7 @@ class LayerOutput:
 
     The rows are those of the tokens between sinks and tail (the middle), and of their index.
 
-    `rows_read` is a number or [Hk, Q or 1]. Each count that kernels added to their counter stands for `per_count` more
-    rows.
+    `rows_read` is a number or [Hk, Q or 1]. Each count that kernels added to their counter adds `per_count` rows.
     """
 
     output: torch.Tensor

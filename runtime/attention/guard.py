@@ -1,8 +1,9 @@
-"""Estimate the missed mass, the attention mass of tokens that a step does not attend one by one; a guard limits it.
+"""Estimate the missed mass: the attention mass of tokens that a step does not attend to individually. A guard limits
+it.
 
-The missed mass is estimated from softmax denominators: the sum of N_i exp(q C_i) over clusters that are not attended
-token by token, divided by the sum over everything (Multipole Attention, equation 1). The estimate is usually low: by
-Jensen's inequality a cluster's N_i tokens weigh at least N_i times their centroid.
+The missed mass is estimated from softmax denominators: the sum of N_i exp(q C_i) over the unselected tokens' clusters
+i, with centroid C_i and N_i tokens, divided by the sum over everything (Multipole Attention, equation 1). The estimate
+is usually low: by Jensen's inequality a cluster's N_i tokens weigh at least N_i times their centroid.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +49,7 @@ def check_estimates_missed(option: str, form: MethodSpec) -> None:
     """Raise UsageError for a method whose missed mass cannot be estimated."""
     if not estimates_missed(form.method, residual=form.residual):
         raise UsageError(
-            f"{option}: {form.name} cannot tell how much attention it leaves; add --residual or use another method"
+            f"{option}: {form.name} cannot estimate how much attention it misses; add --residual or use another method"
         )
 
 

@@ -135,8 +135,8 @@ class LayerPlan:
 
     `decode` runs decode steps, and `prefill` runs a question's tokens. `captured` runs decode steps that are captured
     as a CUDA graph, where a `DynamicSlot` has the new row's index. `own_prefill` means that the config lets the
-    question's tokens select as the answer's do. `steps_alike` means that policies and placement allow one captured step
-    to be replayed for all that follow.
+    question's tokens select as the answer's do. `steps_alike` means that policies and placement allow a captured step
+    to be replayed for all later steps.
     """
 
     selector: Selector
@@ -218,7 +218,7 @@ def _prefill(layer: LayerParts, config: DecodeConfig, asking: GatherExecutor, wi
 
     Args:
         asking: attends to rows for a question's tokens.
-        within: the policy that attends to what the layer's own selector chooses.
+        within: the policy that attends to the rows that the layer's own selector chooses.
     """
     if isinstance(config.question, Dense):
         return DensePrefill(asking, layer.middle, within.read)

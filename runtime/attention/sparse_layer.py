@@ -119,7 +119,7 @@ class PackedDense(PackedLayer):
 
 
 class PackedSparse(PackedLayer):
-    """Batched sparse layer: attends exactly to sinks, tail and own tokens, and to chosen rows of the rest.
+    """Batched sparse layer: attends exactly to sinks, tail and own tokens, and to chosen rows of the middle.
 
     All sequences that answer attend to the union of the rows that any of them chooses.
     """

@@ -79,11 +79,11 @@ def attention_of(artifact: Artifact, name: str | None) -> tuple[str, type[Method
 
 
 def refuse_beside_dense(given: Mapping[str, Any]) -> None:
-    """Raise UsageError for the first of these options that is set: with dense attention they mean nothing."""
+    """Raise UsageError for the first of these options that is set, because dense attention uses none of them."""
     for option, value in given.items():
         if value:
             told = option if value is True else f"{option} {value}"
-            raise UsageError(f"{told}: means nothing with --method {DENSE}, which reads everything; leave it out")
+            raise UsageError(f"{told} has no effect with --method {DENSE}, which reads everything; leave it out")
 
 
 def prefill_method(artifact: Artifact, name: str | None) -> dict[str, type[Method]]:

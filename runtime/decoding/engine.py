@@ -48,11 +48,9 @@ def why_alone(index: OpenIndex, attention: MethodSpec | Dense, cache: IndexCache
         return "this model turns keys by the length of a sequence, and sequences in a step have several lengths"
     plans = [layer.plan for layer in cache.stored_layers if isinstance(layer, SparseLayer)]
     if isinstance(attention, MethodSpec) and not attention.method.can_unite():
-        return "what stands for the tokens that this method leaves differs from question to question"
+        return "this method represents unselected tokens by weights or a mean that differ from question to question"
     if not all(plan.shareable for plan in plans):
-        return (
-            "--gauge, --guard, --ahead, --stream and --step keep something of one question, which others cannot share"
-        )
+        return "--gauge, --guard, --ahead, --stream and --step keep state of one question, which others cannot use"
     return ""
 
 
@@ -107,7 +105,7 @@ class _Sequence:
 
     @property
     def most(self) -> int:
-        """Number of own rows that a sequence which is answering may have in the end."""
+        """Maximum number of own rows of the sequence, which it has at the end of the longest allowed answer."""
         return self.used + self.longest - len(self.answer)
 
     def fed(self, slot: int) -> Fed:

@@ -342,7 +342,8 @@ class OpenIndex:
         if hold:
             check_room(self.artifact, self.model)
         with ThreadPoolExecutor(AHEAD) as threads:
-            # Only for a GPU: the pages of a mapped file are read when they are accessed.
+            # Threads read ahead only to a GPU, into whose memory rows are copied. On a CPU the rows are a mapped file,
+            # whose pages are read when they are accessed.
             ahead = threads if hold and self.device.type == "cuda" else None
             rows = {layer: self._probed_rows(layer, ahead, hold=hold) for layer in self.artifact.manifest.attending}
             last, state = int(self.input_ids[-1]), self._state(self.split.tokens - 1).stored

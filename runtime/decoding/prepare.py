@@ -97,8 +97,8 @@ def prepare_layer(
         return PreparedLayer(selector, context, context.mapped)
     if selector.append is not None:
         raise UsageError(
-            f"--residual: {form.name} takes generated tokens in, and no cluster holds these; leave out --residual, or "
-            "let them stay exact"
+            f"--residual: with --stream, {form.name} adds generated tokens to its index, and the residual's clusters "
+            "lack them; leave out one of the two options"
         )
     source = residual_source(artifact)
     lender = stored_context(rows, source, device)
@@ -131,7 +131,7 @@ class PreparedMethod:
         self._prepared[rows.layer] = self.take(rows)
 
     def take(self, rows: LayerRows) -> PreparedLayer:
-        """Return the layer of `rows`, and hold it no longer; prepare it if it is not held.
+        """Return the prepared layer of `rows`, and drop the reference to it. Prepare it now if it is not held.
 
         Raises what `prepare_layer` raises.
         """

@@ -1,4 +1,4 @@
-"""Sampling parameters, the logits processors that they stand for, and drawing tokens."""
+"""Sampling parameters, the logits processors that apply them, and drawing tokens."""
 
 import math
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class Sampling:
         for option, value in {"--top-p": self.top_p, "--top-k": self.top_k}.items():
             if value is not None and not self.temperature:
                 raise UsageError(
-                    f"{option} {value}: means nothing at --temperature 0, which takes the likeliest token; give one "
+                    f"{option} {value} has no effect at --temperature 0, which takes the likeliest token; give one "
                     "above 0, or leave it out"
                 )
 

@@ -133,7 +133,7 @@ class Place:
 
     @classmethod
     def behind(cls, prompt: Prompt) -> "Place":
-        """Return the place of a question that directly follows the stored prompt."""
+        """Return the `Place` (chat frame and border) of a first question, which directly follows the stored prompt."""
         return cls(prompt.chat, prompt.border)
 
 

@@ -34,7 +34,7 @@ class DecodeStep:
 
         Args:
             newest: token ids [B], on any device.
-            most: number of own rows that a sequence may have in the end.
+            most: maximum number of own rows of any sequence, at the end of its answer.
         """
         cache, capture = self.cache, self._valid is not None or self.cache.capturable
         size = self.size_of(len(fed), capture=capture)

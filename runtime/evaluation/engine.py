@@ -50,13 +50,14 @@ class Builder(Protocol):
 
     @property
     def queries(self) -> int:
-        """Largest number of a document's queries from which the methods' tensors are built."""
+        """Size of the query sample, in queries per KV head, from which the methods' tensors are built."""
 
     def decides(self, prefill: str) -> dict[str, Any]:
         """Return the settings that determine an index, in addition to its prompt and the model."""
 
     def sample_of(self, name: str) -> dict[str, int]:
-        """Return the number of queries from which a method's tensors are built, if another method uses more."""
+        """Return the size of the query sample, as `{"queries": n}`, if another method makes it larger than this one
+        needs. Otherwise the dict is empty."""
 
     def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:
         """Build the index of a prompt, or resume an interrupted build. Raises the errors of `indexing.build_index`."""

@@ -295,7 +295,8 @@ def _guarded(reader: Callable[[Record], T], record: Record, where: str) -> T:
     except ValueError as error:
         raise UsageError(f"{where}: {error}") from None
     except TypeError:
-        raise UsageError(f"{where}: a field is not what the format has there, such as a number for a list") from None
+        why = "a field has another type than in the format, such as a number instead of a list"
+        raise UsageError(f"{where}: {why}") from None
 
 
 def _strings(value: Any) -> tuple[str, ...]:
@@ -345,7 +346,7 @@ def _ruler(record: Record, name: str) -> Context:
     text = str(record["input"])
     ends = [(text.rfind(end[0]), end) for end in RULER_ENDS if end[0] in text]
     if not ends:
-        raise ValueError("the input ends with no question of RULER's tasks")
+        raise ValueError("the input does not end with a question of RULER's tasks")
     # The last match counts, because a prompt with an example also has a question before the context.
     at, (_, metric, longest, task, begins) = max(ends)
     asked, prefix = text[at:], str(record.get("answer_prefix", "")).strip()

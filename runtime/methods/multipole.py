@@ -1,11 +1,11 @@
 """Decoding with Multipole Attention (arXiv 2506.13059, section 3): it attends to the tokens of the best clusters, and
 to the centroids of all other clusters.
 
-Each token is represented once: by itself, or by the centroid of its cluster. The centroid of N_i tokens adds
-N_i exp(q Kc_i) Vc_i to the numerator and N_i exp(q Kc_i) to the denominator of one softmax. In a hierarchy, a coarse
-cluster that is not opened represents all its tokens. In an opened cluster, the children represent them. RetroInfer
-(arXiv 2505.02922) also estimates attention from centroids. New tokens are first attended to exactly, in a buffer, and
-are then appended to the last block of clusters (section 3.3).
+Each token is represented once: by itself, or by the centroid of its cluster. A cluster i of N_i tokens with key
+centroid Kc_i and value centroid Vc_i adds N_i exp(q Kc_i) Vc_i to the numerator and N_i exp(q Kc_i) to the denominator
+of one softmax. In a hierarchy, a coarse cluster that is not opened represents all its tokens. In an opened cluster, the
+children represent them. RetroInfer (arXiv 2505.02922) also estimates attention from centroids. New tokens are first
+attended to exactly, in a buffer, and are then appended to the last block of clusters (section 3.3).
 """
 
 from dataclasses import dataclass, field

@@ -1,8 +1,8 @@
 """Decoding with Squeezed Attention (arXiv 2411.09688): flat (section 3.2) and hierarchical (section 3.3) centroid
 lookup.
 
-Clusters are selected by S_i, the estimated attention probability of one of their tokens, averaged over the group. With
-`selection=budget`, the best clusters are selected up to the budget, the last of them in part. With
+Clusters are selected by their score S_i, the estimated attention probability of one token of cluster i, averaged over
+the group. With `selection=budget`, the best clusters are selected up to the budget, the last of them in part. With
 `selection=threshold`, all clusters above one threshold for the whole model are selected. It is calibrated so that the
 mean share of tokens selected is the budget. Heads with flat attention select more.
 """

@@ -216,7 +216,8 @@ def forms(
 ) -> list[MethodSpec]:
     """Return the variants of a method to compare: the configured one, or else the method's own.
 
-    With `residual`, each variant follows once more with a residual, unless a variant has a replacement of its own.
+    With `residual`, the list also has each variant with a residual, unless one of the variants itself represents the
+    tokens that it does not select.
     """
     record = artifact.manifest.methods.get(name)
     variants = dict([configured]) if configured else methods()[name].variants(record)

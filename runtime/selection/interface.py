@@ -106,7 +106,7 @@ class CentroidSegment:
 
 @dataclass(frozen=True)
 class Residual:
-    """Residual: the tokens that were not selected, each represented by one centroid of `segments()`.
+    """The tokens that were not selected, each represented by one centroid of `segments()`.
 
     Attributes:
         attended: whether the query attends to the centroids in place of their tokens (Multipole Attention, equation 2).
@@ -268,11 +268,11 @@ class Budget:
             percent = text.endswith("%")
             value = float(text.removesuffix("%")) / 100 if percent else float(text)
         except ValueError:
-            raise UsageError(f"{option} {text or repr(text)}: {_WANTED}") from None
+            raise UsageError(f"{option} {text or repr(text)} is not a budget: {_WANTED}") from None
         if not percent and value >= 1 and text.lstrip("+").isdigit():
             return cls(int(text))
         if not 0 < value <= 1:
-            raise UsageError(f"{option} {text}: {_WANTED}")
+            raise UsageError(f"{option} {text} is not a budget: {_WANTED}")
         return cls(value)
 
     @classmethod
@@ -536,8 +536,8 @@ class Method(ABC):
     def can_unite(self) -> bool:
         """Whether several queries can share the union of their selections.
 
-        They cannot if the weights of a query's sample, or the mean of the tokens that one query left, represent the
-        rest.
+        They cannot if the unselected tokens are represented by the weights of one query's sample, or by the mean of the
+        tokens that one query did not select.
         """
         return not self.replaces()
 

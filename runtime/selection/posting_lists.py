@@ -71,9 +71,9 @@ class ListSearch:
         return Selection(single_rows(chosen[:, None]), Cost(read / (keys.shape[2] * keys.element_size()) + more))
 
 
-ENTRY_BYTES = 6  # int32 position, float16 score
-CENTROID_BYTES = 2  # per channel, float16
-NEW_CENTROIDS, NEW_ITERATIONS = 8, 5  # centroids, and k-means iterations, for each batch of appended tokens' queries
+ENTRY_BYTES = 6  # bytes of a listed key: its position in int32 and its score in float16
+CENTROID_BYTES = 2  # bytes of a centroid per channel, in float16
+NEW_CENTROIDS, NEW_ITERATIONS = 8, 5  # for k-means of the queries of each batch of appended tokens
 LOGITS_AT_ONCE = 2**25  # elements of [Hk, R, M] float32 estimates: 128 MB
 
 

@@ -43,7 +43,7 @@ def refuse_unused(
         if value is not None and name not in used:
             owners = [of for of, method in (among or {}).items() if name in {field.name for field in fields(method)}]
             other = f", or choose a method that has it: {', '.join(owners)}" if owners else ""
-            raise UsageError(f"--{name.replace('_', '-')} means nothing to {', '.join(chosen)}; leave it out{other}")
+            raise UsageError(f"--{name.replace('_', '-')} has no effect on {', '.join(chosen)}; leave it out{other}")
 
 
 def form_options(form: MethodSpec) -> list[str]:
@@ -128,7 +128,7 @@ def choose_methods(
     usable = [name for name, method in known.items() if not method.needs_index or name in indexed]
     for name in names:
         if name == DENSE and name not in beside:
-            raise UsageError(f"{name} attention is what all methods are compared with; leave it out")
+            raise UsageError(f"{name} attention is the baseline with which all methods are compared; leave it out")
         if name not in known and name != "all":
             there = [*usable, *beside]
             several = "; name each by a --method of its own" if "," in name else ""

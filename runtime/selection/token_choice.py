@@ -68,7 +68,7 @@ class LayerSharing(Method):
         if self.select_layer < 0 or 0 < self.select_layer <= FULL_LAYERS:
             raise UsageError(
                 f"--select-layer {self.select_layer}: the first {FULL_LAYERS} layers attend to everything and the next "
-                f"chooses; give {FULL_LAYERS + 1} or more, or 0 for one of 13 in 32"
+                f"chooses; give {FULL_LAYERS + 1} or more, or 0 for the layer at 13/32 of the depth"
             )
 
     def selecting_layers(self, position: LayerPosition) -> tuple[int, int]:
@@ -85,7 +85,8 @@ class LayerSharing(Method):
 
 
 class SharingSelector(Selector):
-    """Selector of one layer, with keys [Hk, M, D]. Layers share int32 rankings, one per batch."""
+    """Selector of one layer, with keys [Hk, M, D]. Ranking layers store an int32 ranking per batch, which later layers
+    read."""
 
     def __init__(self, method: LayerSharing, context: MiddleContext, name: str):
         position = context.position

@@ -163,7 +163,7 @@ class ResidualSelector(Selector):
         return Residual(lambda: (centroids,), attended=True)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select what the inner selector selects; reads all key and value centroids in addition."""
+        """Select the same rows as the inner selector; all key and value centroids are read in addition."""
         chosen = self.inner.select(queries, budget)
         rows, valid = chosen.rows.expand()
         cluster = self.labels[:, None].expand(-1, rows.shape[1], -1).gather(-1, rows)

@@ -43,9 +43,10 @@ class Shares:
         exact: [Hk], share of sinks, tail and new tokens.
         positions: [Hk, R] int64, positions in the middle of the selected tokens; M in unused slots.
         chosen: [Hk, R], share of each selected token.
-        others: [1 or 2, Hk, M], for each token of the middle the share that a centroid stood for, and the share that
-            was missed, if it is known.
-        nowhere: [Hk], share of centroids whose tokens are not known. It counts as stood for.
+        others: [1 or 2, Hk, M], for each token of the middle, the share that a centroid represented (`stood_for`), and
+            the share that was missed, if it is known.
+        nowhere: [Hk], share of centroids whose tokens are not known. `totals` adds it to the share that centroids
+            represented.
     """
 
     exact: torch.Tensor
@@ -55,7 +56,7 @@ class Shares:
     nowhere: torch.Tensor
 
     def totals(self) -> torch.Tensor:
-        """Sum over tokens [3 or 4, Hk]: exact, chosen, stood for and, if it is known, missed."""
+        """Sum over tokens [3 or 4, Hk]: exact, chosen, represented by centroids and, if it is known, missed."""
         stood_for, *missed = self.others.sum(-1)
         return torch.stack([self.exact, self.chosen.sum(-1), stood_for + self.nowhere, *missed])
 
@@ -79,8 +80,8 @@ def own_shares(one: AttendedStep, middle: int) -> Shares:
 def dense_shares(own: Shares, dense: torch.Tensor) -> Shares:
     """Compute shares from the weights of dense attention.
 
-    The weight of a token that was not selected is split in two. Up to the weight that centroids give the token it is
-    stood for; the part above that is missed.
+    The weight of an unselected token is split in two. The part up to the weight that its centroid gives the token
+    counts as represented (`stood_for`); the part above it counts as missed.
 
     Args:
         own: the step's own shares.
@@ -118,8 +119,8 @@ class Largest:
 
     Attributes:
         places: [..., K] int64, indices of passages or of tokens of the middle.
-        shares: [1, ..., K] for tokens. For passages [2 or 3, ..., K]: what was chosen, stood for and, if it is known,
-            missed.
+        shares: [1, ..., K] for tokens. [2 or 3, ..., K] for passages: the shares that were chosen, represented by
+            centroids and, if it is known, missed.
     """
 
     places: torch.Tensor
@@ -139,7 +140,7 @@ def largest(shares: torch.Tensor, most: int, positions: torch.Tensor | None = No
 
 
 def largest_passages(shares: torch.Tensor, most: int) -> Largest:
-    """Return the passages with the largest total of the shares chosen, stood for and missed [2 or 3, ..., P]."""
+    """Return the passages with the largest total of the shares [2 or 3, ..., P] chosen, represented and missed."""
     places = shares.sum(0).topk(min(most, shares.shape[-1])).indices
     return Largest(places, shares.gather(-1, places.expand(len(shares), *places.shape)))
 
@@ -148,7 +149,7 @@ MEASURES = ("recall", "attention_mass", "output_error", "kv_fraction")
 
 
 class RecordingExecutor(GatherExecutor):
-    """Executor that attends as a `GatherExecutor` does and passes what it attended to on to a recorder.
+    """Executor that attends as a `GatherExecutor` does, and passes each `AttendedStep` to a recorder.
 
     Args:
         record: called once per step. If a question is attended to piece by piece, it is called with the last piece.
@@ -185,7 +186,8 @@ class Reduced:
 
     Attributes:
         shares: the step's shares, without those of tokens that were not selected.
-        by_passage: [2 or 3, Hk, P], the share of each passage that was chosen, stood for and, if it is known, missed.
+        by_passage: [2 or 3, Hk, P], the share of each passage that was chosen, represented by centroids and, if it is
+            known, missed.
         missed: the tokens [Hk, 4] with the largest missed shares; None if these are not known.
         measures: `MEASURES` [4, Hk] float64; None without dense attention.
         rows_read: D-sized rows read for each KV head, a number or [Hk].

@@ -378,7 +378,7 @@ class TracedIndex:
     def _asker(self, config: DecodeConfig, gather_makers: Callable[[int], GatherMaker]) -> Session:
         asker = Session.open(self.index, config, gather_makers)
         if appends(asker.cache.stored_layers):
-            raise UsageError("--stream: a trace tells of the document's own tokens; leave it out")
+            raise UsageError("--stream: a trace covers only the document's own tokens; leave it out")
         return asker
 
     def _about(self, answer: Answer) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class PerplexityGoal(Goal):
 
     measure = "perplexity"
     beside = "error"
-    precision = 1.2  # perplexity over about a hundred tokens cannot tell budgets apart that are closer
+    precision = 1.2  # perplexity over about a hundred tokens cannot distinguish closer budgets
 
     open_model: Callable[[], "OpenIndex"] = field(kw_only=True)
 

@@ -110,7 +110,7 @@ def test_a_tuned_default_is_not_kept_and_that_is_said(indices: Path) -> None:
     tuned = ("tune", "--index", "exact.skv", "--target-recall", "0.2", "--method", "quest", "-q")
     assert run_here(*tuned).code == 0
     outcome = run_here("convert", "exact.skv", "-o", "new.skv")
-    assert "the default that tune found was for the index before" in outcome.stderr
+    assert "the default that tune found was for the earlier index and is not copied" in outcome.stderr
     assert read_fields(Path("new.skv"))["defaults"] is None
 
 

@@ -34,7 +34,7 @@ def test_a_gauge_of_what_cannot_be_told_is_refused(place: Path) -> None:
     for cannot in (("--method", "oracle"), ("--method", "magicpig", "--residual")):
         refused = run_here(*ASK, "--gauge", *cannot)
         assert refused.code == 2
-        assert f"--gauge: {cannot[1]} cannot tell how much attention it leaves" in refused.stderr
+        assert f"--gauge: {cannot[1]} cannot estimate how much attention it misses" in refused.stderr
         assert run_here(*ASK, "--stats", *cannot).code == 0
 
 

@@ -224,7 +224,8 @@ def test_an_index_of_another_name_is_not_suggested_for_its_ending(place: Path) -
 
 
 def test_dense_attention_is_no_method_to_compare(place: Path) -> None:
-    fails(2, "recall-report", "--method", "dense", says=("dense attention is what all methods are compared with",))
+    says = ("dense attention is the baseline with which all methods are compared",)
+    fails(2, "recall-report", "--method", "dense", says=says)
     fails(2, "tune", "--target-recall", "0.5", "--method", "dense", says=("leave it out",))
 
 

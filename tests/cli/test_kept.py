@@ -153,7 +153,7 @@ def test_an_answer_is_saved_whose_reader_has_enough(place: Path) -> None:
 @pytest.mark.parametrize("option", [("--dtype", "float16"), ("--model", "model"), ("--special-tokens",)])
 def test_a_report_refuses_what_it_would_not_use(place: Path, option: tuple[str, ...]) -> None:
     refused = run_here("recall-report", "--method", "window", *option)
-    assert f"{' '.join(option)}: means nothing without --queries" in refused.error()
+    assert f"{' '.join(option)} has no effect without --queries" in refused.error()
 
 
 def test_the_place_of_an_index_is_looked_at_before_a_model_is(place: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_report_measures_a_method_as_it_is_configured(place: Path) -> None:
 
 def test_a_report_refuses_options_that_no_method_reads(place: Path) -> None:
     assert (
-        "--page-size means nothing to window"
+        "--page-size has no effect on window"
         in run_here("recall-report", "--method", "window", "--page-size", "4").error()
     )
 
@@ -250,5 +250,5 @@ def test_a_talk_that_is_saved_over_a_sparse_prefill_says_what_becomes_of_it(plac
     assert run_here(*BUILD, "--prefill", prefill, "--force").code == 0
     said = run_here("generate", "-i", "doc.skv", "What is 3 times 3?", "--max-new-tokens", "3", "--save-to", "talk.skv")
     assert said.code == 0, said.stderr
-    told = "the talk is prefilled by quoka in it, as its document: answers may differ from chat's"
+    told = "the talk is prefilled by quoka, like its document; answers may differ from the chat's"
     assert (told in said.stderr) == (prefill == "quoka")

@@ -62,7 +62,7 @@ def test_the_legend_explains_odd_rows_where_they_are_there_alone(place: Path) ->
         "quoka": "reads every key to choose",
         "sampleattention": "chooses what the oracle does",
         "tidaldecode": "selects more than the budget",
-        "squeezed": "missed estimate: what a step can tell",
+        "squeezed": "missed estimate: a step's own estimate of missed",
     }
     for name in told:
         legend = run_here("recall-report", "--method", name, "--budget", "10%", "-q").stdout.partition("*: on the")[2]

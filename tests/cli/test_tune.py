@@ -257,8 +257,8 @@ def test_a_perplexity_is_measured_with_the_model(place: Path) -> None:
         (("--target-recall", "1.5"), "--target-recall 1.5: give a share between 0 and 1"),
         (("--target-error", "0"), "--target-error 0: give a share between 0 and 1"),
         (("--target-perplexity", "0.98"), "--target-perplexity 0.98: give a ratio above 1"),
-        (("--target-recall", "0.9", "--of", "120%"), "--of 120%: give a share"),
-        (("--target-recall", "0.9", "--method", "oracle"), "--method oracle: it bounds"),
+        (("--target-recall", "0.9", "--of", "120%"), "--of 120% is not a budget: give a share"),
+        (("--target-recall", "0.9", "--method", "oracle"), "--method oracle: it is only an upper bound"),
     ],
 )
 def test_what_is_no_target_is_refused(place: Path, options: tuple[str, ...], says: str) -> None:

@@ -130,7 +130,7 @@ def gauge(world: World, index: OpenIndex) -> None:
         try:
             Gauged(world, index)
         except UsageError as error:
-            expect("cannot tell how much attention it leaves" in str(error), "gauge refused", str(error))
+            expect("cannot estimate how much attention it misses" in str(error), "gauge refused", str(error))
         else:
             expect(False, "gauge", f"{case.method} has no centroids of what it leaves, and is measured")
         return

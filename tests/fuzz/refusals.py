@@ -72,10 +72,10 @@ DUE = (
         rf"the document is too short to index: {N} tokens with the chat template, where sinks and tail alone take {N};",
         less=True,
     ),
-    Due("--method oracle: it bounds what a choice can do and is none", lambda case: case.deed in TUNING),
+    Due("--method oracle: it is only an upper bound for other methods", lambda case: case.deed in TUNING),
     Due("no setting reads less than everything and holds --target-", lambda case: case.deed in TUNING),
     Due(
-        "--stream: a trace tells of the document's own tokens; leave it out",
+        "--stream: a trace covers only the document's own tokens; leave it out",
         lambda case: case.deed in TRACING and True in _options(case, "stream"),
     ),
     Due(
@@ -87,7 +87,7 @@ DUE = (
         lambda case: case.residual and not any(name.startswith("multipole") for name, _ in case.indexers),
     ),
     Due(
-        r"--residual: \S+ takes generated tokens in, and no cluster holds these",
+        r"--residual: with --stream, \S+ adds generated tokens to its index",
         lambda case: case.residual and True in _options(case, "stream"),
     ),
     Due(

@@ -50,7 +50,7 @@ def test_a_size_that_there_is_not(size: str) -> None:
 def test_a_size_without_a_batch() -> None:
     refused = run_here("generate", "Why?", "--model", "model", "--batch-size", "4")
     assert refused.code == 2
-    assert "--batch-size 4: is for the questions of a --batch-file; leave it out" in refused.stderr
+    assert "--batch-size 4 has no effect without --batch-file; leave it out" in refused.stderr
 
 
 def test_why_an_answer_ends() -> None:

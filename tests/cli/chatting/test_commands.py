@@ -42,7 +42,7 @@ def test_help_lists_every_command_and_key(place: Path) -> None:
             "/usr/bin is what?",
             "error: no command /usr/bin: /help lists them (a question that begins with / is written //)",
         ),
-        ("/budget lots", "error: /budget lots: give a share of the document such as 0.05"),
+        ("/budget lots", "error: /budget lots is not a budget: give a share of the document such as 0.05"),
         ("/method nope", "error: no method 'nope'; there are: "),
         ("/method codes", "error: the index was not built with 'codes'; "),
         ("/stats perhaps", "error: /stats perhaps: write /stats, /stats on or /stats off"),

@@ -90,7 +90,7 @@ def test_a_talk_that_fills_the_model_ends_with_how_to_go_on(place: Path) -> None
     [
         (("--budget", "lots"), "--budget lots"),
         (("--method", "nope"), "no method 'nope'"),
-        (("--method", "quest", "--hash-bits", "4"), "--hash-bits means nothing to quest"),
+        (("--method", "quest", "--hash-bits", "4"), "--hash-bits has no effect on quest"),
         (("--temperature", "-1"), "--temperature -1"),
         (("--placement", "nowhere"), "--placement nowhere"),
         (("--prefill-budget", "5%"), "--prefill-budget 5%"),

@@ -77,5 +77,5 @@ def test_text_that_is_no_list_of_numbers() -> None:
 
 def test_an_option_that_no_chosen_method_reads() -> None:
     refuse_unused({"second": _Second}, {"levels": None, "seed": 1})
-    with pytest.raises(UsageError, match=r"--levels means nothing to second"):
+    with pytest.raises(UsageError, match=r"--levels has no effect on second"):
         refuse_unused({"second": _Second}, {"levels": "0.2", "seed": 1})

@@ -117,7 +117,7 @@ def test_what_is_for_all_commands_does_not_stop_those_that_need_no_model(
     assert report.code == 0, report.stderr
     tuning = run_here("tune", "--target-recall", "0.2", "--method", "quest", "--dry-run", "-q")
     assert tuning.code == 0, tuning.stderr
-    fails(2, "recall-report", "--model", "model", says=("--model model: means nothing without --queries",))
+    fails(2, "recall-report", "--model", "model", says=("--model model has no effect without --queries",))
 
 
 def test_an_option_of_a_method_that_was_not_chosen_is_left_out(tuned: Path) -> None:

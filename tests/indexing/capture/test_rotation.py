@@ -161,7 +161,12 @@ def test_rotations_stand_in_the_manifest_and_stay_with_an_index(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "indexer", "known", "message"),
     [
-        ("multipole-windowed", WindowedMultipoleIndexer(), False, r"^--method multipole-windowed: .* a way of its own"),
+        (
+            "multipole-windowed",
+            WindowedMultipoleIndexer(),
+            False,
+            r"^--method multipole-windowed: .* otherwise than by RoPE",
+        ),
         ("csattention", CSAttentionIndexer(), False, "^--subspaces rope-pairs: how this model turns its keys is not"),
         ("csattention", CSAttentionIndexer(subspace_size=1), True, "^--subspace-size 1 splits pairs of channels"),
     ],

@@ -225,7 +225,7 @@ def test_a_budget_of_everything_gives_the_plain_models_logits(tabled_index: Open
 
 
 def test_no_residual_where_tokens_join_that_no_cluster_has(tabled_index: OpenIndex) -> None:
-    with pytest.raises(UsageError, match="--residual: csattention takes generated tokens in"):
+    with pytest.raises(UsageError, match="--residual: with --stream, csattention adds generated tokens"):
         tabled_index.cache(sparse("csattention", CSAttention(stream=True), Budget(0.1), residual=True))
 
 

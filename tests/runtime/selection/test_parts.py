@@ -91,7 +91,7 @@ def test_a_residual_of_what_appends_is_refused_where_its_own_centroids_do_not_se
 ) -> None:
     method, rows = STATEFUL[name], LayerRows(full_index.artifact, 0)
     if name.startswith("csattention"):
-        with pytest.raises(UsageError, match="--residual: csattention takes generated tokens in"):
+        with pytest.raises(UsageError, match="--residual: with --stream, csattention adds generated tokens"):
             prepare_layer(rows, MethodSpec("csattention", "", method, residual=True))
     else:
         assert not isinstance(
