@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from sparsekv.formats.errors import IdentityError, SparsekvError
 from sparsekv.formats.index.manifest import (
+    COARSEST,
     PROBE_TOLERANCE,
     REBUILD,
     difference,
@@ -19,6 +20,7 @@ from sparsekv.formats.index.manifest import (
 )
 from sparsekv.formats.index.schema import CanaryToken, Manifest, Probe
 from sparsekv.formats.models.converted import first_line
+from sparsekv.formats.models.quantised import checkpoint_of
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.indexing.capture.capture import Capture, ContextLayer, capture
 from sparsekv.indexing.prefill.interface import DensePrefill
@@ -48,17 +50,22 @@ def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> Non
     ids = input_ids.repeat(-(-TOKENS // len(input_ids)))[:TOKENS].to(model.device)
     try:
         difference = _difference(model, ids, name)
-        if difference > TOLERANCE[model.dtype]:
+        if difference > TOLERANCE[rounding_dtype(model)]:
             # Rounding may route a token to another MoE expert. That is unlikely for the reversed tokens too, so they
             # are tried before the model is refused.
             difference = _difference(model, ids.flip(0), name)
     except SparsekvError as error:
         raise SparsekvError(f"{name} cannot be indexed: {error}; choose another model") from None
-    if difference > TOLERANCE[model.dtype]:
+    if difference > TOLERANCE[rounding_dtype(model)]:
         raise SparsekvError(
             f"{name} cannot be indexed: over captured keys and values its logits are {difference:.0%} from its own, so "
             "that it has a mask or a state that an index lacks; choose another model"
         )
+
+
+def rounding_dtype(model: PreTrainedModel) -> torch.dtype:
+    """Return the dtype whose tolerances hold for a model: its own, or COARSEST for one with quantised weights."""
+    return model.dtype if checkpoint_of(model) is None else COARSEST
 
 
 def _check_ids(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> None:
@@ -260,6 +267,9 @@ def compare_canary(
 
 def judge_canary(runs: Sequence[CanaryRun], dtype: torch.dtype, name: str) -> tuple[list[CanaryToken], Probe]:
     """Check the runs, and return the top logits that an index stores: the canary tokens, and the prompt's last token.
+
+    Args:
+        dtype: the dtype whose tolerance holds, see `rounding_dtype`.
 
     Raises:
         SparsekvError: our attention differs from the model's own beyond rounding, or its logits are not finite.
