@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -24,7 +24,15 @@ from sparsekv.formats.models.quantised import checkpoint_of
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.indexing.capture.capture import Capture, ContextLayer, capture
 from sparsekv.indexing.prefill.interface import DensePrefill
-from sparsekv.kernels.common.given_rows import CalledCache, RowPair, Rows, logits_over_rows, soft_caps, with_cache
+from sparsekv.kernels.common.given_rows import (
+    CalledCache,
+    RowPair,
+    Rows,
+    logits_over_rows,
+    routed_logits_over_rows,
+    soft_caps,
+    with_cache,
+)
 from sparsekv.kernels.common.hook import AttentionCall, alone, route_attention
 
 TOKENS, DOCUMENT, CHUNK, SINGLE = 48, 32, 16, 2
@@ -125,24 +133,11 @@ class _AnswerCache(CalledCache):
             told = " and ".join(f"{heads} KV heads of {channels} channels" for heads, channels in sizes)
             raise SparsekvError(f"its layers differ in size ({told}), which no index holds")
         self.rows = [ContextLayer(TOKENS, (one.keys, one.values)) for one in rows]
-        self.heads, self.channels = sizes[0]
         super().__init__(layers=list(self.rows))
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Compute dense attention [Hq, Q, D] to captured and appended rows.
-
-        Raises SparsekvError if the call's keys have another size than the cache's, or if there are too many rows.
-        """
-        if (len(call.keys), call.keys.shape[2]) != (self.heads, self.channels):
-            told = f"{len(call.keys)} heads of {call.keys.shape[2]} channels"
-            raise SparsekvError(
-                f"it attends with keys ({told}) that are not those in its cache ({self.heads} of {self.channels})"
-            )
-        rows = self.rows[call.layer]
-        if rows.get_seq_length() + call.keys.shape[1] > TOKENS:
-            raise SparsekvError("its layers attend several times to each token, which no index follows")
-        keys, values = rows.update(call.keys[None], call.values[None])
-        return DensePrefill().attend(replace(call, keys=keys[0], values=values[0]), 0)
+        """Compute dense attention [Hq, Q, D] to captured and appended rows."""
+        return DensePrefill().attend(self.rows[call.layer].appended(call), 0)
 
 
 def _answer_logits(model: PreTrainedModel, ids: torch.Tensor, cache: _AnswerCache) -> list[torch.Tensor]:
@@ -218,8 +213,9 @@ def _run(model: PreTrainedModel, input_ids: torch.Tensor, last: int, rows: Calla
             f"the model's own attention does not run over a cache of given rows, so that ours cannot be compared with "
             f"it ({reason}); choose another model"
         ) from None
-    with route_attention(model, lambda call: DensePrefill().attend(call, 0)):
-        ours = logits_over_rows(model, input_ids[first:end], first, up_to_last)
+    ours = routed_logits_over_rows(
+        model, input_ids[first:end], first, up_to_last, lambda call: DensePrefill().attend(call, 0)
+    )
     return CanaryRun(last, own, ours)
 
 

@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from .case import Case
 
 POSITIONS = 4096
+TURNED = 8
+"""Channels that RoPE turns in families of latent attention."""
 
 SPACE_SIGN = "\u2581"
 
@@ -47,6 +49,13 @@ def _many_experts(case: Case) -> dict[str, Any]:
     return {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
+def _latent(case: Case) -> dict[str, Any]:
+    """Keys and values of different sizes, made of a latent for all heads; a part of the keys' channels turns."""
+    sizes = {"qk_rope_head_dim": TURNED, "qk_nope_head_dim": case.head_dim - TURNED, "v_head_dim": case.head_dim - 4}
+    heads = {"head_dim": TURNED, "num_key_value_heads": case.kv_heads * case.group}
+    return sizes | heads | {"q_lora_rank": 16, "kv_lora_rank": 24, "first_k_dense_replace": case.layers}
+
+
 FAMILIES: dict[str, Callable[[Case], dict[str, Any]]] = {
     "llama": lambda case: {},
     "qwen2": _window_switched_on,
@@ -78,6 +87,7 @@ FAMILIES: dict[str, Callable[[Case], dict[str, Any]]] = {
     "nemotron": lambda case: {},
     "seed_oss": lambda case: {"attention_bias": True},
     "ernie4_5": lambda case: {},
+    "deepseek_v3": _latent,
     "doge": lambda case: {"sliding_window": case.window or None, "keep_window_size": 2048},
 }
 """What each family's config needs beside what all have: by the names that transformers has for them."""
@@ -96,7 +106,7 @@ def ropes_of(family: str, ropes: tuple[str, ...]) -> tuple[str, ...]:
     """Of these kinds of scaled positions those that a family's config takes."""
     if family in BY_LAYER_TYPE:
         return ()
-    return {"phi3": ("longrope",), "phimoe": ()}.get(family, ropes)
+    return {"phi3": ("longrope",), "phimoe": (), "deepseek_v3": ("yarn",)}.get(family, ropes)
 
 
 def rope_parameters(case: Case) -> dict[str, Any]:
