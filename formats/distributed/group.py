@@ -36,7 +36,7 @@ class Channel:
         return data.numpy().tobytes()
 
 
-_KEYS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj")  # projections whose output is keys, or includes them
+_KEYS = ("k_proj", "qkv_proj", "query_key_value")  # projections whose output is keys, or includes them
 
 
 def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConfig:
@@ -46,12 +46,15 @@ def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConf
     weights.
 
     Raises:
-        UsageError: the model's weights are quantised, transformers has no plan for it, or its heads or experts cannot
-            be divided evenly. Without this check, transformers would fail in the middle of a forward pass.
+        UsageError: the model's weights are quantised, it has latent attention, transformers has no plan for it, or its
+            heads or experts cannot be divided evenly. Without this check, transformers would fail in the middle of a
+            forward pass.
     """
     text: Any = config.get_text_config()
     if getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None):
         raise UsageError(f"model '{name}' has quantised weights, which are not split over ranks; use one GPU")
+    if getattr(text, "kv_lora_rank", None):
+        raise UsageError(f"model '{name}' attends to keys made of latents, which are not split over ranks; use one GPU")
     plan, experts = text.base_model_tp_plan or {}, text.base_model_ep_plan or {}
     if plan:
         heads = text.num_key_value_heads

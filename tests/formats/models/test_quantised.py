@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from support.causal_families import tiny_config
 from support.quantised_models import KINDS, save_quantised
 from support.tiny_models import save_tiny
 from transformers import AutoConfig
@@ -132,3 +133,8 @@ def test_the_bytes_of_a_model_are_those_of_its_stored_tensors(tmp_path: Path) ->
         stored = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118 (it is no mapping)
     model = load_model(str(folder), device="cpu").model
     assert model_bytes(model) == stored + sum(buffer.nbytes for buffer in model.buffers())
+
+
+def test_several_ranks_refuse_latent_attention() -> None:
+    with pytest.raises(UsageError, match=r"^model 'tiny' attends to keys made of latents, which are not split"):
+        shares_of(tiny_config("deepseek_v2"), "tiny", 2)
