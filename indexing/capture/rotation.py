@@ -96,8 +96,8 @@ def measure_rotations(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[i
 
 def _loudest_token(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
     """Return the token [1] of largest embedding. A padding token may have an embedding, and so keys, of zeros."""
-    ids = input_ids.unique().to(model.device)
-    embedded: torch.Tensor = model.get_input_embeddings()(ids)
+    ids: torch.Tensor = input_ids.unique().to(model.device)
+    embedded = model.get_input_embeddings()(ids)
     return ids[embedded.float().norm(dim=-1).argmax()][None]
 
 
