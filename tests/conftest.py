@@ -20,7 +20,10 @@ sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
 
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
-    """Called as soon as this file is read: before anything imports triton, which defines functions of its own then."""
+    """Called as soon as this file is read: before anything imports numpy, which starts its threads then, or triton,
+    which defines functions of its own."""
+    # Products of matrices as small as in Triton's interpreter: threads that share one mostly wait, and spin meanwhile.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if not _hands_out(pluginmanager.get_plugin("pytestconfig").known_args_namespace):
         import torch
 

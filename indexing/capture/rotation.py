@@ -69,6 +69,8 @@ def _attend_at(call: AttentionCall, at: torch.Tensor, keys: torch.Tensor, values
 
 LEAST_TOLERANCE = 1e-4  # error relative to the length of a pair of channels; a wrong RoPE has an error of about 1
 SMALL_PAIR = 1e-3  # share of the mean absolute channel that is added to a pair's length, because of rounding errors
+LAST_TOKENS = 256
+"""Number of last tokens of a prompt among which the token to measure with is chosen."""
 UNTURNED = RopeFacts(frequencies=[], interleaved=False)
 
 
@@ -85,12 +87,18 @@ def measure_rotations(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[i
     Returns:
         One entry per layer that attends; None if none of the model's rotary embeddings predicts the layer's keys.
     """
-    last = len(input_ids) - 1
-    before = keys_of_one_token(model, input_ids[-1:], 0)
-    after = keys_of_one_token(model, input_ids[-1:], last)
+    last, token = len(input_ids) - 1, _loudest_token(model, input_ids[-LAST_TOKENS:])
+    before, after = keys_of_one_token(model, token, 0), keys_of_one_token(model, token, last)
     # The frequencies are read after the second pass, which sets them to those for its length.
     candidates = [UNTURNED, *_rotary_embeddings(model)]
     return {layer: _explanation(before[layer], after[layer], last, candidates) for layer in sorted(before)}
+
+
+def _loudest_token(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
+    """Return the token [1] of largest embedding. A padding token may have an embedding, and so keys, of zeros."""
+    ids: torch.Tensor = input_ids.unique().to(model.device)
+    embedded = model.get_input_embeddings()(ids)
+    return ids[embedded.float().norm(dim=-1).argmax()][None]
 
 
 def _rotary_embeddings(model: PreTrainedModel) -> list[RopeFacts]:

@@ -15,7 +15,7 @@ Tensors = dict[str, torch.Tensor]
 """A method's tensors of one layer, by name."""
 LOWEST = -60.0
 BINS = 6000
-POINTS = torch.logspace(-3, 0, 61, dtype=torch.float64)
+SHARES: list[float] = torch.logspace(-3, 0, 61, dtype=torch.float64).tolist()
 
 
 class KeepCurve:
@@ -40,10 +40,16 @@ class KeepCurve:
 
     def threshold(self, keep: float) -> float:
         """Return the score threshold at which the kept clusters hold the share `keep` of all tokens; 0 keeps all."""
+        return self._thresholds([keep])[0]
+
+    def _thresholds(self, shares: list[float]) -> list[float]:
         kept = self.weight.flip(0).cumsum(0) / self.tokens
-        passed = int(torch.searchsorted(kept, torch.tensor(keep, dtype=torch.float64)))
+        passed = torch.searchsorted(kept, torch.tensor(shares, dtype=torch.float64)).tolist()
         # The lowest bin also counts all smaller scores, so only a threshold of 0 keeps all of its clusters.
-        return 0.0 if passed >= BINS - 1 or keep >= 1 else 2.0 ** (LOWEST + (BINS - 1 - passed) * (-LOWEST / BINS))
+        return [
+            0.0 if bins >= BINS - 1 or keep >= 1 else 2.0 ** (LOWEST + (BINS - 1 - bins) * (-LOWEST / BINS))
+            for bins, keep in zip(passed, shares, strict=True)
+        ]
 
     def share_above(self, threshold: float) -> float:
         """Return the share of all tokens that are in clusters with a score of at least `threshold`."""
@@ -52,7 +58,7 @@ class KeepCurve:
 
     def points(self) -> list[list[float]]:
         """Return [[share kept, threshold], ...] for shares rising from 0.001 to 1."""
-        return [[keep, self.threshold(keep)] for keep in POINTS.tolist()]
+        return [[keep, threshold] for keep, threshold in zip(SHARES, self._thresholds(SHARES), strict=True)]
 
 
 def _bins(scores: torch.Tensor) -> torch.Tensor:

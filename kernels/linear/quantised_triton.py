@@ -282,14 +282,10 @@ class Tile:
 
 
 TILES: dict[tuple[int, bool], list[tuple[int, Tile]]] = {
-    (8, True): [
-        (0, Tile(2, 1024, 4, 3, False)),
-        (3072, Tile(4, 1024, 4, 3, False)),
-        (8192, Tile(8, 1024, 4, 3, False)),
-    ],
-    (8, False): [(0, Tile(16, 512, 4, 3)), (8192, Tile(32, 512, 4, 3))],
-    (4, True): [(0, Tile(2, 2048, 4, 3, False)), (3072, Tile(4, 2048, 4, 3, False))],
-    (4, False): [(0, Tile(16, 512, 4, 3)), (8192, Tile(32, 512, 4, 3))],
+    (8, True): [(0, Tile(4, 1024, 4, 4, False)), (2048, Tile(8, 1024, 4, 3, False)), (8192, Tile(32, 512, 4, 4))],
+    (8, False): [(0, Tile(16, 512, 4, 4)), (2048, Tile(32, 512, 4, 4))],
+    (4, True): [(0, Tile(4, 2048, 4, 4, False)), (2048, Tile(4, 2048, 4, 1, False))],
+    (4, False): [(0, Tile(16, 512, 4, 4)), (2048, Tile(32, 512, 4, 4)), (8192, Tile(64, 256, 4, 3))],
 }
 """Tiles by the bits of a weight and whether there is a single row: from this number of outputs on, this tile."""
 

@@ -24,7 +24,7 @@ QUESTIONS = "What is an assignment?\nWhat is a target?\n"
 COMPOSED = re.compile(r"[|&;$`*]|<<|2>")
 """Of a line that is more than one plain command."""
 LOOPS = re.compile(r"<<|^\s*(for|while|if|function) ", re.MULTILINE)
-LAYERS = 2  # of the embedded model, of 30
+LAYERS, TOKENS = 2, 4096  # of the embedded model, of 30 and of 49,152
 ANSWER = "--max-new-tokens 4"
 TYPED = "cat questions.txt"
 """In the place of a person, to whom a chat would talk."""
@@ -40,16 +40,25 @@ def test_every_block_is_run_or_says_what_it_is(page: Path) -> None:
 
 @pytest.fixture(scope="session")
 def short_model(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache whose embedded model is the real one's first layers: what a page shows runs, in a tenth of the time."""
+    """A cache whose embedded model is the real one's first layers and most frequent tokens: what a page shows runs, and
+    in little time."""
     cache = tmp_path_factory.mktemp("cache")
     folder = cache / "models" / EMBEDDED
     shutil.copytree(embedded_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS}))
+    config |= {"num_hidden_layers": LAYERS, "vocab_size": TOKENS}
+    (folder / "config.json").write_text(json.dumps(config))
     with safe_open(embedded_folder / "model.safetensors", "pt") as file:
         names = file.keys()
         kept = [one for one in names if int((re.findall(r"layers\.(\d+)\.", one) or [0])[0]) < LAYERS]
-        save_file({one: file.get_tensor(one) for one in kept}, folder / "model.safetensors", {"format": "pt"})
+        weights = {one: file.get_tensor(one) for one in kept}
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:TOKENS].clone()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    pairs = tokenizer["model"]
+    pairs["vocab"] = {token: number for token, number in pairs["vocab"].items() if number < TOKENS}
+    pairs["merges"] = [pair for pair in pairs["merges"] if "".join(pair) in pairs["vocab"]]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / SUMS).unlink()
     seal(folder)
     return cache

@@ -193,6 +193,7 @@ def eval_command(world: World, index: OpenIndex) -> None:
     asking += ["--questions", "3", "--model", "model", "--method", "oracle", "--max-new-tokens", "8", "--sinks", "2"]
     asking += ["--tail", "4", "--json", "-q", "--keep-indices", "--work", "work", "--device", world.device]
     asking += [part for budget in budgets for part in ("--budget", budget)]
+    asking += [] if world.case.rounded is None else ["--weights", world.case.rounded]
     with placed(world):
         expected = {question: ["nothing of it"] for question in questions}
         for _ in range(2):  # then with words of the answers, so that scores are not all zero

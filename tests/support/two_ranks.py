@@ -19,6 +19,8 @@ from .small_index import without_window
 from .tiny_models import tiny_tokenizer
 
 DOCUMENT = "".join(f"Line {number} says that {number} times {number} is {number * number}.\n" for number in range(12))
+FRESH = ["multipole", "codes", "squeezed", "dense"]
+"""A method that needs no queries, one that needs them, one that is calibrated, and one that has no index."""
 
 
 @dataclass(frozen=True)

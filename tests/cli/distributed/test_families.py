@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.tiny_models import FAMILIES
-from support.two_ranks import Both, run_both
+from support.two_ranks import FRESH, Both, run_both
 
 from sparsekv.formats.index.reader import Artifact
 
@@ -14,11 +14,6 @@ METHODS = ["codes", "multipole", "squeezed", "dense"]
 OF_HEADS = ["snapkv", "quest", "quoka", "keydiff", "tidaldecode", "sparq", "loki", "magicpig", "sampleattention"]
 STORED = ["csattention", "h2o", "multipole-windowed", "pqcache"]
 ROUNDING = 1e-5  # of sums that are split over ranks, in float32
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Both:
-    return run_both(tmp_path_factory.mktemp("llama"), ["llama"], ["multipole", "dense"])
 
 
 @pytest.fixture(scope="module")
@@ -59,22 +54,22 @@ def _assert_same_answers(both: Both, family: str) -> None:
         assert both.alone[key.replace(" ranks ", " alone ")]["ids"] == answer["ids"], key
 
 
-def test_ranks_build_the_index_of_one_process(llama: Both) -> None:
-    _assert_same_index(llama, "llama")
+def test_ranks_build_the_index_of_one_process(fresh: Both) -> None:
+    _assert_same_index(fresh, "llama")
 
 
-def test_ranks_answer_as_one_process_over_both_indices(llama: Both) -> None:
-    _assert_same_answers(llama, "llama")
+def test_ranks_answer_as_one_process_over_both_indices(fresh: Both) -> None:
+    _assert_same_answers(fresh, "llama")
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_open_the_index_leaves_its_rows_to_the_first_to_write(llama: Both, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_open_the_index_leaves_its_rows_to_the_first_to_write(fresh: Both, tmp_path: Path) -> None:
     """As one on another machine. The files are the same to the byte as those that both write."""
-    apart = run_both(tmp_path, ["llama"], ["multipole", "dense"], apart=True)
-    assert llama.deeds[1]["rows"]
+    apart = run_both(tmp_path, ["llama"], FRESH, apart=True)
+    assert fresh.deeds[1]["rows"]
     assert apart.deeds[1].get("rows", 0) == 0
     _assert_same_index(apart, "llama")
-    written, joined = (Artifact(both.folder / "llama-ranks.skv").manifest.files for both in (llama, apart))
+    written, joined = (Artifact(both.folder / "llama-ranks.skv").manifest.files for both in (fresh, apart))
     assert {name: file.sha256 for name, file in joined.items()} == {name: file.sha256 for name, file in written.items()}
 
 

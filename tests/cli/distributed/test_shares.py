@@ -4,19 +4,11 @@ from pathlib import Path
 
 import pytest
 from support import rank_job
-from support.two_ranks import Both, run_both, without_methods
+from support.two_ranks import FRESH, Both, run_both, without_methods
 
 from sparsekv.cli.building.recipe import Target
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.indexing.indexers.interface import indexers
-
-FRESH = ["multipole", "codes", "squeezed"]
-
-
-@pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> Both:
-    """Built by ranks from nothing, with a method that needs queries, and one that is calibrated."""
-    return run_both(tmp_path_factory.mktemp("fresh"), ["llama"], FRESH)
 
 
 def _sums(index: Path) -> dict[str, str]:

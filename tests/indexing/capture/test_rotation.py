@@ -143,6 +143,14 @@ def test_another_way_to_turn_is_not_known(dtype: torch.dtype, bias: float) -> No
     assert measure_rotations(_of_another_kind(bias).to(dtype), _ids(TOKENS)) == dict.fromkeys(range(3))
 
 
+def test_a_rotation_is_known_if_the_last_token_has_an_embedding_of_zeros() -> None:
+    """A talk may end with the padding token, whose keys are zeros at each position."""
+    model, ids = MODELS["linear"](), torch.arange(2, TOKENS)
+    expected = measure_rotations(model, ids)
+    model.get_input_embeddings().weight.data[0] = 0.0
+    assert measure_rotations(model, torch.cat([ids, torch.zeros(1, dtype=torch.int64)])) == expected
+
+
 def test_a_known_rotation_shows_behind_large_channels() -> None:
     model = _of_another_kind(1000.0)
     odd = measure_rotations(model, _ids(TOKENS + 1))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.pairs import every_pair
 from support.reference import assert_close, random_attention, reference_attention
 
 from sparsekv.kernels.attention.attention import causal_attention, causal_mask, chunk_causal, takes_chunk
@@ -9,10 +10,14 @@ from sparsekv.kernels.attention.attention import causal_attention, causal_mask, 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=lambda value: str(value))
-@pytest.mark.parametrize("D", [64, 96, 128, 256])
-@pytest.mark.parametrize("G", [1, 3, 8])
-@pytest.mark.parametrize(("Q", "T"), [(1, 1), (1, 60), (7, 7), (7, 60), (300, 301), (300, 900)])
+@every_pair(
+    {
+        "dtype, tolerance": TOLERANCES.items(),
+        "D": [64, 96, 128, 256],
+        "G": [1, 3, 8],
+        "Q, T": [(1, 1), (1, 60), (7, 7), (7, 60), (300, 301), (300, 900)],
+    }
+)
 def test_it_is_one_softmax(Q: int, T: int, G: int, D: int, dtype: torch.dtype, tolerance: float) -> None:
     query, keys, values = random_attention(G=G, Q=Q, T=T, D=D, dtype=dtype)
     expected = reference_attention(query, keys, values, D**-0.5, mask=causal_mask(Q, T, None, query.device))

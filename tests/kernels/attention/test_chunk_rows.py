@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
+from support.pairs import every_pair
 from support.random_tensors import normal
 
 from sparsekv.kernels.attention.chunk_attention import chunk_rows
@@ -30,9 +31,7 @@ def assert_copied(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
             assert torch.equal(one[:, start:].cpu(), other[:, start:]), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("D", [64, 96, 128, 256])
-@pytest.mark.parametrize("G", [1, 3, 8])
+@every_pair({"dtype": [torch.float32, torch.float16, torch.bfloat16], "D": [64, 96, 128, 256], "G": [1, 3, 8]})
 def test_chosen_rows_then_the_chunk(G: int, D: int, dtype: torch.dtype) -> None:
     keys, values = (normal(seed, 2, 90, D).to(dtype) for seed in (0, 1))
     assert_copied(normal(2, 2 * G, 20, D).to(dtype), keys, values, some_rows(D, 2, 70, 21))

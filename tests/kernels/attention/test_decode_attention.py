@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention_steps import TOLERANCES, Step, expected, some_step
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory, with_room
+from support.pairs import every_pair
 from support.random_tensors import normal
 from support.reference import assert_close, relative_error
 
@@ -29,9 +30,7 @@ def attended(
         return decode_attention_triton(*moved.arguments(stands), scale, softcap, sinks).cpu()
 
 
-@by_dtype
-@pytest.mark.parametrize("D", [64, 96, 128, 256])
-@pytest.mark.parametrize("stands", [0, 1, 2])
+@every_pair({"dtype, tolerance": TOLERANCES.items(), "D": [64, 96, 128, 256], "stands": [0, 1, 2]})
 def test_attention_by_its_definition(stands: int, D: int, dtype: torch.dtype, tolerance: float) -> None:
     step = some_step(D, D=D, dtype=dtype)
     output, truth = attended(step, stands, D**-0.5), expected(step, stands > 0, D**-0.5, None, None)
@@ -113,9 +112,7 @@ def test_rows_in_a_buffer_with_room(stands: int) -> None:
     assert_close(output.cpu(), expected(step, True, 0.125, None, None), 1e-5)
 
 
-@pytest.mark.parametrize("counted", [False, True])
-@pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("slots", [1, 16, 75])
+@every_pair({"counted": [False, True], "D": [64, 128], "slots": [1, 16, 75]})
 def test_centroids_that_are_listed(slots: int, D: int, counted: bool) -> None:
     """Listed centroids are indices into all clusters' values, beside plain ones; their number may be on the device."""
     step = some_step(slots, D=D)
@@ -162,9 +159,7 @@ def test_runs_of_one_row(exact: int, used: tuple[int, int] | None) -> None:
     assert_close(decode_attention.reference(*arguments, 0.125).cpu(), truth, 1e-5)
 
 
-@by_dtype
-@pytest.mark.parametrize("percent", [25, 100])
-@pytest.mark.parametrize("used", [None, (600, 41), (0, 3)])
+@every_pair({"dtype, tolerance": TOLERANCES.items(), "percent": [25, 100], "used": [None, (600, 41), (0, 3)]})
 def test_rows_that_go_to_the_program_that_is_done_first(
     used: tuple[int, int] | None, percent: int, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

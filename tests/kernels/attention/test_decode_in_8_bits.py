@@ -8,6 +8,7 @@ import torch
 from support.attention_steps import TOLERANCES, Step, expected, some_step
 from support.eight_bits import eight_bits, scales_on
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
+from support.pairs import every_pair
 from support.reference import assert_close
 
 from sparsekv.kernels.attention.decode_attention import decode_attention
@@ -29,9 +30,7 @@ def in_8_bits(step: Step, seed: int) -> tuple[Step, Callable[[RunRows], RunRows]
     return replace(step, keys=rows.exact_keys, values=rows.exact_values), put
 
 
-@by_dtype
-@pytest.mark.parametrize("D", [64, 96, 128, 256])
-@pytest.mark.parametrize("softcap", [None, 3.0])
+@every_pair({"dtype, tolerance": TOLERANCES.items(), "D": [64, 96, 128, 256], "softcap": [None, 3.0]})
 def test_rows_in_8_bits(softcap: float | None, D: int, dtype: torch.dtype, tolerance: float) -> None:
     step, put = in_8_bits(some_step(D, D=D, dtype=dtype), D)
     query, runs, exact, centroids = step.on(DEVICE).arguments(1)
@@ -44,9 +43,13 @@ def test_rows_in_8_bits(softcap: float | None, D: int, dtype: torch.dtype, toler
     assert_close(plain.cpu(), truth, tolerance)
 
 
-@by_dtype
-@pytest.mark.parametrize("D", [64, 96, 128, 256])
-@pytest.mark.parametrize(("clusters", "exact"), [(40, 70), (40, 0), (300, 5), (1, 3)])
+@every_pair(
+    {
+        "dtype, tolerance": TOLERANCES.items(),
+        "D": [64, 96, 128, 256],
+        "clusters, exact": [(40, 70), (40, 0), (300, 5), (1, 3)],
+    }
+)
 def test_centroids_in_8_bits_beside_such_rows(
     clusters: int, exact: int, D: int, dtype: torch.dtype, tolerance: float
 ) -> None:

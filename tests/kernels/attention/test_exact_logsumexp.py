@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
+from support.pairs import every_pair
 from support.random_tensors import normal
 
 from sparsekv.kernels.attention.attention import OwnRows
@@ -33,10 +34,14 @@ def by_definition(
     return totals
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("D", [64, 96, 128, 256])
-@pytest.mark.parametrize(("Hk", "G", "B", "E"), [(1, 1, 1, 0), (2, 3, 5, 7), (3, 8, 2, 150), (1, 7, 11, 64)])
-@pytest.mark.parametrize(("softcap", "learned"), [(None, False), (3.0, True)], ids=["plain", "capped, sinks"])
+@every_pair(
+    {
+        "dtype": [torch.float32, torch.float16, torch.bfloat16],
+        "D": [64, 96, 128, 256],
+        "Hk, G, B, E": [(1, 1, 1, 0), (2, 3, 5, 7), (3, 8, 2, 150), (1, 7, 11, 64)],
+        "softcap, learned": [(None, False), (3.0, True)],
+    }
+)
 def test_totals_by_their_definition(
     dtype: torch.dtype, D: int, Hk: int, G: int, B: int, E: int, softcap: float | None, *, learned: bool
 ) -> None:  # fmt: skip

@@ -2,8 +2,8 @@
 
 import math
 
-import pytest
 import torch
+from support.pairs import every_pair
 from support.random_tensors import normal
 from support.reference import assert_close, reference_attention
 
@@ -13,11 +13,15 @@ TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 TIMES = 3  # tokens that a centroid stands for
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=lambda value: str(value))
-@pytest.mark.parametrize("D", [64, 96, 128, 256])
-@pytest.mark.parametrize(("Hk", "G", "B"), [(1, 1, 1), (2, 3, 5), (3, 8, 2)])
-@pytest.mark.parametrize("softcap", [None, 3.0], ids=["uncapped", "capped"])
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["no sinks", "sinks"])
+@every_pair(
+    {
+        "dtype, tolerance": TOLERANCES.items(),
+        "D": [64, 96, 128, 256],
+        "Hk, G, B": [(1, 1, 1), (2, 3, 5), (3, 8, 2)],
+        "softcap": [None, 3.0],
+        "with_sinks": [False, True],
+    }
+)
 def test_each_sequence_attends_as_if_it_were_alone(
     dtype: torch.dtype, tolerance: float, D: int, Hk: int, G: int, B: int, softcap: float | None, with_sinks: bool
 ) -> None:

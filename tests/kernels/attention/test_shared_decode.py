@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.eight_bits import eight_bits, scales_on
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
+from support.pairs import every_pair
 from support.random_tensors import normal
 from support.reference import assert_close
 
@@ -102,9 +103,13 @@ def some_case(
     )
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=lambda value: str(value))
-@pytest.mark.parametrize("D", [64, 96, 128, 256])
-@pytest.mark.parametrize(("Hk", "G", "B"), [(1, 1, 1), (2, 3, 5), (3, 8, 2), (2, 4, 16), (1, 7, 11)])
+@every_pair(
+    {
+        "dtype, tolerance": TOLERANCES.items(),
+        "D": [64, 96, 128, 256],
+        "Hk, G, B": [(1, 1, 1), (2, 3, 5), (3, 8, 2), (2, 4, 16), (1, 7, 11)],
+    }
+)
 def test_attention_by_its_definition(dtype: torch.dtype, tolerance: float, D: int, Hk: int, G: int, B: int) -> None:
     case = some_case(dtype=dtype, Hk=Hk, G=G, B=B, D=D, used=(25, 0, M))
     output, truth = case.by_kernels(), case.by_definition()
@@ -122,10 +127,14 @@ def test_soft_caps_sinks_and_centroids(softcap: float | None, *, sinks: bool, st
     assert_close(case.by_torch(), case.by_definition(), 1e-5)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=lambda value: str(value))
-@pytest.mark.parametrize("D", [64, 96, 128, 256])
-@pytest.mark.parametrize(("Hk", "G", "B"), [(1, 1, 1), (2, 3, 5), (3, 8, 2)])
-@pytest.mark.parametrize("softcap", [None, 3.0], ids=["uncapped", "capped"])
+@every_pair(
+    {
+        "dtype, tolerance": TOLERANCES.items(),
+        "D": [64, 96, 128, 256],
+        "Hk, G, B": [(1, 1, 1), (2, 3, 5), (3, 8, 2)],
+        "softcap": [None, 3.0],
+    }
+)
 def test_rows_in_8_bits(
     softcap: float | None, dtype: torch.dtype, tolerance: float, D: int, Hk: int, G: int, B: int
 ) -> None:

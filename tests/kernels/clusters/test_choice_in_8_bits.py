@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.eight_bits import EightBits, eight_bits, scales_on
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory, uneven_counts
+from support.pairs import every_pair
 from support.random_tensors import normal
 from support.reference import assert_close
 
@@ -27,9 +28,7 @@ def logits_of(query: torch.Tensor, rows: EightBits, counts: torch.Tensor, softca
     return logits.masked_fill(counts[:, None] == 0, -torch.inf)
 
 
-@by_dtype
-@pytest.mark.parametrize("D", [64, 96, 128, 256])
-@pytest.mark.parametrize("softcap", [None, 3.0])
+@every_pair({"dtype, tolerance": TOLERANCES.items(), "D": [64, 96, 128, 256], "softcap": [None, 3.0]})
 def test_logits_and_choice(softcap: float | None, D: int, dtype: torch.dtype, tolerance: float) -> None:
     counts, rows, query = uneven_counts(D, 2, 37), eight_bits(D, 2, 37, D), normal(0, 2, 3, D).to(dtype)
     starts, scale = (counts.cumsum(-1) - counts).to(DEVICE), D**-0.5

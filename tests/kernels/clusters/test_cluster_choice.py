@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory, uneven_counts, with_room
+from support.pairs import every_pair
 from support.random_tensors import normal
 from support.reference import assert_close
 
@@ -81,9 +82,7 @@ def test_clusters_in_buffers_with_room() -> None:
     assert torch.equal(found.lengths.cpu(), expected.lengths)
 
 
-@by_dtype
-@pytest.mark.parametrize("D", [64, 96, 128, 256])
-@pytest.mark.parametrize("G", [1, 3, 8])
+@every_pair({"dtype, tolerance": TOLERANCES.items(), "D": [64, 96, 128, 256], "G": [1, 3, 8]})
 def test_logits_and_choice(G: int, D: int, dtype: torch.dtype, tolerance: float) -> None:
     counts = uneven_counts(D + G, 2, 37)
     query, centroids = normal(0, 2, G, D).to(dtype), (1.5 * normal(1, 2, 37, D)).to(dtype)

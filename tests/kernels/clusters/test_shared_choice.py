@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory, uneven_counts, with_room
+from support.pairs import every_pair
 from support.random_tensors import normal
 
 from sparsekv.kernels.clusters import shared_choice_triton
@@ -48,9 +49,7 @@ def chosen(
     return SharedChoice(lengths, log_left[:, :C], rows, used)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("D", [64, 96, 128, 256])
-@pytest.mark.parametrize("G", [1, 3, 8])
+@every_pair({"dtype": [torch.float32, torch.float16, torch.bfloat16], "D": [64, 96, 128, 256], "G": [1, 3, 8]})
 def test_the_best_by_scores_in_float64(G: int, D: int, dtype: torch.dtype) -> None:
     """Of one question of three tokens: those with the highest mean over its tokens and heads, to within the resolution
     of scores and the rounding of logits."""
@@ -65,9 +64,13 @@ def test_the_best_by_scores_in_float64(G: int, D: int, dtype: torch.dtype) -> No
         assert one[(taken == 0) & (of_head > 0)].max() <= one[taken > 0].min() * 1.03
 
 
-@pytest.mark.parametrize(("G", "tokens"), [(1, [1]), (3, [1, 5, 2]), (8, [1] * 20), (4, [3, 30, 1])])
-@pytest.mark.parametrize("clusters", [1, 37, 200])
-@pytest.mark.parametrize("budget", [0, 1, 77, 10**6])
+@every_pair(
+    {
+        "G, tokens": [(1, [1]), (3, [1, 5, 2]), (8, [1] * 20), (4, [3, 30, 1])],
+        "clusters": [1, 37, 200],
+        "budget": [0, 1, 77, 10**6],
+    }
+)
 def test_the_same_as_in_plain_torch(G: int, tokens: list[int], clusters: int, budget: int) -> None:
     assert_same(G, tokens, clusters, budget)
 

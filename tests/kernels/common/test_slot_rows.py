@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.kernel_runs import DEVICE, compiled_or_interpreted
+from support.pairs import every_pair
 from support.random_tensors import normal
 
 from sparsekv.kernels.common.run_rows_triton import store_in_slots_triton
@@ -15,9 +16,13 @@ S, ROOM = 5, 9
 
 
 @pytest.mark.parametrize("store", [store_in_slots_triton, store_in_slots.reference], ids=["kernel", "torch"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("D", [64, 96, 128, 256])
-@pytest.mark.parametrize("strides", ["heads first", "tokens first", "channels apart"])
+@every_pair(
+    {
+        "dtype": [torch.float32, torch.float16, torch.bfloat16],
+        "D": [64, 96, 128, 256],
+        "strides": ["heads first", "tokens first", "channels apart"],
+    }
+)
 def test_each_row_is_in_its_place_and_no_other_is_touched(
     store: Callable[..., None], dtype: torch.dtype, D: int, strides: str
 ) -> None:

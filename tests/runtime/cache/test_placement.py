@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from support.configs import sparse
+from support.pairs import every_pair
 from support.reference import assert_close
 from support.small_index import build_small, random_ids, stepped_logits
 
@@ -25,6 +26,7 @@ from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.tidaldecode import TidalDecode
 from sparsekv.runtime.selection.interface import Budget, Method
 
+FAMILIES = ("llama", "gemma2")
 INDEXERS = {
     "squeezed": SqueezedIndexer(levels=(0.2, 0.06)),
     "multipole": MultipoleIndexer(levels=(0.25, 0.06), block=80),
@@ -42,32 +44,35 @@ METHODS: dict[str, Method] = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2"])
-def index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
-    return build_small(tmp_path_factory.mktemp("placed") / "small.skv", request.param, methods=INDEXERS)
+@pytest.fixture(scope="module")
+def indices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, OpenIndex]:
+    """One by each family."""
+    place = tmp_path_factory.mktemp("placed")
+    return {family: build_small(place / f"{family}.skv", family, methods=INDEXERS) for family in FAMILIES}
 
 
 def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_it_does_not_matter_where_rows_lie(index: OpenIndex, method: str) -> None:
-    tokens = random_ids(24)  # of which the buffer above is filled three times
-    for guard in (None, Guard(0.05)):
-        on_device, *others = (
-            index.cache(sparse(method, METHODS[method], Budget(0.1), guard=guard, placement=placement, residual=True))
-            for placement in PLACEMENTS
-        )
-        expected = stepped_logits(index, on_device, tokens, 8)
-        # A compiled step reads rows in memory alone, and rounds otherwise than torch does.
-        assert_same = partial(assert_close, tolerance=2e-6) if method == "codes" and guard is None else assert_equal
-        for cache in others:
-            for _ in range(2):
-                assert_same(stepped_logits(index, cache, tokens, 8), expected)
-            assert cache.kv_fraction() == on_device.kv_fraction()
+@every_pair({"family": FAMILIES, "method": METHODS, "guard": [None, Guard(0.05)]})
+def test_it_does_not_matter_where_rows_lie(
+    indices: dict[str, OpenIndex], family: str, method: str, guard: Guard | None
+) -> None:
+    index, tokens = indices[family], random_ids(24)  # of which the buffer above is filled three times
+    on_device, *others = (
+        index.cache(sparse(method, METHODS[method], Budget(0.1), guard=guard, placement=placement, residual=True))
+        for placement in PLACEMENTS
+    )
+    expected = stepped_logits(index, on_device, tokens, 8)
+    # A compiled step reads rows in memory alone, and rounds otherwise than torch does.
+    assert_same = partial(assert_close, tolerance=2e-6) if method == "codes" and guard is None else assert_equal
+    for cache in others:
+        for _ in range(2):
+            assert_same(stepped_logits(index, cache, tokens, 8), expected)
+        assert cache.kv_fraction() == on_device.kv_fraction()
 
 
-def test_a_place_that_there_is_not(index: OpenIndex) -> None:
+def test_a_place_that_there_is_not(indices: dict[str, OpenIndex]) -> None:
     with pytest.raises(UsageError, match="--placement tape: choose one of device, host, disk"):
-        index.cache(sparse("squeezed", Squeezed(), Budget(4), placement="tape"))
+        indices["llama"].cache(sparse("squeezed", Squeezed(), Budget(4), placement="tape"))

@@ -10,6 +10,7 @@ import torch
 from support.configs import sparse
 from support.engines import answered, packed
 from support.odd_numbers import logits_full_of
+from support.pairs import every_pair
 from support.random_tensors import normal
 from support.reference import assert_close
 from support.small_index import INDEXERS, build_small
@@ -141,9 +142,7 @@ def test_it_does_not_matter_where_rows_lie(full_index: OpenIndex, placement: str
     assert first == second
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("residual", [False, True], ids=["dropped", "residual"])
-@pytest.mark.parametrize("prefill", [Own(), DENSE], ids=["", "prefilled densely"])
+@every_pair({"name": METHODS, "residual": [False, True], "prefill": [Own(), DENSE]})
 def test_rows_that_are_read_where_they_lie_are_those_that_are_copied(
     full_index: OpenIndex, name: str, residual: bool, prefill: Dense | Own | QuestionPrefill
 ) -> None:

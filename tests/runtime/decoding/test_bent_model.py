@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.bent_models import BENDS, bend
 from support.configs import sparse
+from support.pairs import every_pair
 from support.sealing import read_fields, seal
 from support.small_index import build_small, random_ids, reopen, small_plan, stepped_logits, without_window
 
@@ -21,9 +22,7 @@ from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.interface import Budget
 
 
-@pytest.mark.parametrize("hold", [False, True])
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
-@pytest.mark.parametrize("how", BENDS)
+@every_pair({"hold": [False, True], "kv_dtype": [None, "int8"], "how": BENDS})
 def test_a_mask_that_is_bent_later_is_refused(tmp_path: Path, how: str, kv_dtype: KVDtype | None, hold: bool) -> None:
     index = build_small(tmp_path / "doc.skv", kv_dtype=kv_dtype)
     loaded = replace(index.loaded, model=bend(index.model, how))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.pairs import every_pair
 from support.random_tensors import normal
 from support.small_layer import SmallLayer, as_queries, small_layer, sparse_layer
 from support.small_tables import tabled_layer
@@ -63,9 +64,7 @@ def _odd_layer(odd: str) -> SmallLayer:
     return layer
 
 
-@pytest.mark.parametrize("odd", ODD)
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("budget", [1, 30, 100])
+@every_pair({"odd": ODD, "name": METHODS, "budget": [1, 30, 100]})
 @torch.inference_mode()
 def test_a_choice_and_a_step_are_within_the_middle(odd: str, name: str, budget: int) -> None:
     layer = _odd_layer(odd)
