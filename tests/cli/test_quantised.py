@@ -10,6 +10,8 @@ from support.command import fails, run_here
 from support.quantised_models import KINDS, load_plainly, save_quantised
 from support.tiny_models import END, PAD, save_tiny, tiny_tokenizer
 
+pytestmark = pytest.mark.quantised
+
 TEXT = "The manual names 12 parts, and 345 more that are spare; each part has a name and a place of its own.\n" * 7
 TOKENS = 10
 

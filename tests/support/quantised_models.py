@@ -9,12 +9,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torchao.quantization import (
-    Int8DynamicActivationInt8WeightConfig,
-    Int8WeightOnlyConfig,
-    IntxWeightOnlyConfig,
-    PerGroup,
-)
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from sparsekv.formats.models.converted import silent_transformers
@@ -23,17 +17,23 @@ from .tiny_models import save_tiny
 
 GROUP = 32
 """Number of weights that share a scale."""
-INT4 = {"weight_dtype": torch.int4, "granularity": PerGroup(GROUP)}
-TORCHAO: dict[str, Callable[[], Any]] = {
-    "int8": Int8WeightOnlyConfig,
-    "int4": lambda: IntxWeightOnlyConfig(**INT4),
-    "int8-activations": Int8DynamicActivationInt8WeightConfig,
-}
+
+
+def _torchao(kind: str) -> Any:
+    """Return torchao's config of a kind. Imported here, because not all tests run with torchao."""
+    from torchao import quantization
+
+    if kind == "int4":
+        granularity = quantization.PerGroup(GROUP)
+        return quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=granularity)
+    if kind == "int8":
+        return quantization.Int8WeightOnlyConfig()
+    return quantization.Int8DynamicActivationInt8WeightConfig()
 
 
 def save_torchao(folder: Path, plain: Path | str, kind: str, dtype: torch.dtype = torch.float32) -> None:
     """Quantise the linear layers of the model in the folder `plain` by torchao, and save the model."""
-    settings = TorchAoConfig(TORCHAO[kind]())
+    settings = TorchAoConfig(_torchao(kind))
     with silent_transformers():
         AutoModelForCausalLM.from_pretrained(plain, dtype=dtype, quantization_config=settings).save_pretrained(folder)
 

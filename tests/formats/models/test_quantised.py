@@ -18,6 +18,8 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.models.load import identify, load_model
 from sparsekv.formats.models.quantised import checkpoint_of
 
+pytestmark = pytest.mark.quantised
+
 
 def _weights_hash(folder: Path) -> str:
     return identify(load_model(str(folder), device="cpu"))[0].weights_hash
