@@ -114,3 +114,12 @@ def test_a_method_that_does_not_run_here_is_refused_before_anything_is_written(f
     Path("model", "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "aqlm"}}))
     fails(2, "build-index", "doc.txt", "--model", "model", says=("quantised by aqlm", "`pip install"))
     assert not Path("doc.skv").exists()
+
+
+@pytest.mark.parametrize("kind", ["torchao-int8", "fp8"])
+def test_quantised_weights_are_not_rounded_again(kind: str, folder: Path) -> None:
+    """Even where transformers has unpacked them."""
+    save_quantised(Path("model"), kind)
+    refused = ("--weights int8: model", "is quantised already; leave the option out")
+    fails(2, "build-index", "doc.txt", "--model", "model", "--weights", "int8", says=refused)
+    assert not Path("doc.skv").exists()
