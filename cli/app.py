@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from sparsekv.cli.common.commands import COMMANDS
-from sparsekv.cli.common.process import refuse_little_room, refuse_small_limit
+from sparsekv.cli.common.process import raise_lost_interrupt, refuse_little_room, refuse_small_limit
 from sparsekv.cli.common.values import refuse_repeated
 from sparsekv.cli.configuring.sources import apply_defaults
 from sparsekv.cli.distributed.launch import GpusOption
@@ -27,6 +27,7 @@ class _LazyGroup(TyperGroup):
             return None
         refuse_small_limit()
         module = importlib.import_module(f"sparsekv.cli.{cmd_name.replace('-', '_')}")
+        raise_lost_interrupt()
         refuse_little_room()
         return typer.main.get_command(module.app)
 

@@ -1,6 +1,7 @@
 """Settings of a command's process: warnings of libraries, Python's garbage collector, memory limits, and Ctrl-C."""
 
 import gc
+import importlib
 import logging
 import os
 import resource
@@ -48,14 +49,20 @@ def refuse_small_limit() -> None:
 
 
 def refuse_little_room() -> None:
-    """Raise SparsekvError if a memory limit leaves less than LEAST_LEFT bytes after the libraries are loaded."""
+    """Raise SparsekvError if a memory limit leaves less than LEAST_LEFT bytes after the libraries are loaded.
+
+    Under a limit faiss is loaded as well, which otherwise the first k-means loads: it crashes if it finds no room.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     pages = Path("/proc/self/statm")
     if limit == resource.RLIM_INFINITY or not pages.exists():
         return
-    needed = int(pages.read_text().split()[0]) * resource.getpagesize() + LEAST_LEFT
-    if limit < needed:
-        _refuse(limit, needed)
+    for library in (None, "faiss"):
+        if library is not None:
+            importlib.import_module(library)
+        needed = int(pages.read_text().split()[0]) * resource.getpagesize() + LEAST_LEFT
+        if limit < needed:
+            _refuse(limit, needed)
 
 
 def _refuse(limit: int, needed: int) -> None:
@@ -96,6 +103,15 @@ class Interruption:
         raise KeyboardInterrupt
 
 
+_active: list[Interruption] = []
+
+
+def raise_lost_interrupt() -> None:
+    """Raise KeyboardInterrupt if Ctrl-C was pressed and a library lost it, as torch does while it loads numpy."""
+    if _active and _active[-1].came:
+        raise KeyboardInterrupt
+
+
 @contextmanager
 def interruptions() -> Iterator[Interruption]:
     """Record Ctrl-C within the context. Afterwards Ctrl-C kills the process. Under nohup, SIGINT stays ignored."""
@@ -115,9 +131,11 @@ def interruptions() -> Iterator[Interruption]:
 
     sys.unraisablehook = again
     signal.signal(signal.SIGINT, interruption.take)
+    _active.append(interruption)
     try:
         yield interruption
     finally:
+        _active.pop()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         sys.unraisablehook = hook
 

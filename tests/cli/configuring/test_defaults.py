@@ -158,7 +158,9 @@ def test_an_option_that_leaves_others_nothing_to_say_outranks_their_defaults(
     assert outcome.code == 0, outcome.stderr
 
 
-def test_a_default_model_gives_an_index_of_another_no_words(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_default_model_gives_an_index_of_another_no_words(
+    place: Path, embedded_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They would be those of another tokenizer, and nothing would say so."""
     monkeypatch.setenv("SPARSEKV_MODEL", EMBEDDED)
     outcome = run_here("inspect", "--json")

@@ -166,7 +166,7 @@ def test_a_guard_is_a_share(share: float) -> None:
 
 
 def test_a_method_that_cannot_tell_needs_centroids() -> None:
-    with pytest.raises(UsageError, match="quest cannot tell"):
+    with pytest.raises(UsageError, match="quest cannot estimate how much attention"):
         check_estimates_missed("--guard", MethodSpec("quest", "", Quest()))
     check_estimates_missed("--guard", MethodSpec("quest", "", Quest(), residual=True))
     layer = _layer("multipole", 3, levels=(1.0,))
