@@ -8,12 +8,13 @@ export HF_HUB_OFFLINE := 1
 
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: help demo test test-slow test-browser chromium lint style types tests format docs docs-check wheel transformers fuzz fuzz-mutations clean
+.PHONY: help demo test test-slow test-quantised test-browser chromium lint style types tests format docs docs-check wheel transformers fuzz fuzz-mutations clean
 
 help:
 	@echo "make demo          build an index of a long text with the embedded model, ask it, and report recall"
 	@echo "make test          linting, types and tests"
 	@echo "make test-slow     tests that take minutes each: an hour or more"
+	@echo "make test-quantised  tests of quantised checkpoints, a part of make test"
 	@echo "make test-browser  tests of HTML pages, in Chromium"
 	@echo "make transformers  install TRANSFORMERS=version into .venv, for tests with it"
 	@echo "make fuzz          random cases against plain transformers, SECONDS=60 of them on WORKERS=all cores; DEVICE=cuda GPUS=1"
@@ -75,9 +76,18 @@ transformers: .venv/installed
 	@test -n "$(TRANSFORMERS)" || { echo "name a version: make transformers TRANSFORMERS=5.17.0" >&2; exit 1; }
 	$(BIN)/pip install -q "transformers==$(TRANSFORMERS)"
 
+# A folder of their own: installed beside transformers, torchao would be imported by every process that runs a model.
+.venv/quantised: .venv/installed
+	@$(BIN)/pip install -q -c constraints.txt --no-deps --target .venv/quantised torchao compressed-tensors loguru
+	@touch $@
+
+test-quantised: .venv/quantised
+	PYTHONPATH=.venv/quantised $(BIN)/pytest -n 2 --dist worksteal -m quantised tests/cli/test_quantised.py tests/formats/models/test_quantised.py
+
 # Types beside the tests, because they take one core.
 test: style
 	@$(MAKE) --no-print-directory -j 2 types tests
+	@$(MAKE) --no-print-directory test-quantised
 
 test-slow: .venv/installed
 	$(BIN)/pytest -n 2 --dist worksteal -m slow

@@ -22,6 +22,12 @@ A build does not look in this table. It tries each model on 48 tokens before the
 where its answers over captured keys and values are not its own. So a checkpoint with other settings than its family's
 default may be refused, or answered rightly, against the table.
 
+Keys and values are stored as a layer attends to them. With latent attention (`deepseek_v2`, `deepseek_v3`, `minicpm3`
+and others) these are the keys and values that it makes of its latents, for all heads, and the smaller ones are padded
+to the larger size. An index is then many times as large as the model's own cache, and `--gpus` is refused. Layers
+that share keys and values have a copy each. Methods that undo RoPE (`multipole-windowed`, and `csattention` unless
+`--subspaces contiguous` is given) refuse latent attention, of which RoPE turns only the last channels.
+
 `windows` and the like are settings of a family, tried beside its default: layers with a sliding window in turn with
 others (`windows`), none with one (`no windows`), layers that share keys and values (`shared`, `unshared`), keys and
 values of equal sizes (`equal sizes`).

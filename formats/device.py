@@ -83,7 +83,15 @@ def device_memory(model: torch.nn.Module) -> DeviceMemory | None:
 
 def model_bytes(model: torch.nn.Module) -> int:
     """Count the bytes of a model's parameters and buffers. A tensor that modules share counts once."""
-    return sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    return sum(_tensor_bytes(tensor) for tensor in [*model.parameters(), *model.buffers()])
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> int:
+    """Count a tensor's bytes. A tensor that only wraps others, such as quantised weights, has the bytes of these."""
+    inner = getattr(tensor, "__tensor_flatten__", None)
+    if inner is None:
+        return tensor.nbytes
+    return sum(_tensor_bytes(getattr(tensor, part)) for part in inner()[0])
 
 
 def peak_told(model: torch.nn.Module) -> str | None:

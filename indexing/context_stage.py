@@ -19,6 +19,7 @@ from sparsekv.indexing.capture.canary import (
     compare_canary,
     judge_canary,
     preflight,
+    rounding_dtype,
     run_canary,
 )
 from sparsekv.indexing.capture.capture import RowsDone, TakenOver, capture, is_finite, rows_as_stored
@@ -99,7 +100,7 @@ def _with_canary(build: Build, facts: ContextFacts) -> ContextFacts:
         stored = build.writer.read(layer_file("context", layer), model.device)
         return context_rows(stored, model.dtype).part(slice(None))
 
-    canary, probe = judge_canary(run_canary(model, ids, rows, {}), model.dtype, build.plan.loaded.name)
+    canary, probe = judge_canary(run_canary(model, ids, rows, {}), rounding_dtype(model), build.plan.loaded.name)
     storage = facts.storage and facts.storage.model_copy(update={"exact_probe": False})
     return replace(facts, canary=canary, probe=probe, storage=storage)
 
@@ -230,7 +231,7 @@ class ContextStage:
         self.build.team.begin(RunCanary(self.input_ids, kv_dtype))
         rows = partial(rows_as_stored, captured.rows, kv_dtype=kv_dtype, taken=taken)
         runs = run_canary(self.model, self.input_ids, rows, captured.states, self.reuse.prefix_tokens)
-        return judge_canary(runs, self.model.dtype, self.plan.loaded.name)
+        return judge_canary(runs, rounding_dtype(self.model), self.plan.loaded.name)
 
     def _remedy(self) -> str:
         earlier, prefix, dtype = self.build.earlier, self.reuse.prefix_tokens, self.plan.dtype

@@ -50,14 +50,19 @@ def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConf
     weights.
 
     Raises:
-        UsageError: layers keep a state, or transformers has no plan for the model, or its heads or experts cannot be
-            divided evenly. Without this check, transformers would fail in the middle of a forward pass.
+        UsageError: layers keep a state, the model's weights are quantised, it has latent attention, transformers has no
+            plan for it, or its heads or experts cannot be divided evenly. Without this check, transformers would fail
+            in the middle of a forward pass.
     """
     text: Any = config.get_text_config()
     if keeping := sorted(WITH_STATES & {*(getattr(text, "layer_types", None) or ())}):
         raise UsageError(
             f"model '{name}' has layers of {', '.join(keeping)}, whose states ranks cannot share; leave --gpus out"
         )
+    if getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None):
+        raise UsageError(f"model '{name}' has quantised weights, which are not split over ranks; use one GPU")
+    if getattr(text, "kv_lora_rank", None):
+        raise UsageError(f"model '{name}' attends to keys made of latents, which are not split over ranks; use one GPU")
     plan, experts = text.base_model_tp_plan or {}, text.base_model_ep_plan or {}
     if plan:
         heads = text.num_key_value_heads

@@ -1,6 +1,7 @@
 """Fingerprint all that determines a model's keys and values, and its tokenizer, and compare both with an index."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
@@ -21,6 +22,13 @@ KV_FIELDS = (
     "num_key_value_heads",
     "head_dim",
     "vocab_size",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "rope_interleave",
+    "num_kv_shared_layers",
     "rms_norm_eps",
     "hidden_act",
     "hidden_activation",
@@ -164,7 +172,7 @@ def check_model(manifest: Manifest, model: ModelIdentity, dtype: str) -> None:
     stored, remedy = manifest.model, _model_remedy(manifest)
     for field in sorted(stored.kv_config.keys() | model.kv_config.keys()):
         _compare(f"model config {field}", stored.kv_config.get(field), model.kv_config.get(field), remedy)
-    _compare("quantisation", stored.quantisation, model.quantisation, remedy)
+    _compare("quantisation", _method(stored.quantisation), _method(model.quantisation), remedy)
     _compare("adapter", stored.adapter, model.adapter, remedy)
     _compare("precision of weights", stored.weights or ORIGINAL, model.weights or ORIGINAL, remedy)
     if (dtype == "float16") == (manifest.dtype == "float16"):
@@ -181,6 +189,14 @@ def check_tokenizer(manifest: Manifest, tokenizer: TokenizerIdentity) -> None:
 
 def _short(digest: str | None) -> str:
     return "none" if digest is None else digest[:12]
+
+
+def _method(quantisation: str | None) -> str:
+    """Return the method of a quantisation and a short hash of its settings, which may be pages long."""
+    if quantisation is None:
+        return "none"
+    named = re.search(r'"quant_method": "([\w-]{1,40})"', quantisation)
+    return f"{named.group(1) if named else 'unnamed'} {hash_bytes(quantisation.encode())[:12]}"
 
 
 def _model_remedy(manifest: Manifest) -> str:

@@ -72,10 +72,10 @@ def _plain_files(folder: Path, config: PreTrainedConfig) -> list[Path]:
     special = [getattr(config, name, None) for name in ("transformers_weights", "quantization_config", "extra_files")]
     # For a multimodal config transformers creates the language model from one part of the checkpoint.
     special += [config.get_text_config() is not config, (folder / "adapter_config.json").exists()]
-    return [] if any(special) else _files(folder)
+    return [] if any(special) else weight_files(folder)
 
 
-def _files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """List the checkpoint's files: the single file, or the shards in its index; empty if it has neither."""
     whole, index = folder / "model.safetensors", folder / INDEX
     if whole.is_file():
@@ -159,6 +159,8 @@ def _loaded(
     if device.type != "cpu":
         how["device_map"] = device
         weights = weights_on(folder, config, device)
+    elif weights is None:
+        how["device_map"] = device  # without it, some quantisation methods choose a GPU
     if weights is None:
         return _from_folder(folder, how)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

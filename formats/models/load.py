@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,8 +176,8 @@ def load_model(
     Args:
         name: the embedded model's name, a local folder, or a hub id.
         device: `auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:N`.
-        dtype: a name in DTYPES, or `auto`: float32 on the CPU; elsewhere the checkpoint's dtype, or bfloat16 if the
-            config has none.
+        dtype: a name in DTYPES, or `auto`: float32 on the CPU for plain weights; elsewhere, and for quantised weights,
+            the checkpoint's dtype, or bfloat16 if the config has none.
         rope_scaling: `yarn:F` or `dynamic:F`, see `RopeScaling`.
         progress: called with one line at the start of each step that takes a while.
         meanwhile: called on another thread while the weights are loaded to a GPU. Its exceptions are ignored.
@@ -188,6 +189,7 @@ def load_model(
         SparsekvError: the weights are damaged, incomplete or larger than the device's memory.
     """
     from sparsekv.formats.models.causal_model import causal_model, mapped_weights
+    from sparsekv.formats.models.quantised import QuantisedCheckpoint, load_quantised
 
     scaling = None if rope_scaling is None else RopeScaling.parse(rope_scaling)
     target = choose_device(device)
@@ -195,14 +197,18 @@ def load_model(
     folder, name, revision = find_model(name, progress)
     with silent_transformers(), ThreadPoolExecutor(1) as thread:
         files, config = TokenizerFiles(folder), _config(folder, name, scaling)
-        chosen = DTYPES.get(dtype) or _auto_dtype(config, target)
+        quantised = QuantisedCheckpoint.of(folder, config)
+        if quantised is not None:
+            quantised.check(name, target)
+        chosen = DTYPES.get(dtype) or (_auto_dtype(config, target) if quantised is None else quantised.dtype)
         if target.type == "cuda":
             thread.submit(meanwhile, target, chosen)
         # On a CPU the weights' pages are mapped while the tokenizer is loaded.
         mapped = mapped_weights(folder, config) if ranks == 1 and target.type == "cpu" else None
         tokenizer = _tokenizer(folder, name)
         hashed = thread.submit(files.hash)
-        model = causal_model(folder, name, config, target, chosen, ranks, mapped)
+        load = partial(causal_model, folder, name, config, target, chosen, ranks, mapped)
+        model = load() if quantised is None else load_quantised(quantised, name, load)
         return LoadedModel(model, tokenizer, name, revision, hashed.result())
 
 
@@ -283,16 +289,16 @@ def identify(loaded: LoadedModel, index: Manifest | None = None) -> tuple[ModelI
         index: if its tokenizer was loaded from the same files, its tokenizer identity is returned. Serialising the
             tokenizer would take ten times as long as hashing its files, and would hold Python's global lock.
     """
-    model = loaded.model
-    adapters = getattr(model, "peft_config", None)
-    model_identity = identify_model(
-        loaded.name,
-        loaded.revision,
-        model.config.get_text_config().to_dict(),
-        loaded.weights_hash or fingerprint_weights(model.state_dict().items()),
-        ",".join(sorted(adapters)) if adapters else None,
-        loaded.weights,
-    )
+    from sparsekv.formats.models.quantised import checkpoint_of
+
+    model, config = loaded.model, loaded.model.config.get_text_config().to_dict()
+    adapters, checkpoint = getattr(model, "peft_config", None), checkpoint_of(model)
+    if checkpoint is None:
+        fingerprint = loaded.weights_hash or fingerprint_weights(model.state_dict().items())
+    else:
+        fingerprint, config["quantization_config"] = checkpoint.fingerprint(), checkpoint.settings
+    adapter = ",".join(sorted(adapters)) if adapters else None
+    model_identity = identify_model(loaded.name, loaded.revision, config, fingerprint, adapter, loaded.weights)
     if index is not None and loaded.tokenizer_files is not None and index.tokenizer_files == loaded.tokenizer_files:
         return model_identity, index.tokenizer
     return model_identity, tokenizer_identity(loaded.tokenizer)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from sparsekv.formats.errors import IdentityError, SparsekvError
 from sparsekv.formats.index.manifest import (
+    COARSEST,
     PROBE_TOLERANCE,
     REBUILD,
     difference,
@@ -20,6 +21,7 @@ from sparsekv.formats.index.manifest import (
 )
 from sparsekv.formats.index.schema import CanaryToken, Manifest, Probe
 from sparsekv.formats.models.converted import first_line
+from sparsekv.formats.models.quantised import checkpoint_of
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.indexing.capture.capture import Capture, ContextLayer, capture
 from sparsekv.indexing.prefill.interface import DensePrefill
@@ -28,6 +30,7 @@ from sparsekv.kernels.common.given_rows import (
     RowPair,
     Rows,
     logits_over_rows,
+    routed_logits_over_rows,
     soft_caps,
     tokens_at,
     with_cache,
@@ -58,13 +61,13 @@ def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> Non
     ids = input_ids.repeat(-(-TOKENS // len(input_ids)))[:TOKENS].to(model.device)
     try:
         difference = _difference(model, ids, name)
-        if difference > TOLERANCE[model.dtype]:
+        if difference > TOLERANCE[rounding_dtype(model)]:
             # Rounding may route a token to another MoE expert. That is unlikely for the reversed tokens too, so they
             # are tried before the model is refused.
             difference = _difference(model, ids.flip(0), name)
     except SparsekvError as error:
         raise SparsekvError(f"{name} cannot be indexed: {error}; choose another model") from None
-    if difference > TOLERANCE[model.dtype]:
+    if difference > TOLERANCE[rounding_dtype(model)]:
         lacks = "has a mask or a state that an index lacks"
         if layer_kinds(model.config).keeping:
             lacks = "has a mask that an index lacks, or does not continue its states by several tokens"
@@ -72,6 +75,11 @@ def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> Non
             f"{name} cannot be indexed: over captured keys and values its logits are {difference:.0%} from its own, so "
             f"that it {lacks}; choose another model"
         )
+
+
+def rounding_dtype(model: PreTrainedModel) -> torch.dtype:
+    """Return the dtype whose tolerances hold for a model: its own, or COARSEST for one with quantised weights."""
+    return model.dtype if checkpoint_of(model) is None else COARSEST
 
 
 def _check_ids(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> None:
@@ -138,24 +146,11 @@ class _AnswerCache(CalledCache):
             raise SparsekvError(f"its layers differ in size ({told}), which no index holds")
         made = [ContextLayer(TOKENS, (one.keys, one.values)) for one in rows]
         self.rows = dict(zip(captured.layers, made, strict=True))
-        self.heads, self.channels = sizes[0]
         super().__init__(layers=kinds.cache_layers(made, state))
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Compute dense attention [Hq, Q, D] to captured and appended rows.
-
-        Raises SparsekvError if the call's keys have another size than the cache's, or if there are too many rows.
-        """
-        if (len(call.keys), call.keys.shape[2]) != (self.heads, self.channels):
-            told = f"{len(call.keys)} heads of {call.keys.shape[2]} channels"
-            raise SparsekvError(
-                f"it attends with keys ({told}) that are not those in its cache ({self.heads} of {self.channels})"
-            )
-        rows = self.rows[call.layer]
-        if rows.get_seq_length() + call.keys.shape[1] > TOKENS:
-            raise SparsekvError("its layers attend several times to each token, which no index follows")
-        keys, values = rows.update(call.keys[None], call.values[None])
-        return DensePrefill().attend(replace(call, keys=keys[0], values=values[0]), 0)
+        """Compute dense attention [Hq, Q, D] to captured and appended rows."""
+        return DensePrefill().attend(self.rows[call.layer].appended(call), 0)
 
 
 def _answer_logits(model: PreTrainedModel, ids: torch.Tensor, cache: _AnswerCache) -> list[torch.Tensor]:
@@ -261,8 +256,9 @@ def _run(
             f"the model's own attention does not run over a cache of given rows, so that ours cannot be compared with "
             f"it ({reason}); choose another model"
         ) from None
-    with route_attention(model, lambda call: DensePrefill().attend(call, 0)):
-        ours = logits_over_rows(model, input_ids[first:end], first, up_to_last, state)
+    ours = routed_logits_over_rows(
+        model, input_ids[first:end], first, up_to_last, state, lambda call: DensePrefill().attend(call, 0)
+    )
     return CanaryRun(last, own, ours)
 
 
@@ -312,6 +308,9 @@ def compare_canary(
 
 def judge_canary(runs: Sequence[CanaryRun], dtype: torch.dtype, name: str) -> tuple[list[CanaryToken], Probe]:
     """Check the runs, and return the top logits that an index stores: the canary tokens, and the prompt's last token.
+
+    Args:
+        dtype: the dtype whose tolerance holds, see `rounding_dtype`.
 
     Raises:
         SparsekvError: our attention differs from the model's own beyond rounding, or its logits are not finite.

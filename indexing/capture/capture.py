@@ -1,7 +1,7 @@
 """Capture keys, values and queries as a model attends to them, by a prefill in chunks."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import Cache, PreTrainedModel
@@ -39,14 +39,28 @@ class ContextLayer(RowLayer):
             self._prefix = None
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Pair:
+        """Return the rows unchanged. A model may make keys and values of them, which `appended` then gets."""
+        return key_states, value_states
+
+    def appended(self, call: AttentionCall) -> AttentionCall:
+        """Append the keys and values of a call [Hk, Q, D]; return the call with those of all tokens [Hk, T, D].
+
+        Raises SparsekvError for more rows than tokens, or if the call has queries of some of its tokens only.
+        """
+        if call.query.shape[1] != call.keys.shape[1]:
+            raise SparsekvError(
+                f"layer {call.layer} skips tokens whose logits are not asked for, which no index follows"
+            )
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+            self.lazy_initialization(call.keys[None], call.values[None])
         assert self.keys is not None
         assert self.values is not None
-        start, self.seen = self.seen, self.seen + key_states.shape[2]
-        self.keys[:, :, start : self.seen] = key_states
-        self.values[:, :, start : self.seen] = value_states
-        return self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
+        start, self.seen = self.seen, self.seen + call.keys.shape[1]
+        if self.seen > self.tokens:
+            raise SparsekvError("its layers attend several times to each token, which no index follows")
+        self.keys[0, :, start : self.seen] = call.keys
+        self.values[0, :, start : self.seen] = call.values
+        return replace(call, keys=self.keys[0, :, : self.seen], values=self.values[0, :, : self.seen])
 
     def get_seq_length(self) -> int:
         return self.seen if self._prefix is None else self._prefix[0].shape[1]
@@ -128,12 +142,13 @@ class CapturedLayer(CapturedQueries):
 
 @dataclass
 class _Recorder:
-    """The attention function of a capture. It attends like the prefill, and stores queries.
+    """The attention function of a capture. It attends like the prefill, and stores keys, values and queries.
 
     These are the last R queries (`tail`) and those at ascending `positions` [P]. `prefix_queries` returns the queries
     at positions in the prefix, which is not prefilled.
     """
 
+    layers: Mapping[int, ContextLayer]
     prefill: Prefill
     sinks: int
     tokens: int
@@ -147,8 +162,7 @@ class _Recorder:
     sink_logits: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
-        if call.keys.shape != call.values.shape:
-            raise SparsekvError("the model's keys and values have different sizes, which no index holds")
+        call = self.layers[call.layer].appended(call)
         self.facts[call.layer] = LayerFacts(
             softmax_scale=call.softmax_scale,
             softcap=call.softcap,
@@ -297,7 +311,6 @@ def capture(
     if rope_depends_on_length(getattr(model.config.get_text_config(), "rope_parameters", None)):
         chunk_size, prefix_tokens = tokens, 0
     prefill = prefill or DensePrefill()
-    recorder = _Recorder(prefill, sinks, tokens, tail, positions, prefix_tokens, prefix_queries)
     kinds, state = layer_kinds(model.config), prefix_state or {}
     layers = {
         layer: ContextLayer(
@@ -305,6 +318,7 @@ def capture(
         )
         for layer in kinds.attending
     }
+    recorder = _Recorder(layers, prefill, sinks, tokens, tail, positions, prefix_tokens, prefix_queries)
     cache, states = Cache(layers=kinds.cache_layers(list(layers.values()), state)), dict[int, State]()
     if prefix_tokens in marks:
         states[prefix_tokens] = state
@@ -323,8 +337,8 @@ def capture(
                     "AttentionInterface"
                 )
             for layer, rows in layers.items():
-                if rows.keys is None or rows.values is None:
-                    raise SparsekvError(f"layer {layer} of the model has no keys and values of its own")
+                assert rows.keys is not None
+                assert rows.values is not None
                 rows_done(layer, rows.keys[0], rows.values[0], end)
             if end in marks:
                 states[end] = copied_state(cache.layers)

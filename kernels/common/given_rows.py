@@ -1,18 +1,23 @@
 """Run forward passes of a few tokens over keys and values that a callback returns, and find the name of the argument
 that passes a cache to a model of transformers."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from inspect import signature
 from typing import Any, TypeAlias
 
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations import sdpa_attention
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sparsekv.kernels.common.hook import AttentionCall, alone, route_attention
+from sparsekv.kernels.common.hook import AttentionCall, AttentionFunction, alone, equal_channels, route_attention
 from sparsekv.kernels.common.states import layer_kinds
 
 
@@ -78,7 +83,7 @@ class RowLayer(CacheLayerMixin):
 
 
 class GivenLayer(RowLayer):
-    """A cache layer that returns the rows of a callback, including those of the current tokens, and stores no rows.
+    """A cache layer that stores no rows: the attention function attends to given rows.
 
     Its mask sizes cover all tokens even for a layer with a sliding window, because the model's mask applies the window.
     """
@@ -89,17 +94,16 @@ class GivenLayer(RowLayer):
     On a CPU, transformers from 5.23 on takes two thirds of the time with such a mask.
     """
 
-    def __init__(self, layer: int, before: int, rows: Rows):
+    def __init__(self, before: int):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.layer, self.seen, self.rows = layer, before, rows
-        self.is_initialized = True
+        self.seen, self.is_initialized = before, True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Count the tokens, and return their rows unchanged."""
         self.seen += key_states.shape[2]
-        keys, values = self.rows(self.layer, (key_states[0], value_states[0]))
-        return keys[None], values[None]
+        return key_states, value_states
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -111,19 +115,86 @@ def logits_over_rows(
 ) -> torch.Tensor:
     """Compute the logits [Q, vocabulary], float32 on the CPU, of tokens [Q] whose first position is `before`.
 
-    The model attends with the implementation that it was loaded with and makes its own masks, unless `route_attention`
-    is active. That implementation decides the memory for Q queries. Without a mask it allocates nothing of the size of
-    the rows. With a mask it may copy a layer's rows for each query head.
+    The model attends with the implementation that it was loaded with and makes its own masks. That implementation
+    decides the memory for Q queries. Without a mask it allocates nothing of the size of the rows. With a mask it may
+    copy a layer's rows for each query head.
 
     Args:
         state: the state of the layers that keep one, after the `before` tokens; empty if none does.
     """
-    kinds = layer_kinds(model.config)
-    given = [GivenLayer(layer, before, rows) for layer in kinds.attending]
-    cache = Cache(layers=kinds.cache_layers(given, state))
     with alone(model), soft_caps(model):
-        logits: torch.Tensor = model(**tokens_at(model, input_ids, before), **with_cache(model, cache)).logits[0]
-        return logits.float().cpu()
+        loaded = model.config._attn_implementation
+        token = _given.set(_Given(loaded, rows))
+        try:
+            model.set_attn_implementation(IMPLEMENTATION)
+            return _logits(model, input_ids, before, state)
+        finally:
+            model.set_attn_implementation(loaded)
+            _given.reset(token)
+
+
+@torch.inference_mode()
+def routed_logits_over_rows(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    before: int,
+    rows: Rows,
+    state: Mapping[str, torch.Tensor],
+    attend: AttentionFunction,
+) -> torch.Tensor:
+    """Compute the same as `logits_over_rows` with the attention function `attend`, which is called with all rows."""
+
+    def over_rows(call: AttentionCall) -> torch.Tensor:
+        keys, values = rows(call.layer, (call.keys, call.values))
+        return attend(replace(call, keys=keys, values=values))
+
+    with route_attention(model, over_rows):
+        return _logits(model, input_ids, before, state)
+
+
+def _logits(
+    model: PreTrainedModel, input_ids: torch.Tensor, before: int, state: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    kinds = layer_kinds(model.config)
+    cache = Cache(layers=kinds.cache_layers([GivenLayer(before) for _ in kinds.attending], state))
+    logits: torch.Tensor = model(**tokens_at(model, input_ids, before), **with_cache(model, cache)).logits[0]
+    return logits.float().cpu()
+
+
+IMPLEMENTATION = "sparsekv-given-rows"
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Name of the model's own attention implementation, and the rows that it attends to."""
+
+    loaded: str
+    rows: Rows
+
+
+_given: ContextVar[_Given] = ContextVar("sparsekv_given_rows")
+
+
+def _attend_to_given_rows(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any, **named: Any
+) -> Any:
+    """Attend by the model's own implementation to the given rows instead of the rows of the pass's own tokens."""
+    given = _given.get()
+    own = equal_channels(key[0], value[0])
+    keys, values = given.rows(module.layer_idx, (own[0], own[1]))  # type: ignore[arg-type]
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    attend = ALL_ATTENTION_FUNCTIONS.get(given.loaded, eager)
+    keys, values = keys[None, ..., : key.shape[-1]], values[None, ..., : value.shape[-1]]
+    return attend(module, query, keys, values, *arguments, **named)
+
+
+def _own_mask(*arguments: Any, **named: Any) -> Any:
+    """Make the mask that the model's own implementation takes."""
+    return ALL_MASK_ATTENTION_FUNCTIONS[_given.get().loaded](*arguments, **named)
+
+
+AttentionInterface.register(IMPLEMENTATION, _attend_to_given_rows)
+AttentionMaskInterface.register(IMPLEMENTATION, _own_mask)
 
 
 @torch.inference_mode()

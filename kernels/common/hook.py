@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn.functional import pad
 from torch.overrides import wrap_torch_function
 
 from sparsekv.kernels.common.mask import UnsupportedAttentionError, make_mask, window_of
@@ -57,8 +58,9 @@ LogitScaling = tuple[float, float | None, torch.Tensor | None]
 class AttentionCall:
     """Arguments of one layer's attention call.
 
-    `query` is [Hq, Q, D]. `keys` and `values` are [Hk, T, D], as the cache's `update` returned them. RoPE and norms are
-    already applied. The sequences of a batch are concatenated along the heads.
+    `query` is [Hq, Q, D]. `keys` and `values` are [Hk, T, D], as the model attends to them: made of what the cache's
+    `update` returned. RoPE and norms are already applied. If a model's keys and values differ in size, the smaller ones
+    have zeros behind their own channels. The sequences of a batch are concatenated along the heads.
     """
 
     layer: int
@@ -172,20 +174,29 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     _refuse_unfollowed(module, query, key, dropout, kwargs)
-    batch, sinks = len(query), kwargs.get("s_aux")
+    batch, sinks, channels = len(query), kwargs.get("s_aux"), value.shape[-1]
     attend = _compiled_attend if torch.compiler.is_compiling() else _attend
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = equal_channels(query, key, value)
     output = attend(
         query.flatten(0, 1),
         key.flatten(0, 1),
         value.flatten(0, 1),
         module.layer_idx,
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scaling,
         kwargs.get("softcap"),
         attention_mask,
         sinks if sinks is None or batch == 1 else sinks.repeat(batch),
     )
     # Contiguous, like the output of transformers' own attention, because some models view it in another shape.
-    return output.unflatten(0, (batch, -1)).transpose(1, 2).contiguous(), None
+    return output[..., :channels].unflatten(0, (batch, -1)).transpose(1, 2).contiguous(), None
+
+
+def equal_channels(*rows: torch.Tensor) -> list[torch.Tensor]:
+    """Return tensors [..., D] with the channels of the largest; the others are padded with zeros, which add nothing to
+    logits."""
+    most = max(each.shape[-1] for each in rows)
+    return [each if each.shape[-1] == most else pad(each, (0, most - each.shape[-1])) for each in rows]
 
 
 def _refuse_unfollowed(

@@ -110,7 +110,9 @@ def with_weights(loaded: LoadedModel, weights: Weights | None, progress: Callabl
     """
     if weights is None:
         return loaded
-    if getattr(loaded.model.config, "quantization_config", None) is not None:
+    from sparsekv.formats.models.quantised import checkpoint_of  # it imports transformers
+
+    if checkpoint_of(loaded.model) is not None:
         raise UsageError(f"--weights {weights}: model '{loaded.name}' is quantised already; leave the option out")
     before = fingerprint_weights(loaded.model.state_dict().items())
     share = quantise_linears(loaded.model, BITS[weights])

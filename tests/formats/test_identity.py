@@ -11,6 +11,7 @@ from sparsekv.formats.index.identity import check_model, check_tokenizer
 
 MANIFEST = small_manifest()
 OTHER = hash_bytes(b"another")
+TORCHAO = '{"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}'
 
 
 def assert_refused(error: IdentityError, field: str, built_with: object, found: object) -> None:
@@ -59,7 +60,8 @@ def test_another_config(change: dict[str, Any], field: str, built_with: object, 
 @pytest.mark.parametrize(
     ("name", "value", "field", "built_with", "found"),
     [
-        ("quantisation", '{"bits": 4}', "quantisation", None, '{"bits": 4}'),
+        ("quantisation", TORCHAO, "quantisation", "none", f"torchao {hash_bytes(TORCHAO.encode())[:12]}"),
+        ("quantisation", "{[", "quantisation", "none", f"unnamed {hash_bytes(b'{[')[:12]}"),
         ("adapter", "lora", "adapter", None, "lora"),
         ("weights_hash", OTHER, "model weights", MANIFEST.model.weights_hash[:12], OTHER[:12]),
     ],

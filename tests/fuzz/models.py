@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from .case import Case
 
 POSITIONS = 4096
+TURNED = 8
+"""Channels that RoPE turns in families of latent attention."""
 
 SPACE_SIGN = "\u2581"
 
@@ -68,6 +70,13 @@ def _mamba(case: Case) -> dict[str, Any]:
     return {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_chunk_size": 16}
 
 
+def _latent(case: Case) -> dict[str, Any]:
+    """Keys and values of different sizes, made of a latent for all heads; a part of the keys' channels turns."""
+    sizes = {"qk_rope_head_dim": TURNED, "qk_nope_head_dim": case.head_dim - TURNED, "v_head_dim": case.head_dim - 4}
+    heads = {"head_dim": TURNED, "num_key_value_heads": case.kv_heads * case.group}
+    return sizes | heads | {"q_lora_rank": 16, "kv_lora_rank": 24, "first_k_dense_replace": case.layers}
+
+
 FAMILIES: dict[str, Callable[[Case], dict[str, Any]]] = {
     "llama": lambda case: {},
     "qwen2": _window_switched_on,
@@ -103,6 +112,7 @@ FAMILIES: dict[str, Callable[[Case], dict[str, Any]]] = {
     "qwen3_5_text": _delta_rule,
     "falcon_h1": _mamba,
     "lfm2": _with_states("conv"),
+    "deepseek_v3": _latent,
     "doge": lambda case: {"sliding_window": case.window or None, "keep_window_size": 2048},
 }
 """What each family's config needs beside what all have: by the names that transformers has for them."""
@@ -137,7 +147,7 @@ def ropes_of(family: str, ropes: tuple[str, ...]) -> tuple[str, ...]:
         return ()
     if family in WITH_STATES:
         return ()
-    return {"phi3": ("longrope",), "phimoe": ()}.get(family, ropes)
+    return {"phi3": ("longrope",), "phimoe": (), "deepseek_v3": ("yarn",)}.get(family, ropes)
 
 
 def rope_parameters(case: Case) -> dict[str, Any]:

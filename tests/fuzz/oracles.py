@@ -1,10 +1,15 @@
 """Oracles that share no code of ours: transformers with its own attention, over tokens or over rows of a file."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .models import EAGER_ONLY, WITH_STATES
 from .world import Rows, World
@@ -52,19 +57,69 @@ def own_attention(model: PreTrainedModel, family: str) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
+Pairs = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+_pairs: list[tuple[str, Pairs]] = []
+"""The implementation that attends, and a function of a layer's number, keys and values, to those that it attends to."""
+
+
+def _attend(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **more: Any
+) -> Any:
+    (name, pairs), eager = _pairs[-1], vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
+    key, value = pairs(module.layer_idx, key, value)  # type: ignore[arg-type]
+    return ALL_ATTENTION_FUNCTIONS.get(name, eager)(module, query, key, value, mask, **more)
+
+
+AttentionInterface.register("fuzz-oracle", _attend)
+AttentionMaskInterface.register(
+    "fuzz-oracle", lambda *given, **more: ALL_MASK_ATTENTION_FUNCTIONS[_pairs[-1][0]](*given, **more)
+)
+
+
+@contextmanager
+def _attending_to(world: World, pairs: Pairs) -> Iterator[None]:
+    """Within the context the model attends by transformers' functions to the keys and values that `pairs` returns."""
+    with own_attention(world.model, world.case.family):
+        _pairs.append((world.model.config._attn_implementation, pairs))
+        world.model.set_attn_implementation("fuzz-oracle")
+        try:
+            yield
+        finally:
+            _pairs.pop()
+
+
+class Counting(DynamicLayer):
+    """Has no rows, and the number of those that came before."""
+
+    def __init__(self, before: int):
+        super().__init__()
+        self.before = before
+
+    def update(self, key_states: Any, value_states: Any, *more: Any, **named: Any) -> Any:
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return self.before
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return self.before + int(query_length), 0
+
+
 @torch.inference_mode()
 def plain(world: World, ids: torch.Tensor) -> tuple[torch.Tensor, Rows]:
-    """Logits [N, vocabulary] and each layer's keys and values of one plain pass over token ids [N]."""
-    cache = _cache(world)
-    with own_attention(world.model, world.case.family):
-        logits = world.model(input_ids=ids[None].to(world.model.device), past_key_values=cache, use_cache=True).logits
-    rows = {number: layer for number, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None}
-    return logits[0], {number: (layer.keys[0], layer.values[0]) for number, layer in rows.items()}
+    """Logits [N, vocabulary] of one plain pass over token ids [N], and the keys and values that each layer attends to.
 
+    Values that are smaller than keys have zeros behind them.
+    """
+    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-def _cache(world: World) -> DynamicCache:
-    """transformers' cache; of a model whose layers do not all attend, one that keeps states."""
-    return DynamicCache(config=world.model.config) if world.case.family in WITH_STATES else DynamicCache()
+    def record(layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found[layer] = keys[0], torch.nn.functional.pad(values[0], (0, keys.shape[-1] - values.shape[-1]))
+        return keys, values
+
+    with _attending_to(world, record):
+        logits = world.model(input_ids=ids[None].to(world.model.device), use_cache=False).logits
+    return logits[0], found
 
 
 @torch.inference_mode()
@@ -73,17 +128,25 @@ def plain_over(world: World, rows: Rows, before: torch.Tensor, ids: torch.Tensor
 
     States are those after a plain pass over these tokens.
     """
-    device, cache, stored = world.model.device, _cache(world), len(before)
+    device, stored = world.model.device, len(before)
+
+    def behind(layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        earlier = (
+            given[None, ..., : own.shape[-1]].to(own) for given, own in zip(rows[layer], (keys, values), strict=True)
+        )
+        return tuple(torch.cat(pair, 2) for pair in zip(earlier, (keys, values), strict=True))  # type: ignore[return-value]
+
+    places = torch.arange(stored, stored + len(ids), device=device)[None]
     if world.case.family in WITH_STATES:
+        cache: Cache = DynamicCache(config=world.model.config)
         with own_attention(world.model, world.case.family):
             world.model(input_ids=before[None].to(device), past_key_values=cache, use_cache=True)
         for number, (keys, values) in rows.items():
             cache.layers[number].keys, cache.layers[number].values = keys[None].to(device), values[None].to(device)
+        attending = own_attention(world.model, world.case.family)
     else:
-        for number, (keys, values) in rows.items():
-            cache.update(keys[None].to(device), values[None].to(device), number)
-    places = torch.arange(stored, stored + len(ids), device=device)[None]
-    with own_attention(world.model, world.case.family):
+        cache, attending = Cache(layers=[Counting(stored) for _ in rows]), _attending_to(world, behind)
+    with attending:
         output = world.model(input_ids=ids[None].to(device), position_ids=places, past_key_values=cache, use_cache=True)
     return output.logits[0]
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from .case import Case
 
+LATENT = ("deepseek_v3",)
+"""Families of latent attention."""
 BY_LENGTH = ("dynamic", "longrope")
 """Scaled positions that turn keys by a sequence's length."""
 TUNING, TRACING, EVALUATING = (
@@ -109,6 +111,11 @@ DUE = (
     Due(
         r"--prefill \S+: \S+ turns keys by the prompt's length, so that it has to be run at once",
         lambda case: case.rope in BY_LENGTH,
+    ),
+    # RoPE of a head's last channels
+    Due("--subspaces rope-pairs: how this model turns its keys is not known", lambda case: case.family in LATENT),
+    Due(
+        "--method multipole-windowed: the model turns its keys in a way of its own", lambda case: case.family in LATENT
     ),
     # models whose masks are their own
     Due(r"\S+ cannot be indexed: .* has a mask that the model itself makes", lambda case: case.family == "doge"),

@@ -40,7 +40,7 @@ def prefill_perplexity(
     ids, tokens = input_ids.to(model.device), len(input_ids)
     layers = [ContextLayer(tokens) for _ in range(model.config.get_text_config().num_hidden_layers)]
     cache, loss = Cache(layers=list(layers)), torch.zeros((), dtype=torch.float64, device=model.device)
-    with route_attention(model, lambda call: prefill.attend(call, sinks)):
+    with route_attention(model, lambda call: prefill.attend(layers[call.layer].appended(call), sinks)):
         for start in range(0, tokens - 1, chunk_size):
             end = min(start + chunk_size, tokens - 1)
             wanted = min(end - start, max(0, end - (tokens - 1 - last)))

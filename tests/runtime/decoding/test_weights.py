@@ -140,13 +140,6 @@ def test_weights_that_are_not_the_indexs_are_refused_before_a_model_is_loaded(op
         opening(weights="int4")
 
 
-def test_quantised_checkpoints_are_not_rounded_again() -> None:
-    loaded = LoadedModel(FAMILIES["llama"](), tiny_tokenizer(), "tiny-llama", None)
-    loaded.model.config.quantization_config = {"quant_method": "fp8"}
-    with pytest.raises(UsageError, match="--weights int8: model 'tiny-llama' is quantised already"):
-        with_weights(loaded, "int8", _silent)
-
-
 def test_a_model_of_experts_tells_how_little_is_rounded() -> None:
     told: list[str] = []
     loaded = LoadedModel(FAMILIES["gpt-oss"](), tiny_tokenizer(), "tiny-gpt-oss", None)
