@@ -115,10 +115,10 @@ class ContextStage:
         """Run the stage and return the context's facts. Raises the errors of `build_context`."""
         build, plan, reuse, writer = self.build, self.plan, self.reuse, self.writer
         kv_dtype, recipe = plan.config.kv_dtype, build.context_recipe
-        writer.need_space(self._bytes_to_write())
-        tell_memory(build, len(reuse.positions))
         build.team.begin(TryModel(self.input_ids))
-        preflight(self.model, self.input_ids, plan.loaded.name)
+        state = preflight(self.model, self.input_ids, plan.loaded.name)
+        writer.need_space(self._bytes_to_write(state))
+        tell_memory(build, len(reuse.positions), state)
         self._check_rotations()
         if build.earlier is not None and reuse.prefix_tokens:
             compare_canary(build.earlier.manifest, reuse.prefix_tokens, self.model, self.input_ids, self._prefix_rows)
@@ -240,10 +240,11 @@ class ContextStage:
             return "the model's weights may be damaged: use another checkpoint"
         return "use --dtype bfloat16 or float32" if dtype == "float16" else "use --dtype float32"
 
-    def _bytes_to_write(self) -> int:
+    def _bytes_to_write(self, state: int) -> int:
         """Estimate the disk space in bytes that the build needs.
 
-        It counts the missing layers' keys and values, and the sampled queries. For methods it adds a tenth of the exact
+        It counts the missing layers' keys and values, the missing states of `state` bytes each, and the sampled
+        queries. For methods it adds a tenth of the exact
         keys and values of all layers, and the files of methods with a `bytes_per_token`.
         """
         split, config = self.build.split, self.model.config.get_text_config()
@@ -256,4 +257,5 @@ class ContextStage:
         samples = row * config.num_attention_heads * len(self.reuse.positions)
         tables = sum(indexer.bytes_per_token(head_dim) for indexer in self.plan.config.methods.values())
         methods = tables * config.num_key_value_heads * split.middle
-        return int(2 * stored * rows * missing + (0.2 * row * rows + samples + methods) * len(layers))
+        states = state * sum(state_file(tokens) in self.reuse.missing for tokens in self.build.marks)
+        return int(2 * stored * rows * missing + states + (0.2 * row * rows + samples + methods) * len(layers))

@@ -43,7 +43,7 @@ another expert; a missing mask or scale does not."""
 
 
 @torch.inference_mode()
-def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> None:
+def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> int:
     """Check on a few tokens of a prompt that an index can follow the model.
 
     Takes six forward passes over at most 48 tokens; processes that share a model run them together.
@@ -51,17 +51,20 @@ def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> Non
     Args:
         input_ids: [N] int64, the prompt.
 
+    Returns:
+        The bytes of the states that the model's layers keep after any number of tokens.
+
     Raises:
         SparsekvError: the model lacks tokens of the prompt, or an index cannot follow it.
     """
     _check_ids(model, input_ids, name)
     ids = input_ids.repeat(-(-TOKENS // len(input_ids)))[:TOKENS].to(model.device)
     try:
-        difference = _difference(model, ids, name)
+        difference, state = _difference(model, ids, name)
         if difference > TOLERANCE[model.dtype]:
             # Rounding may route a token to another MoE expert. That is unlikely for the reversed tokens too, so they
             # are tried before the model is refused.
-            difference = _difference(model, ids.flip(0), name)
+            difference, _ = _difference(model, ids.flip(0), name)
     except SparsekvError as error:
         raise SparsekvError(f"{name} cannot be indexed: {error}; choose another model") from None
     if difference > TOLERANCE[model.dtype]:
@@ -72,6 +75,7 @@ def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> Non
             f"{name} cannot be indexed: over captured keys and values its logits are {difference:.0%} from its own, so "
             f"that it {lacks}; choose another model"
         )
+    return state
 
 
 def _check_ids(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> None:
@@ -83,10 +87,11 @@ def _check_ids(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> No
         )
 
 
-def _difference(model: PreTrainedModel, ids: torch.Tensor, name: str) -> float:
+def _difference(model: PreTrainedModel, ids: torch.Tensor, name: str) -> tuple[float, int]:
     """Compute the largest difference between the model's own logits and those over captured rows for token ids [T].
 
-    It is relative to the largest logit. It is 0 if logits are not finite, which the prefill detects and reports.
+    It is relative to the largest logit. It is 0 if logits are not finite, which the prefill detects and reports. The
+    second result is the bytes of the states after these tokens.
     """
     with _tried("it does not run on token ids alone"), alone(model), soft_caps(model):
         own = model(input_ids=ids[None], use_cache=False).logits[0].float()
@@ -108,7 +113,8 @@ def _difference(model: PreTrainedModel, ids: torch.Tensor, name: str) -> float:
         )
     found = torch.cat([captured.logits[None], *answered])
     difference = float((found - own[document - 1 :]).abs().max() / own.abs().max())
-    return difference if math.isfinite(difference) else 0.0
+    state = sum(tensor.nbytes for tensor in captured.states[document].values())
+    return difference if math.isfinite(difference) else 0.0, state
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def plan_opening(artifact: Artifact, model: nn.Module) -> MemoryPlan:
     """Return the memory that a model and an index's keys and values need on the model's device.
 
     Keys and values are in the model's dtype, or in int8 if the index stores int8. A layer with a sliding window needs
-    only the rows in the window, in the model's dtype.
+    only the rows in the window, in the model's dtype. Of states there are the stored one and the one that steps change.
     """
     size, tokens, rows = next(model.parameters()).itemsize, artifact.manifest.split.tokens, 0
     for layer, facts in artifact.manifest.attending.items():
@@ -50,11 +50,11 @@ def plan_opening(artifact: Artifact, model: nn.Module) -> MemoryPlan:
         row = row_bytes(channels) if in_8_bits else channels * size
         rows += 2 * heads * row * min(tokens, facts.sliding_window or tokens)
     states = artifact.manifest.files[state_file(tokens)].bytes if artifact.manifest.states else 0
-    return MemoryPlan(model_bytes(model), rows + 2 * states)
+    return MemoryPlan(model_bytes(model), rows, states=2 * states)
 
 
 def check_room(artifact: Artifact, model: nn.Module) -> None:
-    """Raise SparsekvError if the model and an index's keys and values together do not fit on the model's GPU."""
+    """Raise SparsekvError if the model and an index's keys, values and states together do not fit on the GPU."""
     memory = device_memory(model)
     if memory is not None:
         plan_opening(artifact, model).check(memory, REMEDY)

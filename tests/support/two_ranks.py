@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from sparsekv.cli.building.recipe import Target
 from sparsekv.formats.distributed.process import FOLDER
 from sparsekv.formats.index.manifest import read_manifest
 from sparsekv.formats.index.schema import AUTO
 
 from . import rank_job
+from .causal_families import tiny_config, tiny_model
 from .command import environment
 from .small_index import without_window
-from .tiny_models import tiny_tokenizer
+from .tiny_models import FAMILIES, tiny_tokenizer
 
 DOCUMENT = "".join(f"Line {number} says that {number} times {number} is {number * number}.\n" for number in range(12))
 FRESH = ["multipole", "codes", "squeezed", "dense"]
@@ -51,7 +54,7 @@ def run_both(
     """
     (folder / "doc.txt").write_text(DOCUMENT)
     for family in families:
-        without_window(family).save_pretrained(folder / family)
+        _model(family).save_pretrained(folder / family)
         tiny_tokenizer().save_pretrained(folder / family)
         recipe = rank_job.recipe(folder / family, methods, kv_dtype)
         target = Target(str(folder / "doc.txt"), folder / f"{family}-alone.skv")
@@ -65,6 +68,10 @@ def run_both(
         json.loads((folder / "answers.json").read_text()),
         [json.loads((cwd / f"deeds-{number}.json").read_text()) for number, cwd in enumerate(_homes(folder))],
     )
+
+
+def _model(family: str) -> PreTrainedModel:
+    return without_window(family) if family in FAMILIES else tiny_model(tiny_config(family))
 
 
 def without_methods(index: Path, copy: Path) -> None:
