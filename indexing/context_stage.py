@@ -17,6 +17,7 @@ from sparsekv.indexing.capture.canary import (
     canary_positions,
     canary_runs,
     compare_canary,
+    compare_state,
     judge_canary,
     preflight,
     run_canary,
@@ -25,8 +26,8 @@ from sparsekv.indexing.capture.capture import RowsDone, TakenOver, capture, is_f
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.capture.team import Captured, MeasureRotations, RunCanary, RunPrompt, SharedRows, TryModel
 from sparsekv.indexing.context_files import ContextFacts, ContextFiles
-from sparsekv.indexing.plan import Build, tell_memory
-from sparsekv.indexing.reuse import ReusePlan, reused_rows
+from sparsekv.indexing.plan import Build, EarlierIndex, tell_memory
+from sparsekv.indexing.reuse import ReusePlan, reused_rows, shared_tokens
 from sparsekv.indexing.sampling import prefix_queries, write_sample
 from sparsekv.kernels.common.states import State
 
@@ -121,7 +122,7 @@ class ContextStage:
         tell_memory(build, len(reuse.positions), state)
         self._check_rotations()
         if build.earlier is not None and reuse.prefix_tokens:
-            compare_canary(build.earlier.manifest, reuse.prefix_tokens, self.model, self.input_ids, self._prefix_rows)
+            self._compare(build.earlier, reuse.prefix_tokens)
         rows_done, shared = early_rows(build, reuse.missing)
         captured = self._capture(rows_done)
         if what := captured.not_finite():
@@ -147,6 +148,22 @@ class ContextStage:
             facts = replace(facts, storage=storage)
             writer.note(recipe, facts.note())
         return facts
+
+    def _compare(self, earlier: EarlierIndex, tokens: int) -> None:
+        """Compare the first `tokens` tokens' stored rows, and the state behind them, with what the model makes of them.
+
+        Raises the errors of `compare_canary` and `compare_state`.
+        """
+        compare_canary(earlier.manifest, tokens, self.model, self.input_ids, self._prefix_rows)
+        if not self.plan.kinds.keeping:
+            return
+        shared = shared_tokens(earlier, self.input_ids)
+
+        def rows(layer: int, own: Pair) -> Pair:
+            return earlier.rows(layer, shared)
+
+        ids, state = self.input_ids[tokens:shared], earlier.state(tokens)
+        compare_state(earlier.manifest, tokens, self.model, ids, rows, state)
 
     def _check_rotations(self) -> None:
         """Raise UsageError if a method cannot be built for the RoPE of an indexed layer.

@@ -162,9 +162,9 @@ class Artifact:
     """A finished index on disk, as it was when it was opened. Later writes by other processes do not change it.
 
     Opening reads the manifest, opens every file, checks file sizes, and checks that the shapes in the manifest agree.
-    The first read of a file checks the names, shapes and dtypes of its tensors against the manifest, and that scales of
-    keys and values are finite. It also checks the sha256 of a file of states, and of any file that is smaller than a
-    layer's keys and values.
+    The first read of a file checks the names, shapes and dtypes of its tensors against the manifest, and that states
+    and the scales of keys and values are finite. It also checks the sha256 of a file of states, and of any file that is
+    smaller than a layer's keys and values.
 
     Args:
         thorough: check the sha256 of every file on its first read, and that its numbers are finite. This is for
@@ -213,7 +213,7 @@ class Artifact:
         tensors |= {key: tensors[key][rows] for key, rows in own.items()}
         tensors = on_device(tensors, self.descriptor(name), what, device, skipped)
         doubted = bounds(tensors) if first else {}
-        if self.thorough:
+        if self.thorough or state_tokens(name) is not None:
             doubted = tensors | doubted
         if first and (wrong := not_finite(doubted)):
             raise ArtifactError(f"{wrong} in {what} holds numbers that are not finite; {REBUILD}")

@@ -9,10 +9,11 @@ from itertools import accumulate
 import torch
 from transformers import PreTrainedModel
 
-from sparsekv.formats.errors import IdentityError, SparsekvError
+from sparsekv.formats.errors import ArtifactError, IdentityError, SparsekvError
 from sparsekv.formats.index.manifest import (
     PROBE_TOLERANCE,
     REBUILD,
+    ROW_TOLERANCE,
     difference,
     is_over_exact,
     probe_tolerance,
@@ -287,7 +288,8 @@ def compare_canary(
 ) -> None:
     """Compare an index's canary with the model's logits over the index's first rows, which a build reuses.
 
-    Does nothing for a model with layers that keep a state: there is none before the canary's tokens.
+    Does nothing for a model with layers that keep a state, of which none is stored before the canary's tokens:
+    `compare_state` compares the tokens behind the state that is reused.
 
     Args:
         tokens: number of tokens whose rows are reused.
@@ -314,6 +316,51 @@ def compare_canary(
                 "these are other weights, or the model masks other tokens than it did: use the model it was built with "
                 f"(--model {manifest.model.id}), or {REBUILD}",
             )
+
+
+def compare_state(
+    manifest: Manifest, before: int, model: PreTrainedModel, input_ids: torch.Tensor, rows: Rows, state: State
+) -> None:
+    """Compare keys and values that a model computes from a stored state with the stored ones, before a build reuses it.
+
+    Int8 rounding may route a token to another expert, so of each layer the median over the tokens counts.
+
+    Args:
+        before: number of tokens before the state.
+        input_ids: [T] int64, the tokens behind the state that the build's prompt and the index have in common. The
+            first RUN of them are compared.
+        rows: returns a layer's stored keys and values [Hk, before + T, D], on the model's device.
+        state: the stored state.
+
+    Raises:
+        ArtifactError: they differ beyond rounding, or the state does not fit the model.
+    """
+    compared: list[torch.Tensor] = []
+    tokens = input_ids[:RUN]
+
+    def given(layer: int, own: RowPair) -> RowPair:
+        stored = rows(layer, own)
+        stored = stored[0][:, : before + len(tokens)], stored[1][:, : before + len(tokens)]
+        compared.extend(_distance(ours, theirs[:, before:]) for ours, theirs in zip(own, stored, strict=True))
+        return stored
+
+    wrong = f"the state after {before:,} tokens of the index, from which this build would go on,"
+    try:
+        logits_over_rows(model, tokens, before, given, state)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, LookupError) as error:
+        raise ArtifactError(f"{wrong} does not fit the model ({first_line(error)}); {REBUILD}") from None
+    off = float(torch.stack(compared).median(1).values.amax())
+    if not off <= ROW_TOLERANCE * probe_tolerance(manifest, model.dtype, over_exact=manifest.kv_storage is not None):
+        raise ArtifactError(f"{wrong} leads to keys and values that are {off:.1%} from the stored ones; {REBUILD}")
+
+
+def _distance(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """Return the distance [T] of each token's rows [Hk, T, D] from the stored ones, relative to their norm."""
+    expected = stored.float()
+    apart: torch.Tensor = (own.float() - expected).norm(dim=(0, 2))
+    return apart / expected.norm(dim=(0, 2)).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def judge_canary(runs: Sequence[CanaryRun], dtype: torch.dtype, name: str) -> tuple[list[CanaryToken], Probe]:

@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations import sdpa_attention
 
 from sparsekv.kernels.common.hook import AttentionCall, alone, route_attention
-from sparsekv.kernels.common.states import layer_kinds
+from sparsekv.kernels.common.states import State, layer_kinds, state_tensors
 
 
 def cache_argument(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
@@ -105,11 +105,20 @@ class GivenLayer(RowLayer):
         return self.seen
 
 
-@torch.inference_mode()
 def logits_over_rows(
     model: PreTrainedModel, input_ids: torch.Tensor, before: int, rows: Rows, state: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
+    """Compute the logits of `pass_over_rows`."""
+    return pass_over_rows(model, input_ids, before, rows, state)[0]
+
+
+@torch.inference_mode()
+def pass_over_rows(
+    model: PreTrainedModel, input_ids: torch.Tensor, before: int, rows: Rows, state: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, State]:
     """Compute the logits [Q, vocabulary], float32 on the CPU, of tokens [Q] whose first position is `before`.
+
+    The second result is the state after these tokens.
 
     The model attends with the implementation that it was loaded with and makes its own masks, unless `route_attention`
     is active. That implementation decides the memory for Q queries. Without a mask it allocates nothing of the size of
@@ -123,7 +132,7 @@ def logits_over_rows(
     cache = Cache(layers=kinds.cache_layers(given, state))
     with alone(model), soft_caps(model):
         logits: torch.Tensor = model(**tokens_at(model, input_ids, before), **with_cache(model, cache)).logits[0]
-        return logits.float().cpu()
+        return logits.float().cpu(), state_tensors(cache.layers)
 
 
 @torch.inference_mode()

@@ -8,18 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from sparsekv.cli.building.recipe import Target
 from sparsekv.formats.distributed.process import FOLDER
 from sparsekv.formats.index.manifest import read_manifest
 from sparsekv.formats.index.schema import AUTO
 
 from . import rank_job
-from .causal_families import tiny_config, tiny_model
+from .causal_families import save_family
 from .command import environment
 from .small_index import without_window
-from .tiny_models import FAMILIES, tiny_tokenizer
 
 DOCUMENT = "".join(f"Line {number} says that {number} times {number} is {number * number}.\n" for number in range(12))
 FRESH = ["multipole", "codes", "squeezed", "dense"]
@@ -54,8 +51,7 @@ def run_both(
     """
     (folder / "doc.txt").write_text(DOCUMENT)
     for family in families:
-        _model(family).save_pretrained(folder / family)
-        tiny_tokenizer().save_pretrained(folder / family)
+        _save(family, folder / family)
         recipe = rank_job.recipe(folder / family, methods, kv_dtype)
         target = Target(str(folder / "doc.txt"), folder / f"{family}-alone.skv")
         recipe.index(target, recipe.load, lambda stage, done, of: None)
@@ -70,8 +66,10 @@ def run_both(
     )
 
 
-def _model(family: str) -> PreTrainedModel:
-    return without_window(family) if family in FAMILIES else tiny_model(tiny_config(family))
+def _save(family: str, folder: Path) -> None:
+    save_family(folder, family)
+    if family == "mistral":
+        without_window(family).save_pretrained(folder)
 
 
 def without_methods(index: Path, copy: Path) -> None:
