@@ -39,7 +39,7 @@ def _everywhere(index: Path, choose: random.Random, how: str) -> Damage:
     def change(tensors: Tensors) -> Tensors:
         tensor = tensors[key]
         if how == "more":
-            return tensors | {other: tensor}
+            return tensors | {other: tensor.clone()}
         if how == "dtype":
             return tensors | {key: tensor.to(dtype)}
         del tensors[key]
