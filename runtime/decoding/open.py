@@ -133,12 +133,13 @@ def behind_zeros(pair: RowPair, first: int) -> RowPair:
 
 
 def _other(manifest: Manifest, part: str, stored: str, found: str) -> IdentityError:
+    states = ", or other states" if manifest.states else ""
     return IdentityError(
         f"the probe ({part} of the last prompt token over the stored context)",
         stored,
         found,
-        "these are other weights, or the model masks other tokens than it did: use the model it was built with "
-        f"(--model {manifest.model.id}) or build the index again for this one",
+        f"these are other weights{states}, or the model masks other tokens than it did: use the model it was built "
+        f"with (--model {manifest.model.id}) or build the index again for this one",
     )
 
 

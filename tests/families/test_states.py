@@ -247,6 +247,29 @@ def test_states_stay_exact_where_rows_are_in_int8(family: str, tmp_path: Path) -
         generate(index, index.cache(CODES), asked[0], SAMPLING)
 
 
+@pytest.mark.parametrize("family", FEW)
+def test_an_append_and_an_edit_over_int8_rows_are_near_a_new_build(family: str, tmp_path: Path) -> None:
+    """Appended tokens attend to rounded rows, so their states are rounded too; those before them are exact."""
+    text, more = TEXT[:600], TEXT[600:700]
+    plan = _plan(family, text, kv_dtype="int8", checkpoints=1)
+    build_index(plan, tmp_path / "a.skv")
+    _grow(tmp_path / "a.skv", plan.loaded, more)
+    whole = _plan(family, f"{text}\n\n{more}", kv_dtype="int8", checkpoints=1)
+    build_index(whole, tmp_path / "b.skv")
+    edited = with_changes(plan, prompt=encode_prompt(tiny_tokenizer(), f"{TEXT[:580]}other{TEXT[580:600]}"))
+    build_index(plan, tmp_path / "c.skv")
+    build_index(edited, tmp_path / "c.skv")
+    build_index(edited, tmp_path / "d.skv")
+    for one, other in (("a", "b"), ("c", "d")):
+        index, new = reopen(plan, tmp_path / f"{one}.skv"), reopen(plan, tmp_path / f"{other}.skv")
+        assert torch.equal(index.input_ids, new.input_ids)
+        assert index.artifact.manifest.states[:2] == new.artifact.manifest.states[:2] == [256, 512]
+        for tokens in (256, 512, index.split.tokens):
+            for name, expected in new.artifact.state(tokens).items():
+                apart = (index.artifact.state(tokens)[name] - expected).norm() / expected.norm()
+                assert float(apart) <= (0.2 if tokens > 512 else 0), (one, tokens, name)
+
+
 def test_an_exact_build_takes_no_state_that_followed_rows_in_int8(tmp_path: Path) -> None:
     folder, whole = tmp_path / "a.skv", _plan("falcon_h1", f"{TEXT[:300]}\n\n{TEXT[300:400]}")
     plan = _plan("falcon_h1", kv_dtype="int8")

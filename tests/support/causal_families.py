@@ -213,12 +213,14 @@ def _layers_that_stay(fields: Fields) -> list[int]:
 
 
 def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """A random model whose attention is far from uniform, the same each time."""
+    """A random model whose attention is far from uniform, and whose states last for many tokens, the same each time."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.copy_(torch.randn_like(parameter) - 4)
+            elif parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
             elif parameter.is_floating_point():
                 parameter.copy_(torch.randn_like(parameter) * min(0.2, 2 / math.sqrt(parameter.shape[-1])))
