@@ -1,6 +1,6 @@
 """`sparsekv bench`: time a decode step of one layer, with each method and with dense attention."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +19,7 @@ from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.models.load import check_dtype
-from sparsekv.indexing.indexers.interface import indexers
+from sparsekv.indexing.indexers.interface import Indexer, indexers
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.layer_timer import Forms, Timed, Timer, check_runs, configured, machine
 from sparsekv.runtime.benchmark.sources import DEFAULT_METHODS, Mixtures, Source, StoredLayerSource
@@ -83,7 +83,11 @@ class BenchOptions:
 
 
 @app.command(cls=Command)
-@with_options(BenchOptions, methods() | {f"the index of {name}": indexer for name, indexer in indexers().items()})
+@with_options(
+    BenchOptions,
+    methods() | {f"the index of {name}": indexer for name, indexer in indexers().items()},
+    preset=fields(Indexer),
+)
 def bench(options: BenchOptions) -> None:
     """Time one decode step of one layer, from the query to the output, selection included.
 

@@ -1,6 +1,6 @@
 """`sparsekv bench-model`: time a decode step of a whole model, with each method and with dense attention."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ from sparsekv.cli.common.options import JsonOption, RunOptions, names_of
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.index.schema import AUTO, weights_named
-from sparsekv.indexing.indexers.interface import indexers
+from sparsekv.indexing.indexers.interface import Indexer, indexers
 from sparsekv.runtime.benchmark.end_to_end import CONFIGS
 from sparsekv.runtime.benchmark.model_timer import DEFAULT_METHODS, EndToEnd, ModelTimer
 from sparsekv.runtime.selection.registry import methods
@@ -80,7 +80,11 @@ class BenchModelOptions:
 
 
 @app.command(cls=Command)
-@with_options(BenchModelOptions, methods() | {f"the index of {name}": one for name, one in indexers().items()})
+@with_options(
+    BenchModelOptions,
+    methods() | {f"the index of {name}": one for name, one in indexers().items()},
+    preset=fields(Indexer),
+)
 def bench_model(options: BenchModelOptions) -> None:
     """Time decode steps of a whole model with random weights, of the shape of --config.
 

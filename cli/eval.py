@@ -1,5 +1,6 @@
 """`sparsekv eval`: score each method's answers and those of dense attention, with confidence intervals."""
 
+from dataclasses import fields
 from typing import Any
 
 import typer
@@ -11,6 +12,7 @@ from sparsekv.cli.evaluating.options import BUILDING, EvalOptions
 from sparsekv.cli.evaluating.output import evaluation_page, evaluation_record, note_few_contexts, print_rows
 from sparsekv.cli.evaluating.recipe import EvalRecipe, answer_by_ray
 from sparsekv.cli.pages.page import write_html
+from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.runtime.evaluation.engine import check_room, evaluate
 from sparsekv.runtime.evaluation.inputs import read_contexts
 from sparsekv.runtime.evaluation.table import Cell, Score, cells, rows
@@ -20,7 +22,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command(cls=Command)
-@with_options(EvalOptions, methods() | BUILDING)
+@with_options(EvalOptions, methods() | BUILDING, preset=fields(Indexer))
 def evaluate_methods(options: EvalOptions) -> None:
     """Ask questions with known answers, with dense attention and with each method at each budget, and compare.
 

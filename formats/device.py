@@ -38,37 +38,43 @@ class MemoryPlan:
         model: the model's weights, which are on the GPU already.
         rows: keys and values, and the queries that are kept with them.
         work: an estimate of temporary memory.
+        states: the copies of the states of layers that keep one.
     """
 
     model: int
     rows: int
     work: int = 0
+    states: int = 0
 
     @property
     def total(self) -> int:
-        return self.model + self.rows + self.work
+        return self.model + self.rows + self.states + self.work
 
     def told(self, memory: DeviceMemory) -> str:
         """Return one line that reports the memory needed, and warns if it may exceed the free memory."""
         needed = (
             f"needs some {_gib(self.total)} GiB of the GPU's {_gib(memory.total)}: {_gib(self.model)} the model, "
-            f"{_gib(self.rows)} keys and values, {_gib(self.work)} to work with them"
+            f"{_gib(self.rows)} keys and values, {self._states_told()}{_gib(self.work)} to work with them"
         )
-        if self.rows + self.work <= memory.left:
+        if self.rows + self.states + self.work <= memory.left:
             return needed
         return f"{needed}; {_gib(memory.left)} are left beside the model, so that it may run out"
 
     def check(self, memory: DeviceMemory, remedy: str) -> None:
-        """Raise SparsekvError if the keys and values alone do not fit into the free memory.
+        """Raise SparsekvError if the keys, values and states alone do not fit into the free memory.
 
         Args:
             remedy: what the user can do, as the end of the error message.
         """
-        if self.rows > memory.left:
+        if self.rows + self.states > memory.left:
+            what = "keys, values and states" if self.states else "keys and values"
             raise SparsekvError(
-                f"keys and values take {_gib(self.rows)} GiB, and beside the model {_gib(memory.left)} of the GPU's "
-                f"{_gib(memory.total)} are left; {remedy}"
+                f"{what} take {_gib(self.rows + self.states)} GiB, and beside the model {_gib(memory.left)} of the "
+                f"GPU's {_gib(memory.total)} are left; {remedy}"
             )
+
+    def _states_told(self) -> str:
+        return f"{_gib(self.states)} states, " if self.states else ""
 
 
 def device_memory(model: torch.nn.Module) -> DeviceMemory | None:

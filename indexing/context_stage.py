@@ -17,6 +17,7 @@ from sparsekv.indexing.capture.canary import (
     canary_positions,
     canary_runs,
     compare_canary,
+    compare_state,
     judge_canary,
     preflight,
     rounding_dtype,
@@ -26,8 +27,8 @@ from sparsekv.indexing.capture.capture import RowsDone, TakenOver, capture, is_f
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.capture.team import Captured, MeasureRotations, RunCanary, RunPrompt, SharedRows, TryModel
 from sparsekv.indexing.context_files import ContextFacts, ContextFiles
-from sparsekv.indexing.plan import Build, tell_memory
-from sparsekv.indexing.reuse import ReusePlan, reused_rows
+from sparsekv.indexing.plan import Build, EarlierIndex, tell_memory
+from sparsekv.indexing.reuse import ReusePlan, reused_rows, shared_tokens
 from sparsekv.indexing.sampling import prefix_queries, write_sample
 from sparsekv.kernels.common.states import State
 
@@ -116,13 +117,13 @@ class ContextStage:
         """Run the stage and return the context's facts. Raises the errors of `build_context`."""
         build, plan, reuse, writer = self.build, self.plan, self.reuse, self.writer
         kv_dtype, recipe = plan.config.kv_dtype, build.context_recipe
-        writer.need_space(self._bytes_to_write())
-        tell_memory(build, len(reuse.positions))
         build.team.begin(TryModel(self.input_ids))
-        preflight(self.model, self.input_ids, plan.loaded.name)
+        state = preflight(self.model, self.input_ids, plan.loaded.name)
+        writer.need_space(self._bytes_to_write(state))
+        tell_memory(build, len(reuse.positions), state)
         self._check_rotations()
         if build.earlier is not None and reuse.prefix_tokens:
-            compare_canary(build.earlier.manifest, reuse.prefix_tokens, self.model, self.input_ids, self._prefix_rows)
+            self._compare(build.earlier, reuse.prefix_tokens)
         rows_done, shared = early_rows(build, reuse.missing)
         captured = self._capture(rows_done)
         if what := captured.not_finite():
@@ -148,6 +149,22 @@ class ContextStage:
             facts = replace(facts, storage=storage)
             writer.note(recipe, facts.note())
         return facts
+
+    def _compare(self, earlier: EarlierIndex, tokens: int) -> None:
+        """Compare the first `tokens` tokens' stored rows, and the state behind them, with what the model makes of them.
+
+        Raises the errors of `compare_canary` and `compare_state`.
+        """
+        compare_canary(earlier.manifest, tokens, self.model, self.input_ids, self._prefix_rows)
+        if not self.plan.kinds.keeping:
+            return
+        shared = shared_tokens(earlier, self.input_ids)
+
+        def rows(layer: int, own: Pair) -> Pair:
+            return earlier.rows(layer, shared)
+
+        ids, state = self.input_ids[tokens:shared], earlier.state(tokens)
+        compare_state(earlier.manifest, tokens, self.model, ids, rows, state)
 
     def _check_rotations(self) -> None:
         """Raise UsageError if a method cannot be built for the RoPE of an indexed layer.
@@ -241,10 +258,11 @@ class ContextStage:
             return "the model's weights may be damaged: use another checkpoint"
         return "use --dtype bfloat16 or float32" if dtype == "float16" else "use --dtype float32"
 
-    def _bytes_to_write(self) -> int:
+    def _bytes_to_write(self, state: int) -> int:
         """Estimate the disk space in bytes that the build needs.
 
-        It counts the missing layers' keys and values, and the sampled queries. For methods it adds a tenth of the exact
+        It counts the missing layers' keys and values, the missing states of `state` bytes each, and the sampled
+        queries. For methods it adds a tenth of the exact
         keys and values of all layers, and the files of methods with a `bytes_per_token`.
         """
         split, config = self.build.split, self.model.config.get_text_config()
@@ -257,4 +275,5 @@ class ContextStage:
         samples = row * config.num_attention_heads * len(self.reuse.positions)
         tables = sum(indexer.bytes_per_token(head_dim) for indexer in self.plan.config.methods.values())
         methods = tables * config.num_key_value_heads * split.middle
-        return int(2 * stored * rows * missing + (0.2 * row * rows + samples + methods) * len(layers))
+        states = state * sum(state_file(tokens) in self.reuse.missing for tokens in self.build.marks)
+        return int(2 * stored * rows * missing + states + (0.2 * row * rows + samples + methods) * len(layers))

@@ -424,11 +424,17 @@ METHODS_SHARE = 10
 REMEDY = "index fewer tokens, or spread the model over several GPUs with --gpus"
 
 
-def plan_memory(plan: BuildPlan, sampled: int) -> MemoryPlan:
-    """Estimate the GPU memory of a build, including the queries at `sampled` positions.
+STATES_AT_ONCE = 7
+"""States in memory during a prefill: the one that the model changes, one that waits to be written, and those before the
+canary's runs."""
 
-    The prefill holds the keys and values of all layers. The working memory is the sum of one chunk's activations,
-    LAYERS_AT_ONCE layers while methods are built, one layer in float32, and method tensors that wait to be written.
+
+def plan_memory(plan: BuildPlan, sampled: int, state: int) -> MemoryPlan:
+    """Estimate the GPU memory of a build, including the queries at `sampled` positions, and states of `state` bytes.
+
+    The prefill holds the keys and values of all layers, and STATES_AT_ONCE states. The working memory is the sum of one
+    chunk's activations, LAYERS_AT_ONCE layers while methods are built, one layer in float32, and method tensors that
+    wait to be written.
     """
     model = plan.loaded.model
     config = model.config.get_text_config()
@@ -440,20 +446,20 @@ def plan_memory(plan: BuildPlan, sampled: int) -> MemoryPlan:
     activations = (6 * config.hidden_size + 3 * inner) * min(plan.chunk_size, tokens) * size
     waiting = min(HELD_BYTES, layer * layers // METHODS_SHARE)
     work = LAYERS_AT_ONCE * layer + layer * 4 // size + waiting + activations
-    return MemoryPlan(model_bytes(model), (layer + queries) * layers, work)
+    return MemoryPlan(model_bytes(model), (layer + queries) * layers, work, STATES_AT_ONCE * state)
 
 
-def tell_memory(build: Build, sampled: int) -> None:
+def tell_memory(build: Build, sampled: int, state: int) -> None:
     """Report the GPU memory that a build needs to the user.
 
     Does nothing on a CPU, or if the team's heads are spread over several processes.
 
     Raises:
-        SparsekvError: the keys and values alone do not fit into the GPU's memory.
+        SparsekvError: the keys, values and states alone do not fit into the GPU's memory.
     """
     memory = device_memory(build.plan.loaded.model)
     if memory is None or not build.team.has_all_heads:
         return
-    planned = plan_memory(build.plan, sampled)
+    planned = plan_memory(build.plan, sampled, state)
     planned.check(memory, REMEDY)
     build.tell(f"the build {planned.told(memory)}")

@@ -112,14 +112,26 @@ def shared_prefix(build: Build, positions: torch.Tensor, missing: AbstractSet[st
     return min(shared, base.split.tokens - 1) // plan.chunk_size * plan.chunk_size
 
 
+def shared_tokens(earlier: EarlierIndex, input_ids: torch.Tensor) -> int:
+    """Return the number of first tokens that an index and a prompt [N] have in common; 0 if its tokens are damaged."""
+    if not earlier.are_whole([TOKENS]):
+        return 0
+    stored = earlier.read(TOKENS)["input_ids"].cpu()
+    length = min(len(stored), len(input_ids))
+    differing = (stored[:length] != input_ids[:length]).nonzero()
+    return int(differing[0]) if len(differing) else length
+
+
 def _last_shared_state(build: Build, earlier: EarlierIndex, positions: torch.Tensor, missing: AbstractSet[str]) -> int:
     """Return the largest number of tokens that both prompts begin with and after which the index has the state.
 
-    The tokens behind it are prefilled again. They include all those whose queries or states the index lacks.
+    The tokens behind it are prefilled again. They include all those whose queries or states the index lacks, and one
+    that both prompts have, over which `compare_state` checks the state.
     """
     most = [build.split.sinks + build.split.middle]
     most += positions[~torch.isin(positions, earlier.query_positions())][:1].tolist()
     most += [tokens for name in missing if (tokens := state_tokens(name)) is not None]
+    most.append(shared_tokens(earlier, build.plan.prompt.input_ids) - 1)
     for tokens in reversed(earlier.manifest.states):
         name = state_file(tokens)
         same = tokens <= min(most) and earlier.manifest.files[name].recipe == build.state_recipe(tokens)

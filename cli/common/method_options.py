@@ -3,12 +3,14 @@ tiny budgets."""
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, fields, is_dataclass
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
+from typer.models import OptionInfo
 
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.options import METHODS_OF
@@ -35,7 +37,7 @@ T = TypeVar("T")
 
 
 def with_options(
-    options: type[T], methods: Mapping[str, type] = MappingProxyType({})
+    options: type[T], methods: Mapping[str, type] = MappingProxyType({}), *, preset: Collection[Field[Any]] = ()
 ) -> Callable[[Callable[[T], None]], Callable[..., None]]:
     """Return a decorator for a command that takes a dataclass of its options. typer gets the options one by one.
 
@@ -44,12 +46,19 @@ def with_options(
 
     Each field of the methods' dataclasses is an option too. Their values by name become the field `parameters`. A field
     that several methods have becomes one option, which sets it for all of them.
+
+    Args:
+        preset: fields of methods that the command sets itself, such as a seed; they become no options.
+
+    Raises:
+        UsageError: a method's option has the name of one of the command's own options, or has two types.
     """
 
     def extend(command: Callable[[T], None]) -> Callable[..., None]:
         own = list(_declared(options))
-        of_methods = _options(methods, taken={one.name: _kind(one.annotation) for one in own})
         names = {one.name for one in own}
+        taken = names.union(*map(_flags, own), ("--help",))
+        of_methods = _options(methods, taken, preset)
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
@@ -79,21 +88,39 @@ def _made(options: Any, given: Mapping[str, Any]) -> Any:
     return options(**inner, **{name: value for name, value in given.items() if name in types})
 
 
-def _options(methods: Mapping[str, type], taken: Mapping[str, str]) -> list[inspect.Parameter]:
+def _flags(own: inspect.Parameter) -> Iterator[str]:
+    """Yield the flags of a command's own option, such as `--plot` or `--no-plot`; none for an argument."""
+    declared = [one for one in getattr(own.annotation, "__metadata__", ()) if isinstance(one, OptionInfo)]
+    for option in declared:
+        # In an annotation, typer takes the first name for a default until it makes the option.
+        names = [one for one in (option.default, *(option.param_decls or ())) if isinstance(one, str)]
+        flags = [flag for name in names for flag in re.split(r"\s*/\s*", name)]
+        yield from flags or (_flag(own.name), _flag(f"no_{own.name}"))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _options(
+    methods: Mapping[str, type], taken: Collection[str], preset: Collection[Field[Any]]
+) -> list[inspect.Parameter]:
     """Return the methods' options as keyword parameters, one for each field name.
 
     Args:
-        taken: the command's own options by name, with the names of their types; fields of these names get no option.
+        taken: names and flags of the command's own options.
+        preset: fields that get no option.
 
     Raises:
-        UsageError: an option has two types.
+        UsageError: an option has a name that is taken, or two types.
     """
     owners: dict[str, list[tuple[str, Field[Any]]]] = {}
     for name, method in methods.items():
         for field in fields(method):
-            if field.name in taken:
-                _check_kind(field, name, taken[field.name], "every method")
+            if any(field is one for one in preset):
                 continue
+            if field.name in taken or _flag(field.name) in taken:
+                raise UsageError(f"{_flag(field.name)} of {name} is also an option of the command itself; rename it")
             of_field = owners.setdefault(field.name, [])
             of_field.append((name, field))
             first, known = of_field[0]
@@ -102,10 +129,9 @@ def _options(methods: Mapping[str, type], taken: Mapping[str, str]) -> list[insp
 
 
 def _check_kind(field: Field[Any], name: str, kind: str, other: str) -> None:
-    """Raise UsageError if a method's field has another type than the option of the same name."""
+    """Raise UsageError if a method's field has another type than the field of the same name of another method."""
     if _kind(field.type) != kind:
-        option = f"--{field.name.replace('_', '-')}"
-        raise UsageError(f"{option} is {kind} for {other} and {_kind(field.type)} for {name}; rename one")
+        raise UsageError(f"{_flag(field.name)} is {kind} for {other} and {_kind(field.type)} for {name}; rename one")
 
 
 def _kind(annotation: Any) -> str:

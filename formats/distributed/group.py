@@ -1,14 +1,14 @@
 """Communication between the processes (ranks) that share one model, through `torch.distributed`, and the division of
 the model among them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from sparsekv.formats.distributed.process import TOLD, Place
@@ -39,31 +39,34 @@ class Channel:
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")  # projections whose output is keys, or includes them
 
 
-WITH_STATES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
-"""Layer types of transformers with a state, of which a rank would have that of its own heads."""
+_MIXERS = frozenset({"linear_attn", "mamba", "conv", "mixer"})
+"""Modules of transformers whose layers keep a state."""
+_BOTH = frozenset({"hybrid", "hybrid_sliding"})
+"""Layer types of transformers that attend and keep a state."""
 
 
 def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConfig:
     """Choose how transformers splits a model over `size` ranks.
 
     The model's tensor-parallel plan is used. If a model has only a plan for its experts, each rank holds all other
-    weights.
+    weights. Layers that keep a state keep all of it on each rank.
 
     Raises:
-        UsageError: layers keep a state, the model's weights are quantised, it has latent attention, transformers has no
-            plan for it, or its heads or experts cannot be divided evenly. Without this check, transformers would fail
-            in the middle of a forward pass.
+        UsageError: the model's weights are quantised, it has latent attention, transformers has no plan for it, or its
+            plan would split the states, or the model's heads or experts cannot be divided evenly. Without this check,
+            transformers would fail in the middle of a forward pass.
     """
     text: Any = config.get_text_config()
-    if keeping := sorted(WITH_STATES & {*(getattr(text, "layer_types", None) or ())}):
-        raise UsageError(
-            f"model '{name}' has layers of {', '.join(keeping)}, whose states ranks cannot share; leave --gpus out"
-        )
     if getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None):
         raise UsageError(f"model '{name}' has quantised weights, which are not split over ranks; use one GPU")
     if getattr(text, "kv_lora_rank", None):
         raise UsageError(f"model '{name}' attends to keys made of latents, which are not split over ranks; use one GPU")
     plan, experts = text.base_model_tp_plan or {}, text.base_model_ep_plan or {}
+    if _splits_states(plan, {*(getattr(text, "layer_types", None) or ())}):
+        raise UsageError(
+            f"transformers' plan to split model '{name}' ({config.model_type}) splits the states of its layers, which "
+            "an index has whole; use one GPU"
+        )
     if plan:
         heads = text.num_key_value_heads
         if _splits_keys(plan) and heads % size:
@@ -71,7 +74,8 @@ def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConf
                 f"model '{name}' has {heads} KV heads, which {size} ranks cannot share evenly; {_divisors(heads)}"
             )
         return DistributedConfig(tp_size=size)
-    if not experts:
+    # With experts alone split, transformers also asks for a plan of the model's class, such as its output layer's.
+    if not experts or not getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_tp_plan", None):
         raise UsageError(f"transformers has no plan to split model '{name}' ({config.model_type}); use one GPU")
     if text.num_experts % size:
         raise UsageError(
@@ -97,6 +101,14 @@ def splits_heads(model: PreTrainedModel) -> bool:
 def _splits_keys(plan: Mapping[str, str]) -> bool:
     """Whether a plan splits the keys over the ranks. Styles other than `colwise` gather the keys again on each rank."""
     return any(name.rsplit(".", 1)[-1] in _KEYS and style == "colwise" for name, style in plan.items())
+
+
+def _splits_states(plan: Mapping[str, str], layer_types: Set[str]) -> bool:
+    """Whether a plan may leave each rank with a part of a layer's state. Gathered outputs are whole on each rank."""
+    if layer_types & _BOTH and _splits_keys(plan):
+        return True
+    split = (name.split(".") for name, style in plan.items() if not style.endswith(("gather_output", "split_input")))
+    return any(_MIXERS & {*parts} and "experts" not in parts for parts in split)
 
 
 T = TypeVar("T")

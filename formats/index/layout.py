@@ -294,7 +294,8 @@ _STATE = re.compile(r"layer_(\d{3})\.(conv|recurrent)_\d{1,2}")
 def _check_states(manifest: Manifest) -> None:
     """Raise ValueError unless all states have the same tensors, and those that every index needs are there.
 
-    Each tensor must belong to a layer of the index. A layer that does not attend may keep no state.
+    Each tensor must belong to a layer of the index, and be in the index's dtype or in float32. A layer that does not
+    attend may keep no state.
     """
     if not (stored := manifest.states):
         return
@@ -307,6 +308,8 @@ def _check_states(manifest: Manifest) -> None:
         known = _STATE.fullmatch(name)
         if known is None or int(known[1]) >= len(manifest.layers) or not record.shape or record.shape[0] != 1:
             raise ValueError(f"{name[:80]} of {state_file(stored[0])} is no state of one of its layers")
+        if record.dtype not in (manifest.dtype, "float32"):
+            raise ValueError(f"{name[:80]} of {state_file(stored[0])} is in {record.dtype[:80]}")
     for tokens in stored[1:]:
         if manifest.files[state_file(tokens)].tensors != first:
             raise ValueError(f"{state_file(tokens)} has other tensors than {state_file(stored[0])}")

@@ -74,6 +74,13 @@ def probe_tolerance(manifest: Manifest, dtype: torch.dtype, *, over_exact: bool)
     return max(rounding, STORING_TOLERANCE[manifest.kv_storage.dtype])
 
 
+ROW_TOLERANCE = 4
+"""Factor by which the relative tolerance of a token's keys and values, and of a state, exceeds that of logits.
+
+It is above 1 because rounding errors add up over layers.
+"""
+
+
 def is_over_exact(manifest: Manifest) -> bool:
     """Whether the logits of probe and canary were computed over the rows before their rounding to int8."""
     return manifest.kv_storage is not None and manifest.kv_storage.exact_probe

@@ -3,7 +3,7 @@
 import os
 import resource
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -19,7 +19,7 @@ from sparsekv.formats.index.context_rows import ContextRows, Pair, bounds, conte
 from sparsekv.formats.index.folder import Folder, SharedFile
 from sparsekv.formats.index.layout import check_layout, first_axis, not_finite
 from sparsekv.formats.index.manifest import REBUILD, REPAIR, REPAIR_APPENDED, manifest_data, open_folder, parse_manifest
-from sparsekv.formats.index.schema import STATES, TOKENS, FileRecord, Manifest, layer_file, state_file
+from sparsekv.formats.index.schema import STATES, TOKENS, FileRecord, Manifest, layer_file, state_file, state_tokens
 
 ATTEMPTS = 100
 """Attempts to open a consistent snapshot: enough unless another process replaces the manifest every millisecond."""
@@ -162,9 +162,9 @@ class Artifact:
     """A finished index on disk, as it was when it was opened. Later writes by other processes do not change it.
 
     Opening reads the manifest, opens every file, checks file sizes, and checks that the shapes in the manifest agree.
-    The first read of a file checks the names, shapes and dtypes of its tensors against the manifest, and that scales of
-    keys and values are finite. It also checks the sha256 of a file of states, and of any file that is smaller than a
-    layer's keys and values.
+    The first read of a file checks the names, shapes and dtypes of its tensors against the manifest, and that states
+    and the scales of keys and values are finite. It also checks the sha256 of a file of states, and of any file that is
+    smaller than a layer's keys and values.
 
     Args:
         thorough: check the sha256 of every file on its first read, and that its numbers are finite. This is for
@@ -213,7 +213,7 @@ class Artifact:
         tensors |= {key: tensors[key][rows] for key, rows in own.items()}
         tensors = on_device(tensors, self.descriptor(name), what, device, skipped)
         doubted = bounds(tensors) if first else {}
-        if self.thorough:
+        if self.thorough or state_tokens(name) is not None:
             doubted = tensors | doubted
         if first and (wrong := not_finite(doubted)):
             raise ArtifactError(f"{wrong} in {what} holds numbers that are not finite; {REBUILD}")
@@ -315,19 +315,17 @@ class ArtifactShare(Artifact):
     Args:
         whole: the whole index, whose open files this object reads, too.
         number: the rank, from 0 to `size` - 1.
-        heads: the number of KV heads of a rank in each layer. A rank with all heads of a layer reads all of them.
+        heads: the number of KV heads of a rank by layer. A rank with all heads of a layer reads all of them.
 
     Raises:
         ArtifactError: the index's number of heads is not that of all ranks together.
     """
 
-    def __init__(self, whole: Artifact, number: int, size: int, heads: Sequence[int]):
+    def __init__(self, whole: Artifact, number: int, size: int, heads: Mapping[int, int]):
         self.folder, self.thorough, self.manifest = whole.folder, whole.thorough, whole.manifest
         self._snapshot, self._summed = whole._snapshot, whole._summed
         self._checked = set[str]()  # not shared with `whole`: only this rank's heads are checked
-        self._parts = [
-            _part(whole, layer, number, size, own) for layer, own in enumerate(heads[: len(whole.manifest.layers)])
-        ]
+        self._parts = {layer: _part(whole, layer, number, size, heads[layer]) for layer in whole.manifest.attending}
 
     def heads_and_channels(self, layer: int) -> tuple[int, int]:
         heads, channels = super().heads_and_channels(layer)
@@ -339,7 +337,7 @@ class ArtifactShare(Artifact):
         Raises:
             UsageError: the tensor's axes are unknown, as for a method of another package.
         """
-        if name == TOKENS:
+        if name == TOKENS or state_tokens(name) is not None:
             return None
         folder, layer = name.split("/")
         place, parts = self._parts[_number(layer)]

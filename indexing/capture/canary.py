@@ -9,11 +9,12 @@ from itertools import accumulate
 import torch
 from transformers import PreTrainedModel
 
-from sparsekv.formats.errors import IdentityError, SparsekvError
+from sparsekv.formats.errors import ArtifactError, IdentityError, SparsekvError
 from sparsekv.formats.index.manifest import (
     COARSEST,
     PROBE_TOLERANCE,
     REBUILD,
+    ROW_TOLERANCE,
     difference,
     is_over_exact,
     probe_tolerance,
@@ -46,7 +47,7 @@ another expert; a missing mask or scale does not."""
 
 
 @torch.inference_mode()
-def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> None:
+def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> int:
     """Check on a few tokens of a prompt that an index can follow the model.
 
     Takes six forward passes over at most 48 tokens; processes that share a model run them together.
@@ -54,17 +55,20 @@ def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> Non
     Args:
         input_ids: [N] int64, the prompt.
 
+    Returns:
+        The bytes of the states that the model's layers keep after any number of tokens.
+
     Raises:
         SparsekvError: the model lacks tokens of the prompt, or an index cannot follow it.
     """
     _check_ids(model, input_ids, name)
     ids = input_ids.repeat(-(-TOKENS // len(input_ids)))[:TOKENS].to(model.device)
     try:
-        difference = _difference(model, ids, name)
+        difference, state = _difference(model, ids, name)
         if difference > TOLERANCE[rounding_dtype(model)]:
             # Rounding may route a token to another MoE expert. That is unlikely for the reversed tokens too, so they
             # are tried before the model is refused.
-            difference = _difference(model, ids.flip(0), name)
+            difference, _ = _difference(model, ids.flip(0), name)
     except SparsekvError as error:
         raise SparsekvError(f"{name} cannot be indexed: {error}; choose another model") from None
     if difference > TOLERANCE[rounding_dtype(model)]:
@@ -75,6 +79,7 @@ def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> Non
             f"{name} cannot be indexed: over captured keys and values its logits are {difference:.0%} from its own, so "
             f"that it {lacks}; choose another model"
         )
+    return state
 
 
 def rounding_dtype(model: PreTrainedModel) -> torch.dtype:
@@ -91,10 +96,11 @@ def _check_ids(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> No
         )
 
 
-def _difference(model: PreTrainedModel, ids: torch.Tensor, name: str) -> float:
+def _difference(model: PreTrainedModel, ids: torch.Tensor, name: str) -> tuple[float, int]:
     """Compute the largest difference between the model's own logits and those over captured rows for token ids [T].
 
-    It is relative to the largest logit. It is 0 if logits are not finite, which the prefill detects and reports.
+    It is relative to the largest logit. It is 0 if logits are not finite, which the prefill detects and reports. The
+    second result is the bytes of the states after these tokens.
     """
     with _tried("it does not run on token ids alone"), alone(model), soft_caps(model):
         own = model(input_ids=ids[None], use_cache=False).logits[0].float()
@@ -116,7 +122,8 @@ def _difference(model: PreTrainedModel, ids: torch.Tensor, name: str) -> float:
         )
     found = torch.cat([captured.logits[None], *answered])
     difference = float((found - own[document - 1 :]).abs().max() / own.abs().max())
-    return difference if math.isfinite(difference) else 0.0
+    state = sum(tensor.nbytes for tensor in captured.states[document].values())
+    return difference if math.isfinite(difference) else 0.0, state
 
 
 @contextmanager
@@ -277,7 +284,8 @@ def compare_canary(
 ) -> None:
     """Compare an index's canary with the model's logits over the index's first rows, which a build reuses.
 
-    Does nothing for a model with layers that keep a state: there is none before the canary's tokens.
+    Does nothing for a model with layers that keep a state, of which none is stored before the canary's tokens:
+    `compare_state` compares the tokens behind the state that is reused.
 
     Args:
         tokens: number of tokens whose rows are reused.
@@ -304,6 +312,53 @@ def compare_canary(
                 "these are other weights, or the model masks other tokens than it did: use the model it was built with "
                 f"(--model {manifest.model.id}), or {REBUILD}",
             )
+
+
+def compare_state(
+    manifest: Manifest, before: int, model: PreTrainedModel, input_ids: torch.Tensor, rows: Rows, state: State
+) -> None:
+    """Compare keys and values that a model computes from a stored state with the stored ones, before a build reuses it.
+
+    Int8 rounding may route a token to another expert: then of each layer the median over the tokens counts.
+
+    Args:
+        before: number of tokens before the state.
+        input_ids: [T] int64, the tokens behind the state that the build's prompt and the index have in common. The
+            first RUN of them are compared.
+        rows: returns a layer's stored keys and values [Hk, before + T, D], on the model's device.
+        state: the stored state.
+
+    Raises:
+        ArtifactError: they differ beyond rounding, or the state does not fit the model.
+    """
+    compared: list[torch.Tensor] = []
+    tokens = input_ids[:RUN]
+
+    def given(layer: int, own: RowPair) -> RowPair:
+        stored = rows(layer, own)
+        stored = stored[0][:, : before + len(tokens)], stored[1][:, : before + len(tokens)]
+        compared.extend(_distance(ours, theirs[:, before:]) for ours, theirs in zip(own, stored, strict=True))
+        return stored
+
+    wrong = f"the state after {before:,} tokens of the index, from which this build would go on,"
+    try:
+        logits_over_rows(model, tokens, before, given, state)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, LookupError) as error:
+        raise ArtifactError(f"{wrong} does not fit the model ({first_line(error)}); {REBUILD}") from None
+    exact, distances = manifest.kv_storage is None, torch.stack(compared)
+    off = float(distances.amax() if exact else distances.median(1).values.amax())
+    if not off <= ROW_TOLERANCE * probe_tolerance(manifest, model.dtype, over_exact=not exact):
+        raise ArtifactError(f"{wrong} leads to keys and values that are {off:.1%} from the stored ones; {REBUILD}")
+
+
+def _distance(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """Return the distance [T] of each token's rows [Hk, T, D] from the stored ones, relative to their norm."""
+    expected = stored.float()
+    apart: torch.Tensor = (own.float() - expected).norm(dim=(0, 2))
+    norms: torch.Tensor = expected.norm(dim=(0, 2)).clamp(min=torch.finfo(torch.float32).tiny)
+    return apart / norms
 
 
 def judge_canary(runs: Sequence[CanaryRun], dtype: torch.dtype, name: str) -> tuple[list[CanaryToken], Probe]:

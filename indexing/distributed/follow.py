@@ -84,7 +84,7 @@ class _Follower:
                 self.ranks.collect(self._capture.not_finite())
             case RunCanary():
                 own = partial(rows_as_stored, self._capture.rows, kv_dtype=request.kv_dtype)
-                run_canary(self.loaded.model, request.input_ids, own, {})
+                run_canary(self.loaded.model, request.input_ids, own, self._capture.states)
             case MeasureRotations():
                 measure_rotations(self.loaded.model, request.input_ids)
             case SendLayer():

@@ -18,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparsekv.kernels.common.hook import AttentionCall, AttentionFunction, alone, equal_channels, route_attention
-from sparsekv.kernels.common.states import layer_kinds
+from sparsekv.kernels.common.states import State, layer_kinds, state_tensors
 
 
 def cache_argument(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
@@ -109,11 +109,20 @@ class GivenLayer(RowLayer):
         return self.seen
 
 
-@torch.inference_mode()
 def logits_over_rows(
     model: PreTrainedModel, input_ids: torch.Tensor, before: int, rows: Rows, state: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
+    """Compute the logits of `pass_over_rows`."""
+    return pass_over_rows(model, input_ids, before, rows, state)[0]
+
+
+@torch.inference_mode()
+def pass_over_rows(
+    model: PreTrainedModel, input_ids: torch.Tensor, before: int, rows: Rows, state: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, State]:
     """Compute the logits [Q, vocabulary], float32 on the CPU, of tokens [Q] whose first position is `before`.
+
+    The second result is the state after these tokens.
 
     The model attends with the implementation that it was loaded with and makes its own masks. That implementation
     decides the memory for Q queries. Without a mask it allocates nothing of the size of the rows. With a mask it may
@@ -127,7 +136,7 @@ def logits_over_rows(
         token = _given.set(_Given(loaded, rows))
         try:
             model.set_attn_implementation(IMPLEMENTATION)
-            return _logits(model, input_ids, before, state)
+            return _pass(model, input_ids, before, state)
         finally:
             model.set_attn_implementation(loaded)
             _given.reset(token)
@@ -149,16 +158,16 @@ def routed_logits_over_rows(
         return attend(replace(call, keys=keys, values=values))
 
     with route_attention(model, over_rows):
-        return _logits(model, input_ids, before, state)
+        return _pass(model, input_ids, before, state)[0]
 
 
-def _logits(
+def _pass(
     model: PreTrainedModel, input_ids: torch.Tensor, before: int, state: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, State]:
     kinds = layer_kinds(model.config)
     cache = Cache(layers=kinds.cache_layers([GivenLayer(before) for _ in kinds.attending], state))
     logits: torch.Tensor = model(**tokens_at(model, input_ids, before), **with_cache(model, cache)).logits[0]
-    return logits.float().cpu()
+    return logits.float().cpu(), state_tensors(cache.layers)
 
 
 IMPLEMENTATION = "sparsekv-given-rows"

@@ -51,10 +51,10 @@ def open_share(artifact: Artifact, loaded: LoadedModel, ranks: Ranks, *, hold: b
     return index
 
 
-def heads_here(model: PreTrainedModel) -> list[int]:
-    """Return the number of KV heads of each layer in this process; all ranks of a model must call it together."""
+def heads_here(model: PreTrainedModel) -> dict[int, int]:
+    """Return the number of KV heads in this process of each layer that attends; all ranks must call it together."""
     keys = keys_of_one_token(model, torch.zeros(1, dtype=torch.int64), 0)
-    return [len(keys[layer]) for layer in sorted(keys)]
+    return {layer: len(of_layer) for layer, of_layer in keys.items()}
 
 
 def join_answer(ranks: Ranks, own: Answer) -> Answer:

@@ -1,6 +1,6 @@
 """Open an index with its model: check identities, GPU memory and the probe, and make caches for decoding."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ from sparsekv.formats.device import MemoryPlan, device_memory, model_bytes
 from sparsekv.formats.errors import ArtifactError, IdentityError, SparsekvError
 from sparsekv.formats.index.context_rows import Int8Stored, row_bytes
 from sparsekv.formats.index.identity import check_model, check_tokenizer
-from sparsekv.formats.index.manifest import REBUILD, difference, is_over_exact, probe_tolerance
+from sparsekv.formats.index.manifest import REBUILD, ROW_TOLERANCE, difference, is_over_exact, probe_tolerance
 from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.formats.index.schema import Manifest, ModelIdentity, Split, TokenizerIdentity, state_file
 from sparsekv.formats.models.load import LoadedModel
-from sparsekv.kernels.common.given_rows import RowPair, Rows, logits_over_rows
-from sparsekv.kernels.common.states import LayerKinds, layer_kinds
+from sparsekv.kernels.common.given_rows import RowPair, Rows, pass_over_rows
+from sparsekv.kernels.common.states import LayerKinds, State, layer_kinds
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.attention.executors import GatherMaker
 from sparsekv.runtime.cache.dense_layer import DenseLayer, DenseLayerIn8Bits
@@ -41,7 +41,7 @@ def plan_opening(artifact: Artifact, model: nn.Module) -> MemoryPlan:
     """Return the memory that a model and an index's keys and values need on the model's device.
 
     Keys and values are in the model's dtype, or in int8 if the index stores int8. A layer with a sliding window needs
-    only the rows in the window, in the model's dtype.
+    only the rows in the window, in the model's dtype. Of states there are the stored one and the one that steps change.
     """
     size, tokens, rows = next(model.parameters()).itemsize, artifact.manifest.split.tokens, 0
     for layer, facts in artifact.manifest.attending.items():
@@ -50,36 +50,30 @@ def plan_opening(artifact: Artifact, model: nn.Module) -> MemoryPlan:
         row = row_bytes(channels) if in_8_bits else channels * size
         rows += 2 * heads * row * min(tokens, facts.sliding_window or tokens)
     states = artifact.manifest.files[state_file(tokens)].bytes if artifact.manifest.states else 0
-    return MemoryPlan(model_bytes(model), rows + 2 * states)
+    return MemoryPlan(model_bytes(model), rows, states=2 * states)
 
 
 def check_room(artifact: Artifact, model: nn.Module) -> None:
-    """Raise SparsekvError if the model and an index's keys and values together do not fit on the model's GPU."""
+    """Raise SparsekvError if the model and an index's keys, values and states together do not fit on the GPU."""
     memory = device_memory(model)
     if memory is not None:
         plan_opening(artifact, model).check(memory, REMEDY)
 
 
-ROW_TOLERANCE = 4
-"""Factor by which the relative tolerance of a token's keys and values exceeds that of logits.
-
-It is above 1 because rounding errors add up over layers.
-"""
-
-
 def compare_probe(
-    artifact: Artifact, model: PreTrainedModel, last: int, rows: Rows, state: Mapping[str, torch.Tensor]
+    artifact: Artifact, model: PreTrainedModel, last: int, rows: Rows, state: State, after: State
 ) -> None:
     """Compute the logits after the last prompt token and compare them with the stored logits.
 
     The model runs its own attention and not ours, so a model with a mask of its own is refused even if our attention
     would ignore the mask. The model attends to the stored rows of all tokens. The last token's stored rows are also
-    compared with the keys and values that the model computes for it.
+    compared with the keys and values that the model computes for it, and the stored state after the token, from which
+    answers begin, with the model's.
 
     Args:
         last: id of the last prompt token.
         rows: returns a layer's stored keys and values of all tokens.
-        state: the stored state before the last token, if layers keep one.
+        state, after: the stored states before and after the last token, if layers keep one.
 
     Raises:
         IdentityError: logits or rows differ beyond rounding, so the index was built with another model, or with a
@@ -96,16 +90,41 @@ def compare_probe(
 
     manifest = artifact.manifest
     with all_cores(model):
-        logits = logits_over_rows(model, torch.tensor([last]), manifest.split.tokens - 1, given, state)[-1]
-    off = difference(manifest.probe, logits)
-    if not off <= probe_tolerance(manifest, model.dtype, over_exact=is_over_exact(manifest)):
-        stored, found = f"{manifest.probe.logits[0]:.4f} at its top", f"{logits[manifest.probe.token_ids[0]]:.4f}"
-        raise _other(manifest, "logits", stored, f"{found}, {off:.1%} away")
+        logits, own = pass_over_rows(model, torch.tensor([last]), manifest.split.tokens - 1, given, state)
+    _check_probe_logits(manifest, model, logits[-1])
+    _check_state(artifact, model, own, after)
     if manifest.kv_storage is not None:  # int8 rounding may route the token to another expert, which changes its rows
         return
     rows_off = float(torch.stack([torch.stack(pair) for pair in compared]).amax())
     if not rows_off <= ROW_TOLERANCE * probe_tolerance(manifest, model.dtype, over_exact=False):
         raise _other(manifest, "keys and values", "the stored ones", f"{rows_off:.1%} away")
+
+
+def _check_probe_logits(manifest: Manifest, model: PreTrainedModel, logits: torch.Tensor) -> None:
+    """Raise IdentityError if logits [vocabulary] differ from the stored ones beyond rounding."""
+    off = difference(manifest.probe, logits)
+    if not off <= probe_tolerance(manifest, model.dtype, over_exact=is_over_exact(manifest)):
+        stored, found = f"{manifest.probe.logits[0]:.4f} at its top", f"{logits[manifest.probe.token_ids[0]]:.4f}"
+        raise _other(manifest, "logits", stored, f"{found}, {off:.1%} away")
+
+
+def _check_state(artifact: Artifact, model: PreTrainedModel, own: State, stored: State) -> None:
+    """Raise ArtifactError if the stored state after the last token is not the one that the model has there.
+
+    Int8 rounding may route the token to another expert, which changes some layers' states: then their median counts.
+    """
+    if not stored:
+        return
+    if {name: one.shape for name, one in own.items()} != {name: one.shape for name, one in stored.items()}:
+        raise ArtifactError(f"states of {artifact.folder} have other sizes than the model's; {REBUILD}")
+    manifest = artifact.manifest
+    distances = torch.stack([_distance(own[name], stored[name]) for name in stored])
+    off = float(distances.amax() if manifest.kv_storage is None else distances.median())
+    if not off <= ROW_TOLERANCE * probe_tolerance(manifest, model.dtype, over_exact=manifest.kv_storage is not None):
+        raise ArtifactError(
+            f"the state after all tokens of {artifact.folder} is {off:.1%} from the one that the model has there; "
+            f"{REBUILD}"
+        )
 
 
 def behind_zeros(pair: RowPair, first: int) -> RowPair:
@@ -114,19 +133,25 @@ def behind_zeros(pair: RowPair, first: int) -> RowPair:
 
 
 def _other(manifest: Manifest, part: str, stored: str, found: str) -> IdentityError:
+    states = ", or other states" if manifest.states else ""
     return IdentityError(
         f"the probe ({part} of the last prompt token over the stored context)",
         stored,
         found,
-        "these are other weights, or the model masks other tokens than it did: use the model it was built with "
-        f"(--model {manifest.model.id}) or build the index again for this one",
+        f"these are other weights{states}, or the model masks other tokens than it did: use the model it was built "
+        f"with (--model {manifest.model.id}) or build the index again for this one",
     )
 
 
 def _apart(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     """Return the relative distance of a token's rows [Hk, 1, D] from the last of the stored rows [Hk, T, D]."""
-    last = stored[:, -1:].float()
-    apart: torch.Tensor = (own.float() - last).norm() / last.norm().clamp(min=torch.finfo(torch.float32).tiny)
+    return _distance(own, stored[:, -1:])
+
+
+def _distance(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """Return the distance of a tensor from the stored one, relative to the stored one's norm."""
+    expected = stored.float()
+    apart: torch.Tensor = (own.float() - expected).norm() / expected.norm().clamp(min=torch.finfo(torch.float32).tiny)
     return apart
 
 
@@ -346,9 +371,10 @@ class OpenIndex:
             # whose pages are read when they are accessed.
             ahead = threads if hold and self.device.type == "cuda" else None
             rows = {layer: self._probed_rows(layer, ahead, hold=hold) for layer in self.artifact.manifest.attending}
-            last, state = int(self.input_ids[-1]), self._state(self.split.tokens - 1).stored
+            last, tokens = int(self.input_ids[-1]), self.split.tokens
+            states = self._state(tokens - 1).stored, self._state(tokens).stored
             with _states_fit(self.artifact):
-                compare_probe(self.artifact, self.model, last, lambda layer, own: rows[layer](), state)
+                compare_probe(self.artifact, self.model, last, lambda layer, own: rows[layer](), *states)
 
 
 def open_index(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.forked import zygote
 from support.hostile import KINDS, attack_once
-from support.sandbox import COMMANDS, Attacked, World
+from support.sandbox import COMMANDS, METHODS, Attacked, World
 
 INDICES = int(os.environ.get("SPARSEKV_ATTACKS", "2000"))
 AT_ONCE = 2
@@ -57,6 +57,21 @@ def test_an_index_in_8_bits_from_a_stranger_is_harmless(
     assert wrong is None, wrong
 
 
+@pytest.fixture(scope="module")
+def world_with_states(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """The same of a model with layers that keep a state."""
+    options = ("--checkpoints", "1")
+    return World.make(tmp_path_factory.mktemp("states"), zygote(), METHODS, options, "qwen3_next")
+
+
+@pytest.mark.parametrize(
+    ("seed", "command"), zip((0, 1, 2, 3, 4, 5, 9, 17, 24, 35), cycle(("append", "generate")), strict=False)
+)
+def test_a_state_from_a_stranger_is_harmless(world_with_states: World, tmp_path: Path, seed: int, command: str) -> None:
+    wrong = attack_once(world_with_states, tmp_path / "home", "states", seed, NAMED[command])
+    assert wrong is None, wrong
+
+
 @pytest.mark.parametrize("seed", [4, 9, 16])
 def test_converting_an_index_from_a_stranger_is_harmless(world: World, tmp_path: Path, seed: int) -> None:
     wrong = attack_once(world, tmp_path / "home", "tensors", seed, NAMED["convert"])
@@ -65,15 +80,18 @@ def test_converting_an_index_from_a_stranger_is_harmless(world: World, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_thousands_of_indices_from_strangers_are_harmless(world: World, tmp_path: Path, kind: str) -> None:
+def test_thousands_of_indices_from_strangers_are_harmless(
+    world: World, world_with_states: World, tmp_path: Path, kind: str
+) -> None:
     """As many as SPARSEKV_ATTACKS says, through every command; what went wrong is told at the end, all of it."""
+    attacked = world_with_states if kind == "states" else world
 
     def attacks() -> Iterator[tuple[int, Attacked]]:
         return ((seed, command) for seed in range(INDICES // len(KINDS)) for command in COMMANDS)
 
     with ThreadPoolExecutor(AT_ONCE) as threads:
         outcomes = threads.map(
-            lambda one: attack_once(world, tmp_path / f"{one[0]} {one[1].name}", kind, *one), attacks()
+            lambda one: attack_once(attacked, tmp_path / f"{one[0]} {one[1].name}", kind, *one), attacks()
         )
         wrong = [outcome for outcome in outcomes if outcome is not None]
     (tmp_path / "wrong.txt").write_text("\n\n".join(wrong))

@@ -4,7 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -131,22 +131,34 @@ class _Text:
     rows: str = field(default="", metadata={"help": "As text."})
 
 
-@dataclass(frozen=True)
-class _Own:
-    budget: float = 0.0
-
-
 def test_options_of_one_name_and_two_types_are_refused() -> None:
     @dataclass(frozen=True)
-    class Options:
-        budget: Annotated[str, typer.Option()] = ""
+    class Options: ...
 
     def command(options: Options) -> None: ...
 
     with pytest.raises(UsageError, match=r"--rows is int for one and str for other"):
         with_options(Options, {"one": _Number, "other": _Text})(command)
-    with pytest.raises(UsageError, match=r"--budget is str for every method and float for own"):
-        with_options(Options, {"own": _Own})(command)
+
+
+@pytest.mark.parametrize("name", ["budget", "plot", "no_cache", "as_json", "json", "help"])
+def test_an_option_that_the_command_has_itself_is_refused(name: str) -> None:
+    """Also where the command's option has another name in Python than on the command line, and whatever the types."""
+
+    @dataclass(frozen=True)
+    class Options:
+        budget: Annotated[float, typer.Option()] = 0.0
+        plots: Annotated[list[str], typer.Option("--plot", "-p")] = field(default_factory=list)
+        cache: Annotated[bool, typer.Option()] = True
+        as_json: Annotated[bool, typer.Option("--json/--text")] = False
+
+    def command(options: Options) -> None: ...
+
+    own = make_dataclass("Own", [(name, float, field(default=0.0))])
+    option = f"--{name.replace('_', '-')}"
+    with pytest.raises(UsageError, match=f"{option} of own is also an option of the command itself; rename it"):
+        with_options(Options, {"own": own})(command)
+    with_options(Options, {"own": own}, preset=fields(own))(command)
 
 
 def test_a_name_is_known_once() -> None:

@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ import torch
 from support.causal_families import tiny_config, tiny_model
 from support.command import fails, run_here
 from support.reference import assert_close
+from support.sealing import change_tensors
 from support.tiny_models import tiny_tokenizer
 
 from sparsekv.formats.index.manifest import read_manifest
 from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import state_file
 from sparsekv.formats.models.load import load_model
 
 QUESTION = "What is 7 times 7?"
@@ -110,6 +113,47 @@ def test_what_no_state_can_follow_is_refused_in_a_line() -> None:
     fails(2, *build, "--prefill", "quoka", "-o", "other.skv", says=("has layers with a state",))
     assert not Path("other.skv").exists()
     fails(2, "build-index", "doc.skv", "--method", "multipole", "--checkpoints", "2", says=("leave the option out",))
+
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+WRONG: dict[str, Change] = {
+    "zeros": torch.zeros_like,
+    "half as much": lambda tensor: tensor / 2,
+    "another's": lambda tensor: tensor.flatten().flip(0).view_as(tensor),
+    "not numbers": lambda tensor: torch.full_like(tensor, torch.nan),
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_a_wrong_state_whose_sums_are_right_is_told_before_an_answer_or_an_append(home: Path, how: str) -> None:
+    """After all tokens, from which answers begin; before the old tail, and at a checkpoint, where builds go on."""
+    change, split = WRONG[how], read_manifest(home / "doc.skv").split
+    more, text = Path("more.txt"), Path("doc.txt").read_text()
+    more.write_text("One more line.\n")
+    edited = text[:700] + "other" + text[700:]
+    append, build = (
+        ("append", "-i", "doc.skv", more),
+        ("build-index", "doc.txt", "--model", "model", "--method", "codes"),
+    )
+    ask = ("generate", "--index", "doc.skv", QUESTION)
+    for tokens, command, document in (
+        (split.tokens, ask, text),
+        (split.sinks + split.middle, append, text),
+        (512, build, edited),
+    ):
+        shutil.copytree("doc.skv", "kept.skv")
+        before = read_manifest(home / "doc.skv").uuid
+        Path("doc.txt").write_text(document)
+        change_tensors(
+            home / "doc.skv", state_file(tokens), lambda tensors: {name: change(one) for name, one in tensors.items()}
+        )
+        done = run_here(*command, "-q")
+        assert done.code == 1, (how, tokens)
+        (line,) = done.stderr.splitlines()
+        assert f"state after {tokens:,} tokens" in line or "states/token" in line or "state after all tokens" in line
+        assert read_manifest(home / "doc.skv").uuid == before
+        shutil.rmtree("doc.skv")
+        Path("kept.skv").rename("doc.skv")
 
 
 def test_a_damaged_missing_or_strange_state_is_told(home: Path) -> None:

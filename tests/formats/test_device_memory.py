@@ -22,6 +22,16 @@ def test_the_line_says_where_it_may_run_out() -> None:
     )
 
 
+def test_states_are_counted_and_told() -> None:
+    plan = MemoryPlan(model=14 * GIB, rows=72 * GIB, work=11 * GIB, states=2 * GIB)
+    told = plan.told(DeviceMemory(140 * GIB, 84 * GIB))
+    assert told.startswith("needs some 99.0 GiB of the GPU's 140.0: 14.0 the model, 72.0 keys and values, 2.0 states,")
+    assert told.endswith("so that it may run out")
+    plan.check(DeviceMemory(97 * GIB, 74 * GIB), "buy another")
+    with pytest.raises(SparsekvError, match=r"keys, values and states take 74.0 GiB"):
+        plan.check(DeviceMemory(97 * GIB, 73 * GIB), "buy another")
+
+
 def test_keys_and_values_that_cannot_fit_are_refused() -> None:
     PLAN.check(DeviceMemory(97 * GIB, 72 * GIB), "buy another")
     with pytest.raises(SparsekvError) as refused:

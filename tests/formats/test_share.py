@@ -15,7 +15,7 @@ from sparsekv.formats.index.schema import TOKENS
 
 def shares(index: Path, heads: int) -> list[ArtifactShare]:
     whole = Artifact(index)
-    return [ArtifactShare(whole, number, 2, [heads]) for number in range(2)]
+    return [ArtifactShare(whole, number, 2, dict.fromkeys(whole.manifest.attending, heads)) for number in range(2)]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])

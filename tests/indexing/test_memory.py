@@ -21,9 +21,9 @@ def _held(plan: BuildPlan, positions: torch.Tensor) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_are_those_that_a_prefill_holds(family: str) -> None:
     plan = small_plan(family)
-    assert plan_memory(plan, 0).rows == _held(plan, torch.zeros(0, dtype=torch.int64))
+    assert plan_memory(plan, 0, 0).rows == _held(plan, torch.zeros(0, dtype=torch.int64))
 
 
 def test_sampled_queries_are_part_of_it() -> None:
     plan = small_plan()
-    assert plan_memory(plan, 40).rows == _held(plan, torch.arange(0, 80, 2))
+    assert plan_memory(plan, 40, 0).rows == _held(plan, torch.arange(0, 80, 2))

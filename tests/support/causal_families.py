@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +10,17 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .tiny_models import END, PAD, POSITIONS, START, VOCABULARY, WINDOW
+from .tiny_models import (
+    END,
+    FAMILIES,
+    PAD,
+    POSITIONS,
+    START,
+    VOCABULARY,
+    WINDOW,
+    save_tiny,
+    tiny_tokenizer,
+)
 
 Fields = dict[str, Any]
 LAYERS, HEADS, KV_HEADS, CHANNELS, WIDTH, INNER, EXPERTS = 4, 4, 2, 16, 64, 96, 4
@@ -202,13 +213,24 @@ def _layers_that_stay(fields: Fields) -> list[int]:
 
 
 def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """A random model whose attention is far from uniform, the same each time."""
+    """A random model whose attention is far from uniform, and whose states last for many tokens, the same each time."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.copy_(torch.randn_like(parameter) - 4)
+            elif parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
             elif parameter.is_floating_point():
                 parameter.copy_(torch.randn_like(parameter) * min(0.2, 2 / math.sqrt(parameter.shape[-1])))
     return model
+
+
+def save_family(folder: Path, family: str) -> Path:
+    """Write a family's tiny model and the tokenizer as a folder that `from_pretrained` loads; returns the folder."""
+    if family in FAMILIES:
+        return save_tiny(folder, family)
+    tiny_model(tiny_config(family)).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder

@@ -4,7 +4,7 @@ import random
 import shutil
 from pathlib import Path
 
-from . import hostile_folders, hostile_manifests, hostile_tensors
+from . import hostile_folders, hostile_manifests, hostile_states, hostile_tensors
 from .sandbox import INDEX, SAVED, Attacked, Sandbox, World, changes, hash_tree
 from .sealing import Damage
 
@@ -12,6 +12,7 @@ KINDS = {
     "manifest": hostile_manifests.DAMAGERS,
     "tensors": hostile_tensors.DAMAGERS,
     "folder": hostile_folders.DAMAGERS,
+    "states": hostile_states.DAMAGERS,
 }
 
 

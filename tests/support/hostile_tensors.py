@@ -1,6 +1,7 @@
 """Files of tensors that are damaged, or are not what the index says."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,6 +21,10 @@ from .sealing import (
 FILLS = ("zeros", "ones", "minus one", "largest", "smallest", "nan", "inf", "random", "reversed")
 
 
+FileDamager = Callable[[Path, random.Random, str], Damage]
+"""Damages a logical file by its name."""
+
+
 def _some_file(index: Path, choose: random.Random) -> str:
     """A logical file; folders are equally likely."""
     files = sorted(read_fields(index)["files"])
@@ -27,9 +32,9 @@ def _some_file(index: Path, choose: random.Random) -> str:
     return choose.choice([name for name in files if name.split("/")[0] == folder])
 
 
-def flip_data(index: Path, choose: random.Random) -> Damage:
+def flip_data(index: Path, choose: random.Random, name: str = "") -> Damage:
     """One bit of a tensor's data."""
-    return flip_bit(index, _some_file(index, choose), choose, sealed=choose.random() < 0.5)
+    return flip_bit(index, name or _some_file(index, choose), choose, sealed=choose.random() < 0.5)
 
 
 def flip_bit(index: Path, name: str, choose: random.Random, *, sealed: bool) -> Damage:
@@ -39,9 +44,9 @@ def flip_bit(index: Path, name: str, choose: random.Random, *, sealed: bool) -> 
     return _flip(index, name, place, choose.randrange(8), sealed=sealed)
 
 
-def flip_header(index: Path, choose: random.Random) -> Damage:
+def flip_header(index: Path, choose: random.Random, name: str = "") -> Damage:
     """One bit of the names, shapes and dtypes."""
-    name = _some_file(index, choose)
+    name = name or _some_file(index, choose)
     place = choose.randrange(header_bytes(index / read_fields(index)["files"][name]["path"]))
     return _flip(index, name, place, choose.randrange(8), sealed=choose.random() < 0.5)
 
@@ -55,19 +60,19 @@ def _flip(index: Path, name: str, place: int, bit: int, *, sealed: bool) -> Dama
     return Damage(f"bit {bit} of byte {place} of {name}", sealed)
 
 
-def other_size(index: Path, choose: random.Random) -> Damage:
+def other_size(index: Path, choose: random.Random, name: str = "") -> Damage:
     """A file is shorter or longer."""
-    name, sealed = _some_file(index, choose), choose.random() < 0.5
+    name, sealed = name or _some_file(index, choose), choose.random() < 0.5
     share, more = choose.choice([0.0, 0.001, 0.5, 0.999, 1.0]), choose.choice([0, 1, 8, 4096])
     change_bytes(index, name, lambda data: data[: int(share * len(data))] + b"\1" * more, sealed=sealed)
     return Damage(f"{share:.1%} of {name} and {more} bytes more", sealed)
 
 
-def swapped_files(index: Path, choose: random.Random) -> Damage:
+def swapped_files(index: Path, choose: random.Random, name: str = "") -> Damage:
     """Two files have each other's place, and their records with them or not."""
     fields = read_fields(index)
     files = fields["files"]
-    one = _some_file(index, choose)
+    one = name or _some_file(index, choose)
     layers = [name for name in sorted(files) if name.split("/")[0] == one.split("/")[0] and name != one]
     other = choose.choice(layers or sorted(files)) if choose.random() < 0.7 else _some_file(index, choose)
     first, second = index / files[one]["path"], index / files[other]["path"]
@@ -82,9 +87,9 @@ def swapped_files(index: Path, choose: random.Random) -> Damage:
     return Damage(f"{one} is swapped with {other}", sealed)
 
 
-def other_tensors(index: Path, choose: random.Random) -> Damage:
+def other_tensors(index: Path, choose: random.Random, name: str = "") -> Damage:
     """A tensor is gone, has another name, shape or dtype."""
-    name = _some_file(index, choose)
+    name = name or _some_file(index, choose)
     key, how = choose.choice(tensor_names(index, name)), choose.choice([*SHAPES, "gone", "renamed", "dtype"])
     dtype = choose.choice([torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
 
@@ -94,7 +99,7 @@ def other_tensors(index: Path, choose: random.Random) -> Damage:
             return tensors
         if how == "dtype":
             return tensors | {key: tensor.to(dtype)}
-        return tensors | {f"{key}x" if how == "renamed" else key: _reshaped(tensor, how).contiguous()}
+        return tensors | {f"{key}x" if how == "renamed" else key: reshaped(tensor, how).contiguous()}
 
     change_tensors(index, name, change)
     return Damage(f"{key} of {name}: {how} ({dtype})", sealed=True)
@@ -103,7 +108,8 @@ def other_tensors(index: Path, choose: random.Random) -> Damage:
 SHAPES = ("flat", "one row less", "twice", "transposed", "empty", "scalar", "one dimension more")
 
 
-def _reshaped(tensor: torch.Tensor, how: str) -> torch.Tensor:
+def reshaped(tensor: torch.Tensor, how: str) -> torch.Tensor:
+    """A tensor in another shape, of SHAPES or by its first axis."""
     shaped = {
         "flat": lambda: tensor.flatten(),
         "one row less": lambda: tensor[..., :-1],
@@ -112,13 +118,15 @@ def _reshaped(tensor: torch.Tensor, how: str) -> torch.Tensor:
         "empty": lambda: tensor[..., :0],
         "scalar": lambda: tensor.flatten()[0],
         "one dimension more": lambda: tensor[None],
+        "one number": lambda: tensor[(slice(1),) * tensor.ndim],
+        "two sequences": lambda: torch.cat([tensor, tensor]),
     }
     return shaped[how]().clone() if how in shaped else tensor
 
 
-def filled(index: Path, choose: random.Random) -> Damage:
+def filled(index: Path, choose: random.Random, name: str = "") -> Damage:
     """Some or all numbers of a tensor are others; every sum is right."""
-    name = _some_file(index, choose)
+    name = name or _some_file(index, choose)
     key, how = choose.choice(tensor_names(index, name)), choose.choice(FILLS)
     share = choose.choice([1.0, 0.3, 0.001])
     generator = torch.Generator().manual_seed(choose.randrange(2**31))

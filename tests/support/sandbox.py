@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .causal_families import save_family
 from .forked import Run, Started, Zygote
-from .tiny_models import save_tiny
 
 DOCUMENT = "".join(f"Line {number} says that {number} times {number} is {number * number}.\n" for number in range(12))
 MORE = "And one line more.\n"
@@ -103,10 +103,15 @@ class World:
 
     @classmethod
     def make(
-        cls, folder: Path, zygote: Zygote, methods: tuple[str, ...] = METHODS, options: tuple[str, ...] = ()
+        cls,
+        folder: Path,
+        zygote: Zygote,
+        methods: tuple[str, ...] = METHODS,
+        options: tuple[str, ...] = (),
+        family: str = "llama",
     ) -> "World":
         """Write everything and build the index with the real command, with these options."""
-        model, home = save_tiny(folder / "model"), folder / "home"
+        model, home = save_family(folder / "model", family), folder / "home"
         for name, content in VICTIMS.items():
             (home / name).parent.mkdir(parents=True, exist_ok=True)
             (home / name).write_bytes(content)

@@ -14,9 +14,9 @@ from sparsekv.formats.index.manifest import read_manifest
 from sparsekv.formats.index.schema import AUTO
 
 from . import rank_job
+from .causal_families import save_family
 from .command import environment
 from .small_index import without_window
-from .tiny_models import tiny_tokenizer
 
 DOCUMENT = "".join(f"Line {number} says that {number} times {number} is {number * number}.\n" for number in range(12))
 FRESH = ["multipole", "codes", "squeezed", "dense"]
@@ -51,8 +51,7 @@ def run_both(
     """
     (folder / "doc.txt").write_text(DOCUMENT)
     for family in families:
-        without_window(family).save_pretrained(folder / family)
-        tiny_tokenizer().save_pretrained(folder / family)
+        _save(family, folder / family)
         recipe = rank_job.recipe(folder / family, methods, kv_dtype)
         target = Target(str(folder / "doc.txt"), folder / f"{family}-alone.skv")
         recipe.index(target, recipe.load, lambda stage, done, of: None)
@@ -65,6 +64,12 @@ def run_both(
         json.loads((folder / "answers.json").read_text()),
         [json.loads((cwd / f"deeds-{number}.json").read_text()) for number, cwd in enumerate(_homes(folder))],
     )
+
+
+def _save(family: str, folder: Path) -> None:
+    save_family(folder, family)
+    if family == "mistral":
+        without_window(family).save_pretrained(folder)
 
 
 def without_methods(index: Path, copy: Path) -> None:

@@ -21,7 +21,7 @@ class _First:
 @dataclass(frozen=True)
 class _Second:
     seed: int = 3
-    kind: str = field(default="a", metadata={"help": "Which."})
+    sort: str = field(default="a", metadata={"help": "Which."})
 
 
 METHODS: dict[str, type] = {"first": _First, "second": _Second}
@@ -42,13 +42,13 @@ class _Command:
 
 
 def test_a_command_gets_one_option_a_name() -> None:
-    """A field whose name the command has already is the command's, and one without an annotation no option."""
+    """A field of the command without an annotation is no option."""
 
     @with_options(_Command, METHODS)
     def command(options: _Command) -> None: ...
 
     parameters = inspect.signature(command).parameters
-    assert list(parameters) == ["document", "kind", "last", "levels", "seed"]
+    assert list(parameters) == ["document", "kind", "last", "levels", "seed", "sort"]
     assert all(parameters[name].default is None for name in ("levels", "seed"))
     assert set(command.__annotations__) == set(parameters)
     text = parameters["seed"].annotation.__metadata__[0].help
@@ -60,14 +60,14 @@ def test_a_command_gets_its_options_as_one_object() -> None:
     app = typer.Typer()
     app.command()(with_options(_Command, METHODS)(got.append))
     app(["a.txt", "--kind", "b", "--levels", "0.2"], standalone_mode=False)
-    of_methods = {"levels": "0.2", "seed": None}
+    of_methods = {"levels": "0.2", "seed": None, "sort": None}
     assert got == [_Command(document="a.txt", inner=_Inner(kind="b", parameters=of_methods))]
 
 
 def test_only_what_was_given_and_is_known_reaches_a_method() -> None:
-    given = {"levels": "0.2,0.05", "seed": None, "kind": "b"}
+    given = {"levels": "0.2,0.05", "seed": None, "sort": "b"}
     assert configure(_First, given) == _First(levels=(0.2, 0.05))
-    assert configure(_Second, given) == _Second(kind="b")
+    assert configure(_Second, given) == _Second(sort="b")
 
 
 def test_text_that_is_no_list_of_numbers() -> None:

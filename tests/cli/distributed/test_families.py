@@ -5,15 +5,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.causal_families import families as families_there
+from support.rank_job import QUESTION
 from support.tiny_models import FAMILIES
 from support.two_ranks import FRESH, Both, run_both
 
 from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.models.load import identify, load_model
+from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.open import open_index
 
 METHODS = ["codes", "multipole", "squeezed", "dense"]
 OF_HEADS = ["snapkv", "quest", "quoka", "keydiff", "tidaldecode", "sparq", "loki", "magicpig", "sampleattention"]
 STORED = ["csattention", "h2o", "multipole-windowed", "pqcache"]
 ROUNDING = 1e-5  # of sums that are split over ranks, in float32
+WITH_STATES = ["qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h", "olmo_hybrid", "lfm2_moe"]
+"""Families whose layers keep states, beside qwen3_next."""
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +44,23 @@ def _pairs(both: Both, family: str) -> Iterator[tuple[str, str, torch.Tensor, to
             yield file, name, one[name], other[name]
 
 
-def _assert_same_index(both: Both, family: str) -> None:
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Both:
+    return run_both(tmp_path_factory.mktemp("hybrid"), ["qwen3_next"], ["codes", "dense"])
+
+
+@pytest.fixture(scope="module")
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Both:
+    names = [name for name in WITH_STATES if name in families_there()]
+    return run_both(tmp_path_factory.mktemp("hybrids"), names, ["codes", "multipole", "dense"])
+
+
+def _assert_same_index(both: Both, family: str, rounding: float = ROUNDING) -> None:
     """The codes' turn is of eigenvectors, whose signs rounding decides: there only shapes and types are compared."""
     for file, name, one, other in _pairs(both, family):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
         if not file.startswith("codes/"):
-            assert (one.double() - other.double()).abs().max() <= ROUNDING * one.double().abs().max(), (file, name)
+            assert (one.double() - other.double()).abs().max() <= rounding * one.double().abs().max(), (file, name)
 
 
 def _assert_same_answers(both: Both, family: str) -> None:
@@ -87,6 +105,32 @@ def test_keys_and_values_in_8_bits_are_shared_out_with_their_scales(tmp_path: Pa
 def test_every_family_has_the_same_index_and_answers(families: Both, family: str) -> None:
     _assert_same_index(families, family)
     _assert_same_answers(families, family)
+
+
+def _assert_plain(both: Both, family: str) -> None:
+    """Dense answers are those of plain transformers."""
+    index = Artifact(both.folder / f"{family}-ranks.skv")
+    loaded = load_model(str(both.folder / family))
+    opened = open_index(index, loaded.model, loaded.tokenizer, identify(loaded))
+    said = torch.cat([opened.input_ids, question_ids(opened, QUESTION)])
+    for id in both.ranks[f"{family} ranks dense"]["ids"]:
+        with torch.inference_mode():
+            assert int(loaded.model(input_ids=said[None], use_cache=False).logits[0, -1].argmax()) == id
+        said = torch.cat([said, torch.tensor([id])])
+
+
+def test_a_model_whose_layers_keep_states_has_the_same_index_and_the_plain_models_answers(hybrid: Both) -> None:
+    _assert_same_index(hybrid, "qwen3_next")
+    _assert_same_answers(hybrid, "qwen3_next")
+    _assert_plain(hybrid, "qwen3_next")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in WITH_STATES if name in families_there()])
+def test_every_family_whose_layers_keep_states_has_them_too(hybrids: Both, family: str) -> None:
+    _assert_same_index(hybrids, family, 10 * ROUNDING)
+    _assert_same_answers(hybrids, family)
+    _assert_plain(hybrids, family)
 
 
 @pytest.mark.slow
