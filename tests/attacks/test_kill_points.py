@@ -47,6 +47,18 @@ def test_some_kills_lose_nothing(small_world: World, tmp_path: Path, name: str) 
     assert_nothing_is_lost(small_world, tmp_path, COMMANDS[name], every=2 if name == "tune" else 48)
 
 
+@pytest.fixture(scope="session")
+def world_with_states(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Of a model with layers that keep a state, with one method and checkpoints."""
+    folder, options = tmp_path_factory.mktemp("states_world"), ("--checkpoints", "1")
+    return World.make(folder, zygote(), ("multipole",), options, "qwen3_next")
+
+
+@pytest.mark.parametrize("name", [pytest.param("an edit", marks=pytest.mark.slow), "append"])
+def test_some_kills_lose_no_state(world_with_states: World, tmp_path: Path, name: str) -> None:
+    assert_nothing_is_lost(world_with_states, tmp_path, COMMANDS[name], every=96)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_kill_loses_anything(world: World, tmp_path: Path, name: str) -> None:

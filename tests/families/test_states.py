@@ -267,7 +267,7 @@ def test_an_append_and_an_edit_over_int8_rows_are_near_a_new_build(family: str, 
         for tokens in (256, 512, index.split.tokens):
             for name, expected in new.artifact.state(tokens).items():
                 apart = (index.artifact.state(tokens)[name] - expected).norm() / expected.norm()
-                assert float(apart) <= (0.2 if tokens > 512 else 0), (one, tokens, name)
+                assert float(apart) <= (0.2 if tokens > 512 else EXACT), (one, tokens, name)
 
 
 def test_an_exact_build_takes_no_state_that_followed_rows_in_int8(tmp_path: Path) -> None:
