@@ -71,6 +71,15 @@ class NotFiniteError(SparsekvError):
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """A token's log-probability, and the likeliest tokens with theirs; of the logits in float32, at temperature 1."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class Request:
     """A question's token ids [Q], how its answer is sampled, and the caller's callbacks.
 

@@ -48,6 +48,7 @@ ROOMS = (
     "runtime/methods",
     "runtime/attention",
     "runtime/decoding",
+    "runtime/serving",
     "runtime/reporting",
     "runtime/tracing",
     "runtime/tuning",
