@@ -63,6 +63,7 @@ ROOMS = (
     "cli/completing",
     "cli/answering",
     "cli/chatting",
+    "cli/serving",
     "cli/reporting",
     "cli/inspecting",
     "cli/evaluating",
