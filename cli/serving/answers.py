@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -79,7 +79,7 @@ async def while_connected(request: Request, wanted: Awaitable[T]) -> T:
         await _ended(task, gone)
 
 
-async def _ended(*tasks: "asyncio.Future[T]") -> None:
+async def _ended(*tasks: "asyncio.Future[Any]") -> None:
     """Cancel tasks, and wait until they have ended."""
     for task in tasks:
         task.cancel()

@@ -69,7 +69,7 @@ class Served:
         """The index as `/v1/models` lists it."""
         artifact = self.opened.artifact
         details = ModelDetails(
-            model=artifact.manifest.model.id,
+            model=Path(artifact.manifest.model.id).name,  # of a local model not its folder
             tokens=artifact.manifest.split.tokens,
             methods=[*methods_of(artifact), DENSE],
             method=self.config.attention.name,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -45,6 +45,7 @@ class Metrics:
     """The measures of one server: the scheduler's, and those of its requests."""
 
     def __init__(self, measures: Callable[[], Measures]):
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.registry.register(SchedulerCollector(measures))
         told = "Requests by path and status. Paths that do not exist count as one."

@@ -29,7 +29,7 @@ def run(options: ServeOptions) -> None:
     refuse_little_room()
     outlive_reader()  # a client that goes away closes a pipe, too
     allow_many_connections()
-    artifacts = [open_artifact(one, called="INDEX") for one in options.indices or [None]]
+    artifacts = [open_artifact(one, called="INDEX") for one in options.indices or ()] or [open_artifact(None)]
     refuse_same_names(artifact.folder for artifact in artifacts)
     configs = [_config(options, artifact) for artifact in artifacts]
     sampling = Sampling(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
@@ -54,8 +54,9 @@ def run(options: ServeOptions) -> None:
 
 def _config(options: ServeOptions, artifact: Artifact) -> DecodeConfig:
     """Return the config of requests that name none."""
-    given = {"budget": options.budget, "prefill": options.prefill, "placement": options.placement}
-    return choose_config(artifact, options.method, **given)
+    return choose_config(
+        artifact, options.method, budget=options.budget, prefill=options.prefill, placement=options.placement
+    )
 
 
 def _limits(options: ServeOptions) -> Limits:

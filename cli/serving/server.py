@@ -9,6 +9,7 @@ from contextlib import suppress
 from threading import Thread
 from types import FrameType
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -17,7 +18,7 @@ from sparsekv.cli.serving.app import Api
 from sparsekv.formats.errors import SparsekvError, UsageError, reason_of
 
 HEAD_SECONDS = 30.0
-"""Seconds within which a new connection must send the head of a request."""
+"""Seconds within which a connection must send the head of a request that it has begun, or of its first."""
 LAST_SECONDS = 5
 """Seconds that clients get, after the last answer has ended, to read what was sent to them."""
 FILES = 65_536
@@ -55,19 +56,32 @@ def address_of(listening: socket.socket, host: str) -> str:
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed if the head of its first request does not come in time."""
+    """A connection that is closed if the head of a request does not come in time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.head_timer = self.loop.call_later(HEAD_SECONDS, self._close_without_request)
+        self.head_timer: asyncio.TimerHandle | None = None
+        self._time_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._time_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.head_timer.cancel()
+        self._stop_timer()
         super().connection_lost(exc)
 
-    def _close_without_request(self) -> None:
-        if self.cycle is None:
-            self.transport.close()
+    def _time_head(self) -> None:
+        """Start the timer where the head of a request is to come, and stop it where it has come."""
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_timer()
+        elif self.head_timer is None:
+            self.head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self.head_timer is not None:
+            self.head_timer.cancel()
+            self.head_timer = None
 
 
 class Server(uvicorn.Server):
