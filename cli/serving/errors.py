@@ -76,7 +76,8 @@ def invalid(kind: type[BaseModel], error: ValidationError, given: Any) -> ApiErr
         given: the body, parsed from JSON.
     """
     paths = [(_path(one["loc"], given), one) for one in error.errors(include_url=False, include_input=False)]
-    path, first = max(paths, key=lambda pair: len(pair[0]))
+    # Of a field with several types, each type's error is told; that of a value's own type says more.
+    path, first = max(paths, key=lambda pair: (len(pair[0]), not pair[1]["type"].endswith("_type")))
     name, told = ".".join(map(str, path)), first["msg"].removeprefix("Value error, ")
     field_info = kind.model_fields.get(str(path[0])) if path else None
     if field_info is not None and UNSUPPORTED in field_info.metadata:
