@@ -4,6 +4,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from sparsekv.formats.index.context_rows import Pair
 from sparsekv.kernels.common.states import State
 
@@ -117,7 +119,11 @@ class KeptTurns:
         hashes = list(self._hashes(tokens))
         if not hashes:
             return
-        kept = rows()
+        try:
+            kept = rows()
+        except torch.OutOfMemoryError:
+            self.store.forget()
+            return
         if kept.nbytes > self.store.most_bytes:
             return
         for entry in list(self.store.with_hash(hashes[0])):

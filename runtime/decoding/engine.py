@@ -182,12 +182,19 @@ class Engine:
         chunk: maximum number of tokens of questions in a step, where the cache can take a question in several steps;
             None: questions are never divided.
         turns: keeps the rows of ended sequences for questions that continue them; only for a packed cache.
+        own_tokens: maximum number of a sequence's tokens, question and answer, for which memory is planned.
     """
 
     def __init__(
-        self, index: OpenIndex, cache: SequenceCache, *, chunk: int | None = None, turns: KeptTurns | None = None
+        self,
+        index: OpenIndex,
+        cache: SequenceCache,
+        *,
+        chunk: int | None = None,
+        turns: KeptTurns | None = None,
+        own_tokens: int | None = None,
     ):
-        self.index, self.cache, self.slots = index, cache, cache.slots
+        self.index, self.cache, self.slots, self.own_tokens = index, cache, cache.slots, own_tokens
         self.chunk, self.turns = chunk if divides_questions(cache.stored_layers) else None, turns
         self.step = DecodeStep(index.model, cache, index.split.tokens)
         self.active: dict[int, Sequence] = {}
@@ -246,13 +253,27 @@ class Engine:
         """Make the sequence of a request after the first `before` tokens, by default those of the stored context.
 
         Raises:
-            UsageError: no position of the model is left for an answer.
+            UsageError: no position of the model is left for an answer, or the question exceeds `own_tokens`.
         """
         before = self.index.split.tokens if before is None else before
         room, longest = answer_room(self.index, before + len(request.question)), request.sampling.max_new_tokens
         longest = longest if room is None else min(room, longest)
+        if self.own_tokens is not None:
+            longest = min(longest, self.own_tokens - len(request.question))
+            if longest < 1:
+                raise UsageError(
+                    f"the question has {len(request.question):,} tokens, and question and answer have memory for "
+                    f"{self.own_tokens:,}; ask a shorter one, or let fewer requests decode together"
+                )
         return Sequence(self.index, request, before - self.index.split.tokens, longest)
 
+    def recount(self) -> None:
+        """Count rows read from now on: another question over the same stored context has reset the counts."""
+        self.read = None
+        for sequence in self.active.values():
+            sequence.read_before = self._read()
+
+    @torch.inference_mode()
     def drop(self, sequence: Sequence) -> Answer:
         """End a sequence before its next step; return its answer so far."""
         for slot, one in self.active.items():
