@@ -9,11 +9,13 @@ from threading import Condition, Thread
 import torch
 
 from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kept_turns import TurnStore
 from sparsekv.runtime.decoding.answer import answer_room
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.threads import exclusive
 from sparsekv.runtime.serving.job import Job
 from sparsekv.runtime.serving.lane import Lane
 from sparsekv.runtime.serving.stream import Stream
@@ -215,11 +217,12 @@ class Scheduler:
             lane.end(job, reason)
 
     def _close_unused(self) -> None:
-        """Free the caches of indices that are not served any more and have no requests."""
-        served = [*self._indices.values()]
-        for lane in [one for one in self._lanes if not one.jobs and all(one.index is not index for index in served)]:
-            lane.close()
-            self._lanes.remove(lane)
+        """Remove lanes without requests that have failed, or whose index is not served any more."""
+        served = {id(index) for index in self._indices.values()}
+        for lane in [one for one in self._lanes if not one.jobs]:
+            if lane.engine is None or id(lane.index) not in served:
+                lane.close()
+                self._lanes.remove(lane)
 
     def _open_lanes(self) -> None:
         """Open the lanes that have requests, first those that wait longest; make room by closing idle lanes.
@@ -269,14 +272,16 @@ class Scheduler:
     def _take_turns(self) -> None:
         """Let the lanes with work take steps in turn, until other threads should have the model."""
         until = time.monotonic() + SLICE
-        while lanes := [lane for lane in self._lanes if lane.admit()]:
-            for lane in lanes:
-                error = lane.run(partial(self._goes_on_with, lane, until) if len(lanes) == 1 else _one_step)
-                if isinstance(error, torch.OutOfMemoryError):
-                    self._free_memory()
-            self._end_due()
-            if time.monotonic() >= until or self._new_lanes():
-                return
+        model = next(iter(self._lanes)).index.model
+        with exclusive(model), route_attention(model, _attend_to_nothing):  # each lane routes to its own cache
+            while lanes := [lane for lane in self._lanes if lane.admit()]:
+                for lane in lanes:
+                    error = lane.run(partial(self._goes_on_with, lane, until) if len(lanes) == 1 else _one_step)
+                    if isinstance(error, torch.OutOfMemoryError):
+                        self._free_memory()
+                self._end_due()
+                if time.monotonic() >= until or self._new_lanes():
+                    return
 
     def _goes_on_with(self, lane: Lane, until: float) -> bool:
         """Whether the only lane with work can take one more step at once."""
@@ -291,6 +296,10 @@ class Scheduler:
 
 def _one_step() -> bool:
     return False
+
+
+def _attend_to_nothing(call: AttentionCall) -> torch.Tensor:
+    raise RuntimeError("the model runs outside a lane's step")
 
 
 def _check(index: OpenIndex, request: Submission) -> None:
