@@ -91,6 +91,15 @@ def appends(layers: Iterable[StoredLayer]) -> bool:
     return any(isinstance(layer, SparseLayer) and layer.plan.appender is not None for layer in layers)
 
 
+def divides_questions(layers: Iterable[StoredLayer]) -> bool:
+    """Whether the tokens of a question may be fed in several steps, without an effect on what they attend to.
+
+    Where they select by a method, the tokens of a step select together. So do those that a method observes.
+    """
+    sparse = (layer for layer in layers if isinstance(layer, SparseLayer))
+    return all(layer.plan.prefills_densely and layer.conversation is None for layer in sparse)
+
+
 class PackedDense(PackedLayer):
     """Batched dense layer: attends to the whole stored context, or to the part of it within a sliding window."""
 
@@ -165,7 +174,7 @@ class PackedSparse(PackedLayer):
             keys=keys,
             values=values,
             mask=causal_mask(piece.tokens, keys.shape[1], None, keys.device),
-            first=self.tokens,
+            first=self.tokens + piece.before,
             step_row=None,
             unstored=self.tokens - self.exact[0].shape[1],
             joint=True,
