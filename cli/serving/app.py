@@ -337,7 +337,8 @@ async def _refused(request: Request, error: Exception) -> Response:
     headers = getattr(error, "headers", None) or {}
     told = f"{request.method} {request.url.path}: there is no such path; /openapi.json lists those that there are"
     if status == 405:
-        told = f"{request.url.path} does not take {request.method}; it takes {headers.get('Allow', 'another method')}"
+        allowed = ", ".join(sorted(headers.get("Allow", "").split(", ")))
+        told = f"{request.url.path} does not take {request.method}; it takes {allowed}"
     return ApiError(status, told, code="unknown_url", headers=headers).response()
 
 

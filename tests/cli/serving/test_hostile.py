@@ -5,7 +5,7 @@ from pathlib import Path
 from support.hostile_requests import send
 from support.serving import Server
 
-COUNT = 200
+COUNT = 100
 
 
 def test_random_requests_are_answered_or_refused(server: Server, indices: Path) -> None:
