@@ -26,7 +26,7 @@ from sparsekv.cli.common.console import note
 from sparsekv.cli.common.failures import describe
 from sparsekv.cli.serving import openapi
 from sparsekv.cli.serving.answers import Answers, while_connected
-from sparsekv.cli.serving.catalog import Catalog, Served, without_folder
+from sparsekv.cli.serving.catalog import Catalog, Served
 from sparsekv.cli.serving.errors import NO_RETRY, ApiError, failure
 from sparsekv.cli.serving.forms import About, ChatForm, Form, TextForm, Whole
 from sparsekv.cli.serving.limits import Gate, read_body
@@ -45,6 +45,7 @@ from sparsekv.runtime.serving.submission import Piece, QueueFullError, Submissio
 
 CLIENT_GONE = 499
 """The status that is counted for a request whose client went away; nobody gets it."""
+Endpoint = Callable[[Request], Awaitable[Response]]
 SYSTEM_ROLES = {"developer": "system"}
 
 
@@ -89,8 +90,8 @@ class Api:
             "/metrics": self.measures,
             "/openapi.json": self.openapi,
         }
-        routes = [Route(path, _guarded(deed), methods=["POST"]) for path, deed in posted.items()]
-        routes += [Route(path, _guarded(deed), methods=["GET"]) for path, deed in read.items()]
+        routes = [Route(path, self._guarded(deed), methods=["POST"]) for path, deed in posted.items()]
+        routes += [Route(path, self._guarded(deed), methods=["GET"]) for path, deed in read.items()]
         gate = Middleware(Gate, self.limits.keys, self.limits.hosts)
         cors = Middleware(
             CORSMiddleware,
@@ -107,7 +108,7 @@ class Api:
         asked = parsed(ChatRequest, await read_body(request, self.limits.body))
         served, config = self.catalog.find(asked.model, asked.sparsekv)
         given = [messages.Message(SYSTEM_ROLES.get(one.role, one.role), one.text) for one in asked.messages]
-        tokens = await self._encoded(served, "messages", partial(messages.conversation_tokens, served.opened, given))
+        tokens = await self._encoded("messages", partial(messages.conversation_tokens, served.opened, given))
         return await self._answer(
             request, asked, ChatForm(self._about(asked, served, config)), served, config, [tokens]
         )
@@ -116,8 +117,7 @@ class Api:
         asked = parsed(CompletionRequest, await read_body(request, self.limits.body))
         served, config = self.catalog.find(asked.model, asked.sparsekv)
         encoded = [
-            await self._encoded(served, "prompt", partial(question_ids, served.opened, one, raw=True))
-            for one in asked.prompts
+            await self._encoded("prompt", partial(question_ids, served.opened, one, raw=True)) for one in asked.prompts
         ]
         form = TextForm(self._about(asked, served, config))
         return await self._answer(request, asked, form, served, config, encoded)
@@ -139,17 +139,37 @@ class Api:
     async def openapi(self, request: Request) -> Response:
         return Response(json.dumps(openapi.description(with_key=bool(self.limits.keys))), media_type="application/json")
 
+    def error(self, error: Exception) -> ApiError:
+        """Return what to answer for any error. An unexpected one is told on stderr, and not to the client."""
+        if not isinstance(error, SparsekvError | ApiError):
+            note(f"error: {describe(error, 'serve')}", quiet=False)
+            return ApiError(500, "the answer failed; the server's stderr says why", "server_error", headers=NO_RETRY)
+        told = failure(error) if isinstance(error, SparsekvError) else error
+        return replace(told, message=self.catalog.without_folders(told.message))
+
+    def _guarded(self, deed: Endpoint) -> Endpoint:
+        """Return an endpoint that answers every error in the API's form."""
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                return await deed(request)
+            except ClientDisconnect:
+                return Response(status_code=CLIENT_GONE)
+            except Exception as error:
+                return self.error(error).response()
+
+        return endpoint
+
     def _about(self, asked: Asked, served: Served, config: DecodeConfig) -> About:
         with_logprobs = asked.alternatives is not None
         return About(asked.model, config, served.opened.tokenizer, asked.choices, asked.with_usage, with_logprobs)
 
-    async def _encoded(self, served: Served, param: str, encode: Callable[[], torch.Tensor]) -> torch.Tensor:
+    async def _encoded(self, param: str, encode: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return token ids, made in the thread that alone uses the tokenizer."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._encoder, encode)
         except SparsekvError as error:
-            told = without_folder(str(error), served.opened)
-            raise ApiError(400, told, param=param, code="invalid_value") from None
+            raise ApiError(400, str(error), param=param, code="invalid_value") from None
 
     async def _answer(
         self,
@@ -167,7 +187,7 @@ class Api:
             # The status of a stream waits for the first piece, because a request may still be refused until then.
             first = await while_connected(request, answers.first())
             self.metrics.first_token.observe(time.perf_counter() - began)
-            told = Told(form, self.metrics, len(encoded) * asked.choices)
+            told = Told(form, self, len(encoded) * asked.choices)
             if asked.stream:
                 return EventStream(answers, told.events(first, answers))
             return _json(await while_connected(request, told.whole(first, answers)))
@@ -227,8 +247,8 @@ class Api:
 class Told:
     """Writes the pieces of a request's answers in a form."""
 
-    def __init__(self, form: Form, metrics: Metrics, choices: int):
-        self.form, self.metrics, self.choices = form, metrics, choices
+    def __init__(self, form: Form, api: Api, choices: int):
+        self.form, self.api, self.choices = form, api, choices
         self._usages: dict[int, Usage] = {}
 
     async def events(self, first: tuple[int, Piece], answers: Answers) -> AsyncIterator[str]:
@@ -242,7 +262,7 @@ class Told:
             before = time.perf_counter()
             async for choice, piece in answers:
                 now = time.perf_counter()
-                self.metrics.gap.observe(now - before)
+                self.api.metrics.gap.observe(now - before)
                 before = now
                 for sent in self.form.event(*self._seen(choice, piece)):
                     yield _event(sent.model_dump_json())
@@ -250,7 +270,7 @@ class Told:
                 yield _event(sent.model_dump_json())
             yield _event("[DONE]")
         except Exception as error:
-            yield _event(_as_api_error(error).json())
+            yield _event(self.api.error(error).json())
 
     async def whole(self, first: tuple[int, Piece], answers: Answers) -> Sent:
         """Return the body of an answer that is not streamed."""
@@ -305,30 +325,6 @@ class Counted:
         if path.startswith("/v1/models/"):
             return "/v1/models/{model}"
         return path if path in self.paths else "other"
-
-
-def _guarded(deed: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """Return an endpoint that answers every error in the API's form."""
-
-    async def endpoint(request: Request) -> Response:
-        try:
-            return await deed(request)
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_GONE)
-        except Exception as error:
-            return _as_api_error(error).response()
-
-    return endpoint
-
-
-def _as_api_error(error: Exception) -> ApiError:
-    """Return what to answer for any error. An unexpected one is told on stderr, and not to the client."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, SparsekvError):
-        return failure(error)
-    note(f"error: {describe(error, 'serve')}", quiet=False)
-    return ApiError(500, "the answer failed; the server's log says why", "server_error", headers=NO_RETRY)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -127,7 +127,13 @@ class Catalog:
             return served, self._config(served.name, method or own.method, written, own.prefill)
         except UsageError as error:
             param = "model" if method or budget else "sparsekv"
-            raise ApiError(400, without_folder(str(error), served.opened), param=param, code="invalid_value") from None
+            raise ApiError(400, str(error), param=param, code="invalid_value") from None
+
+    def without_folders(self, message: str) -> str:
+        """Return a message with the names of indices in place of their paths, which are not for clients."""
+        for name, served in self.served.items():
+            message = message.replace(str(served.opened.artifact.folder), name)
+        return message
 
     def _parsed(self, model: str) -> tuple[Served, str | None, str | None]:
         if (served := self.served.get(model)) is not None:
@@ -141,9 +147,3 @@ class Catalog:
     def _config_of(self, name: str, method: str | None, budget: str | None, prefill: str | None) -> DecodeConfig:
         with api_words():
             return self.served[name].config_of(method, budget, prefill)
-
-
-def without_folder(message: str, opened: OpenIndex) -> str:
-    """Return a message with the name of an index's folder in place of its path, which is not for clients."""
-    folder = opened.artifact.folder
-    return message.replace(str(folder), folder.name)
