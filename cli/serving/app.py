@@ -102,6 +102,7 @@ class Api:
         )
         layers = [cors, gate] if self.limits.origins else [gate]
         app = Starlette(routes=routes, middleware=layers, exception_handlers={HTTPException: _refused})
+        app.router.redirect_slashes = False
         return Counted(app, self.metrics, {*posted, *read} - {"/v1/models/{model:path}"})
 
     async def chat(self, request: Request) -> Response:
