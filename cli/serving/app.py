@@ -5,7 +5,6 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,13 +25,14 @@ from sparsekv.cli.common.console import note
 from sparsekv.cli.common.failures import describe
 from sparsekv.cli.serving import openapi
 from sparsekv.cli.serving.answers import Answers, while_connected
-from sparsekv.cli.serving.catalog import Catalog, Served
+from sparsekv.cli.serving.catalog import described, find, listed
 from sparsekv.cli.serving.errors import NO_RETRY, ApiError, failure
 from sparsekv.cli.serving.forms import About, ChatForm, Form, TextForm, Whole
 from sparsekv.cli.serving.limits import Gate, read_body
 from sparsekv.cli.serving.metrics import Metrics
 from sparsekv.cli.serving.requests import Asked, ChatRequest, CompletionRequest, parsed
 from sparsekv.cli.serving.responses import Health, ModelList, Sent
+from sparsekv.cli.serving.shelf import Served, Shelf
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.api import api_words
 from sparsekv.runtime.attention.config import DecodeConfig
@@ -73,12 +73,10 @@ class Api:
         sampling: the sampling of a request that names none.
     """
 
-    def __init__(self, scheduler: Scheduler, catalog: Catalog, sampling: Sampling, limits: Limits):
-        self.scheduler, self.catalog, self.sampling, self.limits = scheduler, catalog, sampling, limits
+    def __init__(self, scheduler: Scheduler, shelf: Shelf, sampling: Sampling, limits: Limits):
+        self.scheduler, self.shelf, self.sampling, self.limits = scheduler, shelf, sampling, limits
         self.metrics = Metrics(scheduler.measures)
         self.draining = False
-        # One thread: a tokenizer's settings change with each text, so it must not be used by two threads at once.
-        self._encoder = ThreadPoolExecutor(1, "encoder")
 
     def app(self) -> ASGIApp:
         """Return the app to run."""
@@ -107,7 +105,7 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         asked = parsed(ChatRequest, await read_body(request, self.limits.body))
-        served, config = self.catalog.find(asked.model, asked.sparsekv)
+        served, config = await find(self.shelf, asked.model, asked.sparsekv)
         given = [messages.Message(SYSTEM_ROLES.get(one.role, one.role), one.text) for one in asked.messages]
         tokens = await self._encoded("messages", partial(messages.conversation_tokens, served.opened, given))
         return await self._answer(
@@ -116,7 +114,7 @@ class Api:
 
     async def complete(self, request: Request) -> Response:
         asked = parsed(CompletionRequest, await read_body(request, self.limits.body))
-        served, config = self.catalog.find(asked.model, asked.sparsekv)
+        served, config = await find(self.shelf, asked.model, asked.sparsekv)
         encoded = [
             await self._encoded("prompt", partial(question_ids, served.opened, one, raw=True)) for one in asked.prompts
         ]
@@ -124,12 +122,12 @@ class Api:
         return await self._answer(request, asked, form, served, config, encoded)
 
     async def models(self, request: Request) -> Response:
-        return _json(ModelList(data=[one.sent for one in self.catalog.served.values()]))
+        return _json(ModelList(data=listed(self.shelf)))
 
     async def model(self, request: Request) -> Response:
         name = str(request.path_params["model"])
-        served, config = self.catalog.find(name)
-        return _json(replace(served, name=name, config=config).sent)
+        served, config = await find(self.shelf, name)
+        return _json(described(replace(served, name=name, config=config)))
 
     async def health(self, request: Request) -> Response:
         return _json(Health(status="draining" if self.draining else "ok"), 503 if self.draining else 200)
@@ -146,7 +144,7 @@ class Api:
             note(f"error: {describe(error, 'serve')}", quiet=False)
             return ApiError(500, "the answer failed; the server's stderr says why", "server_error", headers=NO_RETRY)
         told = failure(error) if isinstance(error, SparsekvError) else error
-        return replace(told, message=self.catalog.without_folders(told.message))
+        return replace(told, message=self.shelf.without_folders(told.message))
 
     def _guarded(self, deed: Endpoint) -> Endpoint:
         """Return an endpoint that answers every error in the API's form."""
@@ -168,7 +166,7 @@ class Api:
     async def _encoded(self, param: str, encode: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return token ids, made in the thread that alone uses the tokenizer."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._encoder, encode)
+            return await asyncio.get_running_loop().run_in_executor(self.shelf.executor, encode)
         except SparsekvError as error:
             raise ApiError(400, str(error), param=param, code="invalid_value") from None
 
@@ -203,6 +201,9 @@ class Api:
         if self.draining:
             told = "the server shuts down; ask again later"
             raise ApiError(503, told, "server_error", code="shutdown", headers={"Retry-After": "1"})
+        if not self.shelf.holds(served):
+            told = f"{served.name} was replaced meanwhile; ask again"
+            raise ApiError(503, told, "server_error", code="replaced", headers={"Retry-After": "1"})
         with api_words():
             sampling = self._sampling(asked)
         streams = []

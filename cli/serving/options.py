@@ -28,7 +28,14 @@ class ServeOptions:
         typer.Argument(
             metavar="INDEX",
             help="Indices of one model. Each is served under its name, without .skv. Default: the current folder's "
-            "only *.skv.",
+            "only *.skv, or with --indices-from that folder's first.",
+        ),
+    ] = None
+    indices_from: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Serve every *.skv in a folder, too. Each is opened at the first request for it; links are left out.",
         ),
     ] = None
     host: Annotated[

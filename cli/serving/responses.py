@@ -171,13 +171,15 @@ class ModelDetails(Sent):
 
 
 class ModelSent(Sent):
-    """A model of `/v1/models`: an index."""
+    """A model of `/v1/models`: an index. One that no request has opened yet has no details, and 0 as its time."""
+
+    OMITTED = ("sparsekv",)
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["sparsekv"] = "sparsekv"
-    sparsekv: ModelDetails
+    sparsekv: ModelDetails | None = None
 
 
 class ModelList(Sent):

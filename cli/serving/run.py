@@ -1,7 +1,9 @@
 """Open the indices and run the server over them."""
 
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 from sparsekv.cli.common.console import note, say
 from sparsekv.cli.common.index_option import open_artifact
@@ -10,17 +12,18 @@ from sparsekv.cli.common.method_options import note_small_budgets
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.common.streams import flush_streams, outlive_reader
 from sparsekv.cli.serving.app import Api, Limits
-from sparsekv.cli.serving.catalog import Catalog, Served, refuse_same_names, served_name
 from sparsekv.cli.serving.limits import LOOPBACK, read_keys
 from sparsekv.cli.serving.options import ServeOptions
 from sparsekv.cli.serving.server import Server, address_of, allow_many_connections, bind
-from sparsekv.formats.errors import IdentityError
+from sparsekv.cli.serving.shelf import Served, Shelf, folders_by_name, indices_in, state_of
+from sparsekv.formats.errors import IdentityError, UsageError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.models.load import identify
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.decoding.choose_config import choose_config
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.decoding.threads import exclusive
 from sparsekv.runtime.serving.scheduler import Scheduler
 
 
@@ -29,27 +32,44 @@ def run(options: ServeOptions) -> None:
     refuse_little_room()
     outlive_reader()  # a client that goes away closes a pipe, too
     allow_many_connections()
-    artifacts = [open_artifact(one, called="INDEX") for one in options.indices or ()] or [open_artifact(None)]
-    refuse_same_names(artifact.folder for artifact in artifacts)
-    configs = [_config(options, artifact) for artifact in artifacts]
+    folders = folders_by_name(_named(options))
+    states = {name: state_of(folder) for name, folder in folders.items()}
+    artifacts = {name: open_artifact(folder, called="INDEX") for name, folder in folders.items()}
+    configs = {name: _config(options, artifact) for name, artifact in artifacts.items()}
     sampling = Sampling(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
-    limits = _limits(options)
-    listening = bind(options.host, options.port)
-    indices = [_first(options, artifacts[0], configs[0])]
-    indices += [_beside(indices[0], artifact) for artifact in artifacts[1:]]
-    served = {
-        (name := served_name(one.artifact.folder)): Served(name, one, config, options.budget)
-        for one, config in zip(indices, configs, strict=True)
-    }
-    note_small_budgets([config.budget for config in configs], quiet=options.quiet)
-    opened = {name: one.opened for name, one in served.items()}
-    scheduler = Scheduler(opened, slots=options.slots, queue=options.max_queue)
-    api = Api(scheduler, Catalog(served), sampling, limits)
-    ready = partial(_tell, options, served, f"{address_of(listening, options.host)}/v1")
-    server = Server(api, options.drain, ready, quiet=options.quiet)
+    limits, listening = _limits(options), bind(options.host, options.port)
+    first, *others = artifacts
+    indices = {first: _first(options, artifacts[first], configs[first])}
+    indices |= {name: _beside(indices[first], artifacts[name]) for name in others}
+    note_small_budgets([config.budget for config in configs.values()], quiet=options.quiet)
+
+    def open_later(name: str, folder: Path) -> Served:
+        artifact = open_artifact(folder)
+        return Served(name, _beside(indices[first], artifact), _config(options, artifact), options.budget)
+
+    # One thread: a tokenizer's settings change with each text, so it must not be used by two threads at once.
+    executor = ThreadPoolExecutor(1, "encoder")
+    scheduler = Scheduler({}, slots=options.slots, queue=options.max_queue)
+    shelf = Shelf(scheduler, open_later, executor, options.indices_from)
+    for name, index in indices.items():
+        shelf.put(Served(name, index, configs[name], options.budget), folders[name], states[name])
+    ready = partial(_tell, options, shelf, f"{address_of(listening, options.host)}/v1")
+    server = Server(Api(scheduler, shelf, sampling, limits), options.drain, ready, quiet=options.quiet)
     server.run([listening])
     if server.interrupted:
         signal.raise_signal(signal.SIGINT)
+
+
+def _named(options: ServeOptions) -> list[Path]:
+    """Return the folders of the indices that are opened at once: those of the command line, or else one."""
+    if options.indices:
+        return options.indices
+    if options.indices_from is None:
+        return [open_artifact(None).folder]
+    found = next(indices_in(options.indices_from), None)
+    if found is None:
+        raise UsageError(f"--indices-from {options.indices_from} has no index; name another folder")
+    return [found]
 
 
 def _config(options: ServeOptions, artifact: Artifact) -> DecodeConfig:
@@ -79,17 +99,18 @@ def _beside(first: OpenIndex, artifact: Artifact) -> OpenIndex:
     loaded = first.loaded
     its = identify(loaded, artifact.manifest)
     try:
-        return open_index(artifact, loaded.model, loaded.tokenizer, its, files=loaded.tokenizer_files)
+        with exclusive(loaded.model):
+            return open_index(artifact, loaded.model, loaded.tokenizer, its, files=loaded.tokenizer_files)
     except IdentityError as error:
         error.add_note(f"{first.artifact.folder} and {artifact.folder} would be served by one model")
         raise
 
 
-def _tell(options: ServeOptions, served: dict[str, Served], address: str) -> None:
+def _tell(options: ServeOptions, shelf: Shelf, address: str) -> None:
     """Print what is served, and then the address."""
-    for name, one in served.items():
+    for one in shelf.opened():
         config = one.config
-        told = f"{name}: {one.opened.split.tokens:,} tokens; {config.attention.name}, budget {config.budget}"
+        told = f"{one.name}: {one.opened.split.tokens:,} tokens; {config.attention.name}, budget {config.budget}"
         note(told, quiet=options.quiet)
     say(address)
     flush_streams()
