@@ -271,16 +271,17 @@ class Scheduler:
 
     def _take_turns(self) -> None:
         """Let the lanes with work take steps in turn, until other threads should have the model."""
-        until = time.monotonic() + SLICE
         model = next(iter(self._lanes)).index.model
         with exclusive(model), route_attention(model, _attend_to_nothing):  # each lane routes to its own cache
-            while lanes := [lane for lane in self._lanes if lane.admit()]:
+            until = time.monotonic() + SLICE
+            while time.monotonic() < until and not self._new_lanes():
+                self._end_due()
+                lanes = [lane for lane in self._lanes if lane.admit()]
                 for lane in lanes:
                     error = lane.run(partial(self._goes_on_with, lane, until) if len(lanes) == 1 else _one_step)
                     if isinstance(error, torch.OutOfMemoryError):
                         self._free_memory()
-                self._end_due()
-                if time.monotonic() >= until or self._new_lanes():
+                if not lanes:
                     return
 
     def _goes_on_with(self, lane: Lane, until: float) -> bool:
