@@ -274,14 +274,14 @@ class Scheduler:
         model = next(iter(self._lanes)).index.model
         with exclusive(model), route_attention(model, _attend_to_nothing):  # each lane routes to its own cache
             until = time.monotonic() + SLICE
-            while time.monotonic() < until and not self._new_lanes():
+            while True:
                 self._end_due()
                 lanes = [lane for lane in self._lanes if lane.admit()]
                 for lane in lanes:
                     error = lane.run(partial(self._goes_on_with, lane, until) if len(lanes) == 1 else _one_step)
                     if isinstance(error, torch.OutOfMemoryError):
                         self._free_memory()
-                if not lanes:
+                if not lanes or time.monotonic() >= until or self._new_lanes():
                     return
 
     def _goes_on_with(self, lane: Lane, until: float) -> bool:

@@ -10,9 +10,9 @@ from sparsekv.formats.documents.prompt import encode_prompt
 from sparsekv.indexing.build import build_index
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.answer import Answer
-from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.serving.scheduler import Scheduler
@@ -27,7 +27,7 @@ ALL = sparse("squeezed", Squeezed(), Budget(1.0), question=Dense())
 """Everything is attended, by a method; a question's tokens may be divided among steps."""
 OWN = sparse("squeezed", Squeezed(), Budget(1.0))
 """The same, but a question's tokens select together."""
-LENGTHS = (5, 17, 300, 2, 64, 700)
+LENGTHS = (5, 17, 150, 2, 64, 560)
 LONGEST = 8
 
 
@@ -48,15 +48,25 @@ class Served:
     """Open indices by name, and the answers that questions get alone."""
 
     indices: dict[str, OpenIndex]
-    answers: dict[tuple[str, int, int, bool], Answer] = field(default_factory=dict)
+    answers: list[tuple[tuple[object, ...], Answer]] = field(default_factory=list)
+    sessions: list[Session] = field(default_factory=list)
 
     def alone(self, name: str, question: torch.Tensor, longest: int = LONGEST, config: DecodeConfig = ALL) -> Answer:
-        """The answer that `generate` gives; computed once."""
-        key = name, hash(tuple(question.tolist())), longest, config == ALL
-        if key not in self.answers:
-            index = self.indices[name]
-            self.answers[key] = generate(index, index.cache(config), question, Sampling(longest))
-        return self.answers[key]
+        """The answer that a session gives; computed once."""
+        key = name, question.tolist(), longest, config
+        for other, answer in self.answers:
+            if other == key:
+                return answer
+        self.answers.append((key, self._session(name, config).ask(question, Sampling(longest))))
+        return self.answers[-1][1]
+
+    def _session(self, name: str, config: DecodeConfig) -> Session:
+        index = self.indices[name]
+        for session in self.sessions:
+            if session.index is index and session.config == config:
+                return session
+        self.sessions.append(Session.open(index, config))
+        return self.sessions[-1]
 
     def ask(
         self,

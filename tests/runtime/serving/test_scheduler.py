@@ -78,7 +78,7 @@ def test_a_long_question_holds_up_others_by_a_step_of_its_part(served: Served, m
 
 def test_a_cancelled_request_ends_and_frees_its_slot(served: Served, make: Make) -> None:
     scheduler = make(slots=1)
-    first, second = (served.ask(scheduler, "a", question(4), longest) for longest in (4000, 8))
+    first, second = (served.ask(scheduler, "a", question(4), longest) for longest in (1000, 8))
     for _ in zip(first, range(3), strict=False):  # leaves the iterator after a few pieces
         pass
     del first

@@ -39,7 +39,7 @@ EVENTS = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     events=st.lists(EVENTS, min_size=1, max_size=10),
     slots=st.integers(1, 4),
