@@ -245,16 +245,19 @@ class Scheduler:
 
     def _open(self, lane: Lane) -> None:
         """Open a lane; if the memory does not suffice, close all idle lanes and try again."""
-        error = lane.open(self.make_cache)
+        error = lane.open(self.make_cache, self._planned())
         if isinstance(error, torch.OutOfMemoryError):
             self._free_memory()
-            error = lane.open(self.make_cache)
+            error = lane.open(self.make_cache, self._planned())
         if error is not None:
             lane.fail(error)
             return
         with self._changed:  # last of the open lanes, which are in the order in which they were opened
             self._lanes.remove(lane)
             self._lanes.append(lane)
+
+    def _planned(self) -> int:
+        return sum(lane.own_bytes for lane in self._lanes)
 
     def _free_memory(self) -> None:
         for lane in [one for one in self._lanes if one.engine is not None and not one.running]:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -129,7 +130,7 @@ def test_a_loop_that_has_ended_does_not_hold_up_the_scheduler() -> None:
 
     asyncio.run(wait())
     channel.put(Piece("a"))
-    assert channel.get().text == "a"
+    assert channel.get() == Piece("a")
 
 
 def test_a_stream_that_is_dropped_is_cancelled() -> None:
@@ -154,6 +155,14 @@ def test_a_session_streams_while_it_answers(served: Served) -> None:
     assert text(session.stream(asked, Sampling(12), stop="\n")) in session.ask(asked, Sampling(12)).text
     with pytest.raises(UsageError):
         session.stream("")
+
+
+def test_a_session_whose_config_lets_no_questions_share_steps_streams_them_in_turn(served: Served) -> None:
+    session = StreamingSession.open(served.indices["a"], replace(ALL, gauge=True))
+    streams = [session.stream(question(number), Sampling(8)) for number in range(2)]
+    assert session.ask(question(4), Sampling(8)).ids == served.alone("a", question(4)).ids
+    for number, stream in enumerate(streams):
+        check(list(stream), served.alone("a", question(number)))
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_other_configs(served: Served, make: Make, config: DecodeConfig) -> None
 def test_requests_that_cannot_share_steps_are_answered_one_after_another(served: Served, make: Make) -> None:
     """Beside others that can."""
     scheduler, gauged = make(), replace(ALL, gauge=True)
-    asked = [("a", question(number)) for number in range(4)]
+    asked = [("a", question(number)) for number in (0, 1, 5)]  # the last one takes more than one step
     streams = [served.ask(scheduler, *one, config=config) for one in asked for config in (gauged, ALL)]
     for number, stream in enumerate(streams):
         check(list(stream), served.alone(*asked[number // 2]))
@@ -181,6 +181,7 @@ def _outcome(stream: Stream) -> Any:
     try:
         return list(stream)
     except Exception as error:
+        assert list(stream) == []  # it has ended
         return error
 
 
@@ -212,12 +213,17 @@ def test_what_cannot_be_answered_is_refused_at_once(served: Served, make: Make) 
 def test_a_question_for_which_no_memory_is_planned_is_refused(
     served: Served, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparsekv.runtime.serving.lane.OWN_BYTES", 1 << 20)
+    monkeypatch.setattr("sparsekv.runtime.serving.lane._memory", lambda device: 3 << 20)
+    monkeypatch.setattr("sparsekv.runtime.serving.lane.OWN_TOKENS", 100)
     scheduler = make(slots=8)
     with pytest.raises(UsageError, match="memory"):
         list(served.ask(scheduler, "a", question(5)))
     short = list(served.ask(scheduler, "a", question(0), 4000))
     assert short[-1].finish == "length"
+    (lane,) = scheduler._lanes
+    assert lane.slots < 8
+    assert lane.engine is not None
+    assert 100 <= len(question(0)) + len(ids(short)) == lane.engine.own_tokens
     check(list(served.ask(scheduler, "a", question(0))), served.alone("a", question(0)))
 
 
