@@ -50,7 +50,7 @@ class StoppedText:
 
 
 class Job:
-    """A request, and what is delivered of its answer. `ended` is called once, when it has ended."""
+    """A request, and what is delivered of its answer. `ended` is called once, before the end is delivered."""
 
     def __init__(self, request: Submission, index: OpenIndex, ended: Callable[["Job"], None]):
         self.request, self.index, self._ended = request, index, ended
@@ -96,13 +96,13 @@ class Job:
             answer_tokens=0 if answer is None else answer.generated_tokens,
             kv_fraction=0.0 if answer is None else answer.kv_fraction,
         )
-        self._put(self.text.end(), reason)
         self._ended(self)
+        self._put(self.text.end(), reason)
 
     def fail(self, error: BaseException) -> None:
         """Deliver the error that ends the request."""
-        self.channel.put(error)
         self._ended(self)
+        self.channel.put(error)
 
     def _on_token(self, token: int, logprobs: TokenLogprobs | None) -> None:
         self._tokens.append(token)

@@ -1,5 +1,6 @@
 """A lane: the requests over one index with one config, and the engine that answers them together."""
 
+import os
 import time
 from collections.abc import Callable
 
@@ -17,10 +18,13 @@ from sparsekv.runtime.serving.submission import Finish
 
 CHUNK = 512
 """Maximum number of tokens of questions in a step beside running answers."""
-OWN_BYTES = 2 << 30
-"""Memory planned for the keys and values of questions and answers of a lane on a CPU."""
-SHARE_OF_FREE = 0.25
-"""Share of a GPU's free memory that is planned for them when a lane is opened. Their buffers double when they grow."""
+SHARE = 0.25
+"""Share of a GPU's free memory, or of a machine's memory, that is planned for the keys and values of a lane's questions
+and answers when it is opened."""
+GROWTH = 2
+"""Their buffers have up to this many times the rows that are used, because they double when they grow."""
+OWN_TOKENS = 2048
+"""Number of tokens of a question and its answer for which a lane has memory at least; it has fewer slots otherwise."""
 
 
 class Lane:
@@ -35,37 +39,38 @@ class Lane:
         self.jobs: list[Job] = []
         self.engine: Engine | None = None
         self.running: dict[Sequence, Job] = {}
-        self.drains, self.used = False, 0.0
-        self._rewinds = 0
+        self.drains, self.used, self.own_bytes = False, 0.0, 0
+        self._rewinds, self._most_slots = 0, slots
 
-    def open(self, make_cache: Callable[[OpenIndex, DecodeConfig], IndexCache]) -> Exception | None:
-        """Make the engine; return the error if that fails."""
+    def open(self, make_cache: Callable[[OpenIndex, DecodeConfig], IndexCache], planned: int) -> Exception | None:
+        """Make the engine; return the error if that fails.
+
+        Args:
+            planned: bytes that other lanes plan for the keys and values of their questions and answers.
+        """
         try:
             with exclusive(self.index.model):
-                self.engine = self._engine(make_cache(self.index, self.config))
+                self.engine = self._engine(make_cache(self.index, self.config), planned)
         except Exception as error:
             return _without_tensors(error)
         return None
 
-    def _engine(self, cache: IndexCache) -> Engine:
-        alone = bool(why_alone(self.index, self.config.attention, cache))
-        self.slots = 1 if alone else self.slots
-        own_tokens = self._own_bytes() // (2 * self.slots * _row_bytes(cache))
+    def _engine(self, cache: IndexCache, planned: int) -> Engine:
+        alone, row = bool(why_alone(self.index, self.config.attention, cache)), GROWTH * _row_bytes(cache)
+        self.own_bytes = max(0, int(SHARE * (_memory(self.index.device) - planned)))
+        self.slots = 1 if alone else min(self._most_slots, max(1, self.own_bytes // (OWN_TOKENS * row)))
+        own_tokens = self.own_bytes // (self.slots * row)
         if alone:
             return Engine(self.index, cache, chunk=CHUNK, own_tokens=own_tokens)
         divided = divides_questions(cache.stored_layers) and not cache.states.kinds.keeping
         turns = KeptTurns(self.store, divided=divided)
         return Engine(self.index, pack(cache, self.slots), chunk=CHUNK, turns=turns, own_tokens=own_tokens)
 
-    def _own_bytes(self) -> int:
-        device = self.index.device
-        return int(SHARE_OF_FREE * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else OWN_BYTES
-
     def close(self) -> None:
         """Free the engine and the rows that are kept for it."""
         if self.engine is not None and self.engine.turns is not None:
             self.engine.turns.forget()
-        self.engine, self.running, self.drains = None, {}, False
+        self.engine, self.running, self.drains, self.own_bytes = None, {}, False, 0
 
     def admit(self) -> bool:
         """Give free slots to requests; return whether there is work for a step."""
@@ -137,6 +142,13 @@ class Lane:
 def _without_tensors(error: Exception) -> Exception:
     """Remove the traceback of an error for want of memory, because its frames hold tensors."""
     return error.with_traceback(None) if isinstance(error, torch.OutOfMemoryError) else error
+
+
+def _memory(device: torch.device) -> int:
+    """Return the bytes of a GPU's free memory, or of the machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _row_bytes(cache: IndexCache) -> int:

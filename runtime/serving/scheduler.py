@@ -245,16 +245,19 @@ class Scheduler:
 
     def _open(self, lane: Lane) -> None:
         """Open a lane; if the memory does not suffice, close all idle lanes and try again."""
-        error = lane.open(self.make_cache)
+        error = lane.open(self.make_cache, self._planned())
         if isinstance(error, torch.OutOfMemoryError):
             self._free_memory()
-            error = lane.open(self.make_cache)
+            error = lane.open(self.make_cache, self._planned())
         if error is not None:
             lane.fail(error)
             return
         with self._changed:  # last of the open lanes, which are in the order in which they were opened
             self._lanes.remove(lane)
             self._lanes.append(lane)
+
+    def _planned(self) -> int:
+        return sum(lane.own_bytes for lane in self._lanes)
 
     def _free_memory(self) -> None:
         for lane in [one for one in self._lanes if one.engine is not None and not one.running]:
@@ -271,16 +274,17 @@ class Scheduler:
 
     def _take_turns(self) -> None:
         """Let the lanes with work take steps in turn, until other threads should have the model."""
-        until = time.monotonic() + SLICE
         model = next(iter(self._lanes)).index.model
         with exclusive(model), route_attention(model, _attend_to_nothing):  # each lane routes to its own cache
-            while lanes := [lane for lane in self._lanes if lane.admit()]:
+            until = time.monotonic() + SLICE
+            while True:
+                self._end_due()
+                lanes = [lane for lane in self._lanes if lane.admit()]
                 for lane in lanes:
                     error = lane.run(partial(self._goes_on_with, lane, until) if len(lanes) == 1 else _one_step)
                     if isinstance(error, torch.OutOfMemoryError):
                         self._free_memory()
-                self._end_due()
-                if time.monotonic() >= until or self._new_lanes():
+                if not lanes or time.monotonic() >= until or self._new_lanes():
                     return
 
     def _goes_on_with(self, lane: Lane, until: float) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from threading import Condition
 
 from sparsekv.runtime.serving.submission import Piece
@@ -27,23 +28,23 @@ class Channel:
             self._changed.notify_all()
             waiters, self._waiters = self._waiters, []
         for loop, waiter in waiters:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop is closed, and nobody waits
                 loop.call_soon_threadsafe(_wake, waiter)
 
-    def get(self) -> Piece:
-        """Wait for the next piece; raise the error that ends the answer."""
+    def get(self) -> Piece | BaseException:
+        """Wait for the next piece, or for the error that ends the answer."""
         with self._changed:
             while not self._items:
                 self._changed.wait()
-            return _piece(self._items.popleft())
+            return self._items.popleft()
 
-    async def get_async(self) -> Piece:
+    async def get_async(self) -> Piece | BaseException:
         """Do what `get` does, in an asyncio task."""
         loop = asyncio.get_running_loop()
         while True:
             with self._changed:
                 if self._items:
-                    return _piece(self._items.popleft())
+                    return self._items.popleft()
                 waiter = loop.create_future()
                 self._waiters.append((loop, waiter))
             await waiter
@@ -52,12 +53,6 @@ class Channel:
 def _wake(waiter: "asyncio.Future[None]") -> None:
     if not waiter.done():
         waiter.set_result(None)
-
-
-def _piece(item: Piece | BaseException) -> Piece:
-    if isinstance(item, BaseException):
-        raise item
-    return item
 
 
 class Stream:
@@ -84,9 +79,12 @@ class Stream:
         finally:
             self.cancel()
 
-    def _next(self, piece: Piece) -> Piece:
-        self._ended = piece.finish is not None
-        return piece
+    def _next(self, item: Piece | BaseException) -> Piece:
+        if isinstance(item, BaseException):
+            self._ended = True
+            raise item
+        self._ended = item.finish is not None
+        return item
 
     def cancel(self) -> None:
         """End the answer; its slot is free from the next step on. Does nothing after the end."""
