@@ -5,7 +5,6 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -206,31 +205,20 @@ class Api:
             raise ApiError(503, told, "server_error", code="replaced", headers={"Retry-After": "1"})
         with api_words():
             sampling = self._sampling(asked)
-        streams = []
+        plain = Submission(
+            served.name, config, encoded[0], sampling, asked.stops, asked.alternatives, self.limits.timeout
+        )
+        streams = list[Stream]()
         try:
             for tokens in encoded:
                 for number in range(asked.choices):
-                    own = replace(sampling, seed=(sampling.seed + number) % 2**63)
-                    streams.append(
-                        self.scheduler.submit(
-                            Submission(
-                                served.name,
-                                config,
-                                tokens,
-                                own,
-                                asked.stops,
-                                asked.alternatives,
-                                self.limits.timeout,
-                            )
-                        )
-                    )
-        except SparsekvError as error:
+                    own = replace(sampling, seed=_moved(sampling.seed, number))
+                    streams.append(self.scheduler.submit(replace(plain, tokens=tokens, sampling=own)))
+        except QueueFullError as error:
             for stream in streams:
                 stream.cancel()
-            if isinstance(error, QueueFullError):
-                seconds = {"Retry-After": str(max(1, ceil(error.retry_after)))}
-                raise ApiError(429, str(error), "rate_limit_error", code="queue_full", headers=seconds) from None
-            raise
+            seconds = {"Retry-After": str(max(1, ceil(error.retry_after)))}
+            raise ApiError(429, str(error), "rate_limit_error", code="queue_full", headers=seconds) from None
         return streams
 
     def _sampling(self, asked: Asked) -> Sampling:
@@ -305,8 +293,7 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            with suppress(RuntimeError):  # the generator of pieces still runs: it ends by its own cancellation
-                await self.answers.close()
+            await self.answers.close()
 
 
 class Counted:
@@ -327,6 +314,11 @@ class Counted:
         if path.startswith("/v1/models/"):
             return "/v1/models/{model}"
         return path if path in self.paths else "other"
+
+
+def _moved(seed: int, number: int) -> int:
+    """Return the seed of one of several answers, within the range of seeds."""
+    return (seed + number + 2**63) % 2**64 - 2**63
 
 
 async def _refused(request: Request, error: Exception) -> Response:

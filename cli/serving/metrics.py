@@ -52,5 +52,5 @@ class Metrics:
         self.requests = Counter("sparsekv_requests", told, ("path", "status"), registry=self.registry)
         told = "Seconds from a request to the first token of its first answer."
         self.first_token = Histogram("sparsekv_first_token_seconds", told, buckets=_SECONDS, registry=self.registry)
-        told = "Seconds between two pieces of an answer's text."
+        told = "Seconds between two pieces of text of a stream, as they are sent."
         self.gap = Histogram("sparsekv_gap_seconds", told, buckets=_SECONDS, registry=self.registry)

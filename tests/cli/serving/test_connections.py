@@ -3,6 +3,7 @@
 import json
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from support.command import sparsekv
+from support.command import run_here, sparsekv
 from support.serving import Server, begin, user
 
 CHAT = "/v1/chat/completions"
@@ -165,3 +166,10 @@ def test_a_port_that_is_taken_is_told(server: Server, indices: Path) -> None:
     done = sparsekv("serve", "doc.skv", "--port", str(server.address[1]), cwd=indices)
     assert done.returncode == 1
     assert f"cannot listen on 127.0.0.1 port {server.address[1]}: address already in use" in done.stderr
+
+
+def test_a_missing_extra_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)  # as if it were not installed
+    outcome = run_here("serve", "doc.skv")
+    assert outcome.code == 1
+    assert outcome.error() == "serve needs uvicorn, which is not installed; pip install 'sparsekv[serve]'"
