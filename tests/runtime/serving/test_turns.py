@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.causal_families import families, tiny_config, tiny_model
 from support.configs import sparse
+from support.engines import answered
 from support.served import ALL, OWN, Served, check, ids, question
 from support.small_index import INDEXERS, random_ids, reopen, small_plan
 from support.tiny_models import tiny_tokenizer
@@ -15,7 +16,10 @@ from support.tiny_models import tiny_tokenizer
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.indexing.build import build_index
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
+from sparsekv.runtime.attention.sparse_layer import PackedInPlace, PackedSparse, SparseLayer, divides_questions
 from sparsekv.runtime.cache.kept_turns import BLOCK, KeptRows, KeptTurns, TurnStore
+from sparsekv.runtime.cache.packed_cache import PackedCache
+from sparsekv.runtime.decoding.engine import Engine, Request, Sequence
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Conversation
 from sparsekv.runtime.methods.codes import Codes
@@ -103,6 +107,38 @@ def test_a_state_is_kept_with_the_rows(tmp_path: Path, family: str) -> None:
     check(pieces, served.alone("a", part, config=config))
     assert cached(pieces) == served.indices["a"].split.tokens
     scheduler.close(0)
+
+
+@pytest.mark.parametrize("config", [ALL, OWN], ids=["divided", "own"])
+@pytest.mark.parametrize("packed", [PackedSparse, PackedInPlace])
+def test_rows_that_are_read_where_they_lie(
+    served: Served, config: DecodeConfig, packed: type[PackedSparse | PackedInPlace]
+) -> None:
+    """As a GPU's kernels read them; here the same calls in plain torch."""
+    index = served.indices["a"]
+    cache = index.cache(config)
+    layers = [packed(layer, 2) for layer in cache.stored_layers if isinstance(layer, SparseLayer)]
+    for layer in layers:
+        layer.in_place = True
+    turns = KeptTurns(TurnStore(1 << 24), divided=divides_questions(cache.stored_layers))
+    engine = Engine(index, PackedCache(cache, [*layers], 2), chunk=40, turns=turns)
+    assert engine.chunk == (40 if config is ALL else None)
+    asked = [question(number) for number in (0, 4, 2)]
+    for _ in range(2):
+        answers = answered(engine, asked, Sampling(8))
+        for number, one in enumerate(asked):
+            assert answers[number].ids == served.alone("a", one, config=config).ids
+            asked[number] = torch.cat([one, torch.tensor(answers[number].ids), random_ids(3)])
+    assert sum(sequence.kept > 0 for sequence in _continued(engine, asked)) == 3
+
+
+def _continued(engine: Engine, asked: list[torch.Tensor]) -> list[Sequence]:
+    sequences = [engine.sequence(Request(one, Sampling(1))) for one in asked]
+    engine.waiting.extend(sequences)
+    with engine.running():
+        while engine.waiting or engine.active:
+            engine.run_step()
+    return sequences
 
 
 def rows(tokens: int) -> KeptRows:
