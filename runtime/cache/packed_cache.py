@@ -141,6 +141,14 @@ class SlotRows:
         """Return the sequence's keys and values [Hk, before + tokens, D] up to the end of a question's tokens."""
         return self.first_of(piece.slot, piece.before + piece.tokens)
 
+    def of_only(self, step: PackedStep) -> Pair:
+        """Return the keys and values [Hk, used, D] of the only sequence that answers in a step.
+
+        On a GPU this would synchronise.
+        """
+        tokens = step.answering
+        return self.first_of(int(tokens.slots[0]), int(tokens.used[0]))
+
     def first_of(self, slot: int, tokens: int) -> Pair:
         """Return views [Hk, tokens, D] of the first keys and values of a slot."""
         return self.keys[slot, :, :tokens], self.values[slot, :, :tokens]
