@@ -27,9 +27,14 @@ class Server:
     started: Started
     folder: Path
 
-    def openai(self, key: str = "none") -> OpenAI:
-        """OpenAI's own client. It asks once: a second try would hide what the server said first."""
-        return OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=LATE)
+    def openai(self, key: str = "none", *, strict: bool = True) -> OpenAI:
+        """OpenAI's own client. It asks once: a second try would hide what the server said first.
+
+        Args:
+            strict: check each answer against the client's types.
+        """
+        more: dict[str, Any] = {"max_retries": 0, "timeout": LATE, "_strict_response_validation": strict}
+        return OpenAI(base_url=self.url, api_key=key, **more)
 
     def http(self, **headers: str) -> httpx2.Client:
         """A plain client, whose paths begin at the server's root."""
