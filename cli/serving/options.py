@@ -63,8 +63,8 @@ class ServeOptions:
     slots: Annotated[
         int,
         typer.Option(
-            "--slots",
             "--batch-size",
+            "--slots",
             min=1,
             help="Requests that are answered together, over one index with one method and budget.",
             rich_help_panel=AT_ONCE,
