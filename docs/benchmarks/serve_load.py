@@ -173,8 +173,9 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=64, help="longest answer")
     options.add_argument("--budget", default="100%")
     options.add_argument("--per-token", action="store_true")
-    options.add_argument("serve", nargs="*", help="options of `serve`, after --")
-    given = options.parse_args()
+    arguments = sys.argv[1:]
+    own = arguments.index("--") if "--" in arguments else len(arguments)
+    given, of_server = options.parse_args(arguments[:own]), arguments[own + 1 :]
     name = Path(given.index).absolute().name.removesuffix(".skv")
     body = {
         "model": f"{name}@{given.budget}",
@@ -184,7 +185,7 @@ def main() -> None:
         "logprobs": given.per_token,
     }
     expected = expected_answers(given.index, given.tokens) if given.budget == "100%" else {}
-    with served(given.index, *given.serve) as (address, process):
+    with served(given.index, *of_server) as (address, process):
         Load(address, body, {}).run(1, 0.1)  # the first answer compiles kernels
         alone = Load(address, body, expected)
         speed = alone.run(1, given.alone)
