@@ -28,12 +28,12 @@ from sparsekv.runtime.decoding.choose_config import choose_config, refuse_beside
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
-from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.decoding.threads import exclusive, exclusive_process
 from sparsekv.runtime.reporting.questions import question_queries
 from sparsekv.runtime.reporting.report import GROUPS, recall_report, row_records
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import configured_form, methods, methods_of, refuse_unused
+from sparsekv.runtime.serving.session import StreamingSession
 
 _OPTION = re.compile(r"--([a-z][a-z-]*)")
 
@@ -92,7 +92,7 @@ class Index:
         prefill: str | None = None,
         prefill_budget: str | float | None = None,
         **parameters: Any,
-    ) -> Session:
+    ) -> StreamingSession:
         """Open a session that answers many questions with one config: `asker.ask(question).text`.
 
         Allocates the document's keys and values on the GPU (`placement` `device`) or in host memory (`host`). With
@@ -129,7 +129,7 @@ class Index:
             )
             if isinstance(config.attention, Dense) and isinstance(config.question, QuestionPrefill):
                 refuse_beside_dense({"--prefill": prefill})
-            return Session.open(self.opened, config)
+            return StreamingSession.open(self.opened, config)
 
     def ask(self, question: str, sampling: Sampling | None = None, **setting: Any) -> Answer:
         """Answer one question, by default with greedy decoding. Each call allocates a new cache.

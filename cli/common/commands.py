@@ -5,6 +5,7 @@ COMMANDS = {
     "build-index": "Prefill a document once, and write its keys, values and index.",
     "generate": "Answer questions over an index.",
     "chat": "Ask one question after another over an index, in a terminal.",
+    "serve": "Answer questions over indices by HTTP, as OpenAI's API does.",
     "trace": "Answer a question, and show what each token of the answer attended to.",
     "recall-report": "Measure each method's recall, output error and reads, by layer and head.",
     "eval": "Score each method's answers beside those of dense attention.",

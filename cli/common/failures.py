@@ -154,6 +154,7 @@ LESS_MEMORY = {
     "append": "append less at a time, or give a smaller --chunk-size",
     "generate": "give --placement disk, or ask a shorter question",
     "chat": "give --placement disk, ask a shorter question, or /forget the talk so far",
+    "serve": "give --placement disk, fewer indices or fewer --slots",
     "recall-report": "give fewer --method or --budget at a time",
     "tune": "give fewer --method at a time",
     "trace": "leave out --truth, or ask a shorter question",

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, fields, is_dataclass
 from types import MappingProxyType, UnionType
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 from typer.models import OptionInfo
@@ -15,13 +15,14 @@ from typer.models import OptionInfo
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.options import METHODS_OF
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.selection.interface import Budget
-from sparsekv.runtime.selection.registry import show_default
+
+if TYPE_CHECKING:  # it imports torch, for which the --help of a command without methods' options need not wait
+    from sparsekv.runtime.selection.interface import Budget
 
 FEW = 32
 
 
-def note_small_budgets(budgets: Iterable[Budget], *, quiet: bool) -> None:
+def note_small_budgets(budgets: "Iterable[Budget]", *, quiet: bool) -> None:
     """Print a note to stderr for each budget below FEW tokens."""
     for budget in budgets:
         if not budget.is_share and budget.value < FEW:
@@ -146,6 +147,8 @@ def _kind(annotation: Any) -> str:
 
 
 def _option(name: str, owners: list[tuple[str, Field[Any]]]) -> inspect.Parameter:
+    from sparsekv.runtime.selection.registry import show_default  # imported here, because it imports torch
+
     field = owners[0][1]
     kind = field.type if field.type in (int, float, str, bool) else str
     help_text = field.metadata.get("help", "")

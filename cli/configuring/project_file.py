@@ -108,9 +108,9 @@ def _names(dotted: str) -> tuple[str, ...]:
     return tuple(part.strip().strip("\"'") for part in dotted.split("."))
 
 
-CALLS_OWN = ("special-tokens", "force", "rebuild", "again", "keep-indices", "reset", "ray")
+CALLS_OWN = ("special-tokens", "force", "rebuild", "again", "keep-indices", "reset", "ray", "host", "cors")
 """Options that a file may not set, so that the user must give them in each call. They decide what is written, replaced
-or trusted, such as a Ray cluster."""
+or trusted, such as a Ray cluster, or who may ask a server."""
 _NAMES_A_FILE = re.compile(r"FILE|FOLDER|\.skv")
 _TAKES = {
     bool: "true or false",

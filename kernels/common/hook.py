@@ -156,10 +156,12 @@ def route_attention(model: "PreTrainedModel", function: AttentionFunction) -> It
         previous = model.config._attn_implementation
         token = _active.set(_Route(function, get_ident()))
         try:
-            model.set_attn_implementation(IMPLEMENTATION)
+            if previous != IMPLEMENTATION:  # within another route the model has it, and setting it takes a millisecond
+                model.set_attn_implementation(IMPLEMENTATION)
             yield
         finally:
-            model.set_attn_implementation(previous)
+            if previous != IMPLEMENTATION:
+                model.set_attn_implementation(previous)
             _active.reset(token)
 
 

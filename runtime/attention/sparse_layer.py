@@ -91,6 +91,15 @@ def appends(layers: Iterable[StoredLayer]) -> bool:
     return any(isinstance(layer, SparseLayer) and layer.plan.appender is not None for layer in layers)
 
 
+def divides_questions(layers: Iterable[StoredLayer]) -> bool:
+    """Whether the tokens of a question may be fed in several steps, without an effect on what they attend to.
+
+    Where they select by a method, the tokens of a step select together. So do those that a method observes.
+    """
+    sparse = (layer for layer in layers if isinstance(layer, SparseLayer))
+    return all(layer.plan.prefills_densely and layer.conversation is None for layer in sparse)
+
+
 class PackedDense(PackedLayer):
     """Batched dense layer: attends to the whole stored context, or to the part of it within a sliding window."""
 
@@ -107,6 +116,8 @@ class PackedDense(PackedLayer):
         return shared_decode(call.grouped, runs, exact, (), own, *call.scaling).flatten(0, 1)
 
     def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
+        if call.query.shape[1] == 1 and not call.query.is_cuda:
+            return self.layer.attend_once(call, self.own.of_only(step))
         own, mask = self.own.seen_by(step.answering, step.longest, call.window), None
         keys, values = self.layer.stored_rows()
         if call.window is not None:
@@ -139,6 +150,8 @@ class PackedSparse(PackedLayer):
         self.in_place = layer.exact[0].is_cuda and layer.plan.middle.reachable
 
     def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
+        if call.query.shape[1] == 1 and not call.query.is_cuda and not self.in_place and self.conversation is None:
+            return self._answer_alone(call, step)
         plan, grouped, how = self.plan, call.grouped, call.scaling
         own = self.own.seen_by(step.answering, step.longest)
         queries, middle = self._queries(grouped, own, how).to(plan.gather.search_device), plan.middle.used
@@ -155,6 +168,23 @@ class PackedSparse(PackedLayer):
         shared = found.segments(Step(grouped, *self.exact, None, 0, None, 0, joint=False, how=how))
         return shared_attention(grouped, shared, own, *how).flatten(0, 1)
 
+    def _answer_alone(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
+        """Attend for the only sequence that answers as a single sequence's cache does, with its fused kernels."""
+        own = self.own.of_only(step)
+        keys, values = (torch.cat(pair, 1) for pair in zip(self.exact, own, strict=True))
+        alone = Step(
+            query=call.grouped,
+            keys=keys,
+            values=values,
+            mask=None,
+            first=self.tokens + own[0].shape[1] - 1,
+            step_row=None,
+            unstored=self.tokens - self.exact[0].shape[1],
+            joint=False,
+            how=call.scaling,
+        )
+        return self.plan.decode.attend(alone).flatten(0, 1)
+
     def ask(self, call: AttentionCall, piece: Piece, number: int) -> torch.Tensor:
         own = self.own.of_piece(piece)
         if self.conversation is not None:
@@ -165,7 +195,7 @@ class PackedSparse(PackedLayer):
             keys=keys,
             values=values,
             mask=causal_mask(piece.tokens, keys.shape[1], None, keys.device),
-            first=self.tokens,
+            first=self.tokens + piece.before,
             step_row=None,
             unstored=self.tokens - self.exact[0].shape[1],
             joint=True,

@@ -54,7 +54,7 @@ class DenseLayer(StoredLayer):
         if self.step_row is not None:
             return self._decode_at(self.step_row, call)
         if call.query.shape[1] == 1:
-            return self._decode(call) if call.query.is_cuda else self._attend_once(call)
+            return self._decode(call) if call.query.is_cuda else self.attend_once(call, self.exact_rows())
         return self.attend_before(call, self.exact_rows())
 
     def attend_before(self, call: AttentionCall, new: Pair) -> torch.Tensor:
@@ -82,9 +82,13 @@ class DenseLayer(StoredLayer):
         (runs, exact), own = self.shared(), of_last(*new, call.query.shape[1])
         return shared_decode(call.grouped, runs, exact, (), own, *call.scaling).flatten(0, 1)
 
-    def _attend_once(self, call: AttentionCall) -> torch.Tensor:
-        """Attend for one query on a CPU. The query sees all rows or the last rows, so no mask is needed."""
-        first, (keys, values) = self._first_seen(call), self.exact_rows()
+    def attend_once(self, call: AttentionCall, new_rows: Pair) -> torch.Tensor:
+        """Attend for one query on a CPU to the stored rows and to new rows [Hk, T, D], of which the last is its own.
+
+        The query sees all rows or the last rows, so no mask is needed.
+        """
+        keys, values = new_rows
+        first = 0 if call.window is None else max(0, self.stored + keys.shape[1] - call.window)
         seen, new = min(first, self.stored) - self.out_of_sight, max(0, first - self.stored)
         stored_keys, stored_values = self.stored_rows()
         rows = [(stored_keys[:, seen:], stored_values[:, seen:]), (keys[:, new:], values[:, new:])]
@@ -150,8 +154,8 @@ class DenseLayerIn8Bits(DenseLayer):
     def attend_before(self, call: AttentionCall, new: Pair) -> torch.Tensor:
         return self.attend_in_place(call, new)
 
-    def _attend_once(self, call: AttentionCall) -> torch.Tensor:
-        return self._decode(call)
+    def attend_once(self, call: AttentionCall, new_rows: Pair) -> torch.Tensor:
+        return attend_to(call, self._runs, new_rows)
 
     def _decode(self, call: AttentionCall) -> torch.Tensor:
         return attend_to(call, self._runs, self.exact_rows())

@@ -43,11 +43,28 @@ class SlotStates:
         self.slots = {name: one.expand(slots, *one.shape[1:]).clone() for name, one in document.stored.items()}
         self._step: tuple[State, torch.Tensor] | None = None
 
-    def begin_question(self, layers: Sequence[object], slot: int) -> None:
-        """Let a cache's layers overwrite the state of a slot, which begins at the stored context's end."""
-        views = {name: of_slots[slot : slot + 1] for name, of_slots in self.slots.items()}
-        self.document.copy_to(views)
+    def begin_question(self, layers: Sequence[object], slot: int, *, continued: bool) -> None:
+        """Let a cache's layers overwrite the state of a slot, which begins at the stored context's end.
+
+        Args:
+            continued: the question's first tokens were in an earlier step, whose end has the state.
+        """
+        views = self._views(slot)
+        if not continued:
+            self.document.copy_to(views)
         hold_state(layers, views)
+
+    def copied(self, slot: int) -> State:
+        """Return copies [1, ...] of the states of a slot."""
+        return {name: one.clone() for name, one in self._views(slot).items()}
+
+    def put(self, slot: int, state: State) -> None:
+        """Overwrite the states of a slot."""
+        for name, view in self._views(slot).items():
+            view.copy_(state[name])
+
+    def _views(self, slot: int) -> State:
+        return {name: of_slots[slot : slot + 1] for name, of_slots in self.slots.items()}
 
     def begin_step(self, layers: Sequence[object], slots: torch.Tensor) -> None:
         """Let a cache's layers overwrite copies of the states of some slots [B]."""

@@ -15,6 +15,7 @@ from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.kernels.common.states import LayerKinds, state_tensors
 from sparsekv.runtime.cache.buffers import ModelGraph, ReadRows, read_share, total_read
 from sparsekv.runtime.cache.document_state import DocumentState
+from sparsekv.runtime.cache.kept_turns import KeptRows
 from sparsekv.runtime.cache.stored_layer import DynamicSlot, StoredLayer
 
 
@@ -129,6 +130,17 @@ class SequenceCache(CalledCache, ABC):
     @abstractmethod
     def questions_input(self, fed: Sequence[Fed], tokens: int) -> ModelInput:
         """Begin a forward pass in which questions begin; `tokens` is the number of tokens of the stored context."""
+
+    def kept(self, slot: int, tokens: int) -> KeptRows:
+        """Copy the first `tokens` own rows of a slot, and the state after them if they are all its rows."""
+        raise NotImplementedError
+
+    def restore(self, slot: int, kept: KeptRows) -> None:
+        """Overwrite the first own rows of a slot, and its state."""
+        raise NotImplementedError
+
+    def clear(self, slot: int) -> None:
+        """Remove the rows of a sequence that were not finite; a masked row must be finite too."""
 
     @abstractmethod
     def reserve(self, needed: int, most: int, *, capture: bool) -> bool:

@@ -13,6 +13,7 @@ from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.kernels.common.runs import store_in_slots
 from sparsekv.runtime.cache.document_state import SlotStates
 from sparsekv.runtime.cache.index_cache import Fed, IndexCache, ModelInput, SequenceCache
+from sparsekv.runtime.cache.kept_turns import KeptRows
 from sparsekv.runtime.cache.kv_store import Pair
 from sparsekv.runtime.cache.stored_layer import StoredLayer
 
@@ -23,12 +24,13 @@ FIRST_ROWS = 64
 class Piece:
     """The tokens of one question in a step: `tokens` tokens of the step, from index `first` on.
 
-    They belong to the sequence in `slot`, and become its first rows.
+    They belong to the sequence in `slot`, and become its next rows after the first `before` ones.
     """
 
     slot: int
     first: int
     tokens: int
+    before: int = 0
 
     @property
     def where(self) -> slice:
@@ -136,8 +138,20 @@ class SlotRows:
         return OwnRows(keys, values, tokens.slots, first, tokens.used)
 
     def of_piece(self, piece: Piece) -> Pair:
-        """Return a question's keys and values [Hk, tokens, D]."""
-        return self.keys[piece.slot, :, : piece.tokens], self.values[piece.slot, :, : piece.tokens]
+        """Return the sequence's keys and values [Hk, before + tokens, D] up to the end of a question's tokens."""
+        return self.first_of(piece.slot, piece.before + piece.tokens)
+
+    def of_only(self, step: PackedStep) -> Pair:
+        """Return the keys and values [Hk, used, D] of the only sequence that answers in a step.
+
+        On a GPU this would synchronise.
+        """
+        tokens = step.answering
+        return self.first_of(int(tokens.slots[0]), int(tokens.used[0]))
+
+    def first_of(self, slot: int, tokens: int) -> Pair:
+        """Return views [Hk, tokens, D] of the first keys and values of a slot."""
+        return self.keys[slot, :, :tokens], self.values[slot, :, :tokens]
 
 
 def _grown(rows: torch.Tensor, needed: int) -> torch.Tensor:
@@ -209,7 +223,8 @@ class PackedCache(SequenceCache):
         device, lengths = self.tokens.device, torch.tensor([len(one.tokens) for one in fed])
         ends = lengths.cumsum(0)
         firsts = (ends - lengths).tolist()
-        pieces = (Piece(one.slot, first, len(one.tokens)) for one, first in zip(fed, firsts, strict=True) if one.asks)
+        asking = ((one, first) for one, first in zip(fed, firsts, strict=True) if one.asks)
+        pieces = (Piece(one.slot, first, len(one.tokens), one.first) for one, first in asking)
         single = [first for one, first in zip(fed, firsts, strict=True) if not one.asks]
         rows = torch.cat([torch.arange(one.first, one.first + len(one.tokens)) for one in fed])
         self.step = PackedStep(
@@ -222,6 +237,21 @@ class PackedCache(SequenceCache):
         )
         ids = torch.tensor([list(chain.from_iterable(one.tokens for one in fed))], device=device)
         return ids, (tokens + self.step.rows)[None]
+
+    def kept(self, slot: int, tokens: int) -> KeptRows:
+        rows = [layer.own.first_of(slot, tokens) for layer in self.packed]
+        return KeptRows(tokens, tuple((keys.clone(), values.clone()) for keys, values in rows))
+
+    def restore(self, slot: int, kept: KeptRows) -> None:
+        for layer, rows in zip(self.packed, kept.rows, strict=True):
+            layer.own.reserve(kept.tokens)
+            for into, of_layer in zip(layer.own.first_of(slot, kept.tokens), rows, strict=True):
+                into.copy_(of_layer)
+
+    def clear(self, slot: int) -> None:
+        for layer in self.packed:
+            for rows in (layer.own.keys, layer.own.values):
+                rows[slot].zero_()
 
     def reserve(self, needed: int, most: int, *, capture: bool) -> bool:
         before = self.buffers()
@@ -288,8 +318,15 @@ class BatchedCache(PackedCache):
         return [*([one] for one in fed if one.asks), *([answering] if answering else [])]
 
     def questions_input(self, fed: Sequence[Fed], tokens: int) -> ModelInput:
-        self.of_slots.begin_question(self.layers, fed[0].slot)
+        self.of_slots.begin_question(self.layers, fed[0].slot, continued=fed[0].first > 0)
         return super().questions_input(fed, tokens)
+
+    def kept(self, slot: int, tokens: int) -> KeptRows:
+        return replace(super().kept(slot, tokens), state=self.of_slots.copied(slot))
+
+    def restore(self, slot: int, kept: KeptRows) -> None:
+        super().restore(slot, kept)
+        self.of_slots.put(slot, kept.state)
 
     def step_input(self, size: int, tokens: int) -> ModelInput:
         ids, positions = super().step_input(size, tokens)

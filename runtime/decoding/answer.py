@@ -36,6 +36,10 @@ class Streamer(TextStreamer):
         if not self.token_cache:
             self._begin_line(before)
 
+    def pending(self) -> str:
+        """Return the text of the tokens so far that waits for more tokens."""
+        return str(self.tokenizer.decode(self.token_cache, **self.decode_kwargs))[self.print_len :]
+
     def _begin_line(self, tokens: list[int]) -> None:
         """Keep the last token that decodes to text in the token cache, and mark its text as already printed.
 

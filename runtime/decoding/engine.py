@@ -7,7 +7,9 @@ sequences.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,9 +19,10 @@ from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.kernels.common.given_rows import with_cache
 from sparsekv.kernels.common.hook import calling_back, route_attention
 from sparsekv.runtime.attention.config import Dense
-from sparsekv.runtime.attention.sparse_layer import SparseLayer, packed_layer
+from sparsekv.runtime.attention.sparse_layer import SparseLayer, divides_questions, packed_layer
 from sparsekv.runtime.cache.buffers import read_share, total_read
 from sparsekv.runtime.cache.index_cache import Fed, IndexCache, SequenceCache
+from sparsekv.runtime.cache.kept_turns import KeptTurns
 from sparsekv.runtime.cache.packed_cache import BatchedCache, PackedCache
 from sparsekv.runtime.decoding.answer import (
     Answer,
@@ -32,7 +35,7 @@ from sparsekv.runtime.decoding.answer import (
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling, draw
 from sparsekv.runtime.decoding.step import DecodeStep
-from sparsekv.runtime.decoding.threads import all_cores, exclusive, free_cores
+from sparsekv.runtime.decoding.threads import FreeCores, all_cores, exclusive, free_cores
 from sparsekv.runtime.selection.interface import MethodSpec
 
 QUESTION_TOKENS = 2048
@@ -71,52 +74,68 @@ class NotFiniteError(SparsekvError):
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """A token's log-probability, and the likeliest tokens with theirs; of the logits in float32, at temperature 1."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class Request:
     """A question's token ids [Q], how its answer is sampled, and the caller's callbacks.
 
-    `on_text` is called with each piece of text as it is decoded. `stop` is called after each token, in the thread that
-    generates; the answer ends when it returns True.
+    `on_text` is called with each piece of text as it is decoded, and `on_token` before that with each token. `stop` is
+    called after each token, in the thread that generates; the answer ends when it returns True. `logprobs` is the
+    number of likeliest tokens that `on_token` gets with each token's log-probability; None: it gets None.
     """
 
     question: torch.Tensor
     sampling: Sampling
     on_text: Callable[[str], None] | None = None
     stop: Callable[[], bool] | None = None
+    on_token: Callable[[int, TokenLogprobs | None], None] | None = None
+    logprobs: int | None = None
 
 
-class _Sequence:
+class Sequence:
     """One question and its answer so far.
 
-    `number` is the question's index. `used` is the number of the sequence's own tokens in the cache, and `longest` the
-    maximum number of answer tokens. `started`, `first` and `last` are clock readings in seconds. `read_before` are the
-    counts of rows read when the question began.
+    `used` is the number of the sequence's own tokens in the cache, and `asked` the number of the question's tokens that
+    were fed; `kept` of them were not computed again. `longest` is the maximum number of answer tokens. `started`,
+    `first` and `last` are clock readings in seconds. `read_before` are the counts of rows read when the question began.
     """
 
-    def __init__(self, index: OpenIndex, request: Request, number: int, used: int, longest: int):
-        self.request, self.number, self.used, self.longest = request, number, used, longest
-        self.question, self.prompt_tokens = request.question, index.split.tokens + used + len(request.question)
+    def __init__(self, index: OpenIndex, request: Request, used: int, longest: int):
+        self.request, self.used, self.longest = request, used, longest
+        self.question, self.prompt_tokens = request.question.tolist(), index.split.tokens + used + len(request.question)
         self.random = torch.Generator(index.model.device).manual_seed(request.sampling.seed)
         on_text = request.on_text
         self.streamer = on_text and Streamer(index.tokenizer, on_text, unshown_endings(index))
         self.answer: list[int] = []
-        self.streamed, self.stopped = 0, False
+        self.logprobs: list[TokenLogprobs | None] = []
+        self.asked, self.kept, self.streamed, self.stopped = 0, 0, 0, False
+        self.most = used + len(self.question) + longest - 1
+        """Number of own rows of the sequence at the end of the longest allowed answer."""
         self.started, self.first, self.last = time.perf_counter(), 0.0, 0.0
         self.read_before = (0.0, 0)
 
-    @property
-    def most(self) -> int:
-        """Maximum number of own rows of the sequence, which it has at the end of the longest allowed answer."""
-        return self.used + self.longest - len(self.answer)
-
-    def fed(self, slot: int) -> Fed:
-        """Return the tokens to feed next: first the whole question, later the newest answer token."""
-        tokens = self.answer[-1:] or self.question.tolist()
+    def fed(self, slot: int, most: int | None) -> Fed:
+        """Return the tokens to feed next: first the question, in parts of up to `most`, later the newest token."""
+        tokens = self.answer[-1:] or self.question[self.asked :][:most]
         return Fed(slot, self.used, tokens, asks=not self.answer)
 
-    def take(self, token: int, ends: set[int]) -> bool:
+    def feed(self, fed: Fed) -> bool:
+        """Count tokens that were fed; return whether the whole question was, so that an answer token follows."""
+        self.used += len(fed.tokens)
+        self.asked += len(fed.tokens) if fed.asks else 0
+        return self.asked == len(self.question)
+
+    def take(self, token: int, logprobs: TokenLogprobs | None, ends: set[int]) -> bool:
         """Add the next token of the answer; return whether the answer is complete."""
-        self.used += 1 if self.answer else len(self.question)
         self.answer.append(token)
+        self.logprobs.append(logprobs)
         self.last = time.perf_counter()
         self.first = self.first or self.last
         ended = token in ends or len(self.answer) == self.longest
@@ -126,32 +145,60 @@ class _Sequence:
         if self.request.stop is not None:
             with calling_back():
                 self.stopped = bool(self.request.stop())
-        if (ended or self.stopped) and self.streamer is not None:
-            self.streamer.end()  # type: ignore[no-untyped-call]
+        if ended or self.stopped:
+            self.end_text()
         return ended or self.stopped
 
     def stream(self) -> None:
-        """Pass the tokens that were not streamed yet on as text."""
-        if self.streamer is not None:
-            for token in self.answer[self.streamed :]:
+        """Pass the tokens that were not streamed yet on, and then their text."""
+        for token, logprobs in zip(self.answer[self.streamed :], self.logprobs[self.streamed :], strict=True):
+            if self.request.on_token is not None:
+                with calling_back():
+                    self.request.on_token(token, logprobs)
+            if self.streamer is not None:
                 self.streamer.put(torch.tensor([token]))
         self.streamed = len(self.answer)
+
+    def end_text(self) -> None:
+        """Pass on the text that waits for more tokens."""
+        self.stream()
+        if self.streamer is not None:
+            self.streamer.end()  # type: ignore[no-untyped-call]
+
+
+Ended = tuple[Sequence, "Answer | NotFiniteError"]
+"""A sequence that has ended, and its answer, or the error that ended it."""
 
 
 class Engine:
     """Decodes questions over one index, as many at a time as its cache has slots.
 
-    In each step allocates the logits of all sequences.
+    Requests that are added wait for a slot, and take part from the next step on. In each step allocates the logits of
+    all sequences.
 
     Args:
         cache: a cache of the index. If it is packed, `why_alone` returns no reason for the cache that it shares. No
             other code may use its rows meanwhile.
+        chunk: maximum number of tokens of questions in a step, where the cache can take a question in several steps;
+            None: questions are never divided.
+        turns: keeps the rows of ended sequences for questions that continue them; only for a packed cache.
+        own_tokens: maximum number of a sequence's tokens, question and answer, for which memory is planned.
     """
 
-    def __init__(self, index: OpenIndex, cache: SequenceCache):
-        self.index, self.cache, self.slots = index, cache, cache.slots
+    def __init__(
+        self,
+        index: OpenIndex,
+        cache: SequenceCache,
+        *,
+        chunk: int | None = None,
+        turns: KeptTurns | None = None,
+        own_tokens: int | None = None,
+    ):
+        self.index, self.cache, self.slots, self.own_tokens = index, cache, cache.slots, own_tokens
+        self.chunk, self.turns = chunk if divides_questions(cache.stored_layers) else None, turns
         self.step = DecodeStep(index.model, cache, index.split.tokens)
-        self.active: dict[int, _Sequence] = {}
+        self.active: dict[int, Sequence] = {}
+        self.waiting: deque[Sequence] = deque()
         self.read: tuple[float, int] | None = None
         self.ends = ending_tokens(index)
 
@@ -169,7 +216,7 @@ class Engine:
             self.cache.release()
             self.cache.rewind()
 
-    def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
+    def answers(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
         """Answer questions; yield each answer with its question's index once it is complete.
 
         While this generator waits for its caller, other threads may use the model. If one of them rewinds the cache
@@ -180,88 +227,159 @@ class Engine:
                 between two answers, or this was called from an answer's callback.
             NotFiniteError: the model's logits are not finite.
         """
-        before = self.index.split.tokens
-        waiting = [(number, one, self._longest(one, before)) for number, one in enumerate(requests)][::-1]
+        waiting = deque(self.sequence(one) for one in requests)
+        numbers = {one: number for number, one in enumerate(waiting)}
         self.active, left, mine = {}, 0, 0
         while waiting or left:
             with exclusive(self.index.model):
                 if left and self.cache.rewinds != mine:
                     raise UsageError("another question was asked over the cache of a batch; ask again, or ask_all")
-                done = self._until_answered(waiting)
+                self.waiting = waiting
+                done = self._until_answered()
                 left, mine = len(self.active), self.cache.rewinds
-            yield from done
+            yield from ((numbers[one], answer) for one, answer in done)
 
     def answer(self, request: Request, before: int) -> Answer:
         """Answer one question after the first `before` tokens, which the cache holds. Call it within `exclusive`.
 
         All tokens except the last one of the answer stay in the cache. Raises what `answers` raises.
         """
-        longest = self._longest(request, before)
-        self.active = {0: _Sequence(self.index, request, 0, before - self.index.split.tokens, longest)}
+        self.active, self.waiting = {0: self.sequence(request, before)}, deque()
         self.cache.expect_prompt(before + len(request.question))
-        ((_, answer),) = self._until_answered([])
+        ((_, answer),) = self._until_answered()
         return answer
 
+    def sequence(self, request: Request, before: int | None = None) -> Sequence:
+        """Make the sequence of a request after the first `before` tokens, by default those of the stored context.
+
+        Raises:
+            UsageError: no position of the model is left for an answer, or the question exceeds `own_tokens`.
+        """
+        before = self.index.split.tokens if before is None else before
+        room, longest = answer_room(self.index, before + len(request.question)), request.sampling.max_new_tokens
+        longest = longest if room is None else min(room, longest)
+        if self.own_tokens is not None:
+            longest = min(longest, self.own_tokens - len(request.question))
+            if longest < 1:
+                raise UsageError(
+                    f"the question has {len(request.question):,} tokens, and question and answer have memory for "
+                    f"{self.own_tokens:,}; ask a shorter one, or let fewer requests decode together"
+                )
+        return Sequence(self.index, request, before - self.index.split.tokens, longest)
+
+    def recount(self) -> None:
+        """Count rows read from now on: another question over the same stored context has reset the counts."""
+        self.read = None
+        for sequence in self.active.values():
+            sequence.read_before = self._read()
+
     @torch.inference_mode()
-    def _until_answered(self, waiting: list[tuple[int, Request, int]]) -> list[tuple[int, Answer]]:
-        """Run steps until one completes answers; return the completed questions' indices and answers."""
-        model, done = self.index.model, list[tuple[int, Answer]]()
+    def drop(self, sequence: Sequence) -> Answer:
+        """End a sequence before its next step; return its answer so far."""
+        for slot, one in self.active.items():
+            if one is sequence:
+                sequence.end_text()
+                return self._end(slot)[1]
+        self.waiting.remove(sequence)
+        return self._answer(sequence)
+
+    @contextmanager
+    def running(self) -> Iterator[FreeCores]:
+        """Route the model's attention to the cache within the context, in which steps are run."""
+        model = self.index.model
         with route_attention(model, self.cache.attend), free_cores(model) as cores, all_cores(model):
             try:
-                while not done:
-                    cores.follow()
-                    self._admit(waiting)
-                    done = self._step()
+                yield cores
             finally:
                 self.cache.release()
+
+    def _until_answered(self) -> list[tuple[Sequence, Answer]]:
+        """Run steps until one completes answers; return the completed sequences and their answers."""
+        done = list[tuple[Sequence, Answer]]()
+        with self.running() as cores:
+            while not done:
+                cores.follow()
+                for sequence, answer in self.run_step():
+                    if isinstance(answer, NotFiniteError):
+                        raise answer
+                    done.append((sequence, answer))
         return done
 
-    def _longest(self, request: Request, before: int) -> int:
-        room = answer_room(self.index, before + len(request.question))
-        return request.sampling.max_new_tokens if room is None else min(room, request.sampling.max_new_tokens)
-
-    def _admit(self, waiting: list[tuple[int, Request, int]]) -> None:
-        """Assign free slots to the next questions, up to QUESTION_TOKENS tokens together."""
-        tokens = 0
-        if waiting and not self.active:
-            self.cache.rewind()
-            self.read = None
-        for slot in range(self.slots):
-            if not waiting or (tokens and tokens + len(waiting[-1][1].question) > QUESTION_TOKENS):
-                return
-            if slot not in self.active:
-                number, request, longest = waiting.pop()
-                sequence = _Sequence(self.index, request, number, 0, longest)
-                self.cache.expect_prompt(sequence.prompt_tokens)
-                sequence.read_before = self._read()
-                self.active[slot] = sequence
-                tokens += len(request.question)
-
-    def _step(self) -> list[tuple[int, Answer]]:
-        """Run one step; return the indices and answers of the questions that it completes."""
-        passes = self.cache.passes([self.active[slot].fed(slot) for slot in sorted(self.active)])
-        slots = [one.slot for fed in passes for one in fed]
+    @torch.inference_mode()
+    def run_step(self) -> list[Ended]:
+        """Run one step within `running`, of at least one sequence; return the sequences that it ends."""
+        passes = self.cache.passes(self._fed())
         parts = [self._logits(fed) for fed in passes]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         self.read = None
         for sequence in self.active.values():
             sequence.stream()  # while the device computes the step
-        complete = [
-            slot
-            for slot, token in zip(slots, self._choose(logits, slots), strict=True)
-            if self.active[slot].take(token, self.ends)
-        ]
-        return [self._answer(self.active.pop(slot)) for slot in complete]
+        fed = [one for each in passes for one in each]
+        whole = [place for place, one in enumerate(fed) if self.active[one.slot].feed(one)]
+        if not whole:
+            return []
+        slots = [fed[place].slot for place in whole]
+        chosen = self._choose(logits if len(whole) == len(fed) else logits[whole], slots)
+        ended = list[Ended]()
+        for slot, token, logprobs in zip(slots, *chosen, strict=True):
+            if token is None:
+                ended.append((self.active.pop(slot), NotFiniteError()))
+                self.cache.clear(slot)
+            elif self.active[slot].take(token, logprobs, self.ends):
+                ended.append(self._end(slot))
+        return ended
+
+    def _fed(self) -> list[Fed]:
+        """Assign free slots to waiting questions; return the tokens to feed in the next step."""
+        if self.waiting and not self.active:
+            self.cache.rewind()
+            self.read = None
+        fed, left = list[Fed](), self.chunk or QUESTION_TOKENS
+        for slot, sequence in self.active.items():
+            if sequence.answer or left:
+                fed.append(sequence.fed(slot, self.chunk and left))
+                left -= len(fed[-1].tokens) if fed[-1].asks else 0
+        for slot in [slot for slot in range(self.slots) if slot not in self.active]:
+            if not self._may_begin(left):
+                break
+            fed.append(self._begin(slot).fed(slot, self.chunk and left))
+            left -= len(fed[-1].tokens)
+        return sorted(fed, key=lambda one: one.slot)
+
+    def _may_begin(self, left: int) -> bool:
+        """Whether the next question may begin in a step that has room for `left` more tokens of questions."""
+        if not self.waiting or self.chunk:
+            return bool(self.waiting) and left > 0
+        return left == QUESTION_TOKENS or len(self.waiting[0].question) <= left
+
+    def _begin(self, slot: int) -> Sequence:
+        """Give a slot to the next question, and the rows that are kept of its first tokens."""
+        sequence = self.waiting.popleft()
+        self.cache.expect_prompt(sequence.prompt_tokens)
+        sequence.started, sequence.read_before = time.perf_counter(), self._read()
+        if self.turns is not None and (kept := self.turns.find(sequence.question)) is not None:
+            self.cache.restore(slot, kept)
+            sequence.kept = sequence.used = sequence.asked = kept.tokens
+        self.active[slot] = sequence
+        return sequence
+
+    def _end(self, slot: int) -> tuple[Sequence, Answer]:
+        """Free a slot, and keep its rows for a question that continues the answer."""
+        sequence = self.active.pop(slot)
+        if self.turns is not None:
+            tokens = [*sequence.question, *sequence.answer][: sequence.used]
+            self.turns.keep(tokens, lambda: self.cache.kept(slot, len(tokens)))
+        return sequence, self._answer(sequence)
 
     def _logits(self, fed: list[Fed]) -> torch.Tensor:
         """Run a forward pass; return the logits [B, V] of its sequences, which the next decode step may overwrite."""
         if any(one.asks for one in fed):
-            return self._begin(fed)
+            return self._ask(fed)
         newest = torch.tensor([one.tokens[0] for one in fed])
         return self.step(fed, newest, max(self.active[one.slot].most for one in fed))
 
-    def _begin(self, fed: list[Fed]) -> torch.Tensor:
-        """Run a pass in which some questions begin; return the logits [B, V]."""
+    def _ask(self, fed: list[Fed]) -> torch.Tensor:
+        """Run a pass with tokens of questions; return the logits [B, V] after each sequence's last token."""
         ids, positions = self.cache.questions_input(fed, self.index.split.tokens)
         ends = torch.tensor([len(one.tokens) for one in fed], device=ids.device).cumsum(0)
         logits: torch.Tensor = self.index.model(
@@ -272,22 +390,26 @@ class Engine:
         ).logits[0]
         return logits
 
-    def _choose(self, logits: torch.Tensor, slots: list[int]) -> list[int]:
-        """Choose the next token of each sequence from its logits [B, V], by sampling or as the argmax."""
+    def _choose(self, logits: torch.Tensor, slots: list[int]) -> tuple[list[int | None], list[TokenLogprobs | None]]:
+        """Choose the next token of each sequence from its logits [B, V], by sampling or as the argmax.
+
+        Returns the tokens, None where the logits are not finite, and the log-probabilities of those that want them.
+        """
         scores = self.index.agreed(logits.to(torch.float32, copy=True))
         highest, best = scores.max(-1)
-        *tokens, finite = torch.cat([best, highest.isfinite().all()[None]]).tolist()
-        if not finite:
-            raise NotFiniteError
+        tokens, finite = torch.stack([best, highest.isfinite()]).tolist()
         sampled: dict[Sampling, list[int]] = {}
         for place, slot in enumerate(slots):
-            if (sampling := self.active[slot].request.sampling).temperature:
+            if finite[place] and (sampling := self.active[slot].request.sampling).temperature:
                 sampled.setdefault(sampling, []).append(place)
         for sampling, places in sampled.items():
             drawn = draw(scores[places], sampling, [self.active[slots[place]].random for place in places])
             for place, token in zip(places, drawn, strict=True):
                 tokens[place] = token
-        return tokens
+        wanted = {place: self.active[slot].request.logprobs for place, slot in enumerate(slots) if finite[place]}
+        found = token_logprobs(scores, tokens, {place: top for place, top in wanted.items() if top is not None})
+        chosen = [token if one else None for token, one in zip(tokens, finite, strict=True)]
+        return chosen, [found.get(place) for place in range(len(slots))]
 
     def _read(self) -> tuple[float, int]:
         """Return the rows read for all sequences so far, and the rows that dense attention would have read.
@@ -299,18 +421,37 @@ class Engine:
             self.read = total_read(counts), sum(count.dense for count in counts)
         return self.read
 
-    def _answer(self, done: _Sequence) -> tuple[int, Answer]:
+    def _answer(self, done: Sequence) -> Answer:
         read, dense = (now - before for now, before in zip(self._read(), done.read_before, strict=True))
         answer = answer_of(
             self.index,
             done.answer,
             done.prompt_tokens,
-            (done.started, done.first, done.last),
+            (done.started, done.first or done.started, done.last),
             read_share(read, dense, counted=bool(self.cache.reads)),
             self.cache.stats(),
         )
         interrupted = done.stopped and answer.finish_reason == "length"
-        return done.number, replace(answer, finish_reason="interrupted") if interrupted else answer
+        return replace(answer, finish_reason="interrupted") if interrupted else answer
+
+
+def token_logprobs(scores: torch.Tensor, tokens: list[int], tops: dict[int, int]) -> dict[int, TokenLogprobs]:
+    """Return the log-probabilities of some rows of scores [B, V] float32; allocates two copies of these rows.
+
+    Args:
+        tokens: the token that was chosen in each row.
+        tops: for each row the number of likeliest tokens to return.
+    """
+    if not tops:
+        return {}
+    logprobs = scores[[*tops]].log_softmax(-1)
+    chosen = torch.tensor([tokens[row] for row in tops], device=scores.device)
+    own = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
+    best, ids = (one.tolist() for one in logprobs.topk(min(max(tops.values()), scores.shape[1])))
+    return {
+        row: TokenLogprobs(tokens[row], own[at], tuple(zip(ids[at][:top], best[at][:top], strict=True)))
+        for at, (row, top) in enumerate(tops.items())
+    }
 
 
 def generate(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
@@ -43,7 +44,7 @@ class Session:
         index: OpenIndex,
         config: DecodeConfig,
         gather_makers: Callable[[int], GatherMaker] | None = None,
-    ) -> "Session":
+    ) -> Self:
         """Make a session with a new cache; arguments, memory use and errors are those of `OpenIndex.cache`."""
         with exclusive(index.model):
             return cls(index, config, index.cache(config, gather_makers=gather_makers))

@@ -24,6 +24,7 @@ DECIDED_BY_CALLS = {
     "generate": ("prompt-file", "batch-file", "resume", "save-to", "special-tokens"),
     "recall-report": ("queries", "plot", "special-tokens"),
     "inspect": ("plot",),
+    "serve": ("api-key-file", "host", "cors"),
     "tune": ("reset",),
     "bench": ("plot",),
     "bench-model": ("config",),

@@ -33,6 +33,16 @@ def test_options_are_read_without_transformers() -> None:
     assert said.stdout.splitlines() == commands
 
 
+def test_the_help_of_serve_waits_for_neither_torch_nor_a_web_framework() -> None:
+    code = (
+        "import sys\nimport sparsekv.cli.serve\n"
+        "slow = ('torch', 'numpy', 'transformers', 'starlette', 'uvicorn')\n"
+        "print(*(name for name in slow if name in sys.modules))\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == []
+
+
 @pytest.mark.parametrize(
     ("command", "never"),
     [

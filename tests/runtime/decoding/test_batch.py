@@ -146,8 +146,9 @@ def test_it_does_not_matter_where_rows_lie(full_index: OpenIndex, placement: str
 def test_rows_that_are_read_where_they_lie_are_those_that_are_copied(
     full_index: OpenIndex, name: str, residual: bool, prefill: Dense | Own | QuestionPrefill
 ) -> None:
-    """As a GPU's kernels read them; here the same calls in plain torch."""
-    asked = [question_ids(full_index, question) for question in QUESTIONS]
+    """As a GPU's kernels read them; here the same calls in plain torch. No question ever answers alone, for which a CPU
+    has other kernels, that read other rows of a rest."""
+    asked = [question_ids(full_index, question) for question in QUESTIONS[:4]]
     cache = full_index.cache(sparse(name, METHODS[name], Budget(0.2), residual=residual, question=prefill))
     copied, in_place = (packed(full_index, cache, 4) for _ in range(2))
     assert isinstance(in_place.cache, PackedCache)

@@ -1,0 +1,91 @@
+"""The answers to one request as they come, and how a client that goes away ends them."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from sparsekv.cli.serving.errors import NO_RETRY, ApiError
+from sparsekv.runtime.serving.stream import Stream
+from sparsekv.runtime.serving.submission import Piece
+
+T = TypeVar("T")
+
+
+class Answers:
+    """The answers of several streams: an asynchronous iterator of their pieces, each with the number of its stream.
+
+    Raises while it is iterated what the streams raise, and ApiError if an answer did not end by itself. Then, and
+    whenever the iteration ends early, all streams are cancelled.
+    """
+
+    def __init__(self, streams: Sequence[Stream]):
+        self._streams, self._pieces = streams, self._merged()
+
+    def __aiter__(self) -> AsyncIterator[tuple[int, Piece]]:
+        return self._pieces
+
+    async def first(self) -> tuple[int, Piece]:
+        """Return the first piece."""
+        return await anext(self._pieces)
+
+    async def close(self) -> None:
+        """Cancel what has not ended."""
+        for stream in self._streams:
+            stream.cancel()
+        await self._pieces.aclose()
+
+    async def _merged(self) -> AsyncGenerator[tuple[int, Piece], None]:
+        iterators = [aiter(stream) for stream in self._streams]
+        waiting = {asyncio.ensure_future(_next(one)): number for number, one in enumerate(iterators)}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    number, piece = waiting.pop(task), task.result()
+                    yield number, _finished(piece)
+                    if piece.finish is None:
+                        waiting[asyncio.ensure_future(_next(iterators[number]))] = number
+        finally:
+            for stream in self._streams:
+                stream.cancel()
+            await _ended(*waiting)
+
+
+async def _next(pieces: AsyncIterator[Piece]) -> Piece:
+    return await anext(pieces)
+
+
+def _finished(piece: Piece) -> Piece:
+    if piece.finish == "timeout":
+        told = "the answer took longer than the server allows (--timeout); ask for a shorter one"
+        raise ApiError(504, told, "timeout_error", code="timeout", headers=NO_RETRY)
+    if piece.finish == "cancelled":
+        raise ApiError(503, "the server shut down before the answer was complete", "server_error", code="shutdown")
+    return piece
+
+
+async def while_connected(request: Request, wanted: Awaitable[T]) -> T:
+    """Return what is awaited. If the client goes away meanwhile, cancel it and raise `ClientDisconnect`."""
+    task = asyncio.ensure_future(wanted)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        await _ended(task, gone)
+
+
+async def _ended(*tasks: "asyncio.Future[Any]") -> None:
+    """Cancel tasks, and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

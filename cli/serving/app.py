@@ -1,0 +1,340 @@
+"""The HTTP app: OpenAI's paths over a scheduler, with health and measures."""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil
+
+import torch
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sparsekv.cli.common.console import note
+from sparsekv.cli.common.failures import describe
+from sparsekv.cli.serving import openapi
+from sparsekv.cli.serving.answers import Answers, while_connected
+from sparsekv.cli.serving.catalog import described, find, listed
+from sparsekv.cli.serving.errors import NO_RETRY, ApiError, failure
+from sparsekv.cli.serving.forms import About, ChatForm, Form, TextForm, Whole
+from sparsekv.cli.serving.limits import Gate, read_body
+from sparsekv.cli.serving.metrics import Metrics
+from sparsekv.cli.serving.requests import Asked, ChatRequest, CompletionRequest, parsed
+from sparsekv.cli.serving.responses import Health, ModelList, Sent
+from sparsekv.cli.serving.shelf import Served, Shelf
+from sparsekv.formats.errors import SparsekvError
+from sparsekv.runtime.api import api_words
+from sparsekv.runtime.attention.config import DecodeConfig
+from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.serving import messages
+from sparsekv.runtime.serving.scheduler import Scheduler
+from sparsekv.runtime.serving.stream import Stream
+from sparsekv.runtime.serving.submission import Piece, QueueFullError, Submission, Usage
+
+CLIENT_GONE = 499
+"""The status that is counted for a request whose client went away; nobody gets it."""
+Endpoint = Callable[[Request], Awaitable[Response]]
+SYSTEM_ROLES = {"developer": "system"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the server allows: hosts and keys as `Gate` takes them, and origins of web pages that may ask.
+
+    timeout: seconds that an answer may take; None: any.
+    body: largest body of a request in bytes.
+    """
+
+    keys: Sequence[str] = ()
+    hosts: Sequence[str] = ()
+    origins: Sequence[str] = ()
+    timeout: float | None = None
+    body: int = 1_000_000
+
+
+class Api:
+    """The endpoints.
+
+    `draining` is set once the server shuts down; then requests for answers are refused.
+
+    Args:
+        sampling: the sampling of a request that names none.
+    """
+
+    def __init__(self, scheduler: Scheduler, shelf: Shelf, sampling: Sampling, limits: Limits):
+        self.scheduler, self.shelf, self.sampling, self.limits = scheduler, shelf, sampling, limits
+        self.metrics = Metrics(scheduler.measures)
+        self.draining = False
+
+    def app(self) -> ASGIApp:
+        """Return the app to run."""
+        posted = {"/v1/chat/completions": self.chat, "/v1/completions": self.complete}
+        read = {
+            "/v1/models": self.models,
+            "/v1/models/{model:path}": self.model,
+            "/health": self.health,
+            "/metrics": self.measures,
+            "/openapi.json": self.openapi,
+        }
+        routes = [Route(path, self._guarded(deed), methods=["POST"]) for path, deed in posted.items()]
+        routes += [Route(path, self._guarded(deed), methods=["GET"]) for path, deed in read.items()]
+        gate = Middleware(Gate, self.limits.keys, self.limits.hosts)
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=list(self.limits.origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
+        )
+        layers = [cors, gate] if self.limits.origins else [gate]
+        app = Starlette(routes=routes, middleware=layers, exception_handlers={HTTPException: _refused})
+        app.router.redirect_slashes = False
+        return Counted(app, self.metrics, {*posted, *read} - {"/v1/models/{model:path}"})
+
+    async def chat(self, request: Request) -> Response:
+        asked = parsed(ChatRequest, await read_body(request, self.limits.body))
+        served, config = await find(self.shelf, asked.model, asked.sparsekv)
+        given = [messages.Message(SYSTEM_ROLES.get(one.role, one.role), one.text) for one in asked.messages]
+        tokens = await self._encoded("messages", partial(messages.conversation_tokens, served.opened, given))
+        return await self._answer(
+            request, asked, ChatForm(self._about(asked, served, config)), served, config, [tokens]
+        )
+
+    async def complete(self, request: Request) -> Response:
+        asked = parsed(CompletionRequest, await read_body(request, self.limits.body))
+        served, config = await find(self.shelf, asked.model, asked.sparsekv)
+        encoded = [
+            await self._encoded("prompt", partial(question_ids, served.opened, one, raw=True)) for one in asked.prompts
+        ]
+        form = TextForm(self._about(asked, served, config))
+        return await self._answer(request, asked, form, served, config, encoded)
+
+    async def models(self, request: Request) -> Response:
+        return _json(ModelList(data=listed(self.shelf)))
+
+    async def model(self, request: Request) -> Response:
+        name = str(request.path_params["model"])
+        served, config = await find(self.shelf, name)
+        return _json(described(replace(served, name=name, config=config)))
+
+    async def health(self, request: Request) -> Response:
+        return _json(Health(status="draining" if self.draining else "ok"), 503 if self.draining else 200)
+
+    async def measures(self, request: Request) -> Response:
+        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def openapi(self, request: Request) -> Response:
+        return Response(json.dumps(openapi.description(with_key=bool(self.limits.keys))), media_type="application/json")
+
+    def error(self, error: Exception) -> ApiError:
+        """Return what to answer for any error. An unexpected one is told on stderr, and not to the client."""
+        if not isinstance(error, SparsekvError | ApiError):
+            note(f"error: {describe(error, 'serve')}", quiet=False)
+            return ApiError(500, "the answer failed; the server's stderr says why", "server_error", headers=NO_RETRY)
+        told = failure(error) if isinstance(error, SparsekvError) else error
+        return replace(told, message=self.shelf.without_folders(told.message))
+
+    def _guarded(self, deed: Endpoint) -> Endpoint:
+        """Return an endpoint that answers every error in the API's form."""
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                return await deed(request)
+            except ClientDisconnect:
+                return Response(status_code=CLIENT_GONE)
+            except Exception as error:
+                return self.error(error).response()
+
+        return endpoint
+
+    def _about(self, asked: Asked, served: Served, config: DecodeConfig) -> About:
+        with_logprobs = asked.alternatives is not None
+        return About(asked.model, config, served.opened.tokenizer, asked.choices, asked.with_usage, with_logprobs)
+
+    async def _encoded(self, param: str, encode: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return token ids, made in the thread that alone uses the tokenizer."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.shelf.executor, encode)
+        except SparsekvError as error:
+            raise ApiError(400, str(error), param=param, code="invalid_value") from None
+
+    async def _answer(
+        self,
+        request: Request,
+        asked: Asked,
+        form: Form,
+        served: Served,
+        config: DecodeConfig,
+        encoded: Sequence[torch.Tensor],
+    ) -> Response:
+        """Return the answer, or the beginning of its stream."""
+        began = time.perf_counter()
+        answers = Answers(self._submitted(asked, served, config, encoded))
+        try:
+            # The status of a stream waits for the first piece, because a request may still be refused until then.
+            first = await while_connected(request, answers.first())
+            self.metrics.first_token.observe(time.perf_counter() - began)
+            told = Told(form, self, len(encoded) * asked.choices)
+            if asked.stream:
+                return EventStream(answers, told.events(first, answers))
+            return _json(await while_connected(request, told.whole(first, answers)))
+        except BaseException:
+            await answers.close()
+            raise
+
+    def _submitted(
+        self, asked: Asked, served: Served, config: DecodeConfig, encoded: Sequence[torch.Tensor]
+    ) -> list[Stream]:
+        """Submit each prompt as often as it gets answers. Raises ApiError if the queue has no room for all."""
+        if self.draining:
+            told = "the server shuts down; ask again later"
+            raise ApiError(503, told, "server_error", code="shutdown", headers={"Retry-After": "1"})
+        if not self.shelf.holds(served):
+            told = f"{served.name} was replaced meanwhile; ask again"
+            raise ApiError(503, told, "server_error", code="replaced", headers={"Retry-After": "1"})
+        with api_words():
+            sampling = self._sampling(asked)
+        plain = Submission(
+            served.name, config, encoded[0], sampling, asked.stops, asked.alternatives, self.limits.timeout
+        )
+        streams = list[Stream]()
+        try:
+            for tokens in encoded:
+                for number in range(asked.choices):
+                    own = replace(sampling, seed=_moved(sampling.seed, number))
+                    streams.append(self.scheduler.submit(replace(plain, tokens=tokens, sampling=own)))
+        except QueueFullError as error:
+            for stream in streams:
+                stream.cancel()
+            seconds = {"Retry-After": str(max(1, ceil(error.retry_after)))}
+            raise ApiError(429, str(error), "rate_limit_error", code="queue_full", headers=seconds) from None
+        return streams
+
+    def _sampling(self, asked: Asked) -> Sampling:
+        """Return the sampling of a request. Without a seed, each request draws other tokens."""
+        temperature = self.sampling.temperature if asked.temperature is None else asked.temperature
+        top_p = self.sampling.top_p if asked.top_p is None else asked.top_p
+        drawn = secrets.randbelow(2**63) if asked.seed is None else asked.seed
+        return Sampling(
+            max_new_tokens=asked.longest or self.sampling.max_new_tokens,
+            temperature=temperature,
+            top_p=top_p if temperature else None,
+            seed=drawn,
+        )
+
+
+class Told:
+    """Writes the pieces of a request's answers in a form."""
+
+    def __init__(self, form: Form, api: Api, choices: int):
+        self.form, self.api, self.choices = form, api, choices
+        self._usages: dict[int, Usage] = {}
+
+    async def events(self, first: tuple[int, Piece], answers: Answers) -> AsyncIterator[str]:
+        """Yield the events of a stream."""
+        try:
+            for choice in range(self.choices):
+                for sent in self.form.opening(choice):
+                    yield _event(sent.model_dump_json())
+            for sent in self.form.event(*self._seen(*first)):
+                yield _event(sent.model_dump_json())
+            before = time.perf_counter()
+            async for choice, piece in answers:
+                now = time.perf_counter()
+                self.api.metrics.gap.observe(now - before)
+                before = now
+                for sent in self.form.event(*self._seen(choice, piece)):
+                    yield _event(sent.model_dump_json())
+            for sent in self.form.closing(self._each):
+                yield _event(sent.model_dump_json())
+            yield _event("[DONE]")
+        except Exception as error:
+            yield _event(self.api.error(error).json())
+
+    async def whole(self, first: tuple[int, Piece], answers: Answers) -> Sent:
+        """Return the body of an answer that is not streamed."""
+        wholes = [Whole() for _ in range(self.choices)]
+        wholes[first[0]].add(self._seen(*first)[1])
+        async for choice, piece in answers:
+            wholes[choice].add(self._seen(choice, piece)[1])
+        return self.form.whole(wholes, self._each)
+
+    def _seen(self, choice: int, piece: Piece) -> tuple[int, Piece]:
+        if piece.usage is not None:
+            self._usages[choice] = piece.usage
+        return choice, piece
+
+    @property
+    def _each(self) -> list[Usage]:
+        return [self._usages[choice] for choice in sorted(self._usages)]
+
+
+class EventStream(StreamingResponse):
+    """A stream of events. If the client goes away, the answers are cancelled."""
+
+    def __init__(self, answers: Answers, events: AsyncIterator[str]):
+        # Proxies such as nginx would otherwise gather events.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self.answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.answers.close()
+
+
+class Counted:
+    """An ASGI app around another that counts requests by path and status."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: set[str]):
+        self.app, self.metrics, self.paths = app, metrics, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.metrics.requests.labels(self._label(scope["path"]), str(message["status"])).inc()
+            await send(message)
+
+        await self.app(scope, receive, counted if scope["type"] == "http" else send)
+
+    def _label(self, path: str) -> str:
+        if path.startswith("/v1/models/"):
+            return "/v1/models/{model}"
+        return path if path in self.paths else "other"
+
+
+def _moved(seed: int, number: int) -> int:
+    """Return the seed of one of several answers, within the range of seeds."""
+    return (seed + number + 2**63) % 2**64 - 2**63
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """Answer a path that does not exist, or a method that it does not have."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    headers = getattr(error, "headers", None) or {}
+    told = f"{request.method} {request.url.path}: there is no such path; /openapi.json lists those that there are"
+    if status == 405:
+        allowed = ", ".join(sorted(headers.get("Allow", "").split(", ")))
+        told = f"{request.url.path} does not take {request.method}; it takes {allowed}"
+    return ApiError(status, told, code="unknown_url", headers=headers).response()
+
+
+def _json(sent: Sent, status: int = 200) -> Response:
+    return Response(sent.model_dump_json(), status, media_type="application/json")
+
+
+def _event(data: str) -> str:
+    return f"data: {data}\n\n"

@@ -1,0 +1,110 @@
+"""What a request's model name means: an index, a method and a budget; and how an index is described."""
+
+import re
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from sparsekv.cli.serving.errors import ApiError
+from sparsekv.cli.serving.requests import Extension
+from sparsekv.cli.serving.responses import ModelDetails, ModelSent
+from sparsekv.cli.serving.shelf import Served, Shelf
+from sparsekv.formats.errors import UsageError, suggestion
+from sparsekv.runtime.api import api_words
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, QuestionPrefill
+from sparsekv.runtime.decoding.choose_config import (
+    choose_config,
+    prefill_method,
+    question_prefill,
+    refuse_beside_dense,
+)
+from sparsekv.runtime.selection.interface import Budget
+from sparsekv.runtime.selection.registry import DENSE, methods_of
+
+SETTING = re.compile(r"(?::(?P<method>[^@:]+))?(?:@(?P<budget>[^@:]+))?")
+"""What may follow the name of an index: `:METHOD`, `@BUDGET`, or both."""
+
+
+async def find(shelf: Shelf, model: str, extension: Extension | None = None) -> tuple[Served, DecodeConfig]:
+    """Return the index that a model name means, and the config of an answer.
+
+    Raises:
+        ApiError: there is no such index (404), or no such setting of it (400).
+        SparsekvError: the index cannot be opened.
+    """
+    name, method, budget = _parsed(shelf, model)
+    if (served := await shelf.find(name)) is None:
+        raise _unknown(shelf, model)
+    own = extension or Extension()
+    for field, by_model, given in (("method", method, own.method), ("budget", budget, own.budget)):
+        if by_model is not None and given is not None:
+            told = f"the model {model} names a {field} already; leave sparsekv.{field} out"
+            raise ApiError(400, told, param=f"sparsekv.{field}", code="invalid_value")
+    # As on the command line a whole number counts tokens, and 1.0 is everything.
+    written = budget if own.budget is None else str(own.budget)
+    try:
+        with api_words():
+            return served, _config(served, method or own.method, written, own.prefill)
+    except UsageError as error:
+        param = "model" if method or budget else "sparsekv"
+        raise ApiError(400, str(error), param=param, code="invalid_value") from None
+
+
+def described(served: Served) -> ModelSent:
+    """Return an open index as `/v1/models` lists it."""
+    artifact = served.opened.artifact
+    details = ModelDetails(
+        model=Path(artifact.manifest.model.id).name,  # of a local model not its folder
+        tokens=artifact.manifest.split.tokens,
+        methods=[*methods_of(artifact), DENSE],
+        method=served.config.attention.name,
+        budget=served.config.budget.value,
+    )
+    created = int(datetime.fromisoformat(artifact.manifest.created).timestamp())
+    return ModelSent(id=served.name, created=created, sparsekv=details)
+
+
+def listed(shelf: Shelf) -> list[ModelSent]:
+    """Return all indices as `/v1/models` lists them. Those that no request has opened have no details."""
+    opened = {one.name: described(one) for one in shelf.opened()}
+    return [opened.get(name) or ModelSent(id=name, created=0) for name in shelf.names()]
+
+
+def _parsed(shelf: Shelf, model: str) -> tuple[str, str | None, str | None]:
+    """Return the name of an index, and the method and the budget behind it. An index may have any name, too."""
+    names = shelf.names()
+    if model in names:
+        return model, None, None
+    for name in sorted(names, key=len, reverse=True):
+        if model.startswith(name) and (found := SETTING.fullmatch(model, len(name))):
+            return name, found["method"], found["budget"]
+    raise _unknown(shelf, model)
+
+
+def _unknown(shelf: Shelf, model: str) -> ApiError:
+    names = shelf.names()
+    told = f"no model '{model}'{suggestion(model, names)}; there are: {', '.join(names)}"
+    return ApiError(404, told, param="model", code="model_not_found")
+
+
+def _config(served: Served, method: str | None, budget: str | None, prefill: str | None) -> DecodeConfig:
+    """Return the config of a request that names some of these.
+
+    Raises:
+        UsageError: a method or a budget does not exist, or they do not go together.
+    """
+    config, artifact = served.config, served.opened.artifact
+    if method is not None:
+        of_server = None if method == DENSE else served.budget
+        chosen = choose_config(artifact, method, budget=budget or of_server, placement=config.placement)
+        config = replace(chosen, question=config.question)
+    elif budget is not None:
+        if isinstance(config.attention, Dense):
+            refuse_beside_dense({"--budget": budget})
+        config = replace(config, budget=Budget.parse(budget), layer_budgets={}, origin="")
+    if prefill is not None:
+        named = prefill_method(artifact, prefill)
+        config = replace(config, question=question_prefill(prefill, None, named, {}))
+    if isinstance(config.attention, Dense) and isinstance(config.question, QuestionPrefill):
+        refuse_beside_dense({"--prefill": config.question.name})
+    return config

@@ -1,0 +1,104 @@
+"""Errors of the HTTP API, in the form that OpenAI's clients read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.responses import Response
+
+from sparsekv.formats.errors import SparsekvError, UsageError
+
+NO_RETRY = {"x-should-retry": "false"}
+"""A header by which OpenAI's clients do not send a request again after a status of 500 or more."""
+
+
+class ErrorBody(BaseModel):
+    """The content of an error: a message, its kind, the field of the request that is wrong, and a short code."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every answer with a status of 400 or more."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    error: ErrorBody
+
+
+@dataclass
+class ApiError(Exception):
+    """A request that is refused or failed, with the HTTP status to answer.
+
+    param: the field of the request that is wrong, such as `messages.0.content`.
+    headers: further headers of the answer.
+    """
+
+    status: int
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def json(self) -> str:
+        """Return the body of the answer."""
+        body = ErrorBody(message=self.message, type=self.type, param=self.param, code=self.code)
+        return ErrorAnswer(error=body).model_dump_json()
+
+    def response(self) -> Response:
+        """Return the whole answer."""
+        return Response(self.json(), self.status, self.headers, "application/json")
+
+
+def failure(error: SparsekvError) -> ApiError:
+    """Return what to answer for an error of an answer: 400 for a wrong request, otherwise 500."""
+    if isinstance(error, UsageError):
+        return ApiError(400, str(error))
+    return ApiError(500, str(error), "server_error", headers=NO_RETRY)
+
+
+UNSUPPORTED = "unsupported"
+"""Marks a field that exists in OpenAI's API, and that may only have the value that changes nothing."""
+
+
+def invalid(kind: type[BaseModel], error: ValidationError, given: Any) -> ApiError:
+    """Return what to answer for a body that is not valid: the first of the deepest errors, with the field's path.
+
+    Args:
+        kind: the model of the body.
+        given: the body, parsed from JSON.
+    """
+    paths = [(_path(one["loc"], given), one) for one in error.errors(include_url=False, include_input=False)]
+    # Of a field with several types, each type's error is told; that of a value's own type says more.
+    path, first = max(paths, key=lambda pair: (len(pair[0]), not pair[1]["type"].endswith("_type")))
+    name, told = ".".join(map(str, path)), first["msg"].removeprefix("Value error, ")
+    field_info = kind.model_fields.get(str(path[0])) if path else None
+    if field_info is not None and UNSUPPORTED in field_info.metadata:
+        told = f"{name} is not supported; leave it out"
+        return ApiError(400, told, param=name, code="unsupported_parameter")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{name} is no field of this request; leave it out", param=name, code="unknown_parameter")
+    if first["type"] == "missing":
+        return ApiError(400, f"{name} is missing", param=name, code="missing_required_parameter")
+    return ApiError(400, f"{name}: {told}" if name else told, param=name or None, code="invalid_value")
+
+
+def _path(loc: tuple[int | str, ...], given: Any) -> list[int | str]:
+    """Return an error's place without the names of types that pydantic adds for unions."""
+    path: list[int | str] = []
+    for number, one in enumerate(loc):
+        last = number == len(loc) - 1
+        if isinstance(given, dict) and (one in given or last):
+            path.append(one)
+            given = given.get(one)
+        elif isinstance(given, list) and isinstance(one, int) and one < len(given):
+            path.append(one)
+            given = given[one]
+    return path

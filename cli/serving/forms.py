@@ -1,0 +1,218 @@
+"""The forms of an answer: a chat's message or a text, whole or as events of a stream."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+from uuid import uuid4
+
+from transformers import PreTrainedTokenizerBase
+
+from sparsekv.cli.serving.responses import (
+    Alternative,
+    AnswerMessage,
+    CachedTokens,
+    ChatChoice,
+    ChatChoiceDelta,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatLogprobs,
+    Completion,
+    Delta,
+    Details,
+    Finish,
+    Sent,
+    TextChoice,
+    TextLogprobs,
+    TokenChoice,
+    UsageSent,
+)
+from sparsekv.runtime.attention.config import DecodeConfig
+from sparsekv.runtime.decoding.engine import TokenLogprobs
+from sparsekv.runtime.serving.submission import Piece, Usage
+
+
+@dataclass(frozen=True)
+class About:
+    """What all parts of an answer tell: the model as the client named it, the config, and how token ids are shown.
+
+    choices: number of answers to each prompt.
+    with_usage: whether a stream ends with the number of tokens.
+    with_logprobs: whether log-probabilities are told.
+    """
+
+    model: str
+    config: DecodeConfig
+    tokenizer: PreTrainedTokenizerBase
+    choices: int
+    with_usage: bool
+    with_logprobs: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def usage(self, each: Sequence[Usage]) -> UsageSent:
+        """Return the number of tokens of all answers. A prompt counts once, however many answers it gets."""
+        first = each[:: self.choices]
+        prompt, answered = sum(one.prompt_tokens for one in first), sum(one.answer_tokens for one in each)
+        cached = CachedTokens(cached_tokens=sum(one.cached_tokens for one in first))
+        total = prompt + answered
+        return UsageSent(
+            prompt_tokens=prompt, completion_tokens=answered, total_tokens=total, prompt_tokens_details=cached
+        )
+
+    def details(self, each: Sequence[Usage]) -> Details:
+        """Return how the answers attended to the document."""
+        read = sum(one.kv_fraction for one in each) / len(each)
+        return Details(method=self.config.attention.name, budget=self.config.budget.value, kv_fraction=read)
+
+    def text_of(self, token: int) -> str:
+        """Return a token's text. Of a token that is a part of a character it is U+FFFD."""
+        return str(self.tokenizer.decode([token]))
+
+    def alternative(self, token: int, logprob: float) -> Alternative:
+        """Return a token with its log-probability, in the form of a chat."""
+        text = self.text_of(token)
+        whole = None if "\ufffd" in text else list(text.encode())
+        return Alternative(token=text, bytes=whole, logprob=logprob)
+
+
+@dataclass
+class Whole:
+    """An answer from its pieces: the text, the tokens' log-probabilities, why it ended, and its cost."""
+
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: Finish = "stop"
+    usage: Usage | None = None
+
+    def add(self, piece: Piece) -> None:
+        """Add the next piece."""
+        self.text += piece.text
+        self.logprobs += piece.logprobs
+        if piece.finish is not None:
+            self.finish, self.usage = finish_of(piece), piece.usage
+
+
+def finish_of(piece: Piece) -> Finish:
+    """Return why an answer ended, which it did by itself."""
+    return "length" if piece.finish == "length" else "stop"
+
+
+class Form(Protocol):
+    """How an answer is written. A choice is one of the answers to one of the prompts."""
+
+    def opening(self, choice: int) -> Iterator[Sent]:
+        """Yield what a stream begins with for a choice."""
+
+    def event(self, choice: int, piece: Piece) -> Iterator[Sent]:
+        """Yield the events of a piece of a choice."""
+
+    def closing(self, each: Sequence[Usage]) -> Iterator[Sent]:
+        """Yield what a stream ends with."""
+
+    def whole(self, answers: Sequence[Whole], each: Sequence[Usage]) -> Sent:
+        """Return the body of an answer that is not streamed."""
+
+
+class ChatForm:
+    """The form of `/v1/chat/completions`."""
+
+    def __init__(self, about: About):
+        self.about, self.id = about, f"chatcmpl-{uuid4().hex}"
+
+    def opening(self, choice: int) -> Iterator[Sent]:
+        yield self._chunk(ChatChoiceDelta(index=choice, delta=Delta(role="assistant", content="")))
+
+    def event(self, choice: int, piece: Piece) -> Iterator[Sent]:
+        logprobs = self._logprobs(piece.logprobs) if piece.logprobs else None
+        if piece.text or logprobs is not None:
+            yield self._chunk(ChatChoiceDelta(index=choice, delta=Delta(content=piece.text), logprobs=logprobs))
+        if piece.finish is not None:
+            yield self._chunk(ChatChoiceDelta(index=choice, delta=Delta(), finish_reason=finish_of(piece)))
+
+    def closing(self, each: Sequence[Usage]) -> Iterator[Sent]:
+        if self.about.with_usage:
+            yield self._chunk(usage=self.about.usage(each), details=self.about.details(each))
+
+    def whole(self, answers: Sequence[Whole], each: Sequence[Usage]) -> Sent:
+        choices = [
+            ChatChoice(
+                index=number,
+                message=AnswerMessage(content=one.text),
+                logprobs=self._logprobs(one.logprobs) if self.about.with_logprobs else None,
+                finish_reason=one.finish,
+            )
+            for number, one in enumerate(answers)
+        ]
+        about, usage, details = self.about, self.about.usage(each), self.about.details(each)
+        return ChatCompletion(
+            id=self.id, created=about.created, model=about.model, choices=choices, usage=usage, sparsekv=details
+        )
+
+    def _chunk(
+        self, *choices: ChatChoiceDelta, usage: UsageSent | None = None, details: Details | None = None
+    ) -> ChatCompletionChunk:
+        about = self.about
+        return ChatCompletionChunk(
+            id=self.id, created=about.created, model=about.model, choices=list(choices), usage=usage, sparsekv=details
+        )
+
+    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
+        return ChatLogprobs(content=[self._token(one) for one in tokens])
+
+    def _token(self, one: TokenLogprobs) -> TokenChoice:
+        top = [self.about.alternative(*pair) for pair in one.top]
+        return TokenChoice(**dict(self.about.alternative(one.token, one.logprob)), top_logprobs=top)
+
+
+class TextForm:
+    """The form of `/v1/completions`."""
+
+    def __init__(self, about: About):
+        self.about, self.id = about, f"cmpl-{uuid4().hex}"
+        self._offsets: dict[int, int] = {}
+
+    def opening(self, choice: int) -> Iterator[Sent]:
+        yield from ()
+
+    def event(self, choice: int, piece: Piece) -> Iterator[Sent]:
+        if piece.text or piece.logprobs or piece.finish is not None:
+            finish = None if piece.finish is None else finish_of(piece)
+            yield self._body([self._choice(choice, piece.text, piece.logprobs, finish)])
+
+    def closing(self, each: Sequence[Usage]) -> Iterator[Sent]:
+        if self.about.with_usage:
+            yield self._body([], each)
+
+    def whole(self, answers: Sequence[Whole], each: Sequence[Usage]) -> Sent:
+        choices = [self._choice(number, one.text, one.logprobs, one.finish) for number, one in enumerate(answers)]
+        return self._body(choices, each)
+
+    def _choice(self, choice: int, text: str, tokens: Sequence[TokenLogprobs], finish: Finish | None) -> TextChoice:
+        logprobs = self._logprobs(choice, tokens) if self.about.with_logprobs else None
+        return TextChoice(index=choice, text=text, logprobs=logprobs, finish_reason=finish)
+
+    def _body(self, choices: list[TextChoice], each: Sequence[Usage] = ()) -> Completion:
+        about = self.about
+        usage, details = (about.usage(each), about.details(each)) if each else (None, None)
+        return Completion(
+            id=self.id, created=about.created, model=about.model, choices=choices, usage=usage, sparsekv=details
+        )
+
+    def _logprobs(self, choice: int, tokens: Sequence[TokenLogprobs]) -> TextLogprobs:
+        texts, offsets, offset = [self.about.text_of(one.token) for one in tokens], [], self._offsets.get(choice, 0)
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        self._offsets[choice] = offset
+        return TextLogprobs(
+            tokens=texts,
+            token_logprobs=[one.logprob for one in tokens],
+            top_logprobs=[
+                {self.about.text_of(token): logprob for token, logprob in reversed(one.top)} for one in tokens
+            ],
+            text_offset=offsets,
+        )
+
+    def _top(self, one: TokenLogprobs) -> dict[str, float]:
+        """Return the likeliest tokens by their texts; of tokens of the same text, the likeliest."""
+        return {self.about.text_of(token): logprob for token, logprob in reversed(one.top)}

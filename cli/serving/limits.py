@@ -1,0 +1,124 @@
+"""What the server refuses before a request is read: a wrong host, a missing key, a body too large or too slow."""
+
+import asyncio
+import hmac
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sparsekv.cli.serving.errors import ApiError
+from sparsekv.formats.errors import UsageError, reason_of
+
+BODY_SECONDS = 30.0
+"""Seconds within which a request's body must arrive."""
+DISCARDED = 16
+"""How many times the largest body is read and dropped, so that a client that still sends sees the refusal."""
+OPEN_PATHS = ("/health",)
+"""Paths that need no key."""
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def read_keys(file: Path) -> list[str]:
+    """Return the keys in a file, one a line.
+
+    Raises:
+        UsageError: the file cannot be read, or has no key, or a key that no header can carry.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--api-key-file {file} cannot be read: {reason_of(error)}; name a file of text") from None
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys:
+        raise UsageError(f"--api-key-file {file} has no key; write one a line")
+    for number, key in enumerate(keys, 1):
+        if not key.isascii() or not key.isprintable() or " " in key:
+            raise UsageError(f"--api-key-file {file}: key {number} has characters that no header can carry; use ASCII")
+    return keys
+
+
+class Gate:
+    """An ASGI app in front of another: it refuses requests that name another host, and requests without a key.
+
+    A web page cannot ask a server on loopback, even if its own name is resolved to 127.0.0.1: its requests name
+    another host.
+
+    Args:
+        keys: keys of which a request must have one; empty: none is needed.
+        hosts: host names that a request may name; empty: any.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], hosts: Sequence[str]):
+        self.app, self.hosts = app, hosts
+        # Hashes have one length, so a comparison tells nothing about a key's.
+        self.keys = [sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._check(scope["path"], scope["method"], Headers(scope=scope))
+            except ApiError as error:
+                await error.response()(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+    def _check(self, path: str, method: str, headers: Headers) -> None:
+        """Raise ApiError for a request that must not go on."""
+        if self.hosts and host_name(headers.get("host", "")) not in self.hosts:
+            told = f"this server answers requests to {', '.join(self.hosts)} only; the Host header names another"
+            raise ApiError(421, told, code="wrong_host")
+        # A browser asks for permission first, without a key.
+        if self.keys and path not in OPEN_PATHS and method != "OPTIONS":
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not self._is_known(key.strip()):
+                told = "this server asks for a key: send the header Authorization: Bearer KEY"
+                raise ApiError(401, told, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+    def _is_known(self, key: str) -> bool:
+        """Whether a key is one of ours. All are compared, each in constant time."""
+        given = sha256(key.encode()).digest()
+        return sum(hmac.compare_digest(given, one) for one in self.keys) > 0
+
+
+def host_name(header: str) -> str:
+    """Return a Host header's name in lower case, without its port and without the brackets of IPv6."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0].lower()
+    return header.partition(":")[0].lower()
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """Return a request's body.
+
+    Raises:
+        ApiError: it is not sent as JSON (415), too large (413), or does not arrive in time (408).
+        ClientDisconnect: the client went away.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # A page of another site may send a form or plain text without asking; JSON it may not.
+        raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _limited(request, most)
+    except TimeoutError:
+        told = f"the body did not arrive within {BODY_SECONDS:.0f} s"
+        raise ApiError(408, told, headers={"Connection": "close"}) from None
+
+
+async def _limited(request: Request, most: int) -> bytes:
+    body, seen = bytearray(), 0
+    async for part in request.stream():
+        seen += len(part)
+        if seen <= most:
+            body += part
+        elif seen > DISCARDED * most:
+            break
+    if seen > most:
+        told = f"the body is larger than {most:,} bytes; ask a shorter question"
+        raise ApiError(413, told, code="body_too_large", headers={"Connection": "close"})
+    return bytes(body)

@@ -1,0 +1,108 @@
+"""The OpenAPI description of the server, from the models of its requests and answers."""
+
+from importlib.metadata import version
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from sparsekv.cli.serving.errors import ErrorAnswer
+from sparsekv.cli.serving.requests import ChatRequest, CompletionRequest
+from sparsekv.cli.serving.responses import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    Health,
+    ModelList,
+    ModelSent,
+)
+
+REFERENCE = "#/components/schemas/{model}"
+_MODELS: tuple[type[BaseModel], ...] = (
+    ChatRequest,
+    CompletionRequest,
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    ModelList,
+    ModelSent,
+    Health,
+    ErrorAnswer,
+)
+ERRORS = {
+    "400": "The body is not JSON or not a request of this kind; error.param names the field.",
+    "401": "The server asks for a key, and the request has none of its keys.",
+    "404": "There is no such model.",
+    "408": "The body did not arrive in time.",
+    "413": "The body is too large.",
+    "415": "The body is not sent as application/json.",
+    "421": "The Host header names another machine.",
+    "429": "The queue is full; Retry-After tells when to ask again.",
+    "500": "The answer failed.",
+    "503": "The server shuts down.",
+    "504": "The answer took longer than the server allows.",
+}
+
+
+def description(*, with_key: bool) -> dict[str, Any]:
+    """Return the OpenAPI description.
+
+    Args:
+        with_key: whether requests need a key.
+    """
+    _, schemas = models_json_schema([(model, "validation") for model in _MODELS], ref_template=REFERENCE)
+    paths = {
+        "/v1/chat/completions": _asked(ChatRequest, ChatCompletion, ChatCompletionChunk, "Answer a conversation."),
+        "/v1/completions": _asked(CompletionRequest, Completion, Completion, "Continue the text behind a document."),
+        "/v1/models": _read("List the served indices.", _json(ModelList), "401", "421"),
+        "/v1/models/{model}": _read("Describe a served index.", _json(ModelSent), "400", "401", "404", "421"),
+        "/health": _read("Tell whether requests are answered.", _json(Health)),
+        "/metrics": _read("Measures for Prometheus.", {"text/plain": {"schema": {"type": "string"}}}, "401", "421"),
+    }
+    name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+    paths["/v1/models/{model}"]["parameters"] = [name]
+    paths["/health"]["get"]["responses"]["503"] = {"description": ERRORS["503"], "content": _json(Health)}
+    found: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "sparsekv serve", "version": version("sparsekv")},
+        "paths": paths,
+        "components": {"schemas": schemas["$defs"]},
+    }
+    if with_key:
+        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        found["security"] = [{"key": []}]
+        paths["/health"]["get"]["security"] = []
+    return found
+
+
+def _asked(body: type[BaseModel], answer: type[BaseModel], event: type[BaseModel], told: str) -> dict[str, Any]:
+    """Describe a path to which a body is posted."""
+    told_of_stream = "With `stream`: events whose data are of this kind or an error, and at the end `[DONE]`."
+    events = _json(event)["application/json"]["schema"] | {"description": told_of_stream}
+    return {
+        "post": {
+            "summary": told,
+            "requestBody": {"required": True, "content": _json(body)},
+            "responses": {
+                "200": {
+                    "description": "The answer.",
+                    "content": _json(answer) | {"text/event-stream": {"schema": events}},
+                },
+                **_errors(*ERRORS),
+            },
+        }
+    }
+
+
+def _read(told: str, content: dict[str, Any], *errors: str) -> dict[str, Any]:
+    """Describe a path that is read."""
+    answer = {"200": {"description": told, "content": content}}
+    return {"get": {"summary": told, "responses": answer | _errors(*errors)}}
+
+
+def _errors(*statuses: str) -> dict[str, Any]:
+    return {status: {"description": ERRORS[status], "content": _json(ErrorAnswer)} for status in statuses}
+
+
+def _json(model: type[BaseModel]) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": REFERENCE.format(model=model.__name__)}}}

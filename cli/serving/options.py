@@ -1,0 +1,141 @@
+"""Command-line options of `serve`. They are read without torch, so that --help is fast."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparsekv.cli.common.options import (
+    ATTENDED,
+    PLACED,
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    QuietOption,
+    WeightsOption,
+)
+
+WHO, AT_ONCE, UNSAID = "Who may ask", "How much at once", "Answers to requests that do not say"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Command-line options of `serve`."""
+
+    indices: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="INDEX",
+            help="Indices of one model. Each is served under its name, without .skv. Default: the current folder's "
+            "only *.skv, or with --indices-from that folder's first.",
+        ),
+    ] = None
+    indices_from: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Serve every *.skv in a folder, too. Each is opened at the first request for it; links are left out.",
+        ),
+    ] = None
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 is all of this machine's.", rich_help_panel=WHO)
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 is any that is free.", rich_help_panel=WHO)
+    ] = 8000
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A file with keys, one a line, of which a request must have one. Default: none is needed.",
+            rich_help_panel=WHO,
+        ),
+    ] = None
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Let web pages of an origin ask, such as https://chat.example.org; repeatable. Default: none may.",
+            rich_help_panel=WHO,
+        ),
+    ] = None
+    slots: Annotated[
+        int,
+        typer.Option(
+            "--batch-size",
+            "--slots",
+            min=1,
+            help="Requests that are answered together, over one index with one method and budget.",
+            rich_help_panel=AT_ONCE,
+        ),
+    ] = 16
+    max_queue: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Requests that may wait for a slot. More are refused with 429.", rich_help_panel=AT_ONCE
+        ),
+    ] = 64
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.1,
+            metavar="SECONDS",
+            help="Longest time of an answer, its wait for a slot included. Then it ends with an error.",
+            rich_help_panel=AT_ONCE,
+        ),
+    ] = 600.0
+    drain: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="On SIGTERM or Ctrl-C: how long answers that have begun may still take.",
+            rich_help_panel=AT_ONCE,
+        ),
+    ] = 30.0
+    max_body: Annotated[
+        int, typer.Option(min=1, metavar="BYTES", help="Largest body of a request.", rich_help_panel=AT_ONCE)
+    ] = 1_000_000
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Method that selects the tokens to attend to, or `dense`. Default: what `tune` found, or the index's "
+            "first.",
+            rich_help_panel=UNSAID,
+        ),
+    ] = None
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Share (0.1, 10%) or number of the document's tokens to attend to. Default: what `tune` found, or "
+            "the method's own.",
+            rich_help_panel=ATTENDED,
+        ),
+    ] = None
+    prefill: Annotated[
+        str | None,
+        typer.Option(
+            metavar="dense|own|METHOD",
+            help="What a question's tokens attend to, as of `generate`. Default: dense.",
+            rich_help_panel=ATTENDED,
+        ),
+    ] = None
+    placement: Annotated[
+        str,
+        typer.Option(
+            metavar="device|host|disk",
+            help="Where the documents' keys and values are kept, as of `generate`.",
+            rich_help_panel=PLACED,
+        ),
+    ] = "device"
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.", rich_help_panel=UNSAID)] = 256
+    temperature: Annotated[
+        float,
+        typer.Option(help="0 takes the likeliest token each time; above 0 one is drawn.", rich_help_panel=UNSAID),
+    ] = 0.0
+    model: ModelOption = None
+    weights: WeightsOption = "auto"
+    device: DeviceOption = "auto"
+    dtype: DtypeOption = "auto"
+    quiet: QuietOption = False

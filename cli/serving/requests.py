@@ -1,0 +1,209 @@
+"""Bodies of requests: OpenAI's fields that have a meaning here, and those that may only have the value that changes
+nothing."""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sparsekv.cli.serving.errors import UNSUPPORTED, ApiError, invalid
+
+MOST_CHOICES = 16
+MOST_STOPS = 4
+
+Number = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Nothing = Annotated[list[Any], Field(max_length=0)]
+Ignored = Annotated[str | None, Field(description="Accepted, and without effect.")]
+
+
+class Body(BaseModel):
+    """Fields that are not declared are refused, and values are not converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class Extension(Body):
+    """How this answer attends to the document, under the key `sparsekv`."""
+
+    method: Annotated[str, Field(max_length=64)] | None = None
+    budget: Annotated[str, Field(max_length=32)] | int | float | None = None
+    prefill: Annotated[str, Field(max_length=64)] | None = None
+
+
+class TextPart(Body):
+    """A part of a message. There are only texts."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """A message of a conversation. A client may send an answer's message back as it got it."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Nothing | None = None
+    annotations: Nothing | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class TextFormat(Body):
+    """The only format of an answer: text."""
+
+    type: Literal["text"]
+
+
+class Asked(Body):
+    """The fields that both kinds of completions have."""
+
+    model: Annotated[str, Field(max_length=256)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[Number, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Number | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stop: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MOST_STOPS)]
+        | None
+    ) = None
+    sparsekv: Extension | None = None
+
+    user: Ignored = None
+
+    frequency_penalty: Annotated[Annotated[float, Field(ge=0, le=0)] | None, UNSUPPORTED] = None
+    presence_penalty: Annotated[Annotated[float, Field(ge=0, le=0)] | None, UNSUPPORTED] = None
+    logit_bias: Annotated[Annotated[dict[str, Any], Field(max_length=0)] | None, UNSUPPORTED] = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def choices(self) -> int:
+        """Number of answers to each prompt."""
+        return self.n or 1
+
+    @property
+    def longest(self) -> int | None:
+        """Maximum number of tokens of an answer; None for the server's default."""
+        return self.max_tokens
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with the number of tokens."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def alternatives(self) -> int | None:
+        """Number of alternatives to tell for each token; None if no probabilities are told."""
+        raise NotImplementedError
+
+
+class ChatRequest(Asked):
+    """The body of a request for a chat completion."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[Number, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    metadata: Annotated[dict[str, str] | None, Field(description="Accepted, and without effect.")] = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+
+    audio: Annotated[None, UNSUPPORTED] = None
+    function_call: Annotated[Literal["none"] | None, UNSUPPORTED] = None
+    functions: Annotated[Nothing | None, UNSUPPORTED] = None
+    modalities: Annotated[list[Literal["text"]] | None, UNSUPPORTED] = None
+    moderation: Annotated[None, UNSUPPORTED] = None
+    parallel_tool_calls: Annotated[bool | None, Field(description="Accepted: there are no tools.")] = None
+    prediction: Annotated[None, UNSUPPORTED] = None
+    reasoning_effort: Annotated[Literal["none"] | None, UNSUPPORTED] = None
+    response_format: Annotated[TextFormat | None, UNSUPPORTED] = None
+    service_tier: Annotated[Literal["auto", "default"] | None, UNSUPPORTED] = None
+    store: Annotated[Literal[False] | None, UNSUPPORTED] = None
+    tool_choice: Annotated[Literal["none", "auto"] | None, UNSUPPORTED] = None
+    tools: Annotated[Nothing | None, UNSUPPORTED] = None
+    verbosity: Annotated[Literal["medium"] | None, UNSUPPORTED] = None
+    web_search_options: Annotated[None, UNSUPPORTED] = None
+
+    @property
+    def longest(self) -> int | None:
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        """Raise ApiError for fields that contradict each other."""
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            told = "max_tokens and max_completion_tokens are one field's old and new name; give one"
+            raise ApiError(400, told, param="max_tokens", code="invalid_value")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
+
+
+class CompletionRequest(Asked):
+    """The body of a request for the continuation of a text behind the document, without the chat template."""
+
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES)]
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+
+    best_of: Annotated[Annotated[int, Field(ge=1, le=1)] | None, UNSUPPORTED] = None
+    echo: Annotated[Literal[False] | None, UNSUPPORTED] = None
+    suffix: Annotated[None, UNSUPPORTED] = None
+
+    @property
+    def prompts(self) -> Sequence[str]:
+        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    def check(self) -> None:
+        """Raise ApiError for more answers than a request may have."""
+        if len(self.prompts) * self.choices > MOST_CHOICES:
+            told = f"{len(self.prompts)} prompts of {self.choices} answers each are more than {MOST_CHOICES}; ask less"
+            raise ApiError(400, told, param="prompt", code="invalid_value")
+
+
+Request = TypeVar("Request", ChatRequest, CompletionRequest)
+
+
+def parsed(kind: type[Request], body: bytes) -> Request:
+    """Parse a body. Raises ApiError (400) if it is not JSON or not a request of this kind."""
+    try:
+        asked = kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(kind, error, body) from None
+    if asked.stream_options is not None and not asked.stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options", code="invalid_value")
+    asked.check()
+    return asked
+
+
+def _refusal(kind: type[BaseModel], error: ValidationError, body: bytes) -> ApiError:
+    first = error.errors(include_url=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
+    return invalid(kind, error, json.loads(body))

@@ -1,0 +1,116 @@
+"""Open the indices and run the server over them."""
+
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from sparsekv.cli.common.console import note, say
+from sparsekv.cli.common.index_option import open_artifact
+from sparsekv.cli.common.loading import load_for
+from sparsekv.cli.common.method_options import note_small_budgets
+from sparsekv.cli.common.process import refuse_little_room
+from sparsekv.cli.common.streams import flush_streams, outlive_reader
+from sparsekv.cli.serving.app import Api, Limits
+from sparsekv.cli.serving.limits import LOOPBACK, read_keys
+from sparsekv.cli.serving.options import ServeOptions
+from sparsekv.cli.serving.server import Server, address_of, allow_many_connections, bind
+from sparsekv.cli.serving.shelf import Served, Shelf, folders_by_name, indices_in, state_of
+from sparsekv.formats.errors import IdentityError, UsageError
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.models.load import identify
+from sparsekv.runtime.attention.config import DecodeConfig
+from sparsekv.runtime.decoding.choose_config import choose_config
+from sparsekv.runtime.decoding.open import OpenIndex, open_index
+from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.decoding.threads import exclusive
+from sparsekv.runtime.serving.scheduler import Scheduler
+
+
+def run(options: ServeOptions) -> None:
+    """Serve until a signal ends the server. Raises what opening an index, or its address, raises."""
+    refuse_little_room()
+    outlive_reader()  # a client that goes away closes a pipe, too
+    allow_many_connections()
+    folders = folders_by_name(_named(options))
+    states = {name: state_of(folder) for name, folder in folders.items()}
+    artifacts = {name: open_artifact(folder, called="INDEX") for name, folder in folders.items()}
+    configs = {name: _config(options, artifact) for name, artifact in artifacts.items()}
+    sampling = Sampling(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
+    limits, listening = _limits(options), bind(options.host, options.port)
+    first, *others = artifacts
+    indices = {first: _first(options, artifacts[first], configs[first])}
+    indices |= {name: _beside(indices[first], artifacts[name]) for name in others}
+    note_small_budgets([config.budget for config in configs.values()], quiet=options.quiet)
+
+    def open_later(name: str, folder: Path) -> Served:
+        artifact = open_artifact(folder)
+        return Served(name, _beside(indices[first], artifact), _config(options, artifact), options.budget)
+
+    # One thread: a tokenizer's settings change with each text, so it must not be used by two threads at once.
+    executor = ThreadPoolExecutor(1, "encoder")
+    scheduler = Scheduler({}, slots=options.slots, queue=options.max_queue)
+    shelf = Shelf(scheduler, open_later, executor, options.indices_from)
+    for name, index in indices.items():
+        shelf.put(Served(name, index, configs[name], options.budget), folders[name], states[name])
+    ready = partial(_tell, options, shelf, f"{address_of(listening, options.host)}/v1")
+    server = Server(Api(scheduler, shelf, sampling, limits), options.drain, ready, quiet=options.quiet)
+    server.run([listening])
+    if server.interrupted:
+        signal.raise_signal(signal.SIGINT)
+
+
+def _named(options: ServeOptions) -> list[Path]:
+    """Return the folders of the indices that are opened at once: those of the command line, or else one."""
+    if options.indices:
+        return options.indices
+    if options.indices_from is None:
+        return [open_artifact(None).folder]
+    found = next(indices_in(options.indices_from), None)
+    if found is None:
+        raise UsageError(f"--indices-from {options.indices_from} has no index; name another folder")
+    return [found]
+
+
+def _config(options: ServeOptions, artifact: Artifact) -> DecodeConfig:
+    """Return the config of requests that name none."""
+    return choose_config(
+        artifact, options.method, budget=options.budget, prefill=options.prefill, placement=options.placement
+    )
+
+
+def _limits(options: ServeOptions) -> Limits:
+    keys = [] if options.api_key_file is None else read_keys(options.api_key_file)
+    local = options.host in LOOPBACK
+    if not local and not keys:
+        told = f"whoever reaches {options.host} can ask, because --api-key-file names no keys"
+        note(told, quiet=options.quiet)
+    return Limits(keys, LOOPBACK if local else (), options.cors or [], options.timeout, options.max_body)
+
+
+def _first(options: ServeOptions, artifact: Artifact, config: DecodeConfig) -> OpenIndex:
+    """Open the first index, whose model answers for all."""
+    named, hold = (options.model, options.device, options.dtype), config.placement == "device"
+    return load_for(artifact, *named, quiet=options.quiet, weights=options.weights, hold=hold)
+
+
+def _beside(first: OpenIndex, artifact: Artifact) -> OpenIndex:
+    """Open a further index with the same model. Raises IdentityError if another model built it."""
+    loaded = first.loaded
+    its = identify(loaded, artifact.manifest)
+    try:
+        with exclusive(loaded.model):
+            return open_index(artifact, loaded.model, loaded.tokenizer, its, files=loaded.tokenizer_files)
+    except IdentityError as error:
+        error.add_note(f"{first.artifact.folder} and {artifact.folder} would be served by one model")
+        raise
+
+
+def _tell(options: ServeOptions, shelf: Shelf, address: str) -> None:
+    """Print what is served, and then the address."""
+    for one in shelf.opened():
+        config = one.config
+        told = f"{one.name}: {one.opened.split.tokens:,} tokens; {config.attention.name}, budget {config.budget}"
+        note(told, quiet=options.quiet)
+    say(address)
+    flush_streams()

@@ -1,0 +1,134 @@
+"""The HTTP server: its address, the signals that end it, and connections that send nothing."""
+
+import asyncio
+import resource
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Thread
+from types import FrameType
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from sparsekv.cli.common.console import note
+from sparsekv.cli.serving.app import Api
+from sparsekv.formats.errors import SparsekvError, UsageError, reason_of
+
+HEAD_SECONDS = 30.0
+"""Seconds within which a connection must send the head of a request that it has begun, or of its first."""
+LAST_SECONDS = 5
+"""Seconds that clients get, after the last answer has ended, to read what was sent to them."""
+FILES = 65_536
+"""Open files that are allowed where the system lets us: each connection is one."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that holds an address, and does not listen yet.
+
+    Raises:
+        UsageError: there is no such address on this machine.
+        SparsekvError: the port is taken, or may not be used.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError):
+        raise UsageError(f"--host {host}: there is no such address; give 127.0.0.1, or one of this machine's") from None
+    listening = socket.socket(family, kind, protocol)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(address)
+    except OSError as error:
+        listening.close()
+        told = f"cannot listen on {host} port {port}: {reason_of(error)}"
+        raise SparsekvError(f"{told}; give another --port (0: any that is free) or --host") from None
+    return listening
+
+
+def address_of(listening: socket.socket, host: str) -> str:
+    """Return the URL of a listening socket."""
+    name = f"[{host}]" if ":" in host else host
+    return f"http://{name}:{listening.getsockname()[1]}"
+
+
+class _Connection(H11Protocol):
+    """A connection that is closed if the head of a request does not come in time."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.head_timer: asyncio.TimerHandle | None = None
+        self._time_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._time_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _time_head(self) -> None:
+        """Start the timer where the head of a request is to come, and stop it where it has come."""
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_timer()
+        elif self.head_timer is None:
+            self.head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self.head_timer is not None:
+            self.head_timer.cancel()
+            self.head_timer = None
+
+
+class Server(uvicorn.Server):
+    """A server that answers what it has begun before it ends.
+
+    On SIGTERM or Ctrl-C it refuses new requests for answers, and ends when those that run have ended, or after the
+    seconds of `drain`. A second signal ends it at once. `interrupted`: whether Ctrl-C ended it.
+    """
+
+    def __init__(self, api: Api, drain: float, ready: Callable[[], None], *, quiet: bool):
+        config = uvicorn.Config(
+            api.app(),
+            http=_Connection,
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",  # the app tells its errors itself
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=LAST_SECONDS,
+        )
+        super().__init__(config)
+        self.api, self.drain, self.ready, self.quiet, self.interrupted = api, drain, ready, quiet, False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.interrupted |= sig == signal.SIGINT
+        if self.api.draining:
+            self.force_exit = self.should_exit = True
+            return
+        self.api.draining = True
+        Thread(target=self._drain, daemon=True).start()
+
+    def _drain(self) -> None:
+        note("no new requests; answers that have begun are completed; another signal ends them", quiet=self.quiet)
+        self.api.scheduler.close(self.drain)
+        self.should_exit = True
+
+
+def allow_many_connections() -> None:
+    """Raise the limit of open files to `FILES`, or as far as the system lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

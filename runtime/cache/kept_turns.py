@@ -1,0 +1,149 @@
+"""Rows of ended sequences, kept for questions that continue them."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from sparsekv.formats.index.context_rows import Pair
+from sparsekv.kernels.common.states import State
+
+BLOCK = 8
+"""Number of tokens for which a hash is stored; fewer tokens are not looked up."""
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """The first `tokens` own rows of a sequence: keys and values [Hk, tokens, D] of each layer that attends.
+
+    `state` is the state after these tokens of the layers that keep one.
+    """
+
+    tokens: int
+    rows: tuple[Pair, ...]
+    state: State = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for pair in self.rows for one in pair) + sum(one.nbytes for one in self.state.values())
+
+    def first(self, tokens: int) -> "KeptRows":
+        """Return views of the first rows."""
+        if tokens == self.tokens:
+            return self
+        return replace(
+            self, tokens=tokens, rows=tuple((keys[:, :tokens], values[:, :tokens]) for keys, values in self.rows)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """The tokens of an ended sequence, their rows, and the hashes of their blocks."""
+
+    owner: object
+    tokens: list[int]
+    rows: KeptRows
+    hashes: list[int]
+
+
+class TurnStore:
+    """Keeps the rows of ended sequences of several caches, up to `most_bytes`; the least recently used go first."""
+
+    def __init__(self, most_bytes: int):
+        self.most_bytes, self.nbytes = most_bytes, 0
+        self._entries: OrderedDict[_Entry, None] = OrderedDict()
+        self._by_hash: dict[int, list[_Entry]] = {}
+
+    def add(self, entry: _Entry) -> None:
+        self._entries[entry] = None
+        self.nbytes += entry.rows.nbytes
+        for one in entry.hashes:
+            self._by_hash.setdefault(one, []).append(entry)
+        while self.nbytes > self.most_bytes:
+            self.remove(next(iter(self._entries)))
+
+    def remove(self, entry: _Entry) -> None:
+        del self._entries[entry]
+        self.nbytes -= entry.rows.nbytes
+        for one in entry.hashes:
+            self._by_hash[one].remove(entry)
+            if not self._by_hash[one]:
+                del self._by_hash[one]
+
+    def use(self, entry: _Entry) -> None:
+        self._entries.move_to_end(entry)
+
+    def with_hash(self, number: int) -> Sequence[_Entry]:
+        return self._by_hash.get(number, ())
+
+    def forget(self, owner: object = None) -> None:
+        """Remove the rows of one cache, or of all."""
+        for entry in [one for one in self._entries if owner is None or one.owner is owner]:
+            self.remove(entry)
+
+
+class KeptTurns:
+    """The kept rows of one cache.
+
+    Args:
+        store: keeps the rows, and those of other caches.
+        divided: rows do not depend on the steps in which tokens were fed, and layers keep no state. A question may then
+            continue any of the kept tokens; otherwise only all tokens of a sequence, as in a chat.
+    """
+
+    def __init__(self, store: TurnStore, *, divided: bool):
+        self.store, self.divided = store, divided
+
+    def find(self, tokens: list[int]) -> KeptRows | None:
+        """Return the rows of the longest kept beginning of some tokens; None if there are none.
+
+        The last token is never among them, because the next token follows from its logits.
+        """
+        hashes, best, length = list(self._hashes(tokens[:-1])), None, 0
+        for one in reversed(hashes):
+            for entry in self.store.with_hash(one):
+                same = _same(entry.tokens, tokens[:-1]) if entry.owner is self else 0
+                if same > length and (self.divided or same == len(entry.tokens)):
+                    best, length = entry, same
+            if best is not None:
+                self.store.use(best)
+                return best.rows.first(length)
+        return None
+
+    def keep(self, tokens: list[int], rows: Callable[[], KeptRows]) -> None:
+        """Keep the rows of a sequence's tokens; `rows` copies them.
+
+        Sequences that are the beginning of this one are removed where a question can continue this one there.
+        """
+        hashes = list(self._hashes(tokens))
+        if not hashes:
+            return
+        try:
+            kept = rows()
+        except torch.OutOfMemoryError:
+            self.store.forget()
+            return
+        if kept.nbytes > self.store.most_bytes:
+            return
+        for entry in list(self.store.with_hash(hashes[0])):
+            same = _same(entry.tokens, tokens) if entry.owner is self else 0
+            if same == len(entry.tokens) and (self.divided or same == len(tokens)):
+                self.store.remove(entry)
+        self.store.add(_Entry(self, tokens, kept, hashes))
+
+    def forget(self) -> None:
+        self.store.forget(self)
+
+    def _hashes(self, tokens: list[int]) -> Iterator[int]:
+        """Yield a hash for each whole block, of all tokens up to its end."""
+        last = id(self)
+        for first in range(0, len(tokens) - BLOCK + 1, BLOCK):
+            last = hash((last, *tokens[first : first + BLOCK]))
+            yield last
+
+
+def _same(first: list[int], second: list[int]) -> int:
+    """Return the number of tokens that both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))

@@ -1,0 +1,124 @@
+"""One request in the scheduler: the callbacks of its sequence, its stop strings, and the pieces that it delivers."""
+
+import time
+from collections.abc import Callable
+
+from sparsekv.runtime.decoding.answer import Answer
+from sparsekv.runtime.decoding.engine import Request, Sequence, TokenLogprobs
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.serving.stream import Channel
+from sparsekv.runtime.serving.submission import Finish, Piece, Submission, Usage
+
+
+class StoppedText:
+    """The text of an answer up to the first of some stop strings.
+
+    A text's end with which a stop string may begin is held back until more text follows.
+    """
+
+    def __init__(self, stops: tuple[str, ...]):
+        self.stops, self.found, self._held = stops, False, ""
+
+    def put(self, text: str) -> str:
+        """Add text; return the text that can be delivered."""
+        if self.found:
+            return ""
+        self._held += text
+        places = [place for stop in self.stops if (place := self._held.find(stop)) >= 0]
+        self.found = bool(places)
+        end = min(places) if places else len(self._held) - self._may_begin()
+        out, self._held = self._held[:end], "" if places else self._held[end:]
+        return out
+
+    def end(self) -> str:
+        """Return the text that is held back."""
+        out, self._held = self._held, ""
+        return out
+
+    def stops_with(self, text: str) -> bool:
+        """Whether a stop string would be found in the text so far if `text` followed; the text is not added."""
+        return self.found or any(stop in self._held + text for stop in self.stops)
+
+    def _may_begin(self) -> int:
+        """Return the number of last characters with which a stop string begins."""
+        longest = min(max(map(len, self.stops), default=1) - 1, len(self._held))
+        ends = (length for length in range(longest, 0, -1) if self._ends_like_stop(length))
+        return next(ends, 0)
+
+    def _ends_like_stop(self, length: int) -> bool:
+        return any(stop.startswith(self._held[-length:]) for stop in self.stops)
+
+
+class Job:
+    """A request, and what is delivered of its answer. `ended` is called once, before the end is delivered."""
+
+    def __init__(self, request: Submission, index: OpenIndex, ended: Callable[["Job"], None]):
+        self.request, self.index, self._ended = request, index, ended
+        self.channel, self.text = Channel(), StoppedText(request.stop)
+        self.sequence: Sequence | None = None
+        self.submitted = time.monotonic()
+        self.usage: Usage | None = None
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+
+    def engine_request(self) -> Request:
+        request = self.request
+        return Request(
+            request.tokens,
+            request.sampling,
+            self._on_text,
+            self._stops if request.stop else None,
+            self._on_token,
+            request.logprobs,
+        )
+
+    def due(self) -> Finish | None:
+        """Return why the request must end before the next step; None if it need not."""
+        if self.channel.cancelled:
+            return "cancelled"
+        timeout = self.request.timeout
+        return "timeout" if timeout is not None and time.monotonic() >= self.submitted + timeout else None
+
+    def finish(self, answer: Answer | None, reason: Finish | None = None) -> None:
+        """Deliver the last piece.
+
+        Args:
+            answer: None if the request ends before it has a sequence.
+            reason: why the request ends; None: the answer is complete.
+        """
+        if reason is None:
+            stopped = self.text.found or (answer is not None and answer.finish_reason == "stop")
+            reason = "stop" if stopped else "length"
+        stored, kept = self.index.split.tokens, 0 if self.sequence is None else self.sequence.kept
+        self.usage = Usage(
+            prompt_tokens=stored + len(self.request.tokens),
+            cached_tokens=stored + kept,
+            answer_tokens=0 if answer is None else answer.generated_tokens,
+            kv_fraction=0.0 if answer is None else answer.kv_fraction,
+        )
+        self._ended(self)
+        self._put(self.text.end(), reason)
+
+    def fail(self, error: BaseException) -> None:
+        """Deliver the error that ends the request."""
+        self._ended(self)
+        self.channel.put(error)
+
+    def _on_token(self, token: int, logprobs: TokenLogprobs | None) -> None:
+        self._tokens.append(token)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+
+    def _on_text(self, text: str) -> None:
+        if out := self.text.put(text):
+            self._put(out)
+
+    def _stops(self) -> bool:
+        assert self.sequence is not None
+        assert self.sequence.streamer is not None
+        return self.text.stops_with(self.sequence.streamer.pending())
+
+    def _put(self, text: str, finish: Finish | None = None) -> None:
+        usage = None if finish is None else self.usage
+        self.channel.put(Piece(text, tuple(self._tokens), tuple(self._logprobs), finish, usage))
+        self._tokens, self._logprobs = [], []

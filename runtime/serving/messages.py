@@ -1,0 +1,83 @@
+"""Token ids of a conversation's messages behind a stored document."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sparsekv.formats.documents.continuation import border_behind, plain_end
+from sparsekv.formats.documents.plain_text import encode_after
+from sparsekv.formats.documents.prompt import next_turn
+from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.decoding.answer import framed_ids
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.session import Place
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a conversation; `role` is `user`, `assistant` or `system`."""
+
+    role: str
+    content: str
+
+
+def conversation_tokens(index: OpenIndex, messages: Sequence[Message], *, raw: bool = False) -> torch.Tensor:
+    """Return the token ids [Q] behind the document of a conversation that ends with a user's message.
+
+    They are those of a chat over the same index, except where a tokenizer reads an answer's text as other tokens than
+    the model has generated. Control tokens in messages are plain text.
+
+    Args:
+        raw: encode messages without the chat template.
+
+    Raises:
+        UsageError: roles do not alternate from user to user, a user's message is empty, there is a system message, or
+            the chat template has only one turn.
+    """
+    _check_roles(messages)
+    place = Place.behind(index.artifact.manifest.prompt)
+    place = Place(None, place.border) if raw else place
+    parts = list[torch.Tensor]()
+    for number, message in enumerate(messages):
+        if message.role == "user":
+            parts.append(framed_ids(index, message.content, place.chat, place.border))
+        else:
+            parts.append(_answer_ids(index, place, parts[-1], message.content))
+            place = _next_place(index, place, parts[-1], number)
+    return torch.cat(parts)
+
+
+def _check_roles(messages: Sequence[Message]) -> None:
+    for number, message in enumerate(messages):
+        role = "assistant" if number % 2 else "user"
+        if message.role == "system":
+            raise UsageError(
+                "the document begins the conversation and is stored, so no system message can precede it; put its text "
+                "into the question, or into the document"
+            )
+        if message.role != role:
+            raise UsageError(f"message {number + 1} is of role {message.role}, where one of {role} must follow")
+        if role == "user" and not message.content.strip():
+            raise UsageError(f"message {number + 1} is empty; ask something")
+    if len(messages) % 2 == 0:
+        raise UsageError("the last message must be the user's; ask something")
+
+
+def _answer_ids(index: OpenIndex, place: Place, question: torch.Tensor, text: str) -> torch.Tensor:
+    """Encode an answer's text as it follows its question."""
+    if place.chat is None:
+        lead = border_behind(index.tokenizer, question.tolist()).lead
+    else:
+        lead = plain_end(index.tokenizer, place.chat.after)
+    return torch.tensor(encode_after(index.tokenizer, lead, text).ids, dtype=torch.int64)
+
+
+def _next_place(index: OpenIndex, place: Place, answer: torch.Tensor, number: int) -> Place:
+    """Return the place of the question after an answer [A], which is message `number`."""
+    border = border_behind(index.tokenizer, answer.tolist())
+    if place.chat is None:
+        return Place(None, border)
+    if (chat := next_turn(index.tokenizer, place.chat)) is None:
+        raise UsageError(f"this model's chat template has one question, and message {number + 2} is a second one")
+    return Place(chat, border)

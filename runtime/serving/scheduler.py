@@ -1,0 +1,322 @@
+"""The scheduler, which answers requests over several open indices of one model by continuous batching."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from threading import Condition, Thread
+
+import torch
+
+from sparsekv.formats.errors import UsageError, choose_one
+from sparsekv.kernels.common.hook import AttentionCall, route_attention
+from sparsekv.runtime.attention.config import DecodeConfig
+from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.cache.kept_turns import TurnStore
+from sparsekv.runtime.decoding.answer import answer_room
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.threads import exclusive
+from sparsekv.runtime.serving.job import Job
+from sparsekv.runtime.serving.lane import Lane
+from sparsekv.runtime.serving.stream import Stream
+from sparsekv.runtime.serving.submission import QueueFullError, Submission
+
+KEPT_BYTES = 256 << 20
+SLICE = 0.1
+"""Seconds after which the scheduler lets other threads use the model."""
+PAUSE = 0.0005
+"""Seconds for which it then waits: a thread that releases a lock and takes it again at once leaves it to no other."""
+LONGEST_WAIT = 60.0
+"""Maximum of the estimated seconds until the queue has room."""
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What a scheduler does now, and its totals since it was made.
+
+    `kv_fraction` is the mean share of the document's keys and values that a decode step read.
+    """
+
+    waiting: int
+    running: int
+    answers: int
+    answer_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    kept_bytes: int
+    kv_fraction: float
+
+
+def _new_cache(index: OpenIndex, config: DecodeConfig) -> IndexCache:
+    return index.cache(config)
+
+
+class Scheduler:
+    """Answers requests over several open indices of one model by continuous batching, in a thread of its own.
+
+    Requests of one index and one config share steps; several of these lanes take turns, step by step. The thread begins
+    with the first request and ends when there is nothing to do.
+
+    Args:
+        indices: open indices by name; all of the same model.
+        slots: maximum number of requests that decode together over one index with one config.
+        queue: maximum number of requests that wait for a slot.
+        kept_bytes: maximum size of the keys and values that are kept of ended requests, for next turns.
+        lanes: maximum number of pairs of index and config whose caches are in memory.
+        make_cache: makes the cache of an index for a config; by default `OpenIndex.cache`.
+    """
+
+    def __init__(
+        self,
+        indices: Mapping[str, OpenIndex],
+        *,
+        slots: int = 16,
+        queue: int = 64,
+        kept_bytes: int = KEPT_BYTES,
+        lanes: int = 8,
+        make_cache: Callable[[OpenIndex, DecodeConfig], IndexCache] = _new_cache,
+    ):
+        self.slots, self.queue, self.most_lanes, self.make_cache = slots, queue, lanes, make_cache
+        self._indices: dict[str, OpenIndex] = {}
+        self._changed = Condition()
+        """Guards the fields below, which threads that submit read and change; notified when a request has ended."""
+        self._lanes: list[Lane] = []
+        self._jobs: dict[Job, Lane] = {}
+        self._thread: Thread | None = None
+        self._closed = False
+        self._turns = TurnStore(kept_bytes)
+        self._answers, self._answer_tokens, self._prompt_tokens, self._cached_tokens = 0, 0, 0, 0
+        self._read, self._seconds = 0.0, 1.0
+        for name, index in indices.items():
+            self.add(name, index)
+
+    def add(self, name: str, index: OpenIndex) -> None:
+        """Serve one more index. It replaces an index of this name, over which running requests still end.
+
+        Raises:
+            UsageError: the index has another model than those that are served.
+        """
+        with self._changed:
+            if any(one.model is not index.model for one in self._indices.values()):
+                raise UsageError(f"{name} has another model than the indices that are served; serve it by itself")
+            self._indices[name] = index
+
+    def remove(self, name: str) -> None:
+        """Serve an index no longer. Its running requests end as usual; then its memory is freed."""
+        with self._changed:
+            self._indices.pop(name, None)
+            if self._thread is None:
+                self._close_unused()
+
+    def submit(self, request: Submission) -> Stream:
+        """Queue a request; return the stream of its answer.
+
+        Raises:
+            QueueFullError: the queue is full.
+            UsageError: there is no index of this name, the scheduler is closed, the request has no tokens or tokens
+                that the model does not have, or no position of the model is left for an answer.
+        """
+        if (index := self._indices.get(request.index)) is None:
+            raise UsageError(f"index {request.index}: {choose_one(request.index, list(self._indices))}")
+        _check(index, request)
+        with self._changed:
+            if self._closed:
+                raise UsageError("this server is closing; ask another one, or start it again")
+            if self._waiting() >= self.queue:
+                raise QueueFullError(self._retry_after())
+            lane = self._lane(index, request.config)
+            job = Job(request, index, self._ended)
+            lane.jobs.append(job)
+            self._jobs[job] = lane
+            if self._thread is None:
+                self._thread = Thread(target=self._run, name="sparsekv-serving")
+                self._thread.start()
+        return Stream(job.channel)
+
+    def close(self, drain: float) -> None:
+        """Refuse new requests, wait up to `drain` seconds for those that run, cancel the rest, and free the caches."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._jobs, drain)
+            for job in self._jobs:
+                job.channel.cancelled = True
+            self._changed.wait_for(lambda: self._thread is None)
+            self._lanes.clear()
+            self._turns.forget()
+
+    def measures(self) -> Measures:
+        with self._changed:
+            return Measures(
+                waiting=self._waiting(),
+                running=len(self._jobs) - self._waiting(),
+                answers=self._answers,
+                answer_tokens=self._answer_tokens,
+                prompt_tokens=self._prompt_tokens,
+                cached_tokens=self._cached_tokens,
+                kept_bytes=self._turns.nbytes,
+                kv_fraction=self._read / self._answer_tokens if self._answer_tokens else 0.0,
+            )
+
+    def _waiting(self) -> int:
+        """Return the number of requests for which there is no slot."""
+        return sum(max(0, len(lane.jobs) - lane.slots) for lane in self._lanes)
+
+    def _retry_after(self) -> float:
+        """Estimate the seconds until a request ends, from the time that earlier ones took."""
+        running = len(self._jobs) - self._waiting()
+        return min(max(1.0, self._seconds / max(1, running)), LONGEST_WAIT)
+
+    def _lane(self, index: OpenIndex, config: DecodeConfig) -> Lane:
+        for lane in self._lanes:
+            if lane.index is index and lane.config == config:
+                return lane
+        self._lanes.append(Lane(index, config, self.slots, self._turns))
+        return self._lanes[-1]
+
+    def _ended(self, job: Job) -> None:
+        """Count a request that has ended."""
+        with self._changed:
+            self._jobs.pop(job).jobs.remove(job)
+            if (usage := job.usage) is not None:
+                self._answers += 1
+                self._answer_tokens += usage.answer_tokens
+                self._prompt_tokens += usage.prompt_tokens
+                self._cached_tokens += usage.cached_tokens
+                self._read += usage.kv_fraction * usage.answer_tokens
+                self._seconds += 0.2 * (time.monotonic() - job.submitted - self._seconds)
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        """Answer requests until there are none."""
+        try:
+            while self._goes_on():
+                self._open_lanes()
+                self._take_turns()
+                time.sleep(PAUSE)
+        except BaseException as error:
+            with self._changed:
+                self._lanes, self._thread, jobs = [], None, list(self._jobs)
+            for job in jobs:
+                job.fail(error)
+            raise
+
+    def _goes_on(self) -> bool:
+        """End requests that are cancelled or late; return whether any are left."""
+        self._end_due()
+        with self._changed:
+            self._close_unused()
+            if not self._jobs:
+                self._thread = None
+                self._changed.notify_all()
+            return bool(self._jobs)
+
+    def _end_due(self) -> None:
+        with self._changed:
+            due = [(job, lane, reason) for job, lane in self._jobs.items() if (reason := job.due()) is not None]
+        for job, lane, reason in due:
+            lane.end(job, reason)
+
+    def _close_unused(self) -> None:
+        """Remove lanes without requests that have failed, or whose index is not served any more."""
+        served = {id(index) for index in self._indices.values()}
+        for lane in [one for one in self._lanes if not one.jobs]:
+            if lane.engine is None or id(lane.index) not in served:
+                lane.close()
+                self._lanes.remove(lane)
+
+    def _open_lanes(self) -> None:
+        """Open the lanes that have requests, first those that wait longest; make room by closing idle lanes.
+
+        If no lane is idle, the lane that was opened first takes no new requests until it is.
+        """
+        with self._changed:
+            closed = [lane for lane in self._lanes if lane.engine is None and lane.jobs]
+        for lane in self._lanes:
+            lane.drains = False
+        for lane in sorted(closed, key=lambda one: one.jobs[0].submitted):
+            opened = [one for one in self._lanes if one.engine is not None]
+            if len(opened) >= self.most_lanes:
+                idle = [one for one in opened if not one.running]
+                if not idle:
+                    opened[0].drains = True
+                    return
+                self._close(min(idle, key=lambda one: one.used))
+            self._open(lane)
+
+    def _open(self, lane: Lane) -> None:
+        """Open a lane; if the memory does not suffice, close all idle lanes and try again."""
+        error = lane.open(self.make_cache, self._planned())
+        if isinstance(error, torch.OutOfMemoryError):
+            self._free_memory()
+            error = lane.open(self.make_cache, self._planned())
+        if error is not None:
+            lane.fail(error)
+            return
+        with self._changed:  # last of the open lanes, which are in the order in which they were opened
+            self._lanes.remove(lane)
+            self._lanes.append(lane)
+
+    def _planned(self) -> int:
+        return sum(lane.own_bytes for lane in self._lanes)
+
+    def _free_memory(self) -> None:
+        for lane in [one for one in self._lanes if one.engine is not None and not one.running]:
+            self._close(lane)
+        self._turns.forget()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _close(self, lane: Lane) -> None:
+        lane.close()
+        with self._changed:
+            if not lane.jobs:
+                self._lanes.remove(lane)
+
+    def _take_turns(self) -> None:
+        """Let the lanes with work take steps in turn, until other threads should have the model."""
+        model = next(iter(self._lanes)).index.model
+        with exclusive(model), route_attention(model, _attend_to_nothing):  # each lane routes to its own cache
+            until = time.monotonic() + SLICE
+            while True:
+                self._end_due()
+                lanes = [lane for lane in self._lanes if lane.admit()]
+                for lane in lanes:
+                    error = lane.run(partial(self._goes_on_with, lane, until) if len(lanes) == 1 else _one_step)
+                    if isinstance(error, torch.OutOfMemoryError):
+                        self._free_memory()
+                if not lanes or time.monotonic() >= until or self._new_lanes():
+                    return
+
+    def _goes_on_with(self, lane: Lane, until: float) -> bool:
+        """Whether the only lane with work can take one more step at once."""
+        with self._changed:
+            alone = all(one is lane for one in self._jobs.values())
+            return alone and time.monotonic() < until and not any(job.due() for job in self._jobs)
+
+    def _new_lanes(self) -> bool:
+        with self._changed:
+            return any(lane.engine is None and lane.jobs for lane in self._lanes)
+
+
+def _one_step() -> bool:
+    return False
+
+
+def _attend_to_nothing(call: AttentionCall) -> torch.Tensor:
+    raise RuntimeError("the model runs outside a lane's step")
+
+
+def _check(index: OpenIndex, request: Submission) -> None:
+    """Raise UsageError for a request that cannot be answered."""
+    tokens = request.tokens
+    if tokens.dim() != 1 or not len(tokens) or tokens.dtype != torch.int64:
+        raise UsageError("a request has no tokens behind the document; ask a question")
+    if not index.knows(tokens):
+        raise UsageError("the question has token ids that the model does not have; make them with its tokenizer")
+    if request.timeout is not None and not request.timeout > 0:
+        raise UsageError(f"a timeout of {request.timeout} s: give more than 0")
+    if request.logprobs is not None and request.logprobs < 0:
+        raise UsageError(f"log-probabilities of {request.logprobs} tokens: give 0 or more")
+    if not all(request.stop):
+        raise UsageError("a stop string is empty; leave it out")
+    answer_room(index, index.split.tokens + len(tokens))

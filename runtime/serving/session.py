@@ -1,0 +1,65 @@
+"""A session whose answers can be streamed, to many threads and asyncio tasks at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+
+import torch
+
+from sparsekv.runtime.attention.config import DecodeConfig
+from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.engine import why_alone
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.decoding.session import Session
+from sparsekv.runtime.serving.scheduler import Scheduler
+from sparsekv.runtime.serving.stream import Stream
+from sparsekv.runtime.serving.submission import Submission
+
+WAITING = 1 << 20
+"""Maximum number of questions of one process that wait for a slot."""
+
+
+@dataclass(frozen=True)
+class StreamingSession(Session):
+    """A session whose answers can be streamed, to many threads and asyncio tasks at once.
+
+    Questions that are streamed at the same time share steps if the config allows it. Otherwise they are answered one
+    after another, over a second cache.
+    """
+
+    _schedulers: list[Scheduler] = field(default_factory=list, repr=False, compare=False)
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+
+    def stream(
+        self,
+        question: str | torch.Tensor,
+        sampling: Sampling | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        logprobs: int | None = None,
+        timeout: float | None = None,
+    ) -> Stream:
+        """Ask a question, greedily by default; return an iterator over the pieces of its answer, `for` or `async for`.
+
+        Leaving the loop ends the answer. Raises what `question_ids` raises; the iterator raises what `generate` raises.
+
+        Args:
+            question: as for `ask`.
+            stop, logprobs, timeout: as in `Submission`.
+        """
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        ids = self._ids(question)
+        return self._scheduler().submit(
+            Submission("", self.config, ids, sampling or Sampling(), stops, logprobs, timeout)
+        )
+
+    def _scheduler(self) -> Scheduler:
+        with self._lock:
+            if not self._schedulers:
+                self._schedulers.append(Scheduler({"": self.index}, queue=WAITING, make_cache=self._cache))
+            return self._schedulers[0]
+
+    def _cache(self, index: OpenIndex, config: DecodeConfig) -> IndexCache:
+        """Return the session's cache, whose stored rows streamed answers share, if it has none of their own rows."""
+        return index.cache(config) if why_alone(index, config.attention, self.cache) else self.cache

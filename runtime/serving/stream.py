@@ -1,0 +1,94 @@
+"""The stream of an answer's pieces, from the thread that decodes to a thread or an asyncio task that reads them."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from threading import Condition
+
+from sparsekv.runtime.serving.submission import Piece
+
+
+class Channel:
+    """Passes the pieces of one answer from the scheduler's thread to the reader of its `Stream`.
+
+    `cancelled` is set by the reader, and read by the scheduler before each step.
+    """
+
+    def __init__(self) -> None:
+        self.cancelled = False
+        self._items: deque[Piece | BaseException] = deque()
+        self._changed = Condition()
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+
+    def put(self, item: Piece | BaseException) -> None:
+        """Add a piece, or the error that ends the answer."""
+        with self._changed:
+            self._items.append(item)
+            self._changed.notify_all()
+            waiters, self._waiters = self._waiters, []
+        for loop, waiter in waiters:
+            with suppress(RuntimeError):  # the loop is closed, and nobody waits
+                loop.call_soon_threadsafe(_wake, waiter)
+
+    def get(self) -> Piece | BaseException:
+        """Wait for the next piece, or for the error that ends the answer."""
+        with self._changed:
+            while not self._items:
+                self._changed.wait()
+            return self._items.popleft()
+
+    async def get_async(self) -> Piece | BaseException:
+        """Do what `get` does, in an asyncio task."""
+        loop = asyncio.get_running_loop()
+        while True:
+            with self._changed:
+                if self._items:
+                    return self._items.popleft()
+                waiter = loop.create_future()
+                self._waiters.append((loop, waiter))
+            await waiter
+
+
+def _wake(waiter: "asyncio.Future[None]") -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class Stream:
+    """The answer to one request as it comes: an iterator of pieces for one thread or one asyncio task.
+
+    An iteration that ends early, by `break`, an error or a cancelled task, cancels the request. So does dropping the
+    last reference to the stream.
+    """
+
+    def __init__(self, channel: Channel):
+        self._channel, self._ended = channel, False
+
+    def __iter__(self) -> Iterator[Piece]:
+        try:
+            while not self._ended:
+                yield self._next(self._channel.get())
+        finally:
+            self.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        try:
+            while not self._ended:
+                yield self._next(await self._channel.get_async())
+        finally:
+            self.cancel()
+
+    def _next(self, item: Piece | BaseException) -> Piece:
+        if isinstance(item, BaseException):
+            self._ended = True
+            raise item
+        self._ended = item.finish is not None
+        return item
+
+    def cancel(self) -> None:
+        """End the answer; its slot is free from the next step on. Does nothing after the end."""
+        self._channel.cancelled = True
+
+    def __del__(self) -> None:
+        self.cancel()

@@ -1,0 +1,72 @@
+"""A request to the scheduler, the pieces of its answer, and the errors of the queue."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from sparsekv.formats.errors import SparsekvError
+from sparsekv.runtime.attention.config import DecodeConfig
+from sparsekv.runtime.decoding.engine import TokenLogprobs
+from sparsekv.runtime.decoding.sampling import Sampling
+
+Finish = Literal["stop", "length", "timeout", "cancelled"]
+
+
+class QueueFullError(SparsekvError):
+    """Raised when the queue of a scheduler is full; `retry_after` is an estimate of the seconds until it has room."""
+
+    def __init__(self, retry_after: float):
+        super().__init__(f"too many questions are waiting; ask again in {retry_after:.0f} s")
+        self.retry_after = retry_after
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A request: a question over one of a scheduler's indices.
+
+    Args:
+        index: the name of the index.
+        config: requests of equal config over one index share steps.
+        tokens: [Q] int64, all token ids behind the document: earlier turns, the question, and their chat frames.
+        stop: strings that end the answer; the text from the first one on is not delivered.
+        logprobs: number of alternatives to return for each token with its log-probability; None: none are returned.
+        timeout: seconds after which the answer ends with the finish `timeout`; None: no limit.
+    """
+
+    index: str
+    config: DecodeConfig
+    tokens: torch.Tensor
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    timeout: float | None = None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Cost of an answer.
+
+    `prompt_tokens` includes the document and earlier turns. `cached_tokens` are those of them that were not prefilled:
+    the document and the kept turns. `kv_fraction` is the share of the document's keys and values that its decode steps
+    read.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    answer_tokens: int
+    kv_fraction: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of an answer: its text, and the token ids since the last piece, with their log-probabilities if asked.
+
+    The last piece has `finish` and `usage`. Its text may be empty.
+    """
+
+    text: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: Finish | None = None
+    usage: Usage | None = None

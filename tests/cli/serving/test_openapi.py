@@ -1,0 +1,67 @@
+"""The description at /openapi.json is true: it allows what is sent and accepted, and forbids what is refused."""
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from support.serving import Server, events, user
+
+from .test_refusals import CHANGES, CHAT, HARMLESS, TEXT, VALID
+
+TOLD = {"logprobs": True, "top_logprobs": 2, "n": 2, "temperature": 1.0, "stop": "x", "seed": 1}
+BEYOND = ("give one", "stream: true", "logprobs: true", "empty", "system", "budget", "quest", "no effect", "prefill")
+"""Parts of refusals that say more than a schema can."""
+
+
+@pytest.fixture(scope="module")
+def description(server: Server) -> dict[str, Any]:
+    with server.http() as http:
+        found: dict[str, Any] = http.get("/openapi.json").json()
+    return found
+
+
+def check(description: dict[str, Any], schema: dict[str, Any], instance: Any) -> None:
+    """Raise `jsonschema.ValidationError` if a schema of the description forbids something."""
+    jsonschema.Draft202012Validator(schema | {"components": description["components"]}).validate(instance)
+
+
+def test_answers_are_those_of_the_description(server: Server, description: dict[str, Any]) -> None:
+    text = {"model": "doc", "prompt": "Line", "max_tokens": 3, "logprobs": 1}
+    with server.http() as http:
+        for path, body in ((CHAT, VALID), (CHAT, VALID | TOLD), (TEXT, text)):
+            contents = description["paths"][path]["post"]["responses"]["200"]["content"]
+            check(description, contents["application/json"]["schema"], http.post(path, json=body).json())
+            streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
+            with http.stream("POST", path, json=streamed) as answer:
+                for event in events(answer.iter_lines()):
+                    check(description, contents["text/event-stream"]["schema"], event)
+        for path in ("/v1/models", "/health"):
+            content = description["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]
+            check(description, content["schema"], http.get(path).json())
+        refused = http.post(CHAT, json={})
+    error = description["paths"][CHAT]["post"]["responses"]["400"]["content"]["application/json"]["schema"]
+    check(description, error, refused.json())
+
+
+def test_requests_are_those_of_the_description(description: dict[str, Any]) -> None:
+    schema = description["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    for body in (VALID, VALID | HARMLESS, VALID | TOLD, VALID | {"messages": [user("a"), user("b")]}):
+        check(description, schema, body)
+    for change, param, told in CHANGES:
+        if told and param != "model" and not any(word in told for word in BEYOND):
+            with pytest.raises(jsonschema.ValidationError):
+                check(description, schema, VALID | change)
+
+
+def test_the_description_lists_every_path_and_says_what_needs_a_key(
+    server: Server, description: dict[str, Any]
+) -> None:
+    assert description["openapi"] == "3.1.0"
+    assert "security" not in description
+    with server.http() as http:
+        for path, deeds in description["paths"].items():
+            called = path.replace("{model}", "doc")
+            for method in deeds.keys() & {"get", "post"}:
+                assert http.request(method.upper(), called).status_code not in (404, 405)
+    json.dumps(description)

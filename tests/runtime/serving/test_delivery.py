@@ -1,0 +1,183 @@
+"""What is delivered of an answer: text up to a stop string, token ids, log-probabilities; to threads and to tasks."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.served import ALL, Served, check, ids, question, text
+from support.small_index import plain_logits_after
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.serving.job import StoppedText
+from sparsekv.runtime.serving.messages import Message, conversation_tokens
+from sparsekv.runtime.serving.scheduler import Scheduler
+from sparsekv.runtime.serving.session import StreamingSession
+from sparsekv.runtime.serving.stream import Channel, Stream
+from sparsekv.runtime.serving.submission import Piece, Submission
+
+Make = Callable[..., Scheduler]
+
+
+@given(
+    parts=st.lists(st.text("abc", max_size=4)),
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_text_ends_at_the_first_stop_string_whatever_the_pieces(parts: list[str], stops: list[str]) -> None:
+    found, out = StoppedText(tuple(stops)), ""
+    for number, part in enumerate(parts):
+        before = found.found
+        assert found.stops_with(part) == (before or any(stop in "".join(parts[: number + 1]) for stop in stops))
+        out += found.put(part)
+        so_far = "".join(parts[: number + 1])
+        assert so_far.startswith(out)
+        assert not any(stop in out for stop in stops)
+        if not found.found:  # no more is held back than may begin a stop string
+            held = so_far[len(out) :]
+            assert not held or any(stop.startswith(held) for stop in stops)
+    assert found.found == any(stop in "".join(parts) for stop in stops)
+    if not found.found:
+        assert out + found.end() == "".join(parts)
+
+
+def test_an_answer_ends_at_a_stop_string(served: Served, make: Make) -> None:
+    answer = served.alone("a", question(1), 60)
+    middle = len(answer.text) // 2
+    scheduler = make()
+    for length in (1, 2, 5):
+        stop = answer.text[middle : middle + length]
+        pieces = list(served.ask(scheduler, "a", question(1), 60, stop=("never seen", stop)))
+        assert text(pieces) == answer.text[: answer.text.index(stop)]
+        assert pieces[-1].finish == "stop"
+        tokens = ids(pieces)
+        assert tokens == answer.ids[: len(tokens)]
+        assert stop in str(served.indices["a"].tokenizer.decode(tokens))
+        assert len(tokens) < 60
+    pieces = list(served.ask(scheduler, "a", question(1), 60, stop=("never seen",)))
+    check(pieces, answer)
+
+
+def test_log_probabilities_are_those_of_the_logits(served: Served, make: Make) -> None:
+    """Whatever the temperature."""
+    index, scheduler = served.indices["a"], make()
+    for sampling in (Sampling(6), Sampling(6, temperature=3.0, top_k=50, seed=1)):
+        with_both = [
+            scheduler.submit(Submission("a", ALL, question(1), sampling, logprobs=top)) for top in (3, None, 0, 1000)
+        ]
+        pieces = [list(stream) for stream in with_both]
+        tokens = ids(pieces[0])
+        assert all(ids(one) == tokens for one in pieces)
+        found, none, own, every = ([one for piece in each for one in piece.logprobs] for each in pieces)
+        logits = plain_logits_after(index, torch.cat([question(1), torch.tensor(tokens)]))
+        expected = logits[len(question(1)) - 1 : -1].float().log_softmax(-1)
+        assert [one.token for one in found] == tokens
+        assert not none
+        for place, one in enumerate(found):
+            assert one.logprob == pytest.approx(float(expected[place, one.token]), abs=1e-3)
+            best = expected[place].topk(3)
+            assert [token for token, _ in one.top] == best.indices.tolist()
+            assert [logprob for _, logprob in one.top] == pytest.approx(best.values.tolist(), abs=1e-3)
+            assert not own[place].top
+            assert len(every[place].top) == expected.shape[1]
+
+
+def test_many_threads_read_their_answers(served: Served, make: Make) -> None:
+    scheduler, found = make(slots=3), dict[int, list[Piece]]()
+
+    def read(first: int) -> None:
+        for number in range(first, first + 4):
+            found[number] = list(served.ask(scheduler, "a", question(number)))
+
+    threads = [threading.Thread(target=read, args=(4 * one,)) for one in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(8):
+        check(found[number], served.alone("a", question(number)))
+
+
+def test_many_tasks_read_their_answers_and_some_go(served: Served, make: Make) -> None:
+    scheduler = make(slots=2)
+
+    async def read(number: int, longest: int = 8) -> list[Piece]:
+        return [piece async for piece in served.ask(scheduler, "a", question(number), longest)]
+
+    async def all_of_them() -> list[list[Piece]]:
+        going = asyncio.create_task(read(4, 4000))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(going, 0.2)
+        async for _ in served.ask(scheduler, "a", question(4), 4000):
+            break
+        return await asyncio.gather(*(read(number) for number in range(6)))
+
+    for number, pieces in enumerate(asyncio.run(all_of_them())):
+        check(pieces, served.alone("a", question(number)))
+    assert scheduler.measures().running == 0
+
+
+def test_a_loop_that_has_ended_does_not_hold_up_the_scheduler() -> None:
+    channel = Channel()
+
+    async def wait() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(channel.get_async(), 0.01)
+
+    asyncio.run(wait())
+    channel.put(Piece("a"))
+    assert channel.get() == Piece("a")
+
+
+def test_a_stream_that_is_dropped_is_cancelled() -> None:
+    channel = Channel()
+    Stream(channel)
+    assert channel.cancelled
+
+
+def test_a_session_streams_while_it_answers(served: Served) -> None:
+    index = served.indices["a"]
+    session = StreamingSession.open(index, ALL)
+    streams = [session.stream(question(number), Sampling(8)) for number in range(4)]
+    assert session.ask(question(4), Sampling(8)).ids == served.alone("a", question(4)).ids
+    for number, stream in enumerate(streams):
+        pieces = list(stream)
+        check(pieces, served.alone("a", question(number)))
+        usage = pieces[-1].usage
+        assert usage is not None
+        assert 0 <= usage.kv_fraction < 1.2
+    asked = "What is an expression?"
+    assert text(session.stream(asked, Sampling(12))) == session.ask(asked, Sampling(12)).text
+    assert text(session.stream(asked, Sampling(12), stop="\n")) in session.ask(asked, Sampling(12)).text
+    with pytest.raises(UsageError):
+        session.stream("")
+
+
+def test_a_session_whose_config_lets_no_questions_share_steps_streams_them_in_turn(served: Served) -> None:
+    session = StreamingSession.open(served.indices["a"], replace(ALL, gauge=True))
+    streams = [session.stream(question(number), Sampling(8)) for number in range(2)]
+    assert session.ask(question(4), Sampling(8)).ids == served.alone("a", question(4)).ids
+    for number, stream in enumerate(streams):
+        check(list(stream), served.alone("a", question(number)))
+
+
+@pytest.mark.parametrize(
+    ("roles", "reason"),
+    [
+        (["system", "user"], "system"),
+        (["assistant"], "role assistant"),
+        (["user", "user"], "role user"),
+        (["user", "assistant"], "last message"),
+        ([], "last message"),
+        (["user", "tool", "user"], "role tool"),
+    ],
+)
+def test_messages_that_are_no_conversation_are_refused(served: Served, roles: list[str], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        conversation_tokens(served.indices["a"], [Message(role, "x") for role in roles])
+    with pytest.raises(UsageError, match="empty"):
+        conversation_tokens(served.indices["a"], [Message("user", " ")])

@@ -1,0 +1,105 @@
+"""The real server: the command `serve` in a process of its own, and clients of it."""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from openai import OpenAI
+
+from .command import start
+from .forked import Run, Started
+
+LATE = 60.0  # seconds
+
+
+@dataclass
+class Server:
+    """A server that can be asked: its address, ending in /v1, and its process."""
+
+    url: str
+    started: Started
+    folder: Path
+
+    def openai(self, key: str = "none", *, strict: bool = True) -> OpenAI:
+        """OpenAI's own client. It asks once: a second try would hide what the server said first.
+
+        Args:
+            strict: check each answer against the client's types.
+        """
+        more: dict[str, Any] = {"max_retries": 0, "timeout": LATE, "_strict_response_validation": strict}
+        return OpenAI(base_url=self.url, api_key=key, **more)
+
+    def http(self, **headers: str) -> httpx2.Client:
+        """A plain client, whose paths begin at the server's root."""
+        return httpx2.Client(base_url=self.url.removesuffix("/v1"), headers=headers, timeout=LATE)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.url.removesuffix("/v1").removeprefix("http://").rpartition(":")
+        return host, int(port)
+
+    def send(self, number: int) -> None:
+        os.kill(self.started.pid, number)
+
+    def end(self, number: int = signal.SIGTERM) -> Run:
+        """End the server by a signal, and tell how it ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self.send(number)
+        return self.started.wait()
+
+    def metric(self, name: str) -> float:
+        """A measure of /metrics, by its whole name with labels."""
+        with self.http() as client:
+            lines = client.get("/metrics").text.splitlines()
+        return next((float(line.split()[-1]) for line in lines if line.startswith(f"{name} ")), 0.0)
+
+    def until(self, name: str, value: float) -> None:
+        """Wait until a measure has a value."""
+        ends = time.monotonic() + LATE
+        while (now := self.metric(name)) != value:
+            assert time.monotonic() < ends, f"{name} is {now}, not {value}"
+            time.sleep(0.02)
+
+
+def begin(place: Path, *options: str | Path) -> Server:
+    """Start a server on any free port, and wait until it can be asked."""
+    told = place / f"served-{time.monotonic_ns()}"
+    started = start("serve", *options, "--port", "0", cwd=place, stdout=str(told))
+    ends = time.monotonic() + LATE
+    while not (told.exists() and told.read_text().endswith("\n")):
+        state = Path(f"/proc/{started.pid}/stat")
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            raise AssertionError(started.wait().stderr)
+        assert time.monotonic() < ends, "the server does not start"
+        time.sleep(0.02)
+    return Server(told.read_text().strip(), started, place)
+
+
+@contextlib.contextmanager
+def serving(place: Path, *options: str | Path) -> Iterator[Server]:
+    """Within the context a server runs. Fails if it printed a traceback, or ends otherwise than it should."""
+    server = begin(place, *options)
+    try:
+        yield server
+    finally:
+        run = server.end()
+        assert "Traceback" not in run.stderr, run.stderr
+        assert run.code == 0, run
+
+
+def events(lines: Iterator[str]) -> list[dict[str, Any]]:
+    """The data of each event of a stream, which ends with [DONE]."""
+    found: Sequence[str] = [line.removeprefix("data: ") for line in lines if line]
+    assert found[-1] == "[DONE]", found[-1]
+    return [json.loads(one) for one in found[:-1]]
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
