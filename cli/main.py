@@ -11,19 +11,25 @@ from typing import TYPE_CHECKING, NoReturn
 
 from sparsekv.cli.common.process import INTERRUPTED, interruptions, rest_collector
 from sparsekv.cli.completing.candidates import ASK
+from sparsekv.cli.daemon.client import hand_over
+from sparsekv.cli.daemon.messages import SERVE
 
 if TYPE_CHECKING:
     from sparsekv.cli.completing.known import KnownCommand
 
 
 def main() -> NoReturn:
-    """Call `run` as the installed command, and then end the process at once.
+    """Call `run` as the installed command, and then end the process at once. A server may run the command instead.
 
     A normal exit would first clear torch's and transformers' modules one by one, which takes a second.
     """
     code = 0
     _speak_utf8()
     rest_collector()
+    if sys.argv[1:2] == [SERVE]:
+        _serve()
+    else:
+        hand_over()
     try:
         run()
     except SystemExit as ended:
@@ -36,6 +42,18 @@ def main() -> NoReturn:
     atexit._run_exitfuncs()
     flush_streams()
     os._exit(code)
+
+
+def _serve() -> None:
+    """Become the server that `start` leaves in the background. Returns in the forks that run commands."""
+    from sparsekv.cli.common.failures import fail
+    from sparsekv.cli.daemon.server import serve
+
+    path, idle, *indices = sys.argv[2:]
+    try:
+        serve(path, float(idle), indices)
+    except Exception as error:
+        fail(error, "start", debug=False)
 
 
 def _speak_utf8() -> None:

@@ -122,13 +122,17 @@ def interruptions() -> Iterator[Interruption]:
         sys.unraisablehook = hook
 
 
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Environment variables that hide warnings, unless the user sets them."""
+
+
 @contextmanager
 def quiet_libraries(*, debug: bool) -> Iterator[None]:
     """Hide warnings and log records of libraries within the context. With `debug`, hide nothing."""
     if debug:
         yield
         return
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.update(QUIET | os.environ)
     shown, level = warnings.showwarning, logging.root.manager.disable
     warnings.showwarning = lambda *told, **more: None
     logging.disable(logging.WARNING)

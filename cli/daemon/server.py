@@ -1,0 +1,282 @@
+"""The server: a process with all imports done, which forks for each command. Nothing computes before a fork.
+
+Each connection gets a watcher, a fork that reads the request. A fork of the watcher becomes the command. The watcher
+passes signals on to it, and tells how it ended.
+"""
+
+import ctypes
+import fcntl
+import gc
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sparsekv.cli.daemon.address import is_own_peer
+from sparsekv.cli.daemon.becoming import become
+from sparsekv.cli.daemon.likeness import differing, likeness
+from sparsekv.cli.daemon.messages import ACCEPTED, ENDED, GO, KILLED, REFUSED, STOPPED, TO_ALL, receive, send
+from sparsekv.cli.daemon.preloading import Preloaded, preload
+from sparsekv.formats.errors import SparsekvError, UsageError, reason_of
+
+_PARENT_DIED = 1  # PR_SET_PDEATHSIG: prctl's option for a signal when the parent process dies
+WAITING = 128  # connections that wait to be accepted
+PATIENCE = 5.0  # seconds for a request to come whole
+
+
+def serve(path: str, idle: float, indices: list[str]) -> None:
+    """Serve commands until SIGTERM, or until none came for `idle` seconds.
+
+    Returns in a command's process only, which is then ready to run `sys.argv`.
+
+    Raises:
+        SparsekvError: the socket cannot be made, another server has it, or the imports leave threads.
+    """
+    with _only_server(path):
+        own, environment = likeness(), dict(os.environ)
+        preloaded = preload(indices)
+        by_imports = {name: value for name, value in os.environ.items() if environment.get(name) != value}
+        _refuse_threads()
+        with _listening(path) as listener:
+            gc.collect()
+            gc.freeze()
+            os.write(1, b"ready\n")
+            _leave_terminal()
+            request, received = _Server(path, listener, preloaded, idle, own).run()
+    become(request, received, by_imports)
+
+
+def _refuse_threads() -> None:
+    """Raise SparsekvError if this process has threads that a fork would lose.
+
+    OpenBLAS starts threads when numpy is imported, ends them before each fork, and starts them again when they are
+    needed.
+    """
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    if len(os.listdir("/proc/self/task")) != 1:
+        raise SparsekvError("an installed package starts threads when it is imported, so no server can be forked")
+
+
+@contextmanager
+def _only_server(path: str) -> Iterator[None]:
+    """Hold the lock beside a socket's path. The kernel releases it when this process and its forks have ended."""
+    try:
+        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise UsageError(f"{path}: {reason_of(error)}; name another place in SPARSEKV_SERVER") from None
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process: forks do not inherit it
+    except OSError:
+        raise SparsekvError(f"another server is starting at {path}; wait for it") from None
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def _listening(path: str) -> Iterator[socket.socket]:
+    """Listen at a path, in place of a server that is gone. Only this user may connect."""
+    listener, fresh = socket.socket(socket.AF_UNIX), f"{path}.{os.getpid()}"
+    umask = os.umask(0o177)
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(fresh)
+        listener.bind(fresh)
+        listener.listen(WAITING)
+        os.rename(fresh, path)
+    except OSError as error:
+        raise UsageError(f"{path}: {reason_of(error)}; name another place in SPARSEKV_SERVER") from None
+    finally:
+        os.umask(umask)
+    with listener:
+        yield listener
+
+
+def _leave_terminal() -> None:
+    """Let go of the folder and the streams of the shell that started the server."""
+    os.chdir("/")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nothing, number)
+    os.close(nothing)
+
+
+Request = tuple[dict[str, Any], list[int]]
+
+
+@dataclass
+class _Server:
+    """Accepts connections and forks.
+
+    idle: seconds without a command after which the server ends.
+    """
+
+    path: str
+    listener: socket.socket
+    preloaded: Preloaded
+    idle: float
+    likeness: dict[str, Any]
+    pid: int = field(default_factory=os.getpid)
+    began: float = field(default_factory=time.time)
+    commands: int = 0
+
+    def run(self) -> Request:
+        """Accept connections until the server's end. Returns in a process that is to run a command."""
+        inode = os.stat(self.path).st_ino
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # watchers leave nothing behind
+        signal.signal(signal.SIGTERM, lambda number, frame: _end(self.path, inode))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        while select.select([self.listener], [], [], self.idle)[0]:
+            connection, _ = self.listener.accept()
+            with connection:
+                self.commands += 1
+                if os.fork() == 0:
+                    self.listener.close()
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                    return _watch(self, connection)
+        _end(self.path, inode)
+
+    def status(self) -> dict[str, Any]:
+        """Describe the server for `start --status`."""
+        return {
+            "pid": self.pid,
+            "began": self.began,
+            "commands": self.commands - 1,
+            "idle": self.idle,
+            "memory": _own_memory(self.pid),
+            "indices": self.preloaded.described,
+            "changed": self.preloaded.changed(),
+            "likeness": self.likeness,
+        }
+
+
+def _end(path: str, inode: int) -> NoReturn:
+    """End the server, and take its socket away unless another server has replaced it."""
+    with suppress(OSError):
+        if os.stat(path).st_ino == inode:
+            os.unlink(path)
+    os._exit(0)
+
+
+def _own_memory(pid: int) -> int:
+    """Return the bytes of memory that only a process and its forks hold; 0 if the kernel does not tell."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _watch(server: _Server, connection: socket.socket) -> Request:
+    """Read a request and answer it. Returns in the process that is to run its command; the watcher ends here."""
+    os.setsid()
+    connection.settimeout(PATIENCE)
+    with suppress(OSError, ValueError, KeyError):
+        if not is_own_peer(connection):
+            os._exit(0)
+        request, received = receive(connection)
+        if request["operation"] == "status":
+            send(connection, server.status())
+        elif request["operation"] == "stop":
+            os.kill(server.pid, signal.SIGTERM)
+        elif _accept(server, connection, request):
+            child = os.fork()
+            if child == 0:
+                _end_with_parent()
+                connection.close()
+                return request, received
+            for descriptor in received:
+                os.close(descriptor)
+            connection.settimeout(None)
+            _Watcher(connection, child).run()
+    os._exit(0)
+
+
+def _accept(server: _Server, connection: socket.socket, request: dict[str, Any]) -> bool:
+    """Whether a command may run in a fork of this server, and its process still waits for it."""
+    if changed := server.preloaded.changed():
+        os.kill(server.pid, signal.SIGTERM)
+    if changed or differing(server.likeness, request["likeness"]) is not None:
+        connection.sendall(REFUSED)
+        return False
+    connection.sendall(ACCEPTED)
+    return connection.recv(1) == GO
+
+
+def _end_with_parent() -> None:
+    """Lead a process group, and end when the watcher ends."""
+    watcher = os.getppid()
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGKILL)
+    if os.getppid() != watcher:  # it died before prctl
+        os._exit(1)
+
+
+@dataclass
+class _Watcher:
+    """Passes signals of the shell's process on to the command, and tells that process how the command stops and ends.
+
+    The command ends if that process is gone.
+    """
+
+    connection: socket.socket
+    child: int
+
+    def run(self) -> None:
+        with suppress(PermissionError):  # the child has done so already
+            os.setpgid(self.child, self.child)
+        wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(woken)
+        ended = self._told()
+        while not ended:
+            ready = select.select([self.connection, wake], [], [])[0]
+            if wake in ready:
+                os.read(wake, 4096)
+                ended = self._told()
+            elif not self._pass_on():
+                os.killpg(self.child, signal.SIGKILL)
+                os.waitpid(self.child, 0)
+                ended = True
+
+    def _pass_on(self) -> bool:
+        """Pass signals on. Returns False if the shell's process is gone."""
+        try:
+            numbers = self.connection.recv(64)
+        except OSError:
+            return False
+        for number in numbers:
+            send_signal = os.killpg if number & TO_ALL else os.kill
+            send_signal(self.child, number & ~TO_ALL)
+        return bool(numbers)
+
+    def _told(self) -> bool:
+        """Tell how the child has stopped or ended since the last call. Returns whether it has ended."""
+        while True:
+            child, status = os.waitpid(self.child, os.WNOHANG | os.WUNTRACED)
+            if not child:
+                return False
+            with suppress(OSError):
+                self.connection.sendall(_described(status))
+            if not os.WIFSTOPPED(status):
+                return True
+
+
+def _described(status: int) -> bytes:
+    if os.WIFSTOPPED(status):
+        return STOPPED + bytes([os.WSTOPSIG(status)])
+    if os.WIFSIGNALED(status):
+        return KILLED + bytes([os.WTERMSIG(status)])
+    return ENDED + bytes([os.WEXITSTATUS(status)])
