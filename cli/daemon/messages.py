@@ -18,6 +18,8 @@ TO_ALL = 0x80
 _HEAD = struct.Struct("=Q")
 MOST = 16 << 20  # bytes of a message: arguments and environment take 6 MiB at most by default
 MOST_DESCRIPTORS = 200  # the kernel passes 253 at once
+MOST_NUMBER = 300
+"""The highest number of a descriptor that a command may have open when it begins."""
 
 
 def send(connection: socket.socket, message: dict[str, Any], descriptors: list[int] | None = None) -> None:

@@ -4,11 +4,15 @@ import importlib
 import os
 import stat
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from sparsekv.cli.common.commands import COMMANDS
 from sparsekv.cli.daemon.client import ELSEWHERE
+from sparsekv.cli.daemon.messages import MOST_NUMBER
+from sparsekv.formats.models.converted import silent_transformers
 
 LATER = (
     "sparsekv.cli.answering.answers",
@@ -25,6 +29,9 @@ LATER = (
     "transformers.models.llama.modeling_llama",
 )
 """Modules that commands import only when they need them."""
+
+GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Device files of drivers for GPUs: NVIDIA's, AMD's, and Windows' for Linux."""
 
 Look = tuple[int, int, int] | frozenset[str] | None
 """Inode, size in bytes and modification time in nanoseconds of a file, or of a folder of installed packages. The names
@@ -63,8 +70,61 @@ def preload(indices: list[str]) -> Preloaded:
     for module in LATER:
         with suppress(ImportError):
             importlib.import_module(module)
+    described = [_open(Path(index)) for index in indices]
     imported = {path: look(path) for path in map(_file, list(sys.modules.values())) if path}
-    return Preloaded({**imported, **before}, [])
+    return Preloaded({**imported, **before}, described)
+
+
+def _open(folder: Path) -> str:
+    """Open an index for the forks to come, and return a description of it.
+
+    Nothing is loaded where there is a GPU: a process that has used CUDA cannot be forked.
+    """
+    import torch
+    import transformers
+
+    from sparsekv.runtime.decoding.load import keep_index
+
+    if any(map(os.path.exists, GPUS)):
+        return f"{folder}, but for its model, which a command loads to the GPU"
+    transformers.logging.set_verbosity_error()
+    _check(folder)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a pool of threads would be lost at a fork
+    with silent_transformers(), _low_descriptors_left():
+        keep_index(folder)
+    torch.set_num_threads(threads)
+    return f"{folder} with its model"
+
+
+def _check(folder: Path) -> None:
+    """Check an index's probe in a fork, which may use all cores. Ends this process if the check fails."""
+    child = os.fork()
+    if child == 0:
+        from sparsekv.cli.common.failures import fail
+        from sparsekv.formats.index.reader import Artifact
+        from sparsekv.runtime.decoding.load import load_and_open
+
+        try:
+            load_and_open(Artifact(folder), device="cpu")
+        except Exception as error:
+            fail(error, "start", debug=False)
+        os._exit(0)
+    if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        os._exit(max(1, code))
+
+
+@contextmanager
+def _low_descriptors_left() -> Iterator[None]:
+    """Open no descriptor below MOST_NUMBER within the context: a fork may need those that its shell has open."""
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    while taken[-1] < MOST_NUMBER:
+        taken.append(os.dup(taken[0]))
+    try:
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
 
 
 def _file(module: object) -> str:

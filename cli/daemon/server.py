@@ -8,6 +8,7 @@ import ctypes
 import fcntl
 import gc
 import os
+import resource
 import select
 import signal
 import socket
@@ -39,7 +40,7 @@ def serve(path: str, idle: float, indices: list[str]) -> None:
         SparsekvError: the socket cannot be made, another server has it, or the imports leave threads.
     """
     with _only_server(path):
-        own, environment = likeness(), dict(os.environ)
+        own, environment, files = likeness(), dict(os.environ), resource.getrlimit(resource.RLIMIT_NOFILE)
         preloaded = preload(indices)
         by_imports = {name: value for name, value in os.environ.items() if environment.get(name) != value}
         _refuse_threads()
@@ -49,6 +50,7 @@ def serve(path: str, idle: float, indices: list[str]) -> None:
             os.write(1, b"ready\n")
             _leave_terminal()
             request, received = _Server(path, listener, preloaded, idle, own).run()
+    resource.setrlimit(resource.RLIMIT_NOFILE, files)  # opening an index may have raised it
     become(request, received, by_imports)
 
 

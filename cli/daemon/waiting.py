@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from sparsekv.cli.daemon.address import is_own_peer
 from sparsekv.cli.daemon.likeness import likeness
-from sparsekv.cli.daemon.messages import ACCEPTED, ENDED, GO, KILLED, MOST_DESCRIPTORS, STOPPED, TO_ALL, send
+from sparsekv.cli.daemon.messages import ACCEPTED, ENDED, GO, KILLED, MOST_DESCRIPTORS, MOST_NUMBER, STOPPED, TO_ALL, send
 
 PATIENCE = 5.0  # seconds until a server that does not answer is left alone
 OF_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGWINCH, signal.SIGHUP)
@@ -25,7 +25,7 @@ READS_TERMINAL = "chat"
 def run_by(path: str) -> None:
     """Run the command by the server at `path`. Returns if the server does not answer, or may not run this command."""
     descriptors = _inherited()
-    if len(descriptors) >= MOST_DESCRIPTORS:
+    if len(descriptors) >= MOST_DESCRIPTORS or max(descriptors, default=0) > MOST_NUMBER:
         return
     with socket.socket(socket.AF_UNIX) as connection, _passing_on(connection) as passing:
         if not _accepted(connection, path, descriptors):

@@ -5,7 +5,7 @@ Early reading runs in a thread while libraries and the model load.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -19,6 +19,7 @@ from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.formats.index.schema import layer_file
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.cache.kv_store import LayerRows, read_centroids
+from sparsekv.runtime.decoding.kept import kept_index
 from sparsekv.runtime.selection.interface import LayerPosition, MethodSpec, MiddleContext, Selector
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.wrappers import ResidualSelector, residual_clusters
@@ -126,6 +127,10 @@ class PreparedMethod:
         mine, theirs = ((one.form.name, one.form.method, one.form.residual, one.device) for one in (self, other))
         return mine == theirs
 
+    def copy(self) -> "PreparedMethod":
+        """Return a copy that holds the same prepared layers."""
+        return replace(self, _prepared=dict(self._prepared))
+
     def prepare(self, rows: LayerRows) -> None:
         """Prepare the layer of `rows`, and hold it until `take`; raises what `prepare_layer` raises."""
         self._prepared[rows.layer] = self.take(rows)
@@ -207,7 +212,7 @@ class EarlyReading:
         """The method, once all of its layers are prepared."""
         self._artifact, self._files, self._later = artifact, files, not _is_cpu(device)
         self._loading = False
-        if self._later:
+        if self._later or _is_prepared(artifact, form):
             return
         if hold:
             self.rows = {layer: LayerRows(artifact, layer) for layer in artifact.manifest.indexed_layers}
@@ -259,6 +264,14 @@ class EarlyReading:
             self.prepared = prepared
         finally:
             torch.set_num_threads(threads)
+
+
+def _is_prepared(artifact: Artifact, form: MethodSpec | None) -> bool:
+    """Whether a server has checked an index's files and prepared its method already."""
+    kept = kept_index(artifact)
+    if kept is None or form is None or kept.prepared is None:
+        return kept is not None and form is None
+    return kept.prepared.is_like(PreparedMethod(form))
 
 
 def _is_cpu(device: str) -> bool:
