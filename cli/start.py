@@ -76,11 +76,11 @@ def _show(path: str) -> None:
         say("no server is running; `sparsekv start` starts one")
         raise typer.Exit(1)
     minutes, least = (time.time() - server["began"]) / 60, server["idle"] / 60
-    say(f"server: process {server['pid']}, for {minutes:.0f} minutes, {server['commands']:,} requests")
+    say(f"server: process {server['pid']}, for {minutes:.0f} minutes, {server['requests']:,} requests")
     say(f"memory: {server['memory'] / 1e6:,.0f} MB")
     say(f"ends after {least:g} minutes without a command")
     for index in server["indices"]:
-        say(f"loaded: the model of {index}")
+        say(f"loaded: {index}")
     other = differing(server["likeness"], likeness())
     if server["changed"]:
         say(f"not used: {server['changed']} has changed; run `sparsekv start` again")

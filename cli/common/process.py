@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from sparsekv.cli.common.quiet import QUIET
 from sparsekv.formats.errors import SparsekvError
 
 _RESTING = 1_000_000  # new objects between two collections while the collector rests
@@ -120,10 +121,6 @@ def interruptions() -> Iterator[Interruption]:
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         sys.unraisablehook = hook
-
-
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""Environment variables that hide warnings, unless the user sets them."""
 
 
 @contextmanager

@@ -8,7 +8,8 @@ import resource
 import sys
 from typing import Any
 
-from sparsekv.cli.common.process import QUIET
+from sparsekv.cli.common.quiet import QUIET
+from sparsekv.formats.openmp import bound_spinning
 
 OF_A_SHELL = (
     "_",
@@ -44,6 +45,8 @@ Libraries read hundreds of others when they are imported."""
 
 def likeness() -> dict[str, Any]:
     """Return the facts of this process by name."""
+    environment = QUIET | os.environ
+    bound_spinning(environment)
     return {
         "Python": [sys.executable, sys.version, sys.prefix],
         "Python's options": [
@@ -54,7 +57,7 @@ def likeness() -> dict[str, Any]:
             list(sys.warnoptions),
         ],
         "Python's path": sys.path[1:] if not sys.flags.safe_path else sys.path,
-        "environment": {name: value for name, value in (QUIET | os.environ).items() if not _may_differ(name)},
+        "environment": {name: value for name, value in environment.items() if not _may_differ(name)},
         "limits (ulimit)": [list(resource.getrlimit(number)) for number in _limits()],
         "cores (taskset)": sorted(os.sched_getaffinity(0)),
         "priority (nice)": os.getpriority(os.PRIO_PROCESS, 0),

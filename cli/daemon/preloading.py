@@ -30,6 +30,9 @@ LATER = (
 )
 """Modules that commands import only when they need them."""
 
+PARALLEL = 1 << 18
+"""Elements of a tensor with which torch computes in all its threads."""
+
 GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Device files of drivers for GPUs: NVIDIA's, AMD's, and Windows' for Linux."""
 
@@ -44,6 +47,20 @@ class Preloaded:
 
     files: dict[str, Look]
     described: list[str]
+    threads: int
+
+    def warm_up(self) -> Iterator[None]:
+        """Do in a fork what every command does, step by step: start torch's threads, and map the weights' pages."""
+        import torch
+
+        from sparsekv.formats.device import map_pages
+        from sparsekv.formats.models.load import kept_models
+
+        torch.set_num_threads(self.threads)  # before another thread does: torch renews its pool after a fork
+        torch.zeros(PARALLEL).add_(1)  # starts OpenMP's threads
+        yield
+        for model in kept_models():
+            yield from map_pages(model.parameters())
 
     def changed(self) -> str:
         """Return a file that has changed since it was imported, or a folder of packages; empty if there is none."""
@@ -70,17 +87,25 @@ def preload(indices: list[str]) -> Preloaded:
     for module in LATER:
         with suppress(ImportError):
             importlib.import_module(module)
-    described = [_open(Path(index)) for index in indices]
-    imported = {path: look(path) for path in map(_file, list(sys.modules.values())) if path}
-    return Preloaded({**imported, **before}, described)
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a pool of threads would be lost at a fork
+    described = [_open(Path(index), threads) for index in indices]
+    imported = {path: look(path) for path in map(_file, list(sys.modules.values())) if path and not _installed(path)}
+    return Preloaded({**imported, **before}, described, threads)
 
 
-def _open(folder: Path) -> str:
+def _installed(path: str) -> bool:
+    """Whether a file is below a folder of packages, which changes when a package is installed."""
+    return "-packages/" in path
+
+
+def _open(folder: Path, threads: int) -> str:
     """Open an index for the forks to come, and return a description of it.
 
     Nothing is loaded where there is a GPU: a process that has used CUDA cannot be forked.
     """
-    import torch
     import transformers
 
     from sparsekv.runtime.decoding.load import keep_index
@@ -88,23 +113,23 @@ def _open(folder: Path) -> str:
     if any(map(os.path.exists, GPUS)):
         return f"{folder}, but for its model, which a command loads to the GPU"
     transformers.logging.set_verbosity_error()
-    _check(folder)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a pool of threads would be lost at a fork
+    _check(folder, threads)
     with silent_transformers(), _low_descriptors_left():
         keep_index(folder)
-    torch.set_num_threads(threads)
     return f"{folder} with its model"
 
 
-def _check(folder: Path) -> None:
+def _check(folder: Path, threads: int) -> None:
     """Check an index's probe in a fork, which may use all cores. Ends this process if the check fails."""
     child = os.fork()
     if child == 0:
+        import torch
+
         from sparsekv.cli.common.failures import fail
         from sparsekv.formats.index.reader import Artifact
         from sparsekv.runtime.decoding.load import load_and_open
 
+        torch.set_num_threads(threads)
         try:
             load_and_open(Artifact(folder), device="cpu")
         except Exception as error:

@@ -1,7 +1,8 @@
 """The server: a process with all imports done, which forks for each command. Nothing computes before a fork.
 
-Each connection gets a watcher, a fork that reads the request. A fork of the watcher becomes the command. The watcher
-passes signals on to it, and tells how it ended.
+One fork, the watcher, waits for a connection and reads the request. The watcher's own fork waits for the watcher, and
+becomes the command. The watcher passes signals on to it, and tells how it ended. Both are forked before a request
+comes, so a request does not wait for a fork.
 """
 
 import ctypes
@@ -29,6 +30,7 @@ from sparsekv.formats.errors import SparsekvError, UsageError, reason_of
 _PARENT_DIED = 1  # PR_SET_PDEATHSIG: prctl's option for a signal when the parent process dies
 WAITING = 128  # connections that wait to be accepted
 PATIENCE = 5.0  # seconds for a request to come whole
+PAUSE = 0.1  # seconds until the next fork when one was killed
 
 
 def serve(path: str, idle: float, indices: list[str]) -> None:
@@ -119,9 +121,9 @@ Request = tuple[dict[str, Any], list[int]]
 
 @dataclass
 class _Server:
-    """Accepts connections and forks.
+    """Keeps one spare watcher with its child, and forks the next when a request has taken them.
 
-    idle: seconds without a command after which the server ends.
+    idle: seconds without a request after which the server ends.
     """
 
     path: str
@@ -131,31 +133,32 @@ class _Server:
     likeness: dict[str, Any]
     pid: int = field(default_factory=os.getpid)
     began: float = field(default_factory=time.time)
-    commands: int = 0
+    requests: int = 0
 
     def run(self) -> Request:
-        """Accept connections until the server's end. Returns in a process that is to run a command."""
+        """Serve until the server's end. Returns in a process that is to run a command."""
         inode = os.stat(self.path).st_ino
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # watchers leave nothing behind
         signal.signal(signal.SIGTERM, lambda number, frame: _end(self.path, inode))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        while select.select([self.listener], [], [], self.idle)[0]:
-            connection, _ = self.listener.accept()
-            with connection:
-                self.commands += 1
-                if os.fork() == 0:
-                    self.listener.close()
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                    return _watch(self, connection)
-        _end(self.path, inode)
+        while True:
+            taken, take = os.pipe()
+            if os.fork() == 0:
+                return _spare(self, take)
+            os.close(take)
+            if not select.select([taken], [], [], self.idle)[0]:
+                _end(self.path, inode)
+            if not os.read(taken, 1):
+                time.sleep(PAUSE)  # the spare has been killed
+            os.close(taken)
+            self.requests += 1
 
     def status(self) -> dict[str, Any]:
         """Describe the server for `start --status`."""
         return {
             "pid": self.pid,
             "began": self.began,
-            "commands": self.commands - 1,
+            "requests": self.requests,
             "idle": self.idle,
             "memory": _own_memory(self.pid),
             "indices": self.preloaded.described,
@@ -181,29 +184,61 @@ def _own_memory(pid: int) -> int:
     return 0
 
 
-def _watch(server: _Server, connection: socket.socket) -> Request:
-    """Read a request and answer it. Returns in the process that is to run its command; the watcher ends here."""
+def _spare(server: _Server, take: int) -> Request:
+    """Be a watcher that waits for a request. Returns in its child, which is to run the request's command."""
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     os.setsid()
-    connection.settimeout(PATIENCE)
+    _end_with_parent(server.pid, signal.SIGTERM)
+    own, childs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        own.close()
+        server.listener.close()
+        os.close(take)
+        return _wait_for_request(childs, os.getppid(), server.preloaded)
+    childs.close()
+    connection, _ = server.listener.accept()
+    _end_with_parent(server.pid, 0)
+    server.listener.close()
+    os.write(take, b"t")
+    os.close(take)
     with suppress(OSError, ValueError, KeyError):
-        if not is_own_peer(connection):
-            os._exit(0)
-        request, received = receive(connection)
-        if request["operation"] == "status":
-            send(connection, server.status())
-        elif request["operation"] == "stop":
-            os.kill(server.pid, signal.SIGTERM)
-        elif _accept(server, connection, request):
-            child = os.fork()
-            if child == 0:
-                _end_with_parent()
-                connection.close()
-                return request, received
-            for descriptor in received:
-                os.close(descriptor)
-            connection.settimeout(None)
-            _Watcher(connection, child).run()
+        _watch(server, connection, own, child)
     os._exit(0)
+
+
+def _wait_for_request(watcher: socket.socket, pid: int, preloaded: Preloaded) -> Request:
+    """Wait in a watcher's child, which has a process group of its own, until the watcher passes a request on."""
+    os.setpgid(0, 0)
+    _end_with_parent(pid, signal.SIGKILL)
+    with watcher:
+        for _ in preloaded.warm_up():
+            if select.select([watcher], [], [], 0)[0]:
+                break
+        try:
+            return receive(watcher)
+        except (OSError, ValueError):
+            os._exit(0)
+
+
+def _watch(server: _Server, connection: socket.socket, own: socket.socket, child: int) -> None:
+    """Answer a request; a command runs in the child."""
+    connection.settimeout(PATIENCE)
+    if not is_own_peer(connection):
+        return
+    request, received = receive(connection)
+    if request["operation"] == "status":
+        send(connection, server.status())
+    elif request["operation"] == "stop":
+        os.kill(server.pid, signal.SIGTERM)
+    elif _accept(server, connection, request):
+        send(own, request, received)
+        own.close()
+        for descriptor in received:
+            os.close(descriptor)
+        connection.settimeout(None)
+        _Watcher(connection, child).run()
 
 
 def _accept(server: _Server, connection: socket.socket, request: dict[str, Any]) -> bool:
@@ -217,12 +252,10 @@ def _accept(server: _Server, connection: socket.socket, request: dict[str, Any])
     return connection.recv(1) == GO
 
 
-def _end_with_parent() -> None:
-    """Lead a process group, and end when the watcher ends."""
-    watcher = os.getppid()
-    os.setpgid(0, 0)
-    ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGKILL)
-    if os.getppid() != watcher:  # it died before prctl
+def _end_with_parent(parent: int, number: int) -> None:
+    """Let the kernel send this process a signal when its parent ends; 0 for none."""
+    ctypes.CDLL(None).prctl(_PARENT_DIED, number)
+    if number and os.getppid() != parent:  # it died before prctl
         os._exit(1)
 
 
@@ -237,8 +270,6 @@ class _Watcher:
     child: int
 
     def run(self) -> None:
-        with suppress(PermissionError):  # the child has done so already
-            os.setpgid(self.child, self.child)
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(woken)

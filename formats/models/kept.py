@@ -33,3 +33,7 @@ class Kept(Generic[Model]):
         """Return an object that was made from the files that the folder has now; None if there is none."""
         files, made = self._found.get((folder, how), ((), None))
         return made if files and files == files_of(folder) else None
+
+    def everything(self) -> list[Model]:
+        """Return all objects that are kept."""
+        return [made for _, made in self._found.values()]

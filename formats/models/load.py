@@ -225,6 +225,11 @@ def keep_model(name: str, dtype: str, rope_scaling: str | None) -> LoadedModel:
     return loaded
 
 
+def kept_models() -> "list[PreTrainedModel]":
+    """Return the models that `keep_model` has loaded."""
+    return [loaded.model for loaded in _kept.everything()]
+
+
 def load_tokenizer(name: str) -> "Tokenizer":
     """Load only the tokenizer of a model that is on this machine, without a download.
 
