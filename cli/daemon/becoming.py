@@ -23,8 +23,8 @@ def become(request: dict[str, Any], received: list[int], by_imports: dict[str, s
     from sparsekv.runtime.decoding.threads import restart_meter  # it imports torch, which sets variables
 
     os.fchdir(received[-1])
-    _place(received[:-1], request["descriptors"])
     os.close(received[-1])
+    _place(received[:-1], request["descriptors"])
     os.environ.clear()
     os.environ.update(request["environment"] | by_imports)
     os.umask(request["umask"])
@@ -62,8 +62,8 @@ def _opened(number: int, described: dict[str, Any] | None) -> Any:
         buffered = io.BufferedReader(raw)
     elif not described["write_through"]:
         buffered = io.BufferedWriter(raw)
-    stream = io.TextIOWrapper(buffered, newline="\n", **described)
-    stream.mode = mode  # type: ignore[attr-defined]
+    stream: Any = io.TextIOWrapper(buffered, newline="\n", **described)
+    stream.mode = mode
     return stream
 
 

@@ -38,7 +38,18 @@ OF_A_SHELL = (
     "SPARSEKV_CACHE",
     "SPARSEKV_SERVER",
 )
-OF_A_TERMINAL = ("TERM_", "SSH_", "TMUX", "VTE_", "KONSOLE_", "ITERM_", "VSCODE_", "XDG_SESSION", "KITTY_", "ALACRITTY_")
+OF_A_TERMINAL = (
+    "TERM_",
+    "SSH_",
+    "TMUX",
+    "VTE_",
+    "KONSOLE_",
+    "ITERM_",
+    "VSCODE_",
+    "XDG_SESSION",
+    "KITTY_",
+    "ALACRITTY_",
+)
 """Environment variables, by name and by their beginning, that may differ: a command reads them when it runs, if at all.
 Libraries read hundreds of others when they are imported."""
 

@@ -32,7 +32,9 @@ def stop(path: str) -> bool:
         try:
             _answer(path, "stop")
             if not select.select([ended], [], [], PATIENCE)[0]:
-                raise SparsekvError(f"the server (process {found['pid']}) does not end; end it by `kill -9 {found['pid']}`")
+                raise SparsekvError(
+                    f"the server (process {found['pid']}) does not end; end it by `kill -9 {found['pid']}`"
+                )
         finally:
             os.close(ended)
     return True

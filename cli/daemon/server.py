@@ -273,9 +273,9 @@ class _Watcher:
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(woken)
-        ended = self._told()
+        ended, waited_for = self._told(), list[Any]([self.connection, wake])
         while not ended:
-            ready = select.select([self.connection, wake], [], [])[0]
+            ready: list[Any] = select.select(waited_for, [], [])[0]
             if wake in ready:
                 os.read(wake, 4096)
                 ended = self._told()

@@ -13,7 +13,17 @@ from typing import NoReturn
 
 from sparsekv.cli.daemon.address import is_own_peer
 from sparsekv.cli.daemon.likeness import likeness
-from sparsekv.cli.daemon.messages import ACCEPTED, ENDED, GO, KILLED, MOST_DESCRIPTORS, MOST_NUMBER, STOPPED, TO_ALL, send
+from sparsekv.cli.daemon.messages import (
+    ACCEPTED,
+    ENDED,
+    GO,
+    KILLED,
+    MOST_DESCRIPTORS,
+    MOST_NUMBER,
+    STOPPED,
+    TO_ALL,
+    send,
+)
 
 PATIENCE = 5.0  # seconds until a server that does not answer is left alone
 OF_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGWINCH, signal.SIGHUP)
@@ -148,6 +158,7 @@ def _wait(connection: socket.socket, passing: _Passing) -> NoReturn:
             told = b""
         if told[:1] == STOPPED:
             stop_by(told[1])
+            passing.take(signal.SIGCONT, None)  # also if the kernel has not stopped a process that nobody could resume
         elif told[:1] == ENDED:
             os._exit(told[1])
         elif told[:1] == KILLED:
@@ -158,7 +169,10 @@ def _wait(connection: socket.socket, passing: _Passing) -> NoReturn:
 
 
 def stop_by(number: int) -> None:
-    """Stop this process by a signal until SIGCONT comes."""
+    """Stop this process by a signal until SIGCONT comes.
+
+    The kernel does not stop a process whose shell is gone.
+    """
     before = signal.getsignal(number)
     if number != signal.SIGSTOP:
         signal.signal(number, signal.SIG_DFL)
