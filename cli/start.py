@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from sparsekv.cli.common.console import note, say
-from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.options import QuietOption
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.cli.daemon.address import VARIABLE, socket_path
@@ -54,11 +53,10 @@ def start(
         raise UsageError(f"{VARIABLE} is off, and no command would use a server; unset it first")
     if show_status:
         return _show(path)
-    folders = [str(open_artifact(index, called="INDEX").folder.absolute()) for index in indices or []]
     stop(path)
     program = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
     server = subprocess.Popen(
-        [*program, SERVE, path, str(60 * idle), *folders],
+        [*program, SERVE, path, str(60 * idle), *(str(index.absolute()) for index in indices or [])],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,

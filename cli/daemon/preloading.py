@@ -2,8 +2,10 @@
 
 import importlib
 import os
+import re
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -36,6 +38,9 @@ PARALLEL = 1 << 18
 GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Device files of drivers for GPUs: NVIDIA's, AMD's, and Windows' for Linux."""
 
+IMPORTABLE = re.compile(r"[^\W\d]\w*(\.py|\..*so)?|.*\.(dist|egg)-info")
+"""Names of modules, packages and descriptions of installed packages."""
+
 Look = tuple[int, int, int] | frozenset[str] | None
 """Inode, size in bytes and modification time in nanoseconds of a file, or of a folder of installed packages. The names
 of modules of another folder. None if there is nothing."""
@@ -43,7 +48,10 @@ of modules of another folder. None if there is nothing."""
 
 @dataclass(frozen=True)
 class Preloaded:
-    """Files that were imported as they were then, and the indices whose models are loaded."""
+    """Files that were imported as they were then, and the indices whose models are loaded.
+
+    files: None for a file that was changed after the server began, and may have been imported before that.
+    """
 
     files: dict[str, Look]
     described: list[str]
@@ -72,7 +80,7 @@ def look(path: str) -> Look:
     try:
         found = os.stat(path)
         if stat.S_ISDIR(found.st_mode) and not path.endswith("-packages"):
-            return frozenset(name for name in os.listdir(path) if name.partition(".")[0].isidentifier())
+            return frozenset(filter(IMPORTABLE.fullmatch, os.listdir(path)))
     except OSError:
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns
@@ -80,6 +88,7 @@ def look(path: str) -> Look:
 
 def preload(indices: list[str]) -> Preloaded:
     """Import what commands import, and load the models of indices, without a thread that computes."""
+    began = time.time_ns()
     before = {path: look(path) for path in sys.path[0 if sys.flags.safe_path else 1 :]}
     for command in COMMANDS:
         if command not in ELSEWHERE:
@@ -92,7 +101,8 @@ def preload(indices: list[str]) -> Preloaded:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a pool of threads would be lost at a fork
     described = [_open(Path(index), threads) for index in indices]
-    imported = {path: look(path) for path in map(_file, list(sys.modules.values())) if path and not _installed(path)}
+    files = {path for path in map(_file, list(sys.modules.values())) if path and not _installed(path)}
+    imported = {path: look(path) if os.stat(path).st_mtime_ns < began else None for path in files}
     return Preloaded({**imported, **before}, described, threads)
 
 
@@ -126,12 +136,12 @@ def _check(folder: Path, threads: int) -> None:
         import torch
 
         from sparsekv.cli.common.failures import fail
-        from sparsekv.formats.index.reader import Artifact
+        from sparsekv.cli.common.index_option import open_artifact
         from sparsekv.runtime.decoding.load import load_and_open
 
         torch.set_num_threads(threads)
         try:
-            load_and_open(Artifact(folder), device="cpu")
+            load_and_open(open_artifact(folder, called="INDEX"), device="cpu")
         except Exception as error:
             fail(error, "start", debug=False)
         os._exit(0)

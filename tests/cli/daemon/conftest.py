@@ -40,9 +40,7 @@ class Shell:
         command = ["bash", "-c", text]
         path = {"PATH": f"{EXECUTABLE.parent}:{self.environment['PATH']}"}
         environment = self.environment | path
-        return subprocess.run(
-            command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False
-        )
+        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
 
     def server(self) -> int:
         """The process id of the server."""
