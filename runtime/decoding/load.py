@@ -20,9 +20,10 @@ from sparsekv.kernels.linear.quantised_linear import quantise_linears
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.choose_config import choose_config
+from sparsekv.runtime.decoding.early import EarlyReading
 from sparsekv.runtime.decoding.kept import KeptIndex, kept_index, kept_indices
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
-from sparsekv.runtime.decoding.prepare import EarlyReading, PreparedMethod, files_read
+from sparsekv.runtime.decoding.prepare import PreparedMethod, files_read
 from sparsekv.runtime.selection.interface import MethodSpec
 
 if TYPE_CHECKING:  # only needed with several ranks: it imports torch.distributed

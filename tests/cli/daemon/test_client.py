@@ -10,7 +10,7 @@ import pytest
 
 from sparsekv.cli.daemon.client import hand_over
 from sparsekv.cli.daemon.likeness import differing, likeness
-from sparsekv.cli.daemon.messages import ACCEPTED, receive, send
+from sparsekv.cli.daemon.messages import ACCEPTED, REFUSED, receive, send
 from sparsekv.cli.daemon.preloading import look
 from sparsekv.cli.daemon.requests import status
 
@@ -18,11 +18,13 @@ NOBODY = 65534
 
 
 @pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where the server of a command listens that is about to begin in this process."""
     monkeypatch.setenv("SPARSEKV_SERVER", str(tmp_path / "socket"))
     monkeypatch.setattr(sys, "argv", ["sparsekv", "generate", "Why?"])
-    return tmp_path / "socket"
+    with open(os.devnull) as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)  # pytest's own is no stream of Python's
+        yield tmp_path / "socket"
 
 
 @pytest.fixture
@@ -78,11 +80,13 @@ def test_another_user_behind_ones_own_socket_gets_nothing(path: Path) -> None:
 
 def test_a_server_that_refuses_is_left_alone(listener: socket.socket) -> None:
     if (child := os.fork()) == 0:
-        listener.settimeout(None)
-        connection, _ = listener.accept()
-        request, _ = receive(connection)
-        connection.sendall(b"R" if request["arguments"] == ["sparsekv", "generate", "Why?"] else ACCEPTED)
-        os._exit(0)
+        try:
+            listener.settimeout(None)
+            connection, _ = listener.accept()
+            request, _ = receive(connection)
+            connection.sendall(REFUSED if request["arguments"] == ["sparsekv", "generate", "Why?"] else ACCEPTED)
+        finally:
+            os._exit(0)
     hand_over()
     os.waitpid(child, 0)
 
