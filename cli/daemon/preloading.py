@@ -19,6 +19,7 @@ from sparsekv.formats.models.converted import silent_transformers
 LATER = (
     "sparsekv.cli.answering.answers",
     "sparsekv.cli.answering.output",
+    "sparsekv.cli.answering.session",
     "sparsekv.cli.chatting.loop",
     "sparsekv.cli.common.failures",
     "sparsekv.cli.common.loading",
@@ -44,14 +45,13 @@ IMPORTABLE = re.compile(r"[^\W\d]\w*(\.py|\..*so)?|.*\.(dist|egg)-info")
 Look = tuple[int, int, int] | frozenset[str] | None
 """Inode, size in bytes and modification time in nanoseconds of a file, or of a folder of installed packages. The names
 of modules of another folder. None if there is nothing."""
+UNKNOWN: Look = frozenset()
+"""The look of a file that counts as changed."""
 
 
 @dataclass(frozen=True)
 class Preloaded:
-    """Files that were imported as they were then, and the indices whose models are loaded.
-
-    files: None for a file that was changed after the server began, and may have been imported before that.
-    """
+    """Files that were imported as they were then, and the indices whose models are loaded."""
 
     files: dict[str, Look]
     described: list[str]
@@ -102,8 +102,13 @@ def preload(indices: list[str]) -> Preloaded:
     torch.set_num_threads(1)  # a pool of threads would be lost at a fork
     described = [_open(Path(index), threads) for index in indices]
     files = {path for path in map(_file, list(sys.modules.values())) if path and not _installed(path)}
-    imported = {path: look(path) if os.stat(path).st_mtime_ns < began else None for path in files}
-    return Preloaded({**imported, **before}, described, threads)
+    return Preloaded({path: _as_imported(path, began) for path in files} | before, described, threads)
+
+
+def _as_imported(path: str, began: int) -> Look:
+    """Look at a file; a file that was changed after the server began, and perhaps imported before that, is UNKNOWN."""
+    seen = look(path)
+    return UNKNOWN if isinstance(seen, tuple) and seen[2] >= began else seen
 
 
 def _installed(path: str) -> bool:

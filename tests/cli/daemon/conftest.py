@@ -36,11 +36,11 @@ class Shell:
         )
 
     def script(self, text: str) -> Done:
-        """Run a bash script."""
-        command = ["bash", "-c", text]
-        path = {"PATH": f"{EXECUTABLE.parent}:{self.environment['PATH']}"}
-        environment = self.environment | path
-        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
+        """Run a bash script, in the same environment: another PATH would be another environment than the server's."""
+        command = ["bash", "-c", f'sparsekv() {{ {EXECUTABLE} "$@"; }}; {text}']
+        return subprocess.run(
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False
+        )
 
     def server(self) -> int:
         """The process id of the server."""

@@ -127,10 +127,16 @@ def test_it_ends_with_the_shells_process(shell: Shell, number: int) -> None:
 
 
 def test_many_shells_at_once(shell: Shell) -> None:
+    requests = _requests(shell)
     questions = [f"What is {number}?" for number in range(6)]
     begun = [shell.begin(*ASK, "-q", question) for question in questions]
     answers = [one.communicate()[0] for one in begun]
     assert answers == [sparsekv(*ASK, "-q", question, cwd=shell.folder).stdout for question in questions]
+    assert _requests(shell) >= requests + len(questions)
+
+
+def _requests(shell: Shell) -> int:
+    return int(shell.run("start", "--status").stdout.partition(" requests")[0].rpartition(" ")[2])
 
 
 def test_a_changed_index_is_opened_anew(shell: Shell, built: Path) -> None:
