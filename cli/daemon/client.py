@@ -32,12 +32,4 @@ def _may_be_handed_over() -> bool:
     command = next((one for one in given if not one.startswith("-")), None)
     if command not in COMMANDS or command in ELSEWHERE or any(one.startswith(APART) for one in given):
         return False
-    return not any(name in os.environ for name in OF_RANKS) and not _in_background()
-
-
-def _in_background() -> bool:
-    """Whether this process may not read the terminal. The kernel would stop it, but not a fork of the server."""
-    try:
-        return os.tcgetpgrp(0) != os.getpgrp()
-    except OSError:
-        return False
+    return not any(name in os.environ for name in OF_RANKS)

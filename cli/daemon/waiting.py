@@ -30,10 +30,13 @@ OF_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGWINCH, s
 """Signals that a terminal sends to all processes of a command."""
 PASSED_ON = (*OF_TERMINAL, signal.SIGTERM, signal.SIGCONT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 READS_TERMINAL = "chat"
+"""The command that reads the terminal for as long as it runs."""
 
 
 def run_by(path: str) -> None:
     """Run the command by the server at `path`. Returns if the server does not answer, or may not run this command."""
+    if _in_background():
+        return
     descriptors = _inherited()
     if len(descriptors) >= MOST_DESCRIPTORS or max(descriptors, default=0) > MOST_NUMBER:
         return
@@ -143,6 +146,7 @@ def _passing_on(connection: socket.socket) -> Iterator[_Passing]:
 
 
 def _in_background() -> bool:
+    """Whether this process may not read the terminal. The kernel would stop it, but not a fork of the server."""
     try:
         return os.tcgetpgrp(0) != os.getpgrp()
     except OSError:
