@@ -20,7 +20,7 @@ from sparsekv.cli.common.options import IndexOption, ModelOption, RunOptions, Sp
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.runtime.attention.config import Dense
-from sparsekv.runtime.decoding.prepare import EarlyReading
+from sparsekv.runtime.decoding.early import EarlyReading
 from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)

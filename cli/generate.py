@@ -11,7 +11,7 @@ from sparsekv.cli.common.method_options import note_small_budgets, with_options
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.cli.distributed.join import join_ranks
-from sparsekv.runtime.decoding.prepare import EarlyReading
+from sparsekv.runtime.decoding.early import EarlyReading
 from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)

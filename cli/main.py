@@ -1,6 +1,7 @@
 """The command line's entry point: every failure becomes one line on stderr and an exit code.
 
 Other modules are imported only inside `run`, after it handles Ctrl-C. Before that, Ctrl-C prints Python's traceback.
+Modules that take long are imported after `hand_over`, because a process whose command a server runs needs none of them.
 """
 
 import atexit
@@ -9,20 +10,26 @@ import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from sparsekv.cli.common.process import INTERRUPTED, interruptions, rest_collector
-from sparsekv.cli.completing.candidates import ASK
+from sparsekv.cli.daemon.client import hand_over
+from sparsekv.cli.daemon.messages import SERVE
 
 if TYPE_CHECKING:
     from sparsekv.cli.completing.known import KnownCommand
 
 
 def main() -> NoReturn:
-    """Call `run` as the installed command, and then end the process at once.
+    """Call `run` as the installed command, and then end the process at once. A server may run the command instead.
 
     A normal exit would first clear torch's and transformers' modules one by one, which takes a second.
     """
     code = 0
     _speak_utf8()
+    if sys.argv[1:2] == [SERVE]:
+        _serve()
+    else:
+        hand_over()
+    from sparsekv.cli.common.process import rest_collector
+
     rest_collector()
     try:
         run()
@@ -36,6 +43,20 @@ def main() -> NoReturn:
     atexit._run_exitfuncs()
     flush_streams()
     os._exit(code)
+
+
+def _serve() -> None:
+    """Become the server that `start` leaves in the background. Returns in the forks that run commands."""
+    from sparsekv.cli.common.failures import fail
+    from sparsekv.cli.common.process import rest_collector
+    from sparsekv.cli.daemon.server import serve
+
+    path, idle, *indices = sys.argv[2:]
+    rest_collector()
+    try:
+        serve(path, float(idle), indices)
+    except Exception as error:
+        fail(error, "start", debug=False)
 
 
 def _speak_utf8() -> None:
@@ -53,6 +74,9 @@ def run() -> None:
     """
     # A closed pipe (`| head -1`) ends the writer silently, as with any other program.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    from sparsekv.cli.common.process import INTERRUPTED, interruptions
+    from sparsekv.cli.completing.candidates import ASK
+
     if sys.argv[1:2] == [ASK]:
         _complete()
         sys.exit(0)

@@ -24,7 +24,7 @@ from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.common.questions import AnswerStream, answer_may_meet_notes, read_question
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.cli.pages.trace import describe_size, describe_without, refuse_unwritable, say_json, write
-from sparsekv.runtime.decoding.prepare import EarlyReading
+from sparsekv.runtime.decoding.early import EarlyReading
 from sparsekv.runtime.selection.registry import methods
 
 if TYPE_CHECKING:  # only for types, because they import transformers

@@ -48,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(RootAsFolder())
     for name in ("INDEX", "MODEL", "DEVICE", "DTYPE"):
         os.environ.pop(f"SPARSEKV_{name}", None)
+    os.environ["SPARSEKV_SERVER"] = "off"  # a server that the user has started
     if _hands_out(config.option):
         return
     _own_cache(config)

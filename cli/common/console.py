@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
@@ -93,7 +93,10 @@ class _PlainConsole(Console):
         return super().render_str(printable(text), **options)
 
 
-stderr = _PlainConsole(stderr=True)
+@cache
+def stderr() -> Console:
+    """Return the console of stderr. It is made at its first use, because it looks at the terminal and its variables."""
+    return _PlainConsole(stderr=True)
 
 
 def titled_table(title: str, texts: Iterable[str], numbers: Iterable[str], *, wrap: bool = False) -> Table:
@@ -137,7 +140,7 @@ def say_csv(names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
 def tell(thing: RenderableType, *, soft_wrap: bool = False) -> None:
     """Print a table or a line to stderr. An error while writing, such as a full disk, is ignored."""
     with suppress(OSError):
-        stderr.print(thing, soft_wrap=soft_wrap)
+        stderr().print(thing, soft_wrap=soft_wrap)
 
 
 def note(text: str, *, quiet: bool) -> None:
@@ -172,7 +175,7 @@ def waiting(what: str, *, quiet: bool) -> Iterator[None]:
 def progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     """Yield a function of (stage, done, of) that draws a progress bar per stage. Without a terminal, print a
     progress line from time to time instead."""
-    if not quiet and not stderr.is_terminal:
+    if not quiet and not stderr().is_terminal:
         with ProgressLines(partial(note, quiet=False)) as lines:
             yield lines.show
         return
@@ -181,7 +184,7 @@ def progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=stderr,
+        console=stderr(),
         disable=quiet,
     )
     tasks = {}

@@ -7,6 +7,7 @@ from pathlib import Path
 from sparsekv.formats.errors import UsageError, reason_of
 from sparsekv.formats.hints import first_build_hint, no_folder
 from sparsekv.formats.index.reader import Artifact
+from sparsekv.runtime.decoding.kept import open_kept
 
 
 def open_artifact(given: Path | None, *, thorough: bool = False, called: str = "--index") -> Artifact:
@@ -23,14 +24,19 @@ def open_artifact(given: Path | None, *, thorough: bool = False, called: str = "
     """
     if given is not None:
         _refuse_other_than_folder(given, called)
-        return Artifact(given, thorough=thorough)
+        return _opened(given, thorough)
     found = sorted(path for path in Path().glob("*.skv") if path.is_dir())
     if not found:
         raise UsageError(f"no index in this folder: name one with --index, or {first_build_hint()}")
     if len(found) > 1:
         names = ", ".join(map(str, found))
         raise UsageError(f"several indices in this folder ({names}): name one with --index or SPARSEKV_INDEX")
-    return Artifact(found[0], thorough=thorough)
+    return _opened(found[0], thorough)
+
+
+def _opened(folder: Path, thorough: bool) -> Artifact:
+    kept = None if thorough else open_kept(folder)
+    return kept or Artifact(folder, thorough=thorough)
 
 
 def _refuse_other_than_folder(given: Path, called: str) -> None:

@@ -19,9 +19,9 @@ from sparsekv.formats.models.embedded import EMBEDDED, remember
 from sparsekv.formats.models.find import fetch
 from sparsekv.formats.models.load import LoadedModel, load_model
 from sparsekv.kernels.common.first_calls import make_first_calls
+from sparsekv.runtime.decoding.early import EarlyReading
 from sparsekv.runtime.decoding.load import load_and_open, refuse_rounded, with_weights
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.prepare import EarlyReading
 from sparsekv.runtime.selection.registry import methods
 
 if TYPE_CHECKING:  # only ranks need torch.distributed

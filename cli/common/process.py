@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from sparsekv.cli.common.quiet import QUIET
 from sparsekv.formats.errors import SparsekvError
 
 _RESTING = 1_000_000  # new objects between two collections while the collector rests
@@ -146,7 +147,7 @@ def quiet_libraries(*, debug: bool) -> Iterator[None]:
     if debug:
         yield
         return
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.update(QUIET | os.environ)
     shown, level = warnings.showwarning, logging.root.manager.disable
     warnings.showwarning = lambda *told, **more: None
     logging.disable(logging.WARNING)

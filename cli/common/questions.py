@@ -20,7 +20,7 @@ def answer_may_meet_notes() -> bool:
     one."""
     with suppress(OSError, ValueError):  # stdout has no file descriptor
         return not stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
-    return stderr.is_terminal
+    return stderr().is_terminal
 
 
 def _columns() -> int:

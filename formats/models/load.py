@@ -18,6 +18,7 @@ from sparsekv.formats.index.schema import Manifest, ModelIdentity, TokenizerIden
 from sparsekv.formats.models.converted import damaged_files, first_line, silent_transformers
 from sparsekv.formats.models.embedded import EMBEDDED, embedded_path, pull_embedded
 from sparsekv.formats.models.find import Progress, find_model, local_folder, named_path
+from sparsekv.formats.models.kept import Kept, files_of
 from sparsekv.formats.models.rope import RopeScaling
 from sparsekv.formats.user.cache import cache_root
 
@@ -195,6 +196,9 @@ def load_model(
     target = choose_device(device)
     check_dtype(dtype)
     folder, name, revision = find_model(name, progress)
+    how = name, revision, target, dtype, rope_scaling
+    if ranks == 1 and (kept := _kept.take(folder, how)) is not None:
+        return kept
     with silent_transformers(), ThreadPoolExecutor(1) as thread:
         files, config = TokenizerFiles(folder), _config(folder, name, scaling)
         quantised = QuantisedCheckpoint.of(folder, config)
@@ -210,6 +214,26 @@ def load_model(
         load = partial(causal_model, folder, name, config, target, chosen, ranks, mapped)
         model = load() if quantised is None else load_quantised(quantised, name, load)
         return LoadedModel(model, tokenizer, name, revision, hashed.result())
+
+
+_kept = Kept[LoadedModel]()
+
+
+def keep_model(name: str, dtype: str, rope_scaling: str | None) -> LoadedModel:
+    """Load a model that is on this machine, on the CPU, and return it again from `load_model` in this process's forks.
+
+    Raises the errors of `load_model`, and UsageError if the model is not on this machine.
+    """
+    target, folder = torch.device("cpu"), local_folder(name)
+    files = files_of(folder)
+    loaded = load_model(name, device="cpu", dtype=dtype, rope_scaling=rope_scaling)
+    _kept.keep(folder, (loaded.name, loaded.revision, target, dtype, rope_scaling), files, loaded)
+    return loaded
+
+
+def kept_models() -> "list[PreTrainedModel]":
+    """Return the models that `keep_model` has loaded."""
+    return [loaded.model for loaded in _kept.everything()]
 
 
 def load_tokenizer(name: str) -> "Tokenizer":

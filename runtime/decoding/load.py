@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,13 +11,20 @@ import torch
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.identity import ORIGINAL, fingerprint_weights
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.formats.index.schema import AUTO, Weights, weights_named
+from sparsekv.formats.index.schema import AUTO, Weights, layer_file, weights_named
 from sparsekv.formats.models.embedded import named_by_index, remember
-from sparsekv.formats.models.load import LoadedModel, identify, load_model
+from sparsekv.formats.models.kept import files_of
+from sparsekv.formats.models.load import LoadedModel, identify, keep_model, load_model
 from sparsekv.kernels.common.first_calls import make_first_calls
 from sparsekv.kernels.linear.quantised_linear import quantise_linears
+from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.cache.kv_store import LayerRows
+from sparsekv.runtime.decoding.choose_config import choose_config
+from sparsekv.runtime.decoding.early import EarlyReading
+from sparsekv.runtime.decoding.kept import KeptIndex, kept_index, kept_indices
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
-from sparsekv.runtime.decoding.prepare import EarlyReading
+from sparsekv.runtime.decoding.prepare import PreparedMethod, files_read
+from sparsekv.runtime.selection.interface import MethodSpec
 
 if TYPE_CHECKING:  # only needed with several ranks: it imports torch.distributed
     from sparsekv.formats.distributed.group import Ranks
@@ -88,9 +96,45 @@ def load_and_open(
         from sparsekv.runtime.decoding.distributed import open_share  # imported here: it imports torch.distributed
 
         return open_share(artifact, loaded, ranks, hold=hold)
+    kept = kept_index(artifact)
+    if kept is not None and kept.loaded is loaded:
+        return OpenIndex(artifact, loaded.model, loaded.tokenizer, {}, kept.prepared, loaded.tokenizer_files, kept)
     its, files = identify(loaded, manifest), loaded.tokenizer_files
     return open_index(artifact, loaded.model, loaded.tokenizer, its, hold=hold, early=early, files=files)
 
+
+def keep_index(folder: Path) -> None:
+    """Load the model of an index on the CPU, and prepare the index's default method, for the forks of this process.
+
+    The probe is not computed: check it before. An index whose model has rounded weights is not kept.
+
+    Raises:
+        SparsekvError: the model may not or cannot be loaded, or the index is damaged.
+    """
+    files, artifact = files_of(folder), Artifact(folder)
+    manifest, config = artifact.manifest, choose_config(artifact, None, {})
+    name = named_by_index(manifest.model.id, lambda text: None)
+    loaded = keep_model(name, manifest.dtype, manifest.rope.scaling)
+    if manifest.model.weights is not None:
+        return
+    opened = OpenIndex(artifact, loaded.model, loaded.tokenizer)
+    prepared = None
+    if isinstance(config.attention, MethodSpec):
+        artifact.check_sums(files_read(artifact, config.attention))
+        prepared = PreparedMethod(config.attention)
+        for layer in manifest.indexed_layers:
+            prepared.prepare(LayerRows(artifact, layer))
+        opened.prepared = prepared.copy()
+    cache = opened.cache(config)
+    if sum(manifest.files[layer_file("context", layer)].bytes for layer in manifest.attending) < LAID_OUT:
+        for of_layer in cache.stored_layers:
+            if isinstance(of_layer, SparseLayer):
+                of_layer.plan.middle.in_place()
+    kept_indices.keep(folder, None, files, KeptIndex(artifact, loaded, prepared, config, cache))
+
+
+LAID_OUT = 1 << 30
+"""Bytes of an index's keys and values up to which a server copies them to memory in the order that steps read."""
 
 BITS: dict[Weights, int] = {"int8": 8, "int4": 4}
 MOST = 0.9

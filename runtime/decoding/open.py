@@ -27,7 +27,9 @@ from sparsekv.runtime.cache.document_state import DocumentState
 from sparsekv.runtime.cache.index_cache import BuiltLayers, IndexCache
 from sparsekv.runtime.cache.kv_store import LayerRows, Pair, of_tokens
 from sparsekv.runtime.cache.stored_layer import StoredLayer
-from sparsekv.runtime.decoding.prepare import EarlyReading, PreparedMethod, files_read
+from sparsekv.runtime.decoding.early import EarlyReading
+from sparsekv.runtime.decoding.kept import KeptIndex
+from sparsekv.runtime.decoding.prepare import PreparedMethod, files_read
 from sparsekv.runtime.decoding.sparse_layers import SparseLayers, search_device
 from sparsekv.runtime.decoding.threads import all_cores
 
@@ -203,6 +205,7 @@ class OpenIndex:
         rows: rows by layer whose reading has already begun, for the probe.
         prepared: a method that is already prepared. The first sparse cache uses it, if that cache needs this method.
         tokenizer_files: the hash of the files that the tokenizer was loaded from; None if it is not known.
+        kept: the index as a server keeps it. Its cache is the first one, if the config is the same.
     """
 
     artifact: Artifact
@@ -211,6 +214,7 @@ class OpenIndex:
     rows: dict[int, LayerRows] = field(default_factory=dict)
     prepared: PreparedMethod | None = None
     tokenizer_files: str | None = None
+    kept: KeptIndex | None = None
 
     def __post_init__(self) -> None:
         # Stored here, because the model searches its modules at each access to these properties.
@@ -254,6 +258,10 @@ class OpenIndex:
         Raises:
             UsageError: the config has a residual, and no method of the index has value centroids.
         """
+        kept, self.kept = self.kept, None
+        if kept is not None and kept.config == config and tail and gather_makers is None:
+            self.prepared = None  # the two share selectors
+            return kept.cache
         if isinstance(config.attention, Dense):
             return self.dense_cache()
         self.artifact.check_sums(files_read(self.artifact, config.attention))

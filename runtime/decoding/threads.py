@@ -264,6 +264,12 @@ def _quota() -> float:
 _meter = _Meter()
 
 
+def restart_meter() -> None:
+    """Measure the use of cores anew, in a process that was forked long before its work begins."""
+    global _meter
+    _meter = _Meter()
+
+
 class FreeCores:
     """Adjusts torch's thread count in the thread that made it: `follow` lowers it to the number of free cores.
 

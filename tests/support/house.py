@@ -57,6 +57,7 @@ ROOMS = (
     "runtime",
     "cli/common",
     "cli/distributed",
+    "cli/daemon",
     "cli/building",
     "cli/pages",
     "cli/configuring",

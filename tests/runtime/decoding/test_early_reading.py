@@ -24,10 +24,12 @@ from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.config import Dense
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import LayerRows
+from sparsekv.runtime.decoding import early as early_reading
 from sparsekv.runtime.decoding import prepare
+from sparsekv.runtime.decoding.early import EarlyReading
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
-from sparsekv.runtime.decoding.prepare import EarlyReading, files_read
+from sparsekv.runtime.decoding.prepare import files_read
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
@@ -152,7 +154,7 @@ def test_nothing_is_prepared_while_the_model_is_loaded(
 ) -> None:
     """Torch's default dtype, which a method may take for its numbers, is the model's then."""
     begun: list[Iterator[None]] = []
-    monkeypatch.setattr(prepare, "run_beside", lambda steps, name: begun.append(steps))
+    monkeypatch.setattr(early_reading, "run_beside", lambda steps, name: begun.append(steps))
     early = EarlyReading(stored.artifact, "cpu", hold=True, form=MethodSpec("squeezed", "", Squeezed()))
     if loading:
         early.begin_loading()
@@ -227,7 +229,7 @@ import sys, threading
 from concurrent.futures.thread import _python_exit
 from pathlib import Path
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.runtime.decoding.prepare import EarlyReading
+from sparsekv.runtime.decoding.early import EarlyReading
 artifact = Artifact(Path(sys.argv[1]))
 _python_exit()
 EarlyReading(artifact, "cpu", [*artifact.manifest.files], hold=True)

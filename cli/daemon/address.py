@@ -1,0 +1,43 @@
+"""Where the server of the user listens: a Unix socket in a folder that only the user may enter."""
+
+import os
+import socket
+import stat
+import struct
+
+VARIABLE = "SPARSEKV_SERVER"
+"""Environment variable with the path of the socket. `off`: commands use no server."""
+OFF = "off"
+
+
+def socket_path() -> str | None:
+    """Return the path of the server's socket; None if the user has turned servers off.
+
+    By default the socket is in $XDG_RUNTIME_DIR, or else in the user's cache folder.
+    """
+    named = os.environ.get(VARIABLE)
+    if named:
+        return None if named == OFF else os.path.abspath(os.path.expanduser(named))
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(runtime) and os.path.isdir(runtime):
+        return f"{runtime}/sparsekv/server"
+    from sparsekv.formats.user.cache import cache_root  # imported here, because most desktops have the folder above
+
+    return f"{cache_root()}/server/socket"
+
+
+def is_own_socket(path: str) -> bool:
+    """Whether there is a socket at a path, and belongs to this user."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def is_own_peer(connection: socket.socket) -> bool:
+    """Whether the process at the other end of a connection is this user's."""
+    form = "3i"
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(form))
+    _, user, _ = struct.unpack(form, found)
+    return bool(user == os.geteuid())

@@ -1,0 +1,79 @@
+"""A fork of the server becomes the process of a command: descriptors, folder, environment, signals and streams."""
+
+import fcntl
+import io
+import locale
+import os
+import signal
+import sys
+from typing import Any
+
+MODES = ("r", "w", "w")
+NAMES = ("<stdin>", "<stdout>", "<stderr>")
+
+
+def become(request: dict[str, Any], received: list[int], by_imports: dict[str, str]) -> None:
+    """Make this process what the shell started.
+
+    Args:
+        request: what the shell's process has told of itself.
+        received: its descriptors, and behind them its current folder.
+        by_imports: environment variables that libraries set when they are imported.
+    """
+    from sparsekv.runtime.decoding.threads import restart_meter  # it imports torch, which sets variables
+
+    os.fchdir(received[-1])
+    os.close(received[-1])
+    _place(received[:-1], request["descriptors"])
+    os.environ.clear()
+    os.environ.update(request["environment"] | by_imports)
+    os.umask(request["umask"])
+    sys.argv, sys.path[: len(request["path"])] = request["arguments"], request["path"]
+    locale.setlocale(locale.LC_CTYPE, "")
+    opened = [_opened(number, described) for number, described in enumerate(request["streams"])]
+    sys.stdin, sys.stdout, sys.stderr = opened
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = opened  # type: ignore[misc]
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        _handle(number, ignored=number in request["ignored"])
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    restart_meter()
+
+
+def _place(received: list[int], numbers: list[int]) -> None:
+    """Give descriptors the numbers that they have in the shell's process; close those that it has closed."""
+    above = max([2, *numbers, *received]) + 1
+    moved = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, above) for one in received]
+    for one in {*received, 0, 1, 2}:
+        os.close(one)
+    for one, number in zip(moved, numbers, strict=True):
+        os.dup2(one, number, inheritable=True)
+        os.close(one)
+
+
+def _opened(number: int, described: dict[str, Any] | None) -> Any:
+    """Open a standard stream as Python does at its start."""
+    if described is None:
+        return None
+    mode = MODES[number]
+    raw = io.FileIO(number, mode, closefd=False)
+    raw.name = NAMES[number]
+    buffered: Any = raw
+    if mode == "r":
+        buffered = io.BufferedReader(raw)
+    elif not described["write_through"]:
+        buffered = io.BufferedWriter(raw)
+    stream: Any = io.TextIOWrapper(buffered, newline="\n", **described)
+    stream.mode = mode
+    return stream
+
+
+def _handle(number: int, *, ignored: bool) -> None:
+    """Handle a signal as a program does that has just been started with it ignored or not."""
+    if ignored:
+        handler: Any = signal.SIG_IGN
+    else:
+        handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    try:
+        signal.signal(number, handler)
+    except (OSError, ValueError):  # the C library's own
+        return

@@ -1,0 +1,315 @@
+"""The server: a process with all imports done, which forks for each command. Nothing computes before a fork.
+
+One fork, the watcher, waits for a connection and reads the request. The watcher's own fork waits for the watcher, and
+becomes the command. The watcher passes signals on to it, and tells how it ended. Both are forked before a request
+comes, so a request does not wait for a fork.
+"""
+
+import ctypes
+import fcntl
+import gc
+import os
+import resource
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sparsekv.cli.daemon.address import is_own_peer
+from sparsekv.cli.daemon.becoming import become
+from sparsekv.cli.daemon.likeness import differing, likeness
+from sparsekv.cli.daemon.messages import ACCEPTED, ENDED, GO, KILLED, REFUSED, STOPPED, TO_ALL, receive, send
+from sparsekv.cli.daemon.preloading import Preloaded, preload
+from sparsekv.formats.errors import SparsekvError, UsageError, reason_of
+
+_PARENT_DIED = 1  # PR_SET_PDEATHSIG: prctl's option for a signal when the parent process dies
+WAITING = 128  # connections that wait to be accepted
+PATIENCE = 5.0  # seconds for a request to come whole
+PAUSE = 0.1  # seconds until the next fork when one was killed
+
+
+def serve(path: str, idle: float, indices: list[str]) -> None:
+    """Serve commands until SIGTERM, or until none came for `idle` seconds.
+
+    Returns in a command's process only, which is then ready to run `sys.argv`.
+
+    Raises:
+        SparsekvError: the socket cannot be made, another server has it, or the imports leave threads.
+    """
+    with _only_server(path):
+        own, environment, files = likeness(), dict(os.environ), resource.getrlimit(resource.RLIMIT_NOFILE)
+        preloaded = preload(indices)
+        by_imports = {name: value for name, value in os.environ.items() if environment.get(name) != value}
+        _refuse_threads()
+        with _listening(path) as listener:
+            gc.collect()
+            gc.freeze()
+            os.write(1, b"ready\n")
+            _leave_terminal()
+            request, received = _Server(path, listener, preloaded, idle, own).run()
+    resource.setrlimit(resource.RLIMIT_NOFILE, files)  # opening an index may have raised it
+    become(request, received, by_imports)
+
+
+def _refuse_threads() -> None:
+    """Raise SparsekvError if this process has threads that a fork would lose.
+
+    OpenBLAS starts threads when numpy is imported, ends them before each fork, and starts them again when they are
+    needed.
+    """
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    if len(os.listdir("/proc/self/task")) != 1:
+        raise SparsekvError("an installed package starts threads when it is imported, so no server can be forked")
+
+
+@contextmanager
+def _only_server(path: str) -> Iterator[None]:
+    """Hold the lock beside a socket's path. The kernel releases it when this process and its forks have ended."""
+    try:
+        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise UsageError(f"{path}: {reason_of(error)}; name another place in SPARSEKV_SERVER") from None
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process: forks do not inherit it
+    except OSError:
+        raise SparsekvError(f"another server is starting at {path}; wait for it") from None
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def _listening(path: str) -> Iterator[socket.socket]:
+    """Listen at a path, in place of a server that is gone. Only this user may connect."""
+    listener, fresh = socket.socket(socket.AF_UNIX), f"{path}.{os.getpid()}"
+    umask = os.umask(0o177)
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(fresh)
+        listener.bind(fresh)
+        listener.listen(WAITING)
+        os.rename(fresh, path)
+    except OSError as error:
+        raise UsageError(f"{path}: {reason_of(error)}; name another place in SPARSEKV_SERVER") from None
+    finally:
+        os.umask(umask)
+    with listener:
+        yield listener
+
+
+def _leave_terminal() -> None:
+    """Let go of the folder and the streams of the shell that started the server."""
+    os.chdir("/")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nothing, number)
+    os.close(nothing)
+
+
+Request = tuple[dict[str, Any], list[int]]
+
+
+@dataclass
+class _Server:
+    """Keeps one spare watcher with its child, and forks the next when a request has taken them.
+
+    idle: seconds without a request after which the server ends.
+    """
+
+    path: str
+    listener: socket.socket
+    preloaded: Preloaded
+    idle: float
+    likeness: dict[str, Any]
+    pid: int = field(default_factory=os.getpid)
+    began: float = field(default_factory=time.time)
+    requests: int = 0
+
+    def run(self) -> Request:
+        """Serve until the server's end. Returns in a process that is to run a command."""
+        inode = os.stat(self.path).st_ino
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # watchers leave nothing behind
+        signal.signal(signal.SIGTERM, lambda number, frame: _end(self.path, inode))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        while True:
+            taken, take = os.pipe()
+            if os.fork() == 0:
+                return _spare(self, take)
+            os.close(take)
+            if not select.select([taken], [], [], self.idle)[0]:
+                _end(self.path, inode)
+            if not os.read(taken, 1):
+                time.sleep(PAUSE)  # the spare has been killed
+            os.close(taken)
+            self.requests += 1
+
+    def status(self) -> dict[str, Any]:
+        """Describe the server for `start --status`."""
+        return {
+            "pid": self.pid,
+            "began": self.began,
+            "requests": self.requests,
+            "idle": self.idle,
+            "memory": _own_memory(self.pid),
+            "indices": self.preloaded.described,
+            "changed": self.preloaded.changed(),
+            "likeness": self.likeness,
+        }
+
+
+def _end(path: str, inode: int) -> NoReturn:
+    """End the server, and take its socket away unless another server has replaced it."""
+    with suppress(OSError):
+        if os.stat(path).st_ino == inode:
+            os.unlink(path)
+    os._exit(0)
+
+
+def _own_memory(pid: int) -> int:
+    """Return the bytes of memory that only a process and its forks hold; 0 if the kernel does not tell."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _spare(server: _Server, take: int) -> Request:
+    """Be a watcher that waits for a request. Returns in its child, which is to run the request's command."""
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    os.setsid()
+    _end_with_parent(server.pid, signal.SIGTERM)
+    own, childs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        own.close()
+        server.listener.close()
+        os.close(take)
+        return _wait_for_request(childs, os.getppid(), server.preloaded)
+    childs.close()
+    connection, _ = server.listener.accept()
+    _end_with_parent(server.pid, 0)
+    server.listener.close()
+    os.write(take, b"t")
+    os.close(take)
+    with suppress(OSError, ValueError, KeyError):
+        _watch(server, connection, own, child)
+    os._exit(0)
+
+
+def _wait_for_request(watcher: socket.socket, pid: int, preloaded: Preloaded) -> Request:
+    """Wait in a watcher's child, which has a process group of its own, until the watcher passes a request on."""
+    os.setpgid(0, 0)
+    _end_with_parent(pid, signal.SIGKILL)
+    with watcher:
+        for _ in preloaded.warm_up():
+            if select.select([watcher], [], [], 0)[0]:
+                break
+        try:
+            return receive(watcher)
+        except (OSError, ValueError):
+            os._exit(0)
+
+
+def _watch(server: _Server, connection: socket.socket, own: socket.socket, child: int) -> None:
+    """Answer a request; a command runs in the child."""
+    connection.settimeout(PATIENCE)
+    if not is_own_peer(connection):
+        return
+    request, received = receive(connection)
+    if request["operation"] == "status":
+        send(connection, server.status())
+    elif request["operation"] == "stop":
+        os.kill(server.pid, signal.SIGTERM)
+    elif _accept(server, connection, request):
+        send(own, request, received)
+        own.close()
+        for descriptor in received:
+            os.close(descriptor)
+        connection.settimeout(None)
+        _Watcher(connection, child).run()
+
+
+def _accept(server: _Server, connection: socket.socket, request: dict[str, Any]) -> bool:
+    """Whether a command may run in a fork of this server, and its process still waits for it."""
+    if changed := server.preloaded.changed():
+        os.kill(server.pid, signal.SIGTERM)
+    if changed or differing(server.likeness, request["likeness"]) is not None:
+        connection.sendall(REFUSED)
+        return False
+    connection.sendall(ACCEPTED)
+    return connection.recv(1) == GO
+
+
+def _end_with_parent(parent: int, number: int) -> None:
+    """Let the kernel send this process a signal when its parent ends; 0 for none."""
+    ctypes.CDLL(None).prctl(_PARENT_DIED, number)
+    if number and os.getppid() != parent:  # it died before prctl
+        os._exit(1)
+
+
+@dataclass
+class _Watcher:
+    """Passes signals of the shell's process on to the command, and tells that process how the command stops and ends.
+
+    The command ends if that process is gone.
+    """
+
+    connection: socket.socket
+    child: int
+
+    def run(self) -> None:
+        wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(woken)
+        ended, waited_for = self._told(), list[Any]([self.connection, wake])
+        while not ended:
+            ready: list[Any] = select.select(waited_for, [], [])[0]
+            if wake in ready:
+                os.read(wake, 4096)
+                ended = self._told()
+            elif not self._pass_on():
+                os.killpg(self.child, signal.SIGKILL)
+                os.waitpid(self.child, 0)
+                ended = True
+
+    def _pass_on(self) -> bool:
+        """Pass signals on. Returns False if the shell's process is gone."""
+        try:
+            numbers = self.connection.recv(64)
+        except OSError:
+            return False
+        for number in numbers:
+            send_signal = os.killpg if number & TO_ALL else os.kill
+            send_signal(self.child, number & ~TO_ALL)
+        return bool(numbers)
+
+    def _told(self) -> bool:
+        """Tell how the child has stopped or ended since the last call. Returns whether it has ended."""
+        while True:
+            child, status = os.waitpid(self.child, os.WNOHANG | os.WUNTRACED)
+            if not child:
+                return False
+            with suppress(OSError):
+                self.connection.sendall(_described(status))
+            if not os.WIFSTOPPED(status):
+                return True
+
+
+def _described(status: int) -> bytes:
+    if os.WIFSTOPPED(status):
+        return STOPPED + bytes([os.WSTOPSIG(status)])
+    if os.WIFSIGNALED(status):
+        return KILLED + bytes([os.WTERMSIG(status)])
+    return ENDED + bytes([os.WEXITSTATUS(status)])

@@ -1,0 +1,90 @@
+"""`sparsekv start`: leave a process in the background, in whose forks later commands begin at once."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparsekv.cli.common.console import note, say
+from sparsekv.cli.common.options import QuietOption
+from sparsekv.cli.configuring.sources import Command
+from sparsekv.cli.daemon.address import VARIABLE, socket_path
+from sparsekv.cli.daemon.likeness import differing, likeness
+from sparsekv.cli.daemon.messages import SERVE
+from sparsekv.cli.daemon.requests import status, stop
+from sparsekv.formats.errors import UsageError
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command(cls=Command)
+def start(
+    indices: Annotated[
+        list[Path] | None, typer.Argument(metavar="[INDEX]...", help="Indices whose models are loaded now.")
+    ] = None,
+    idle: Annotated[
+        float, typer.Option(metavar="MINUTES", min=0.01, help="The server ends after this long without a command.")
+    ] = 60.0,
+    show_status: Annotated[
+        bool, typer.Option("--status", help="Only show the server, its memory, and whether it serves this shell.")
+    ] = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Start a server in the background, so that later commands of this user begin at once.
+
+    The server has imported the libraries and, for the indices that are named, loaded the models. Each command runs in a
+    fork of the server, with the shell's own folder, environment and streams, and so prints and returns what it would
+    without a server. Commands run as before if there is no server, or if the environment, the limits or the installed
+    packages are not the server's; --status says which of these differs. A running server is replaced.
+
+    SPARSEKV_SERVER=off turns servers off, and SPARSEKV_SERVER=PATH names a socket elsewhere.
+
+    \b
+    sparsekv start manual.skv
+    sparsekv generate --index manual.skv "How is it installed?"
+    sparsekv start --status
+    sparsekv stop
+    """
+    path = socket_path()
+    if path is None:
+        raise UsageError(f"{VARIABLE} is off, and no command would use a server; unset it first")
+    if show_status:
+        return _show(path)
+    stop(path)
+    program = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
+    server = subprocess.Popen(
+        [*program, SERVE, path, str(60 * idle), *(str(index.absolute()) for index in indices or [])],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert server.stdout is not None
+    if server.stdout.readline() != b"ready\n":
+        raise typer.Exit(server.wait())
+    note("commands begin at once now; `sparsekv stop` ends the server", quiet=quiet)
+
+
+def _show(path: str) -> None:
+    """Print the state of the server; exit with 1 if this shell's commands do not use it."""
+    server = status(path)
+    if server is None:
+        say("no server is running; `sparsekv start` starts one")
+        raise typer.Exit(1)
+    minutes, least = (time.time() - server["began"]) / 60, server["idle"] / 60
+    say(f"server: process {server['pid']}, for {minutes:.0f} minutes, {server['requests']:,} requests")
+    say(f"memory: {server['memory'] / 1e6:,.0f} MB")
+    say(f"ends after {least:g} minutes without a command")
+    for index in server["indices"]:
+        say(f"loaded: {index}")
+    other = differing(server["likeness"], likeness())
+    if server["changed"]:
+        say(f"not used: {server['changed']} has changed; run `sparsekv start` again")
+    elif other is not None:
+        say(f"not used by this shell: it has another {other}")
+    else:
+        say("used by this shell's commands")
+    if server["changed"] or other is not None:
+        raise typer.Exit(1)

@@ -1,0 +1,196 @@
+"""Commands whose processes a server forks print and return what they do without it, and end with their shells."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pexpect
+import pytest
+from support.command import EXECUTABLE, run_here, sparsekv
+
+from .conftest import Shell
+
+ASK = ("generate", "-i", "doc.skv", "--max-new-tokens", "6")
+LATE = 30.0  # seconds after which something is stuck
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin"),
+    [
+        ((*ASK, "Why?", "--budget", "100%"), ""),
+        ((*ASK, "-", "--method", "squeezed"), "Why is that?\n"),
+        (("chat", "-i", "doc.skv", "--max-new-tokens", "3"), "One?\nTwo?\n"),
+        (("recall-report", "-i", "doc.skv", "--json", "-q"), ""),
+        (("inspect", "-i", "doc.skv"), ""),
+        ((*ASK, "Why?", "--budget", "none"), ""),
+        (("generate", "-i", "no.skv", "Why?"), ""),
+        (("generat",), ""),
+    ],
+    ids=lambda given: given[0] if isinstance(given, tuple) else "",
+)
+def test_streams_and_exit_codes_are_those_without_it(shell: Shell, arguments: tuple[str, ...], stdin: str) -> None:
+    by_server = shell.run(*arguments, stdin=stdin)
+    alone = sparsekv(*arguments, cwd=shell.folder, stdin=stdin)
+    assert (by_server.returncode, by_server.stdout) == (alone.returncode, alone.stdout)
+    assert by_server.stderr == alone.stderr
+
+
+def test_the_status_tells_what_is_loaded_and_who_may_use_it(shell: Shell) -> None:
+    told = shell.run("start", "--status")
+    assert (told.returncode, told.stderr) == (0, "")
+    assert "loaded: " in told.stdout
+    assert told.stdout.endswith("used by this shell's commands\n")
+    other = Shell(shell.folder, shell.environment | {"SOME_LIBRARY": "1"}).run("start", "--status")
+    assert other.returncode == 1
+    assert other.stdout.endswith("not used by this shell: it has another environment (SOME_LIBRARY)\n")
+
+
+def test_descriptors_folder_and_mask_are_the_shells(shell: Shell) -> None:
+    (shell.folder / "deep").mkdir()
+    asked = "generate -q -i ../doc.skv --max-new-tokens 2"
+    done = shell.script(f"cd deep; umask 077; sparsekv {asked} --prompt-file <(echo Why?) --save-to kept.skv")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == sparsekv(*ASK[:-1], "2", "-q", "Why?", cwd=shell.folder).stdout
+    assert (shell.folder / "deep" / "kept.skv" / "manifest.json").stat().st_mode & 0o077 == 0
+
+
+def test_a_reader_that_leaves_ends_it_silently(shell: Shell) -> None:
+    asked = "printf 'One?\\nTwo?\\nThree?\\n' | sparsekv chat -q -i doc.skv --max-new-tokens 2000"
+    done = shell.script(f"{asked} | head -c 1 >&2; echo ${{PIPESTATUS[1]}}")
+    assert (done.stdout, len(done.stderr.encode())) == ("141\n", 1)
+
+
+def test_closed_streams_stay_closed(shell: Shell) -> None:
+    done = shell.script("sparsekv inspect -i doc.skv >&-")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "sparsekv: error: standard output is closed; send it to a file, or to /dev/null\n"
+
+
+def test_a_terminal_is_the_commands(shell: Shell) -> None:
+    """Ctrl-C interrupts, Ctrl-Z stops, and the prompt has readline."""
+    talk = ["chat", "-i", "doc.skv", "--max-new-tokens", "2000", "-q"]
+    with pexpect.spawn(str(EXECUTABLE), talk, cwd=shell.folder, env=shell.environment, timeout=LATE) as one:
+        one.expect_exact("\x1b[?2004h> ")
+        one.send("Why?\r")
+        one.expect(r"\n\S{3}")
+        one.send("\x03")
+        one.expect_exact("\x1b[?2004h> ")
+        one.send("\x04")
+        one.expect(pexpect.EOF)
+        one.wait()
+        assert one.exitstatus == 0
+
+
+def test_ctrl_c_ends_a_command_with_its_line(shell: Shell) -> None:
+    asked = ["generate", "Why?", "-i", "doc.skv", "--max-new-tokens", "2000", "-q"]
+    with pexpect.spawn(str(EXECUTABLE), asked, cwd=shell.folder, env=shell.environment, timeout=LATE) as one:
+        one.expect(r"\S{3}")
+        one.send("\x03")
+        one.expect_exact("sparsekv: interrupted; the index is as it was\r\n")
+        one.expect(pexpect.EOF)
+        one.wait()
+        assert one.exitstatus == 130
+
+
+def test_a_shell_stops_and_resumes_it(shell: Shell) -> None:
+    bash = pexpect.spawn(
+        "bash", ["--norc", "-i"], cwd=shell.folder, env=shell.environment | {"PS1": "$ "}, timeout=LATE
+    )
+    with bash as one:
+        one.expect_exact("$ ")
+        one.sendline(f"{EXECUTABLE} chat -q -i doc.skv --max-new-tokens 2")
+        one.expect_exact("\x1b[?2004h> ")
+        one.send("\x1a")
+        one.expect("Stopped")
+        one.sendline("fg")
+        one.expect_exact("chat -q")
+        one.send("\x04")
+        one.expect_exact("$ ")
+        one.sendline("echo ended $?")
+        one.expect("ended 0")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
+def test_it_ends_with_the_shells_process(shell: Shell, number: int) -> None:
+    """Its standard output has no writer any more."""
+    chat = shell.begin("chat", "-q", "-i", "doc.skv", "--max-new-tokens", "1")
+    assert chat.stdin is not None
+    assert chat.stdout is not None
+    chat.stdin.write("Why?\n")
+    chat.stdin.flush()
+    chat.stdout.readline()
+    chat.send_signal(number)
+    assert chat.wait(LATE) == -number
+    assert chat.stdout.read() == ""
+    chat.communicate()
+
+
+def test_many_shells_at_once(shell: Shell) -> None:
+    requests = _requests(shell)
+    questions = [f"What is {number}?" for number in range(6)]
+    begun = [shell.begin(*ASK, "-q", question) for question in questions]
+    answers = [one.communicate()[0] for one in begun]
+    assert answers == [sparsekv(*ASK, "-q", question, cwd=shell.folder).stdout for question in questions]
+    assert _requests(shell) >= requests + len(questions)
+
+
+def _requests(shell: Shell) -> int:
+    return int(shell.run("start", "--status").stdout.partition(" requests")[0].rpartition(" ")[2])
+
+
+def test_a_changed_index_is_opened_anew(shell: Shell, built: Path) -> None:
+    asked = ("generate", "-q", "--max-new-tokens", "6", "Why?", "--budget", "100%", "-i")
+    Path(shell.folder, "other.txt").write_text("Another document says nothing of numbers. " * 30)
+    model = str(built / "model")
+    other = ("build-index", str(shell.folder / "other.txt"), "--model", model, "--method", "multipole", "-q")
+    assert run_here(*other, "-o", str(shell.folder / "changing.skv")).code == 0
+    expected = sparsekv(*asked, "changing.skv", cwd=shell.folder).stdout
+    (shell.folder / "doc.skv").rename(shell.folder / "away.skv")
+    (shell.folder / "changing.skv").rename(shell.folder / "doc.skv")
+    try:
+        assert shell.run(*asked, "doc.skv").stdout == expected != ""
+    finally:
+        (shell.folder / "doc.skv").rename(shell.folder / "changing.skv")
+        (shell.folder / "away.skv").rename(shell.folder / "doc.skv")
+
+
+def test_a_command_whose_server_is_killed_says_so(shell: Shell) -> None:
+    """The watcher is killed: the process between the shell's and the command."""
+    chat = shell.begin("chat", "-q", "-i", "doc.skv", "--max-new-tokens", "1")
+    assert chat.stdin is not None
+    assert chat.stdout is not None
+    chat.stdin.write("Why?\n")
+    chat.stdin.flush()
+    chat.stdout.readline()
+    for watcher in _children(shell.server()):
+        os.kill(watcher, signal.SIGKILL)
+    _, stderr = chat.communicate()
+    assert chat.returncode == 1
+    assert stderr == "sparsekv: error: the server ended before the command did; run the command again\n"
+
+
+def _children(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_killed_server_is_not_missed_and_replaced(shell: Shell) -> None:
+    os.kill(shell.server(), signal.SIGKILL)
+    assert (shell.folder / "socket").is_socket()
+    alone = shell.run("inspect", "--help")
+    assert (alone.returncode, alone.stderr) == (0, "")
+    assert shell.run("start", "--status").stdout == "no server is running; `sparsekv start` starts one\n"
+    assert shell.run("start", "doc.skv", "-q").returncode == 0
+    assert shell.run("start", "--status").returncode == 0
+
+
+def test_new_packages_end_it(shell: Shell) -> None:
+    server = os.pidfd_open(shell.server())
+    (shell.folder / "plugins" / "another.py").touch()
+    assert "plugins has changed" in shell.run("start", "--status").stdout
+    assert shell.run("inspect", "--help").returncode == 0
+    deadline = time.monotonic() + LATE
+    while (shell.folder / "socket").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not (shell.folder / "socket").exists()
+    os.close(server)
