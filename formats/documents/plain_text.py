@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from threading import Lock
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -70,8 +71,13 @@ def encode_text(
     return EncodedText(ids, {token: found[token] for token in sorted(+found, key=text.find)})
 
 
+_encoding = Lock()
+"""A call sets `split_special_tokens` in the tokenizer and then reads it; another thread would change it between."""
+
+
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> list[int]:
-    ids: list[int] = tokenizer(text, verbose=False, **{"add_special_tokens": False, **options}).input_ids
+    with _encoding:
+        ids: list[int] = tokenizer(text, verbose=False, **{"add_special_tokens": False, **options}).input_ids
     return ids
 
 

@@ -1,5 +1,9 @@
 """Tokenising text: tokens marked special are plain text, and nothing else changes."""
 
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,6 +53,23 @@ def test_what_was_found_is_told_and_by_choice_it_keeps_its_meaning() -> None:
     assert not {START, END} & set(encoded.ids)
     assert FAST.decode(encoded.ids) == text
     assert encode_text(FAST, text, special_tokens=True) == EncodedText(FAST(text).input_ids, {})
+
+
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    """Threads take turns after each few instructions."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_threads_that_read_texts_both_ways_at_once_get_the_ids_of_one_alone(quick_switches: None) -> None:
+    text = "a<|end|>b"
+    expected = [encode_text(FAST, text, special_tokens=kept).ids for kept in (False, True)]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda one: encode_text(FAST, text, special_tokens=one % 2 == 1).ids, range(2000)))
+    assert [ids for number, ids in enumerate(found) if ids != expected[number % 2]] == []
 
 
 def test_the_tokenizer_puts_its_own_at_the_ends() -> None:
