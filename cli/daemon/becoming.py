@@ -20,8 +20,6 @@ def become(request: dict[str, Any], received: list[int], by_imports: dict[str, s
         received: its descriptors, and behind them its current folder.
         by_imports: environment variables that libraries set when they are imported.
     """
-    from sparsekv.runtime.decoding.threads import restart_meter  # it imports torch, which sets variables
-
     os.fchdir(received[-1])
     os.close(received[-1])
     _place(received[:-1], request["descriptors"])
@@ -36,7 +34,6 @@ def become(request: dict[str, Any], received: list[int], by_imports: dict[str, s
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         _handle(number, ignored=number in request["ignored"])
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
-    restart_meter()
 
 
 def _place(received: list[int], numbers: list[int]) -> None:

@@ -63,9 +63,11 @@ class Preloaded:
 
         from sparsekv.formats.device import map_pages
         from sparsekv.formats.models.load import kept_models
+        from sparsekv.runtime.decoding.threads import restart_meter
 
         torch.set_num_threads(self.threads)  # before another thread does: torch renews its pool after a fork
         torch.zeros(PARALLEL).add_(1)  # starts OpenMP's threads
+        restart_meter()  # a command that comes knows how busy the cores have been since
         yield
         for model in kept_models():
             yield from map_pages(model.parameters())
