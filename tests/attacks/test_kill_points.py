@@ -54,9 +54,10 @@ def world_with_states(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World.make(folder, zygote(), ("multipole",), options, "qwen3_next")
 
 
-@pytest.mark.parametrize("name", [pytest.param("an edit", marks=pytest.mark.slow), "append"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["an edit", "append"])
 def test_some_kills_lose_no_state(world_with_states: World, tmp_path: Path, name: str) -> None:
-    assert_nothing_is_lost(world_with_states, tmp_path, COMMANDS[name], every=96)
+    assert_nothing_is_lost(world_with_states, tmp_path, COMMANDS[name], every=48)
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ from .command import start
 from .forked import Run, Started
 
 LATE = 60.0  # seconds
+WHOLE_RUN = 3600.0
+"""Seconds that a server may live: workers share the tests of a module, and the last may come late."""
 
 
 @dataclass
@@ -71,7 +73,7 @@ class Server:
 def begin(place: Path, *options: str | Path) -> Server:
     """Start a server on any free port, and wait until it can be asked."""
     told = place / f"served-{time.monotonic_ns()}"
-    started = start("serve", *options, "--port", "0", cwd=place, stdout=str(told))
+    started = start("serve", *options, "--port", "0", cwd=place, seconds=WHOLE_RUN, stdout=str(told))
     ends = time.monotonic() + LATE
     while not (told.exists() and told.read_text().endswith("\n")):
         state = Path(f"/proc/{started.pid}/stat")

@@ -114,7 +114,9 @@ def test_a_shell_stops_and_resumes_it(shell: Shell) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
 def test_it_ends_with_the_shells_process(shell: Shell, number: int) -> None:
     """Its standard output has no writer any more."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores it, and what is started inherits that
     chat = shell.begin("chat", "-q", "-i", "doc.skv", "--max-new-tokens", "1")
+    signal.signal(signal.SIGHUP, before)
     assert chat.stdin is not None
     assert chat.stdout is not None
     chat.stdin.write("Why?\n")
