@@ -3,6 +3,7 @@
 import math
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,13 @@ FAMILIES = [
 ]  # fmt: skip
 FEW = ["qwen3_next", "falcon_h1", "lfm2"]
 """A recurrent state beside a convolution's, in other layers than rows and in the same; a convolution's alone."""
+
+
+def _others_slow(names: list[str], fast: list[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
+
+
+EACH, ANY = _others_slow(FAMILIES, FEW), _others_slow(FEW, FEW[:1])
 METHODS = {"codes": INDEXERS["codes"], "multipole": INDEXERS["multipole"]}
 ALL = Budget(1.0)
 CODES = sparse("codes", Codes(), ALL)
@@ -112,7 +120,7 @@ def _plain(index: OpenIndex, asked: list[torch.Tensor]) -> list[list[int]]:
     return [plain_answer(index, torch.cat([index.input_ids, one])) for one in asked]
 
 
-@pytest.mark.parametrize("index", FAMILIES, indirect=True)
+@pytest.mark.parametrize("index", EACH, indirect=True)
 def test_answers_one_by_one_again_together_and_in_a_talk_are_the_plain_models(index: OpenIndex) -> None:
     """Each begins with the state at the document's end, also after others over the same cache."""
     asked = _asked(index)
@@ -126,7 +134,7 @@ def test_answers_one_by_one_again_together_and_in_a_talk_are_the_plain_models(in
     assert [talk.ask(question, SAMPLING).ids for question in QUESTIONS] == list(plain_talk(index))
 
 
-@pytest.mark.parametrize("index", FEW, indirect=True)
+@pytest.mark.parametrize("index", ANY, indirect=True)
 def test_a_talk_goes_on_after_a_cancelled_question_another_setting_and_forgetting(index: OpenIndex) -> None:
     expected = list(plain_talk(index))
     talk = Conversation(index, CODES)
@@ -144,7 +152,7 @@ def test_a_talk_goes_on_after_a_cancelled_question_another_setting_and_forgettin
     assert talk.ask(QUESTIONS[0], SAMPLING).ids == expected[0]
 
 
-@pytest.mark.parametrize("index", FEW, indirect=True)
+@pytest.mark.parametrize("index", ANY, indirect=True)
 def test_steps_as_a_gpu_takes_them(index: OpenIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     count_rows_on_the_device(monkeypatch)
     asked = _asked(index)
@@ -168,7 +176,7 @@ def test_a_step_overwrites_its_states_in_place(index: OpenIndex) -> None:
     assert {name: tensor.data_ptr() for name, tensor in engine.cache.live_states().items()} == first
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH)
 def test_an_append_goes_on_from_the_old_tail_and_gives_what_one_build_gives(family: str, tmp_path: Path) -> None:
     more = TEXT[300:420]
     plan, whole = _plan(family), _plan(family, f"{TEXT[:300]}\n\n{more}")
@@ -188,7 +196,7 @@ def test_an_append_goes_on_from_the_old_tail_and_gives_what_one_build_gives(fami
     assert [generate(index, index.cache(CODES), one, SAMPLING).ids for one in asked] == _plain(index, asked)
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", ANY)
 def test_an_edit_begins_anew_or_at_the_last_checkpoint_before_it(family: str, tmp_path: Path) -> None:
     text, edited = TEXT[:900], f"{TEXT[:700]}And more.{TEXT[700:900]}"
     for checkpoints, states in ((None, 3), (1, 6)):
@@ -216,7 +224,7 @@ def test_checkpoints_stay_as_far_apart_after_an_append(tmp_path: Path) -> None:
     assert {tokens for tokens in grown.states if tokens % 256} == needed
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", ANY)
 def test_a_killed_build_is_resumed_to_the_same_index(family: str, tmp_path: Path) -> None:
     plan = with_changes(_plan(family), methods={"codes": INDEXERS["codes"]})
     build_index(plan, tmp_path / "whole.skv")
@@ -229,7 +237,7 @@ def test_a_killed_build_is_resumed_to_the_same_index(family: str, tmp_path: Path
             _check_like(reopen(plan, folder), whole)
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", ANY)
 def test_states_stay_exact_where_rows_are_in_int8(family: str, tmp_path: Path) -> None:
     exact = _plan(family)
     build_index(exact, tmp_path / "exact.skv")
@@ -247,7 +255,7 @@ def test_states_stay_exact_where_rows_are_in_int8(family: str, tmp_path: Path) -
         generate(index, index.cache(CODES), asked[0], SAMPLING)
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", ANY)
 def test_an_append_and_an_edit_over_int8_rows_are_near_a_new_build(family: str, tmp_path: Path) -> None:
     """Appended tokens attend to rounded rows, so their states are rounded too; those before them are exact."""
     text, more = TEXT[:600], TEXT[600:700]
@@ -281,7 +289,7 @@ def test_an_exact_build_takes_no_state_that_followed_rows_in_int8(tmp_path: Path
     _check_like(reopen(whole, folder), reopen(whole, tmp_path / "b.skv"))
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", ANY)
 def test_memory_is_planned_for_states(family: str, tmp_path: Path) -> None:
     plan = _plan(family)
     manifest = build_index(plan, tmp_path / "a.skv")
@@ -293,7 +301,7 @@ def test_memory_is_planned_for_states(family: str, tmp_path: Path) -> None:
     assert 2 * state <= opening.states <= 2 * state + 20_000
 
 
-@pytest.mark.parametrize("index", FEW, indirect=True)
+@pytest.mark.parametrize("index", ANY, indirect=True)
 def test_reports_are_of_the_layers_that_attend(index: OpenIndex) -> None:
     artifact = index.artifact
     for queries in (MeasuredQueries(artifact), question_queries(index, ["Why?", "What is an assertion?"])):
