@@ -93,6 +93,7 @@ def test_ctrl_c_ends_a_command_with_its_line(shell: Shell) -> None:
         assert one.exitstatus == 130
 
 
+@pytest.mark.slow
 def test_a_shell_stops_and_resumes_it(shell: Shell) -> None:
     bash = pexpect.spawn(
         "bash", ["--norc", "-i"], cwd=shell.folder, env=shell.environment | {"PS1": "$ "}, timeout=LATE
@@ -128,6 +129,7 @@ def test_it_ends_with_the_shells_process(shell: Shell, number: int) -> None:
     chat.communicate()
 
 
+@pytest.mark.slow
 def test_many_shells_at_once(shell: Shell) -> None:
     requests = _requests(shell)
     questions = [f"What is {number}?" for number in range(6)]
@@ -176,6 +178,7 @@ def _children(pid: int) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_not_missed_and_replaced(shell: Shell) -> None:
     os.kill(shell.server(), signal.SIGKILL)
     assert (shell.folder / "socket").is_socket()
