@@ -64,6 +64,7 @@ def world_with_states(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World.make(tmp_path_factory.mktemp("states"), zygote(), METHODS, options, "qwen3_next")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "command"), zip((0, 1, 2, 3, 4, 5, 9, 17, 24, 35), cycle(("append", "generate")), strict=False)
 )
