@@ -14,7 +14,7 @@ help:
 	@echo "make demo          build an index of a long text with the embedded model, ask it, and report recall"
 	@echo "make test          linting, types and tests"
 	@echo "make test-slow     tests that take minutes each: an hour or more"
-	@echo "make test-quantised  tests of quantised checkpoints, a part of make test"
+	@echo "make test-quantised  tests of quantised checkpoints: a minute"
 	@echo "make test-browser  tests of HTML pages, in Chromium"
 	@echo "make transformers  install TRANSFORMERS=version into .venv, for tests with it"
 	@echo "make fuzz          random cases against plain transformers, SECONDS=60 of them on WORKERS=all cores; DEVICE=cuda GPUS=1"
@@ -87,7 +87,6 @@ test-quantised: .venv/quantised
 # Types beside the tests, because they take one core.
 test: style
 	@$(MAKE) --no-print-directory -j 2 types tests
-	@$(MAKE) --no-print-directory test-quantised
 
 test-slow: .venv/installed
 	$(BIN)/pytest -n 2 --dist worksteal -m slow
