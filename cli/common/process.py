@@ -14,8 +14,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from sparsekv.cli.common.quiet import QUIET
 from sparsekv.formats.errors import SparsekvError
+
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Environment variables that hide warnings of libraries, unless the user sets them or asks for --debug."""
 
 _RESTING = 1_000_000  # new objects between two collections while the collector rests
 _USUAL = gc.get_threshold()

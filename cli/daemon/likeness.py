@@ -8,7 +8,7 @@ import resource
 import sys
 from typing import Any
 
-from sparsekv.cli.common.quiet import QUIET
+from sparsekv.cli.common.process import QUIET
 from sparsekv.formats.openmp import bound_spinning
 
 OF_A_SHELL = (

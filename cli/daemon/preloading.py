@@ -1,4 +1,4 @@
-"""What the server imports and loads before it forks, and whether that is still what the files hold."""
+"""The modules, models and indices that the server loads before it forks, and whether their files have changed."""
 
 import importlib
 import os

@@ -50,7 +50,7 @@ SYSTEM_ROLES = {"developer": "system"}
 
 @dataclass(frozen=True)
 class Limits:
-    """What the server allows: hosts and keys as `Gate` takes them, and origins of web pages that may ask.
+    """Permissions of the server: hosts and keys as `Gate` takes them, and origins of web pages that may ask.
 
     timeout: seconds that an answer may take; None: any.
     body: largest body of a request in bytes.

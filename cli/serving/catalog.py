@@ -1,4 +1,4 @@
-"""What a request's model name means: an index, a method and a budget; and how an index is described."""
+"""The index, the method and the budget that a request's model name names, and the description of an index."""
 
 import re
 from dataclasses import replace
@@ -13,6 +13,7 @@ from sparsekv.formats.errors import UsageError, suggestion
 from sparsekv.runtime.api import api_words
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, QuestionPrefill
 from sparsekv.runtime.decoding.choose_config import (
+    attention_of,
     choose_config,
     prefill_method,
     question_prefill,
@@ -22,7 +23,7 @@ from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import DENSE, methods_of
 
 SETTING = re.compile(r"(?::(?P<method>[^@:]+))?(?:@(?P<budget>[^@:]+))?")
-"""What may follow the name of an index: `:METHOD`, `@BUDGET`, or both."""
+"""The end of a model name, behind the name of an index: `:METHOD`, `@BUDGET`, or both."""
 
 
 async def find(shelf: Shelf, model: str, extension: Extension | None = None) -> tuple[Served, DecodeConfig]:
@@ -95,7 +96,8 @@ def _config(served: Served, method: str | None, budget: str | None, prefill: str
     """
     config, artifact = served.config, served.opened.artifact
     if method is not None:
-        of_server = None if method == DENSE else served.budget
+        _, kind = attention_of(artifact, method)
+        of_server = None if kind is Dense else served.budget
         chosen = choose_config(artifact, method, budget=budget or of_server, placement=config.placement)
         config = replace(chosen, question=config.question)
     elif budget is not None:

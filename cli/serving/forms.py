@@ -34,7 +34,7 @@ from sparsekv.runtime.serving.submission import Piece, Usage
 
 @dataclass(frozen=True)
 class About:
-    """What all parts of an answer tell: the model as the client named it, the config, and how token ids are shown.
+    """Facts in all parts of an answer: the model as the client named it, the config, and how token ids are shown.
 
     choices: number of answers to each prompt.
     with_usage: whether a stream ends with the number of tokens.

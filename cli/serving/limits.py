@@ -1,4 +1,4 @@
-"""What the server refuses before a request is read: a wrong host, a missing key, a body too large or too slow."""
+"""Refusals before a request is read: a wrong host, a missing key, a body too large or too slow."""
 
 import asyncio
 import hmac

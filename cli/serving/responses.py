@@ -96,7 +96,7 @@ class ChatCompletion(Sent):
 
 
 class Delta(Sent):
-    """What an event adds to a message."""
+    """The part of a message that an event adds."""
 
     OMITTED = ("role", "content")
 
@@ -105,7 +105,7 @@ class Delta(Sent):
 
 
 class ChatChoiceDelta(Sent):
-    """What an event adds to one of the answers."""
+    """The part of one of the answers that an event adds."""
 
     index: int
     delta: Delta

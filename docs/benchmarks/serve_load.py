@@ -1,4 +1,4 @@
-"""What `sparsekv serve` bears: many clients at once beside one, the gaps between pieces of text, answers, memory.
+"""Load on `sparsekv serve`: many clients at once beside one, the gaps between pieces of text, answers, memory.
 
     sparsekv build-index topics.txt --max-tokens 6144
     python docs/benchmarks/serve_load.py topics.skv --clients 32 --seconds 180
@@ -38,7 +38,8 @@ COMMAND = (sys.executable, "-m", "sparsekv.cli")
 
 @dataclass
 class Found:
-    """What clients saw: tokens, gaps between pieces and times to the first one in seconds, wrong answers, failures."""
+    """Measures of the clients: tokens, gaps between pieces and times to the first one in seconds, wrong answers and
+    failures."""
 
     tokens: int = 0
     answers: int = 0

@@ -32,7 +32,7 @@ LONGEST_WAIT = 60.0
 
 @dataclass(frozen=True)
 class Measures:
-    """What a scheduler does now, and its totals since it was made.
+    """Numbers of a scheduler's requests at this moment, and its totals since it was made.
 
     `kv_fraction` is the mean share of the document's keys and values that a decode step read.
     """

@@ -185,7 +185,7 @@ class Requests:
 
 
 def fault(request: httpx2.Request, answer: httpx2.Response) -> str:
-    """What is wrong with an answer, whatever the request was; empty if nothing is."""
+    """Tell the fault of an answer, whatever the request was; empty if there is none."""
     if answer.status_code >= 500:
         return f"status {answer.status_code}"
     if answer.status_code >= 400 and request.method != "HEAD":

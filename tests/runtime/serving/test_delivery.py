@@ -1,4 +1,4 @@
-"""What is delivered of an answer: text up to a stop string, token ids, log-probabilities; to threads and to tasks."""
+"""Delivery of an answer: text up to a stop string, token ids, log-probabilities; to threads and to tasks."""
 
 import asyncio
 import threading
