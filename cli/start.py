@@ -23,7 +23,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 @app.command(cls=Command)
 def start(
     indices: Annotated[
-        list[Path] | None, typer.Argument(metavar="[INDEX]...", help="Indices whose models are loaded now.")
+        list[Path] | None, typer.Argument(metavar="INDEX", help="Indices whose models are loaded now.")
     ] = None,
     idle: Annotated[
         float, typer.Option(metavar="MINUTES", min=0.01, help="The server ends after this long without a command.")

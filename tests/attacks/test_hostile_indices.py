@@ -66,7 +66,7 @@ def world_with_states(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("seed", "command"), zip((0, 1, 2, 3, 4, 5, 9, 17, 24, 35), cycle(("append", "generate")), strict=False)
+    ("seed", "command"), list(zip((0, 1, 2, 3, 4, 5, 9, 17, 24, 35), cycle(("append", "generate")), strict=False))
 )
 def test_a_state_from_a_stranger_is_harmless(world_with_states: World, tmp_path: Path, seed: int, command: str) -> None:
     wrong = attack_once(world_with_states, tmp_path / "home", "states", seed, NAMED[command])

@@ -115,7 +115,8 @@ DUE = (
     # RoPE of a head's last channels
     Due("--subspaces rope-pairs: how this model turns its keys is not known", lambda case: case.family in LATENT),
     Due(
-        "--method multipole-windowed: the model turns its keys in a way of its own", lambda case: case.family in LATENT
+        "--method multipole-windowed: the model turns its keys otherwise than by RoPE",
+        lambda case: case.family in LATENT,
     ),
     # models whose masks are their own
     Due(r"\S+ cannot be indexed: .* has a mask that the model itself makes", lambda case: case.family == "doge"),

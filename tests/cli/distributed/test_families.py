@@ -119,6 +119,7 @@ def _assert_plain(both: Both, family: str) -> None:
         said = torch.cat([said, torch.tensor([id])])
 
 
+@pytest.mark.slow
 def test_a_model_whose_layers_keep_states_has_the_same_index_and_the_plain_models_answers(hybrid: Both) -> None:
     _assert_same_index(hybrid, "qwen3_next")
     _assert_same_answers(hybrid, "qwen3_next")
