@@ -61,6 +61,10 @@ def plan_reuse(build: Build) -> ReusePlan:
     # If only queries are missing, they are computed from the rows of this prompt in the earlier index.
     needed = not has_samples or (earlier is not None and earlier.manifest.prompt.ids_sha256 != build.ids_sha256)
     prefix = shared_prefix(build, positions, missing) if needed else 0
+    if missing and prefix and build.plan.config.kv_dtype is not None:
+        # What is computed behind int8 rows differs a little from what an earlier build computed, so probe, rows and
+        # states behind the prefix all come from this one.
+        missing = {name for name in recipes if (tokens := state_tokens(name)) is None or tokens > prefix}
     return ReusePlan(missing, facts, positions, sampled, has_samples, prefix)
 
 

@@ -279,6 +279,13 @@ def test_an_append_and_an_edit_over_int8_rows_are_near_a_new_build(family: str, 
                 assert float(apart) <= (0.2 if tokens > 512 else EXACT), (one, tokens, name)
 
 
+def test_a_build_again_over_int8_rows_has_the_probe_of_its_own_states(tmp_path: Path) -> None:
+    plan = _plan("falcon_h1", TEXT[:600], kv_dtype="int8")
+    build_index(plan, tmp_path / "a.skv")
+    build_index(with_changes(plan, sinks=5), tmp_path / "a.skv")
+    reopen(plan, tmp_path / "a.skv")
+
+
 def test_an_exact_build_takes_no_state_that_followed_rows_in_int8(tmp_path: Path) -> None:
     folder, whole = tmp_path / "a.skv", _plan("falcon_h1", f"{TEXT[:300]}\n\n{TEXT[300:400]}")
     plan = _plan("falcon_h1", kv_dtype="int8")

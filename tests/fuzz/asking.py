@@ -112,6 +112,11 @@ def trace(world: World, index: OpenIndex) -> None:
         return  # a trace is of tokens that stay where they are
     traced = TracedIndex(index, asker.config)
     answer, document = traced.trace(asked, case.answer, truth=bool(case.more % 2))
-    steps = stepped(index, asker, fed_with(asked, answer.ids), len(asked))[len(asked) - 1 :]
-    expect_greedy(steps, answer.ids, "traced answer", "against the same steps untraced")
+    fed = fed_with(asked, answer.ids)
+    logits = stepped(index, asker, fed, len(asked))
+    try:
+        expect_greedy(logits[len(asked) - 1 :], answer.ids, "traced answer", "against the same steps untraced")
+    except Wrong:
+        if not rounding_decides(index, asker, fed, len(asked), logits):
+            raise
     expect("NaN" not in json.dumps(document), "trace", "has a NaN")

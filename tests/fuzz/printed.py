@@ -202,14 +202,14 @@ def eval_command(world: World, index: OpenIndex) -> None:
             outcome = ran(world, *asking)
             if outcome.code:
                 return
-            given = [json.loads(line) for line in Path("work/answers.jsonl").read_text().splitlines()]
+            given = [json.loads(line) for line in Path("work/answers.jsonl").read_text().split("\n") if line]
             asked = {one["question"]: next(q for q in questions if one["question"].endswith(q)) for one in given}
             for one in given:
                 words = one["text"].split()
                 if one["method"] == "dense" and words:
                     some = random.sample(words, random.randint(1, len(words)))
                     expected[asked[one["question"]]] = [" ".join(some), "nothing of it"]
-        lines = [json.loads(line) for line in Path("pairs.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in Path("pairs.jsonl").read_text().split("\n") if line]
         answers = {one["question"]: one["answers"] for one in lines}
         wanted = {question: answers[short] for question, short in asked.items()}
         _eval_rows(json.loads(outcome.stdout)["rows"], given, wanted)

@@ -115,7 +115,8 @@ DUE = (
     # RoPE of a head's last channels
     Due("--subspaces rope-pairs: how this model turns its keys is not known", lambda case: case.family in LATENT),
     Due(
-        "--method multipole-windowed: the model turns its keys otherwise than by RoPE",
+        "(?:--method multipole-windowed: the model turns its keys otherwise than by RoPE"
+        "|windowed RoPE needs to know how each layer turns its keys, and this index does not say it)",
         lambda case: case.family in LATENT,
     ),
     # models whose masks are their own
