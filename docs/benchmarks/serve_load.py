@@ -156,7 +156,9 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def report(name: str, found: Found, speed: float) -> None:
-    """Print what the clients of a load saw."""
+    """Print what the clients of a load saw; end if they got no answer."""
+    if not found.gaps:
+        sys.exit(f"{name}: no answer; {found.failures[:1]}")
     median, late = statistics.median(found.gaps), percentile(found.gaps, 0.99)
     print(f"{name}: {found.answers} answers, {speed:.1f} tokens a second")
     print(f"  gap between pieces: median {median * 1e3:.1f} ms, p99 {late * 1e3:.1f} ms, {late / median:.2f} of it")
@@ -172,14 +174,17 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=180)
     options.add_argument("--alone", type=float, default=30, help="seconds for which one client asks")
     options.add_argument("--tokens", type=int, default=64, help="longest answer")
+    options.add_argument("--method", default="", help="default: the index's first; `dense` has no budget")
     options.add_argument("--budget", default="100%")
     options.add_argument("--per-token", action="store_true")
     arguments = sys.argv[1:]
     own = arguments.index("--") if "--" in arguments else len(arguments)
     given, of_server = options.parse_args(arguments[:own]), arguments[own + 1 :]
     name = Path(given.index).absolute().name.removesuffix(".skv")
+    if given.method:
+        name = f"{name}:{given.method}"
     body = {
-        "model": f"{name}@{given.budget}",
+        "model": name if given.method == "dense" else f"{name}@{given.budget}",
         "max_tokens": given.tokens,
         "stream": True,
         "stream_options": {"include_usage": True},
