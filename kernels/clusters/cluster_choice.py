@@ -173,6 +173,14 @@ def ranked(scores: torch.Tensor, budget: int, bits: int = SCORE_BITS) -> torch.T
     return ranks.clamp(0, 2 ** (EXPONENT_BITS + bits) - 1).argsort(dim=-1, descending=True, stable=True)
 
 
+def best_first(scores: torch.Tensor, budget: int, bits: int = SCORE_BITS) -> torch.Tensor:
+    """Sort clusters in the order in which the device's kernels for one query take them; return indices [..., C].
+
+    The order is by rank on a GPU and by score on a CPU. So several questions choose as each does alone.
+    """
+    return ranked(scores, budget, bits) if scores.is_cuda else scores.argsort(dim=-1, descending=True, stable=True)
+
+
 def choice_of(
     logits: torch.Tensor, lengths: torch.Tensor, left: torch.Tensor, starts: torch.Tensor, slots: int
 ) -> ClusterChoice:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import torch
 
 from sparsekv.formats.errors import check_at_least_one
-from sparsekv.kernels.clusters.cluster_choice import choose_clusters
+from sparsekv.kernels.clusters.cluster_choice import best_first, choose_clusters
 from sparsekv.kernels.clusters.types import MOST_TOKENS
 from sparsekv.kernels.common.runs import fill_budget
-from sparsekv.kernels.scores.logits import attention_logits
+from sparsekv.kernels.scores.logits import attention_logits, scores_from_logits
 from sparsekv.runtime.selection.interface import (
     Budget,
     Cost,
@@ -64,22 +64,18 @@ class QuestSelector(Selector):
         return attention_logits(_by_sign(query), self.extremes, *self.facts.scaling)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select the best pages by the softmax over their bounds, averaged over the group."""
+        """Select the best pages by the softmax over the bounds of all tokens' pages, averaged over the group."""
         tokens = budget.tokens(self.middle)
         if queries.query.is_cuda and queries.query.shape[2] == 1 and self.middle <= MOST_TOKENS:
             return self._select_by_kernels(queries.query, tokens)
-        scores = self.bounds(queries.query).softmax(-1).mean(1)
+        scores = scores_from_logits(self.bounds(queries.query), self.lengths[:, None, None])
         scores = scores.mean(1, keepdim=True) if queries.joint else scores
-        order = scores.argsort(dim=-1, descending=True, stable=True)
+        order = best_first(scores, tokens)
         lengths = fill_budget(self.lengths[0][order], tokens)
         return Selection(RowSet(self.starts[0][order], lengths, tokens), self.cost)
 
     def _select_by_kernels(self, query: torch.Tensor, tokens: int) -> Selection:
-        """Select pages for one query with kernels that treat pages as clusters.
-
-        In the softmax's denominator the kernels also weight each page by its token count. All pages except the last
-        have the same count.
-        """
+        """Select pages for one query with kernels that treat pages as clusters."""
         pages = _by_sign(query)[:, :, 0], self.extremes, self.lengths, self.starts
         chosen = choose_clusters(*pages, tokens, *self.facts.scaling)
         indices = RowIndices(chosen.rows, chosen.used, chosen.queue)

@@ -14,8 +14,8 @@ from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.manifest import REBUILD
 from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best
-from sparsekv.kernels.clusters.cluster_choice import MOST_CLUSTERS, CountedClusters, until_enough
-from sparsekv.kernels.clusters.types import MOST_TOKENS, Tree, child_scores, fewest_tokens
+from sparsekv.kernels.clusters.cluster_choice import MOST_CLUSTERS, CountedClusters, best_first, until_enough
+from sparsekv.kernels.clusters.types import MOST_TOKENS, OPENED_BITS, SCORE_BITS, Tree, child_scores, fewest_tokens
 from sparsekv.kernels.common.eight_bits import Int8Kernel
 from sparsekv.kernels.common.runs import fill_budget
 from sparsekv.kernels.scores.logits import cluster_scores
@@ -284,7 +284,8 @@ class ClusterSelector(Selector):
         have enough children and hold the budget.
         """
         level, depth = above.level - 1, len(self.tree.centroids) - above.level
-        order = above.scores.argsort(dim=-1, descending=True, stable=True)
+        bits = SCORE_BITS if self.steps.below is None else OPENED_BITS
+        order = best_first(above.scores, budget.tokens(self.middle), bits)
         parents = above.clusters.gather(-1, order)
         starts = of_clusters(self.tree.first_child[level], parents)
         # Empty clusters are the last children of the last parent, so runs stay contiguous without them.
@@ -321,8 +322,8 @@ class ClusterSelector(Selector):
             threshold = self.thresholds.finest(budget.share(self.middle), joint=joint)
             kept = scored.counts.long() * (scored.scores >= threshold)
             return kept, int(kept.sum(-1).max())
-        order = scored.scores.argsort(dim=-1, descending=True, stable=True)
         tokens = budget.tokens(self.middle)
+        order = best_first(scored.scores, tokens)
         lengths = fill_budget(scored.counts.gather(-1, order).long(), tokens)
         return torch.zeros_like(lengths).scatter_(-1, order, lengths), tokens
 

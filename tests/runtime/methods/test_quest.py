@@ -82,6 +82,34 @@ def test_pages_of_one_token_choose_what_the_oracle_does() -> None:
     ]
 
 
+def test_a_short_last_page_weighs_as_many_tokens_as_it_has() -> None:
+    """The score of a page is the mean over a group's heads of what a token of it gets, if each token had its bound."""
+    for seed in range(10):
+        layer = small_layer(seed, middle=16 * 4 + 1)
+        keys = layer.context.keys.clone()
+        keys[:, -1] *= 4  # which many heads attend to
+        selector = Quest(page_size=16).prepare(replace(layer.context, load_keys=lambda keys=keys: keys))
+        scores = selector.bounds(layer.queries).double().repeat_interleave(16, -1)[..., :65].softmax(-1).mean(1)
+        starts = selector.select(as_queries(layer.queries), Budget(32)).rows.starts
+        found = scores.gather(2, starts)
+        assert bool((found.diff(dim=2) <= 1e-6).all())
+
+
+@pytest.mark.gpu
+def test_a_question_beside_others_chooses_what_it_does_alone() -> None:
+    for seed in range(10):
+        layer = small_layer(seed, middle=31)
+        context = replace(layer.context, load_keys=lambda layer=layer: layer.context.keys.cuda())
+        selector, queries = Quest(page_size=3).prepare(context), layer.queries.cuda()
+        beside = selector.select(as_queries(queries), Budget(7)).rows
+        for number in range(queries.shape[2]):
+            alone = selector.select(as_queries(queries[:, :, [number]]), Budget(7)).rows.lengths[:, 0]
+            lengths = torch.zeros_like(alone).scatter_(
+                1, beside.starts[:, number] // 3, beside.lengths[:, number].int()
+            )
+            assert torch.equal(lengths, alone)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("softcap", [None, 2.0])
