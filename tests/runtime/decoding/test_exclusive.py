@@ -280,6 +280,7 @@ def test_another_thread_may_not_call_the_model_that_answers(alone: Alone) -> Non
         other.result()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, SystemExit, CallbackError])
 @pytest.mark.parametrize("name", METHODS)
 def test_an_answer_that_failed_leaves_the_next_one_as_it_was(
