@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from support.forked import Run, Started
 from support.sandbox import DOCUMENT, INDEX, SAVED, Sandbox, World
+from support.short_part import short_part
 
 PAIRS = 100
 WRITERS = ("append", "force")
@@ -90,7 +91,10 @@ def _assert_whole(sandbox: Sandbox, reader: str) -> None:
 
 @pytest.mark.parametrize(
     ("reader", "writer", "share"),
-    [("disk", "append", 0.7), ("recall-report", "force", 0.6), ("save-to", "append", 0.8), ("generate", "force", 0.5)],
+    short_part(
+        [("disk", "append", 0.7), ("recall-report", "force", 0.6), ("generate", "force", 0.5), ("save-to", "append", 0.8)],
+        every=2,
+    ),
 )
 def test_a_reader_answers_whatever_is_written_meanwhile(
     world: World, tmp_path: Path, reader: str, writer: str, share: float
