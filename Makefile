@@ -6,6 +6,9 @@ PACKAGES := cli indexing runtime kernels formats
 # The embedded model comes from the Python package index; nothing here needs the model hub.
 export HF_HUB_OFFLINE := 1
 
+# Without bytecode each of the many processes of the tests would compile all sources again, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
 .PHONY: help demo test test-slow test-quantised test-browser chromium lint style types tests format docs docs-check wheel transformers fuzz fuzz-mutations clean
