@@ -126,7 +126,7 @@ docs: .venv/installed
 	$(BIN)/python docs/benchmarks/tables.py
 
 docs-check: .venv/installed
-	$(BIN)/pytest tests/docs
+	$(BIN)/pytest -m "not gpu" tests/docs
 
 # Files of an earlier build in build/lib would get into the wheel.
 wheel: .venv/installed

@@ -92,7 +92,12 @@ def _assert_whole(sandbox: Sandbox, reader: str) -> None:
 @pytest.mark.parametrize(
     ("reader", "writer", "share"),
     short_part(
-        [("disk", "append", 0.7), ("recall-report", "force", 0.6), ("generate", "force", 0.5), ("save-to", "append", 0.8)],
+        [
+            ("disk", "append", 0.7),
+            ("recall-report", "force", 0.6),
+            ("generate", "force", 0.5),
+            ("save-to", "append", 0.8),
+        ],
         every=2,
     ),
 )
