@@ -6,6 +6,9 @@ PACKAGES := cli indexing runtime kernels formats
 # The embedded model comes from the Python package index; nothing here needs the model hub.
 export HF_HUB_OFFLINE := 1
 
+# Without bytecode each of the many processes of the tests would compile all sources again, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
 .PHONY: help demo test test-slow test-quantised test-browser chromium lint style types tests format docs docs-check wheel transformers fuzz fuzz-mutations clean
@@ -123,7 +126,7 @@ docs: .venv/installed
 	$(BIN)/python docs/benchmarks/tables.py
 
 docs-check: .venv/installed
-	$(BIN)/pytest tests/docs
+	$(BIN)/pytest -m "not gpu" tests/docs
 
 # Files of an earlier build in build/lib would get into the wheel.
 wheel: .venv/installed

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.thinned import mark_rest_slow
 
 if TYPE_CHECKING:
     from sparsekv.formats.models.load import LoadedModel
@@ -35,6 +36,15 @@ def pytest_collection(session: pytest.Session) -> None:
     """Nothing that is collected or imported meanwhile is garbage: to look for some again and again takes seconds."""
     if not _hands_out(session.config.option):
         gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before slow tests are taken out. On a GPU all cases run, for there each is compiled to a program of its own."""
+    import torch
+
+    if not torch.cuda.is_available():
+        mark_rest_slow(items)
 
 
 def pytest_collection_finish() -> None:

@@ -122,7 +122,9 @@ def test_the_installed_package_imports_and_its_command_runs(installed: Path, tmp
     assert version.startswith("sparsekv ")
 
 
-@pytest.mark.parametrize(("install", "found"), [("installed", "installed"), ("editable", "source")])
+@pytest.mark.parametrize(
+    ("install", "found"), [("installed", "installed"), pytest.param("editable", "source", marks=pytest.mark.slow)]
+)
 def test_the_pages_example_runs(install: str, found: str, indexed: Path, request: pytest.FixtureRequest) -> None:
     folder, package = request.getfixturevalue(install), request.getfixturevalue(found)
     example = "".join(block.text for block in blocks(PAGE) if block.info == "python")

@@ -54,6 +54,7 @@ def _flip_and_ask(world: World, home: Path, method: str, seed: int, *, sealed: b
     return None
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("sealed", [False, True], ids=["damaged", "sealed"])
 @pytest.mark.parametrize(("method", "seed"), SHORT)
 def test_a_flipped_bit_is_told_or_harmless(world: World, tmp_path: Path, method: str, seed: int, sealed: bool) -> None:

@@ -48,6 +48,7 @@ def int8_world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World.make(tmp_path_factory.mktemp("int8_world"), zygote(), options=("--kv-dtype", "int8"))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("command", ["generate", "recall-report", "append", "save-to"])
 @pytest.mark.parametrize(("kind", "seed"), [("manifest", 15), ("manifest", 20), ("tensors", 2), ("tensors", 10)])
 def test_an_index_in_8_bits_from_a_stranger_is_harmless(

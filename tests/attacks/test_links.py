@@ -11,6 +11,7 @@ WRITERS = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["manifest.json.tmp", "unfinished.json.tmp", "unfinished.json", ".lock"])
 @pytest.mark.parametrize("writer", WRITERS)
 def test_nothing_is_written_through_a_link(sandbox: Sandbox, writer: str, name: str) -> None:

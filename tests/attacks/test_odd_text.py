@@ -89,7 +89,7 @@ def test_a_question_on_the_command_line(sandbox: Sandbox, question: str) -> None
     sandbox.run("generate", question, *options).assert_harmless()
 
 
-@pytest.mark.parametrize("name", short_part(NAMES, every=4))
+@pytest.mark.parametrize("name", short_part(NAMES, every=8))
 def test_any_name_of_an_index_and_a_document(sandbox: Sandbox, name: str) -> None:
     model = ("--model", sandbox.model)
     (sandbox.home / name).parent.mkdir(exist_ok=True)

@@ -112,6 +112,7 @@ def test_another_index_is_not_reached(sandbox: Sandbox, value: str) -> None:
     assert changes(before, hash_tree(sandbox.home)) == []
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("table", ["", "[generate]\n"])
 @pytest.mark.parametrize("model", ["evil", "./evil", "someone/evil", "~/evil", "HOME/evil"])
 def test_a_model_is_not_loaded_because_a_file_names_it(sandbox: Sandbox, table: str, model: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from support.forked import Run, Started
 from support.sandbox import DOCUMENT, INDEX, SAVED, Sandbox, World
+from support.short_part import short_part
 
 PAIRS = 100
 WRITERS = ("append", "force")
@@ -30,6 +31,13 @@ def _readers(sandbox: Sandbox) -> dict[str, tuple[str | Path, ...]]:
     }
 
 
+SOME = (
+    ("disk", "append", 0.7),
+    ("save-to", "append", 0.8),
+    ("generate", "force", 0.5),
+    ("recall-report", "force", 0.6),
+)
+"""A reader, a writer, and the share of the reader's time after which it is stopped."""
 READERS = ("disk", "generate", "recall-report", "inspect", "save-to")
 
 
@@ -88,10 +96,7 @@ def _assert_whole(sandbox: Sandbox, reader: str) -> None:
         assert verified.code == 0, verified
 
 
-@pytest.mark.parametrize(
-    ("reader", "writer", "share"),
-    [("disk", "append", 0.7), ("recall-report", "force", 0.6), ("save-to", "append", 0.8), ("generate", "force", 0.5)],
-)
+@pytest.mark.parametrize(("reader", "writer", "share"), short_part(SOME, every=2))
 def test_a_reader_answers_whatever_is_written_meanwhile(
     world: World, tmp_path: Path, reader: str, writer: str, share: float
 ) -> None:

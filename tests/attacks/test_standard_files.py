@@ -61,14 +61,14 @@ def test_standard_error_is_full(sandbox: Sandbox, name: str) -> None:
 PIPES = [
     pytest.param(arguments, id=" ".join(arguments))
     for arguments in (
-        ("build-index", "pipe", "-o", "new.skv", "--model", "MODEL"),
+        ("generate", "Why?", "-i", INDEX, "--model", "MODEL", "--save-to", "pipe"),
+        ("build-index", "pipe", "-o", "new.skv", "--model", "MODEL"),  # of which each reader waits for some seconds
         ("append", "pipe", "-i", INDEX, "--model", "MODEL", "--rebuild"),
         ("generate", "--prompt-file", "pipe", "-i", INDEX, "--model", "MODEL"),
         ("generate", "--batch-file", "pipe", "-i", INDEX, "--model", "MODEL"),
         ("recall-report", "--queries", "pipe", "-i", INDEX, "--model", "MODEL"),
         ("inspect", "-i", "pipe"),
         ("generate", "Why?", "-i", INDEX, "--model", "pipe"),
-        ("generate", "Why?", "-i", INDEX, "--model", "MODEL", "--save-to", "pipe"),
         ("build-index", "doc.txt", "-o", "pipe", "--model", "MODEL"),
     )
 ]

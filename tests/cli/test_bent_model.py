@@ -54,6 +54,7 @@ def beyond(request: pytest.FixtureRequest) -> type[PreTrainedModel]:
     return attention_bent_by(f"beyond_{request.param}", BEYOND[request.param])
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("command", OPENING)
 @pytest.mark.usefixtures("bent")
 def test_an_index_that_was_built_before(place: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +75,7 @@ def test_an_index_that_was_built_before_a_bend_beyond_the_preflight(
     assert {path: path.read_bytes() for path in Path("doc.skv").rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_a_build_of_a_model_that_is_bent_beyond_the_preflight(
     place: Path, kv_dtype: str, beyond: type[PreTrainedModel]
@@ -88,6 +90,7 @@ def test_a_build_of_a_model_that_is_bent_beyond_the_preflight(
     assert (built.code, built.stdout, built.stderr) == (0, "bent.skv\n", "")
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("options", [(), ("--force",)], ids=str)
 def test_a_refused_build_leaves_the_index_that_was_there(
     place: Path, options: tuple[str, ...], beyond: type[PreTrainedModel]

@@ -47,7 +47,11 @@ def test_the_help_of_serve_waits_for_neither_torch_nor_a_web_framework() -> None
     ("command", "never"),
     [
         (("inspect",), {"transformers", "huggingface_hub", "matplotlib", "numba", "faiss"}),
-        (("tune", "--target-recall", "0.5", "--method", "squeezed", "--dry-run"), {"transformers", "huggingface_hub"}),
+        pytest.param(
+            ("tune", "--target-recall", "0.5", "--method", "squeezed", "--dry-run"),
+            {"transformers", "huggingface_hub"},
+            marks=pytest.mark.slow,
+        ),
         (("recall-report", "--method", "squeezed"), {"transformers", "huggingface_hub", "matplotlib"}),
         (
             ("generate", "What is it?", "--max-new-tokens", "2"),

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from support.chats import cut
 from support.dialogue import dialogue
@@ -28,6 +29,7 @@ def dense_talk(embedded: LoadedModel, document: torch.Tensor) -> list[str]:
     return answers
 
 
+@pytest.mark.slow
 def test_a_talk_that_reads_everything_is_dense_attentions(
     index: Artifact, embedded: LoadedModel, embedded_folder: Path, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ def whole(embedded: LoadedModel) -> Captured:
     return _captured(embedded, TOKENS + 100)
 
 
-@pytest.mark.parametrize("chunk_size", [64, 512])
+@pytest.mark.parametrize("chunk_size", [pytest.param(64, marks=pytest.mark.slow), 512])
 def test_chunks_give_the_keys_of_the_whole(embedded: LoadedModel, whole: Captured, chunk_size: int) -> None:
     layers, probe = _captured(embedded, chunk_size)
     for other, one in zip(layers, whole[0], strict=True):

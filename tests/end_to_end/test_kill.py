@@ -43,6 +43,7 @@ def _kills(builders: list[Command], seconds: float) -> list[int]:
     return [_survives(builder, moments.uniform(0, seconds)) for builder in builders]
 
 
+@pytest.mark.slow
 def test_a_killed_build_goes_on(tmp_path: Path) -> None:
     """At four moments."""
     save_tiny(tmp_path / "model")

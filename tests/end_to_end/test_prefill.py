@@ -19,7 +19,7 @@ def test_a_document_is_prefilled_sparsely_asked_and_reported_so(
 ) -> None:
     how = ("--prefill", "quoka", "--prefill-budget", "256", "--chunk-size", "128")
     built = sparsekv(
-        "build-index", document, "-o", "q.skv", "--max-tokens", "800", "--method", "squeezed", *how, cwd=tmp_path
+        "build-index", document, "-o", "q.skv", "--max-tokens", "600", "--method", "squeezed", *how, cwd=tmp_path
     )
     assert built.returncode == 0, built.stderr
     prefill = Artifact(tmp_path / "q.skv").manifest.prefill
@@ -35,6 +35,7 @@ def test_a_document_is_prefilled_sparsely_asked_and_reported_so(
     assert json.loads(report.stdout)["prefill"].startswith("quoka (chunks of 128, ")
 
 
+@pytest.mark.slow
 def test_a_dense_question_answers_as_a_dense_model_does(index: Artifact) -> None:
     question = ("generate", "--index", index.folder, "What is an assert statement?", "--max-new-tokens", "8")
     whole = sparsekv(*question, "--budget", "100%", "--prefill", "own", cwd=index.folder.parent)

@@ -33,6 +33,7 @@ def server(place: Path) -> Iterator[Server]:
         yield one
 
 
+@pytest.mark.slow
 def test_a_conversation_is_that_of_chat(server: Server, place: Path) -> None:
     client, messages, answers = server.openai(), list[dict[str, str]](), list[str]()
     for question in QUESTIONS:

@@ -56,7 +56,7 @@ def _others_slow(names: list[str], fast: list[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
 
 
-EACH, ANY = _others_slow(FAMILIES, ["qwen3_next", "lfm2"]), _others_slow(FEW, ["qwen3_next"])
+EACH, ANY = _others_slow(FAMILIES, ["qwen3_next"]), _others_slow(FEW, ["qwen3_next"])
 METHODS = {"codes": INDEXERS["codes"], "multipole": INDEXERS["multipole"]}
 ALL = Budget(1.0)
 CODES = sparse("codes", Codes(), ALL)

@@ -149,6 +149,7 @@ def test_other_weights_replace_an_index_by_force_alone_and_reuse_nothing_of_it(t
     assert _tokens_run(with_changes(other, force=True), folder) == len(plan.prompt.input_ids)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("named", [True, False], ids=["methods named", "methods kept"])
 @pytest.mark.parametrize("moved", [{"sinks": 8}, {"tail": 32}, {"sinks": 5, "tail": 15}], ids=str)
 def test_a_split_that_moves_takes_every_method_with_it(moved: dict[str, Any], named: bool, tmp_path: Path) -> None:

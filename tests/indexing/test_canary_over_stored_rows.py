@@ -89,6 +89,7 @@ def _append(folder: Path, plan: BuildPlan) -> Manifest:
     return build_index(_appended(folder, plan), folder)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("change", [_added_methods, _built_onto, _append])
 @pytest.mark.parametrize("how", ["dense", "sparse", "int8"])
 def test_an_index_of_an_earlier_version_gets_a_canary(

@@ -9,6 +9,7 @@ import torch
 from support.earlier_forms import in_blocks
 from support.reference import assert_close
 from support.sealing import change_tensors
+from support.short_part import short_part
 from support.small_index import INDEXERS, TEXT, prefilled, recorded_attention, small_plan, with_changes
 
 from sparsekv.formats.index.context_rows import OF_CHANNELS, quantise
@@ -105,7 +106,10 @@ def test_rows_that_lose_nothing_cost_nothing(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "done"),
-    [("prefill", 128), ("write context", 1), ("write context", 3), ("index codes", 1), ("index multipole", 3)],
+    short_part(
+        [("prefill", 128), ("write context", 1), ("write context", 3), ("index codes", 1), ("index multipole", 3)],
+        every=2,
+    ),
 )
 def test_a_build_that_was_interrupted_is_the_one_that_was_not(stage: str, done: int, tmp_path: Path) -> None:
     """With what storing costs, which only the exact rows can tell."""

@@ -188,7 +188,7 @@ changes = st.one_of(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(options, lengths, st.lists(st.tuples(changes, steps), min_size=1, max_size=3))
 def test_any_sequence_of_operations_gives_what_a_build_from_nothing_gives(
     how: dict[str, Any], length: int, operations: list[tuple[tuple[Any, ...], int | None]]
@@ -224,6 +224,7 @@ def test_other_sinks_prefill_a_sparse_index_again(prefill: str, tmp_path: Path) 
     _assert_as_from_nothing(index.folder, tmp_path / "b.skv", grown=False)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("tokens", [512, 600])
 @pytest.mark.parametrize("append", [True, False], ids=["append", "longer"])
 def test_a_longer_sparse_index_has_no_row_of_a_token_that_ran_alone(tokens: int, append: bool, tmp_path: Path) -> None:

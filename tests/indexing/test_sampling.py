@@ -56,6 +56,7 @@ def test_a_sample_is_spread_over_the_middle() -> None:
     assert bool(((counts > 60) & (counts < 140)).all())
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("chunk_size", [1, 7, 64])
 def test_what_is_kept_are_the_queries_at_these_positions_wherever_chunks_end(family: str, chunk_size: int) -> None:

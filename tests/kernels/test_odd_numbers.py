@@ -112,6 +112,7 @@ def test_clusters_down_two_levels(form: str, kind: str) -> None:
     assert listed.chosen.used.tolist() == [20, 20]
 
 
+@pytest.mark.thinned
 @by_form
 @pytest.mark.parametrize(("centroids", "kind"), [*((8, kind) for kind in KINDS), *((6, kind) for kind in FEW)])
 def test_ranks_of_listed_tokens_and_of_rows_looked_at_again(centroids: int, form: str, kind: str) -> None:
@@ -138,6 +139,7 @@ def test_ranks_of_listed_tokens_and_of_rows_looked_at_again(centroids: int, form
         assert bool((rows.diff(dim=-1) > 0).all())
 
 
+@pytest.mark.thinned
 @every_kind
 @by_form
 @by_dtype
@@ -160,6 +162,7 @@ def test_attention_ends(dtype: torch.dtype, form: str, kind: str) -> None:
             assert attention(query, some, exact, stands, SCALE).shape == (H, G, D)
 
 
+@pytest.mark.thinned
 @every_kind
 @by_form
 @by_dtype
@@ -176,6 +179,7 @@ def test_keys_nearest_to_odd_queries(dtype: torch.dtype, form: str, kind: str) -
     assert bool(((chosen >= 0) & (chosen < 80)).all())
 
 
+@pytest.mark.thinned
 @every_kind
 @by_form
 @by_dtype

@@ -61,9 +61,10 @@ def _is_killed(build: Callable[[Path], object], folder: Path, operation: int) ->
 
 
 def interrupted_builds(
-    root: Path, build: Callable[[Path], object], base: Path | None = None, *, least: int = 20
+    root: Path, build: Callable[[Path], object], base: Path | None = None, *, least: int = 20, every: int = 1
 ) -> Iterator[Path]:
-    """Folders as left by `build(folder)` when it is killed before its first, second, ... file operation.
+    """Folders as left by `build(folder)` when it is killed before its first, second, ... file operation, or before one
+    in so many of them.
 
     Each starts from a copy of `base`, or from nothing; the last one was killed before the build's last operation. Fails
     when there were not more than `least` operations, for then it saw no build.
@@ -77,4 +78,4 @@ def interrupted_builds(
             assert operation > least
             return
         yield folder
-        operation += 1
+        operation += every

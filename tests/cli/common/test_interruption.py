@@ -54,7 +54,7 @@ def _maps(pid: int, name: str) -> bool:
     return name in Path(f"/proc/{pid}/maps").read_text()
 
 
-@pytest.mark.parametrize("library", ["libtorch_cpu", "_multiarray_umath"])
+@pytest.mark.parametrize("library", [pytest.param("libtorch_cpu", marks=pytest.mark.slow), "_multiarray_umath"])
 def test_while_a_library_is_loaded(place: Path, library: str) -> None:
     code, stderr = _interrupt(place, lambda pid: _maps(pid, library), *BUILD)
     assert (code, stderr) == (

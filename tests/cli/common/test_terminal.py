@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.command import run_here, sparsekv
+from support.short_part import short_part
 from support.terminal import on_terminal
 
 from sparsekv.cli.common.streams import json_text, printable
@@ -56,7 +57,7 @@ def test_a_manifests_strings_and_a_documents_words_are_shown_as_they_are(hostile
     assert printable(reported.stdout) == reported.stdout
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", short_part(NAMES, every=3))
 def test_names_are_neither_markup_nor_mathematics(place: Path, name: str) -> None:
     Path(name).parent.mkdir(exist_ok=True)
     shutil.move("doc.skv", name)

@@ -127,6 +127,7 @@ def test_a_model_that_is_whole_is_read_in_full_once(cached_copy: Path) -> None:
     assert damaged_files(cached_copy, full=True) == ["config.json"]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["sha256.json", "config.json", "model.safetensors"])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
 def test_a_pipe_or_a_folder_where_a_file_was_is_damage(
@@ -139,6 +140,7 @@ def test_a_pipe_or_a_folder_where_a_file_was_is_damage(
         pull_embedded()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", [EMBEDDED, f"{EMBEDDED}.lock", f"{EMBEDDED}.unfinished"])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, Path.touch], ids=["pipe", "folder", "file"])
 def test_whatever_lies_beside_the_model_ends_in_one_line(

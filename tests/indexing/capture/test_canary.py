@@ -40,6 +40,7 @@ def test_other_logits_than_the_models_own_are_refused() -> None:
         judge_canary([right, bent], torch.float32, RENAMED)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_canary_is_the_plain_models(tmp_path: Path, family: str, implementation: str) -> None:

@@ -59,6 +59,7 @@ def test_attention_from_the_captured_rows_is_the_models_own(family: str) -> None
         assert_close(outputs[layer][-TAIL:], output.flatten(0, 1).transpose(0, 1).flatten(1), 1e-5)
 
 
+@pytest.mark.thinned
 @every_family
 @pytest.mark.parametrize("known", [1, 64, TOKENS - TAIL])
 def test_reusing_a_prefix_equals_capturing_anew(family: str, known: int) -> None:

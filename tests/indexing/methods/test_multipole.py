@@ -67,6 +67,7 @@ def test_a_blocks_clusters_hold_its_own_tokens_each_of_them_once(
     assert torch.equal(first[:, -1], torch.full((2,), built["level0.counts"].shape[1]))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("different", [80, 10, 4, 1])
 @pytest.mark.parametrize("depth", sorted(LEVELS))
 @pytest.mark.parametrize("space", ["normalised", "centred"])

@@ -158,6 +158,7 @@ def _captured(family: str, prefill: Prefill, chunk_size: int = 32) -> Capture:
     return capture(FAMILIES[family](), IDS, tail=20, chunk_size=chunk_size, prefill=prefill, sinks=3)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("family", FAMILIES)
 @every_sparse
 def test_with_a_budget_of_everything_a_capture_is_dense(family: str, name: str) -> None:

@@ -96,6 +96,7 @@ def test_rows_in_8_bits_for_groups_of_any_size(G: int) -> None:
     )
 
 
+@pytest.mark.thinned
 @by_dtype
 @pytest.mark.parametrize("used", [None, (600, 41), (0, 3)])
 def test_single_rows_in_8_bits_and_a_queue(

@@ -95,6 +95,7 @@ def test_logits_and_choice(G: int, D: int, dtype: torch.dtype, tolerance: float)
     assert_best((weights / (weights * counts[:, None]).sum(-1, keepdim=True)).mean(1), counts, found.lengths, 50)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("clusters", [1, 2, 129, 200])
 @pytest.mark.parametrize("budget", [0, 1, 77, 10**6])
 def test_the_same_as_in_plain_torch(clusters: int, budget: int) -> None:
@@ -110,6 +111,7 @@ def test_the_same_as_in_plain_torch(clusters: int, budget: int) -> None:
     assert torch.equal(found.log_left.exp().round().int(), counts - found.lengths)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("most_parts", [64, 2])
 @pytest.mark.parametrize(("clusters", "budget"), [(1, 77), (128, 77), (300, 0), (300, 77), (300, 250), (300, 10**6)])
 def test_the_same_by_many_parts_of_a_head(

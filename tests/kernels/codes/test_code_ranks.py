@@ -114,6 +114,7 @@ def test_ranks_are_those_of_the_definition(softcap: float | None) -> None:
     assert int((found.ranks.in_order() - expected).abs().max()) <= most
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("G", "m", "size"), [(1, 8, 8), (4, 8, 16), (3, 12, 8), (8, 16, 16), (5, 4, 16)])
 def test_the_same_as_in_plain_torch(G: int, m: int, size: int, dtype: torch.dtype) -> None:
@@ -125,6 +126,7 @@ def test_the_same_as_in_plain_torch(G: int, m: int, size: int, dtype: torch.dtyp
     assert_same(rank(*arguments), rank_codes.reference(*arguments, SCALE))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("G", "m", "size", "T"), [(4, 8, 16, 3), (3, 12, 8, 1), (8, 4, 16, 5)])
 @pytest.mark.parametrize("there", [0, 70])
 def test_several_queries_of_a_head_are_ranked_as_if_each_had_its_own(
@@ -143,6 +145,7 @@ def test_several_queries_of_a_head_are_ranked_as_if_each_had_its_own(
     assert_same(found, rank_codes.reference(query, codes, clusters, ExactKeys(keys, sinks=sinks), 150, SCALE))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("form", ["FEW", "MANY", "MOST"])
 @pytest.mark.parametrize(("G", "m", "softcap"), [(4, 8, None), (5, 16, 2.0), (1, 4, None)])
 def test_the_same_however_many_tiles_there_are(
@@ -174,6 +177,7 @@ def test_any_number_of_keys(keys: int) -> None:
     assert_same(rank(*arguments), rank_codes.reference(*arguments, SCALE))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("louder", [-4.0, 0.0, 9.0])
 @pytest.mark.parametrize("there", [0, 40])
 def test_learned_sinks_take_part(there: int, louder: float) -> None:

@@ -9,7 +9,7 @@ from sparsekv.kernels.distributed.shared_memory import bytes_shared
 from sparsekv.kernels.distributed.sum_triton import sum_triton
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_each_process_has_the_sum_of_all_parts_sum_after_sum(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # also where there is a GPU, for a CPU's memory
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -37,6 +37,7 @@ def _assert_nearest(points: torch.Tensor, centres: torch.Tensor, labels: torch.T
     assert bool((chosen <= allowed).all()), f"further by {float((chosen - allowed).max())}"
 
 
+@pytest.mark.thinned
 @dims
 @dtypes
 @pytest.mark.parametrize(("count", "clusters"), [(1, 1), (1, 40), (70, 1), (131, 67)])
@@ -85,6 +86,7 @@ def test_every_block_shape_finds_the_same(tiles: Tiles) -> None:
     assert torch.equal(_nearest(points, centres, tiles), _nearest(points, centres, Tiles(64, 64, 4, 1)))
 
 
+@pytest.mark.thinned
 @dims
 @dtypes
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])

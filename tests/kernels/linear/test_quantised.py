@@ -85,6 +85,7 @@ def test_definition(bits: int, dtype: torch.dtype, shape: tuple[int, int], rows:
     assert_close(defined(given, weight, bias), exact(given, weight, bias), 2 * TOLERANCE[dtype])
 
 
+@pytest.mark.thinned
 @by_bits
 @by_dtype
 @by_shape
@@ -95,6 +96,7 @@ def test_kernel(bits: int, dtype: torch.dtype, shape: tuple[int, int], rows: int
     assert_close(by_kernel(given, weight, bias), exact(given, weight, bias), TOLERANCE[dtype])
 
 
+@pytest.mark.thinned
 @by_bits
 @by_dtype
 @pytest.mark.parametrize("rows", [1, 5])

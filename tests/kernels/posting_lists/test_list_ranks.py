@@ -88,6 +88,7 @@ def test_logits_and_ranks_are_those_of_the_definition(weights: str) -> None:
     assert int((found.in_order() - expected).abs().max()) <= 2
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("G", "m", "size"), [(1, 4, 32), (4, 8, 8), (3, 6, 16)])
 def test_the_same_as_in_plain_torch(G: int, m: int, size: int, dtype: torch.dtype) -> None:
@@ -109,6 +110,7 @@ def test_a_soft_cap_and_scores_that_do_not_reach() -> None:
     assert_same(rank(*arguments, softcap=2.0), rank_tokens.reference(*arguments, SCALE, 2.0))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("louder", [-4.0, 0.0, 9.0])
 @pytest.mark.parametrize("there", [0, 40])
 def test_learned_sinks_take_part(there: int, louder: float) -> None:

@@ -34,6 +34,7 @@ def rank(
         return on_cpu(rank_rows_triton(query, keys, rows, logsumexp, wanted, SCALE, softcap))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("G", "D", "slots"), [(4, 64, 130), (3, 96, 4097), (1, 128, 1)])
 def test_the_same_as_in_plain_torch(G: int, D: int, slots: int, dtype: torch.dtype) -> None:

@@ -52,6 +52,7 @@ def test_counts_of_more_tiles_than_are_added_up_at_a_time(
     assert torch.equal(top_ranked_triton(ranks, wanted), top_ranked.reference(ranks, wanted))
 
 
+@pytest.mark.thinned
 @pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("different", [1, 3, 500])

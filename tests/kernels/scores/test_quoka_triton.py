@@ -56,6 +56,7 @@ def test_directions_are_those_of_the_queries_least_like_their_mean(G: int, D: in
     assert_close(found, (kept / kept.norm(dim=-1, keepdim=True)).mean(1), 1e-5)
 
 
+@pytest.mark.thinned
 @by_dtype
 @pytest.mark.parametrize("D", [64, 96, 128, 256])
 def test_the_nearest_keys_are_chosen(D: int, dtype: torch.dtype) -> None:

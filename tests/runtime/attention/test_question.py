@@ -38,6 +38,7 @@ def _cache(
     return index.cache(sparse(type(method).__name__.lower(), method, Budget(budget), question=question))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("chunk_size", [1, 5, 100])
 @pytest.mark.parametrize("name", ["dense", "quoka", "squeezed"])
 def test_with_everything_attended_a_question_is_the_plain_models(

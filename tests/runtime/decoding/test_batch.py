@@ -100,6 +100,7 @@ def test_each_family_answers_as_it_does_one_by_one(family_index: OpenIndex, slot
     assert ids(together(family_index, dense, asked, slots)) == ids(alone(family_index, dense, asked))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("residual", [False, True], ids=["dropped", "residual"])
 def test_each_method_answers_as_it_does_one_by_one(full_index: OpenIndex, name: str, residual: bool) -> None:
@@ -161,6 +162,7 @@ def test_rows_that_are_read_where_they_lie_are_those_that_are_copied(
     assert [second[n].kv_fraction for n in first] == pytest.approx([one.kv_fraction for one in first.values()])
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("name", "method"),
     [

@@ -85,6 +85,7 @@ def plain(family_index: OpenIndex) -> Plain:
     return Plain(tokens, logits, question, answer)
 
 
+@pytest.mark.thinned
 @every_method
 def test_a_budget_of_everything_gives_the_plain_models_logits(family_index: OpenIndex, plain: Plain, name: str) -> None:
     """The stored context leaves a sliding layer's window on the way."""
@@ -106,6 +107,7 @@ def test_layers_with_a_window_stay_dense_and_hold_what_is_in_sight(family_index:
             assert layer.stored_keys.shape[1] == WINDOW - 1
 
 
+@pytest.mark.thinned
 @every_method
 def test_a_greedy_answer_is_the_one_transformers_gives(family_index: OpenIndex, plain: Plain, name: str) -> None:
     answer = generate(family_index, _cache(family_index, name), plain.question, Sampling(max_new_tokens=12))
@@ -165,6 +167,7 @@ def test_a_larger_budget_comes_nearer_to_the_plain_model(index: OpenIndex, name:
     assert relative_error(window, plain) > errors[0]
 
 
+@pytest.mark.thinned
 @every_method
 def test_half_precision_is_as_near_to_full_as_the_plain_models_is(
     half_index: OpenIndex, index: OpenIndex, name: str

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.engines import packed
+from support.short_part import short_part
 from support.small_index import INDEXERS, build_small
 
 from sparsekv.formats.errors import SparsekvError, UsageError
@@ -198,7 +199,7 @@ DEEDS = (
 )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", short_part(range(4), every=2))
 def test_threads_that_share_askers_get_the_answers_that_are_given_alone(alone: Alone, seed: int) -> None:
     index = alone.index
     draw, own = random.Random(seed), index.model.config._attn_implementation
@@ -280,6 +281,7 @@ def test_another_thread_may_not_call_the_model_that_answers(alone: Alone) -> Non
         other.result()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, SystemExit, CallbackError])
 @pytest.mark.parametrize("name", METHODS)
 def test_an_answer_that_failed_leaves_the_next_one_as_it_was(

@@ -183,8 +183,8 @@ def waiting(code: str, **environment: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     "code",
     [
-        "import sparsekv.runtime.decoding.engine",
-        "import sparsekv.indexing.build",
+        pytest.param("import sparsekv.runtime.decoding.engine", marks=pytest.mark.slow),
+        pytest.param("import sparsekv.indexing.build", marks=pytest.mark.slow),
         "import sparsekv.cli.main, sparsekv.cli.generate",
     ],
 )

@@ -96,6 +96,7 @@ def _plain_answer(index: OpenIndex, question: torch.Tensor, tokens: int) -> list
     return answer
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", METHODS)
 def test_a_greedy_answer_is_the_one_transformers_gives_over_restored_rows(int8_index: OpenIndex, name: str) -> None:
     question = question_ids(int8_index, "What comes next?")
@@ -125,6 +126,7 @@ def test_restored_rows_cost_less_than_the_probe_allows_for(int8_index: OpenIndex
     assert 0 < difference.abs().max() < 0.2 * plain_logits_after(int8_index, tokens).abs().max()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("placement", ["device", "disk"])
 def test_a_small_budget_chooses_as_over_an_exact_index_of_the_restored_rows(

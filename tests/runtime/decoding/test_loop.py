@@ -57,6 +57,7 @@ def _by_transformers(index: OpenIndex, cache: IndexCache, question: torch.Tensor
     return answer
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("on_device", [False, True], ids=["", "rows counted on the device"])
 @pytest.mark.parametrize(
     ("name", "sampling"),

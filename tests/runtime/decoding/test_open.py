@@ -1,5 +1,6 @@
 """Opening an index: only with the model, tokenizer and template it was built with, and every refusal says why."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from sparsekv.formats.index.schema import layer_file
 from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
+from sparsekv.indexing.plan import BuildPlan
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.prepare import prepare_layer, stored_context
@@ -173,6 +175,14 @@ def test_pages_of_the_keys_that_a_selector_reads_can_be_released(index: OpenInde
     assert len(storages) == 1
 
 
+@pytest.fixture(scope="module")
+def every_method(tmp_path_factory: pytest.TempPathFactory) -> tuple[BuildPlan, Path]:
+    """A plan of every method and the index that was built by it, to be copied."""
+    plan, folder = small_plan(methods=INDEXERS), tmp_path_factory.mktemp("every") / "small.skv"
+    build_index(plan, folder)
+    return plan, folder
+
+
 @pytest.mark.parametrize(
     ("name", "method", "residual", "gone"),
     [
@@ -188,11 +198,11 @@ def test_pages_of_the_keys_that_a_selector_reads_can_be_released(index: OpenInde
     ],
 )
 def test_a_layer_without_centroids_is_refused(
-    tmp_path: Path, name: str, method: Method, residual: bool, gone: str
+    every_method: tuple[BuildPlan, Path], tmp_path: Path, name: str, method: Method, residual: bool, gone: str
 ) -> None:
     """Of one level, or of all: kernels would take other rows in their place, or read where there are none."""
-    plan = small_plan(methods=INDEXERS)
-    build_index(plan, tmp_path / "small.skv")
+    plan, built = every_method
+    shutil.copytree(built, tmp_path / "small.skv")
     source = "codes" if residual else name
     change_tensors(tmp_path / "small.skv", layer_file(source, 1), lambda tensors: _without(tensors, gone))
     index = reopen(plan, tmp_path / "small.skv")

@@ -49,6 +49,7 @@ def index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return build_small(tmp_path_factory.mktemp(request.param) / "small.skv", request.param, methods=INDEXERS)
 
 
+@pytest.mark.thinned
 @every_method
 def test_a_model_decodes_with_the_output_that_the_definition_gives(index: OpenIndex, name: str) -> None:
     errors = decoding_errors(index, name, *METHODS[name], FEW)

@@ -42,6 +42,7 @@ def built(folder: Path, weights: str | None, family: str = "llama") -> OpenIndex
     return reopen(plan, folder)
 
 
+@pytest.mark.thinned
 @by_weights
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi3"])
 def test_a_greedy_answer_is_the_one_of_transformers_with_the_same_weights(

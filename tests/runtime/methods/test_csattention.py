@@ -210,6 +210,7 @@ def tabled_index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return build_small(folder, request.param, methods={"csattention": indexer})
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("stream", "step"), [(False, 1), (True, 1), (True, 100)], ids=["exact", "streamed", "streamed between searches"]
 )
@@ -229,6 +230,7 @@ def test_no_residual_where_tokens_join_that_no_cluster_has(tabled_index: OpenInd
         tabled_index.cache(sparse("csattention", CSAttention(stream=True), Budget(0.1), residual=True))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("method", [CSAttention(stream=True, buffer=8), CSAttention(step=4)], ids=["stream", "step"])
 def test_a_second_question_is_answered_as_by_a_fresh_cache(tabled_index: OpenIndex, method: CSAttention) -> None:
     used, fresh = (tabled_index.cache(sparse("csattention", method, Budget(0.1))) for _ in range(2))

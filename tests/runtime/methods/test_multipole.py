@@ -152,6 +152,7 @@ def _levels_that_stand(layer: SmallLayer, step: Step) -> torch.Tensor:
     return stands
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("depth", [2, 3])
 @pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize("seed", range(3))

@@ -160,6 +160,7 @@ def _measured(artifact: Artifact, layer: int, method: str, budget: Budget) -> di
     return measure_layer(LayerRows(artifact, layer), [one], iter([tail_block(artifact, layer)]))[one].means()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("budget", [Budget(0.05), Budget(40), Budget(1.0)], ids=str)
 def test_measures_are_those_of_the_definitions(artifact: Artifact, method: str, budget: Budget) -> None:

@@ -61,6 +61,7 @@ def shares(logits: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     return (logits - total[..., None]).exp().mean(1)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("rerank", [1.0, 2.0])
 def test_the_best_tokens_are_chosen(rerank: float, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

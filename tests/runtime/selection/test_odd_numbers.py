@@ -50,6 +50,7 @@ def assert_within(chosen: Selection, middle: int) -> None:
     assert chosen.rows.total is None or bool((taken == chosen.rows.total).all())
 
 
+@pytest.mark.thinned
 @few_kinds
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("name", methods())
@@ -85,6 +86,7 @@ STEPS: dict[str, tuple[Method, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thinned
 @every_kind
 @pytest.mark.parametrize("step", STEPS)
 @torch.inference_mode()

@@ -70,6 +70,7 @@ def test_a_question_continues_the_part_that_is_the_same_where_its_rows_would_be(
     assert cached(again) == stored + len(question(2)) - 1
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("config", [SPARSE, OWN, OBSERVING], ids=["dense prefill", "own prefill", "observing"])
 @pytest.mark.parametrize("slots", [1, 4])
 def test_turns_are_those_of_a_chat_at_small_budgets_too(

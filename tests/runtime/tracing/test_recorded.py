@@ -1,5 +1,6 @@
 """What is recorded of a step is what it attended to, by every method, and adds up."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -19,9 +20,10 @@ from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.reporting.recall import MeasuredSetting, SharedStates, measure_layer
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.tracing.recorder import MEASURES, last_query, own_shares
+from sparsekv.runtime.tracing.recorder import MEASURES, AttendedStep, last_query, own_shares
 from sparsekv.runtime.tracing.trace import TracedIndex
 
+Steps = dict[int, list[AttendedStep]]
 SHARES = ("exact", "chosen", "stood_for", "missed")
 QUESTION = "What comes next?"
 
@@ -36,11 +38,26 @@ def forms(full_index: OpenIndex, name: str) -> list[MethodSpec]:
     return [form for form in every_form(full_index).values() if form.name == name]
 
 
-def test_the_chosen_tokens_are_those_that_the_method_chooses(full_index: OpenIndex, forms: list[MethodSpec]) -> None:
+@pytest.fixture(scope="module")
+def steps_of(full_index: OpenIndex) -> Callable[[MethodSpec], Steps]:
+    """The steps of a form's answer, which is given once."""
+    known: dict[str, Steps] = {}
+
+    def steps(form: MethodSpec) -> Steps:
+        if form.title not in known:
+            known[form.title] = answered(full_index, form).steps
+        return known[form.title]
+
+    return steps
+
+
+def test_the_chosen_tokens_are_those_that_the_method_chooses(
+    full_index: OpenIndex, forms: list[MethodSpec], steps_of: Callable[[MethodSpec], Steps]
+) -> None:
     """A second selector is asked the same, step by step."""
     middle = full_index.split.middle
     for form in forms:
-        steps, shared = answered(full_index, form).steps, dict[str, object]()
+        steps, shared = steps_of(form), dict[str, object]()
         selectors = {}
         for layer in steps:
             rows = LayerRows(full_index.artifact, layer)
@@ -58,9 +75,11 @@ def test_the_chosen_tokens_are_those_that_the_method_chooses(full_index: OpenInd
                     assert weighed == set(chosen) or (selection.rows.log_weights is not None and weighed < set(chosen))
 
 
-def test_shares_add_up_to_all_attention(full_index: OpenIndex, forms: list[MethodSpec]) -> None:
+def test_shares_add_up_to_all_attention(
+    full_index: OpenIndex, forms: list[MethodSpec], steps_of: Callable[[MethodSpec], Steps]
+) -> None:
     for form in forms:
-        for steps in answered(full_index, form).steps.values():
+        for steps in steps_of(form).values():
             for one in steps:
                 shares = own_shares(one, full_index.split.middle)
                 assert_close(shares.totals().sum(0), torch.ones(len(shares.exact)), 1e-5)
@@ -68,11 +87,13 @@ def test_shares_add_up_to_all_attention(full_index: OpenIndex, forms: list[Metho
                 assert float(shares.nowhere.sum()) == 0
 
 
-def test_every_token_that_is_not_chosen_is_represented_once(full_index: OpenIndex, forms: list[MethodSpec]) -> None:
+def test_every_token_that_is_not_chosen_is_represented_once(
+    full_index: OpenIndex, forms: list[MethodSpec], steps_of: Callable[[MethodSpec], Steps]
+) -> None:
     """A centroid counts as many tokens as are said to be represented by it, and gives each the same."""
     middle = full_index.split.middle
     for form in forms:
-        for one in (one for steps in answered(full_index, form).steps.values() for one in steps):
+        for one in (one for steps in steps_of(form).values() for one in steps):
             if not one.fetched.rest_attended or form.name == "sparq":
                 continue
             report = one.selector.report

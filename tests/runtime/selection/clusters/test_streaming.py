@@ -99,7 +99,7 @@ def _decoding(
 
 # Pieces of a question and of an answer, the last of them a step of decoding.
 pieces = st.lists(st.sampled_from([1, 1, 1, 2, 5, 17, 40]), max_size=30).map(lambda some: [*some, 1])
-streams = settings(max_examples=15, deadline=None)
+streams = settings(max_examples=8, deadline=None)
 with_streams = given(
     pieces=pieces,
     block=st.integers(16, 40),
@@ -198,6 +198,7 @@ def test_the_children_of_a_cluster_are_neighbours_after_updates(
                     assert own.tolist() == list(range(int(first), int(first + children)))
 
 
+@pytest.mark.thinned
 @every_lookup
 @pytest.mark.parametrize("share", [0.02, 0.2, 1.0])
 def test_every_token_is_represented_once(name: str, share: float) -> None:
@@ -233,6 +234,7 @@ def test_a_question_moves_nothing_before_the_first_step_of_its_answer() -> None:
     assert decoding.middle == MIDDLE + (TAIL + 106) // 8 * 8 - 8
 
 
+@pytest.mark.thinned
 @every_lookup
 @pytest.mark.parametrize("rope", [None, ROPES["halves"]], ids=["as attended", "windowed"])
 def test_a_rewound_layer_holds_exactly_what_is_stored_and_answers_alike(name: str, rope: RopeFacts | None) -> None:
