@@ -1,0 +1,57 @@
+"""The plugin of `llm`: each index of a folder is a model, whose answers are those of a session over the index."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import llm
+import pytest
+from support.small_index import build_small
+
+from sparsekv import Index, Sampling
+from sparsekv.runtime.serving.messages import Message, conversation_tokens
+
+PLUGIN = Path(__file__).parents[2] / "docs" / "integrations" / "llm-sparsekv" / "llm_sparsekv.py"
+GREEDY = {"method": "quest", "budget": "100%", "max_new_tokens": 5}
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> llm.Model:
+    spec = importlib.util.spec_from_file_location("llm_sparsekv", PLUGIN)
+    assert spec is not None
+    assert spec.loader is not None
+    plugin = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "llm_sparsekv", plugin)
+    spec.loader.exec_module(plugin)
+    index = Index(build_small(tmp_path / "manual.skv"))
+    (tmp_path / "empty.skv").mkdir()
+    monkeypatch.setenv("SPARSEKV_INDICES", str(tmp_path))
+    found: list[llm.Model] = []
+    plugin.register_models(found.append)
+    assert [one.model_id for one in found] == ["sparsekv/manual"]
+    found[0].__dict__["index"] = index
+    return found[0]
+
+
+def test_turns_of_a_conversation_are_those_of_a_session(model: llm.Model) -> None:
+    talk, asker = model.conversation(), model.index.asker("quest", "100%")  # type: ignore[attr-defined]
+    messages: list[Message] = []
+    for question in ("How is it installed?", "Who wrote it?"):
+        messages.append(Message("user", question))
+        expected = asker.ask(conversation_tokens(asker.index, messages), Sampling(5))
+        answer = talk.prompt(question, **GREEDY)
+        assert answer.text() == expected.text
+        assert answer.output_tokens == len(expected.ids)
+        messages.append(Message("assistant", answer.text()))
+
+
+def test_a_wrong_budget_is_the_plugins_error(model: llm.Model) -> None:
+    with pytest.raises(llm.ModelError, match="budget 0x is not a budget"):
+        model.prompt("How is it installed?", budget="0x").text()
+
+
+def test_a_list_of_models_imports_no_torch(tmp_path: Path) -> None:
+    code = f"import runpy, sys; runpy.run_path({str(PLUGIN)!r}); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.strip() == "False"
