@@ -36,6 +36,7 @@ from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.api import api_words
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.serving import messages
 from sparsekv.runtime.serving.scheduler import Scheduler
@@ -104,21 +105,20 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         asked = parsed(ChatRequest, await read_body(request, self.limits.body))
-        served, config = await find(self.shelf, asked.model, asked.sparsekv)
         given = [messages.Message(SYSTEM_ROLES.get(one.role, one.role), one.text) for one in asked.messages]
-        tokens = await self._encoded("messages", partial(messages.conversation_tokens, served.opened, given))
-        return await self._answer(
-            request, asked, ChatForm(self._about(asked, served, config)), served, config, [tokens]
-        )
+
+        async def encode(index: OpenIndex) -> list[torch.Tensor]:
+            return [await self._encoded("messages", partial(messages.conversation_tokens, index, given))]
+
+        return await self._answer(request, asked, ChatForm, encode)
 
     async def complete(self, request: Request) -> Response:
         asked = parsed(CompletionRequest, await read_body(request, self.limits.body))
-        served, config = await find(self.shelf, asked.model, asked.sparsekv)
-        encoded = [
-            await self._encoded("prompt", partial(question_ids, served.opened, one, raw=True)) for one in asked.prompts
-        ]
-        form = TextForm(self._about(asked, served, config))
-        return await self._answer(request, asked, form, served, config, encoded)
+
+        async def encode(index: OpenIndex) -> list[torch.Tensor]:
+            return [await self._encoded("prompt", partial(question_ids, index, one, raw=True)) for one in asked.prompts]
+
+        return await self._answer(request, asked, TextForm, encode)
 
     async def models(self, request: Request) -> Response:
         return _json(ModelList(data=listed(self.shelf)))
@@ -173,25 +173,39 @@ class Api:
         self,
         request: Request,
         asked: Asked,
-        form: Form,
-        served: Served,
-        config: DecodeConfig,
-        encoded: Sequence[torch.Tensor],
+        form: type[ChatForm | TextForm],
+        encode: Callable[[OpenIndex], Awaitable[list[torch.Tensor]]],
     ) -> Response:
-        """Return the answer, or the beginning of its stream."""
+        """Return the answer, or the beginning of its stream.
+
+        Args:
+            encode: returns the token ids of the request's prompts.
+        """
         began = time.perf_counter()
-        answers = Answers(self._submitted(asked, served, config, encoded))
+        about, streams = await self._asked(asked, encode)
+        answers = Answers(streams)
         try:
             # The status of a stream waits for the first piece, because a request may still be refused until then.
             first = await while_connected(request, answers.first())
             self.metrics.first_token.observe(time.perf_counter() - began)
-            told = Told(form, self, len(encoded) * asked.choices)
+            told = Told(form(about), self, len(streams))
             if asked.stream:
                 return EventStream(answers, told.events(first, answers))
             return _json(await while_connected(request, told.whole(first, answers)))
         except BaseException:
             await answers.close()
             raise
+
+    async def _asked(
+        self, asked: Asked, encode: Callable[[OpenIndex], Awaitable[list[torch.Tensor]]]
+    ) -> tuple[About, list[Stream]]:
+        """Submit a request to its index, and again to the new one if the index was replaced meanwhile."""
+        while True:
+            served, config = await find(self.shelf, asked.model, asked.sparsekv)
+            with self.shelf.using(served):
+                encoded = await encode(served.opened)
+                if self.shelf.holds(served):
+                    return self._about(asked, served, config), self._submitted(asked, served, config, encoded)
 
     def _submitted(
         self, asked: Asked, served: Served, config: DecodeConfig, encoded: Sequence[torch.Tensor]
@@ -200,9 +214,6 @@ class Api:
         if self.draining:
             told = "the server shuts down; ask again later"
             raise ApiError(503, told, "server_error", code="shutdown", headers={"Retry-After": "1"})
-        if not self.shelf.holds(served):
-            told = f"{served.name} was replaced meanwhile; ask again"
-            raise ApiError(503, told, "server_error", code="replaced", headers={"Retry-After": "1"})
         with api_words():
             sampling = self._sampling(asked)
         plain = Submission(

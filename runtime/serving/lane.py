@@ -31,7 +31,8 @@ class Lane:
     """The requests over one index with one config, and the engine that answers them together.
 
     All methods are called in the scheduler's thread. `slots` is the maximum number of requests that decode together;
-    1 if the config does not let requests share steps. While `drains` is true, no requests get a slot.
+    1 if the config does not let requests share steps. While `drains` is true, no requests get a slot. `document_bytes`
+    are those that the document's keys and values take while the lane is open.
     """
 
     def __init__(self, index: OpenIndex, config: DecodeConfig, slots: int, store: TurnStore):
@@ -40,6 +41,7 @@ class Lane:
         self.engine: Engine | None = None
         self.running: dict[Sequence, Job] = {}
         self.drains, self.used, self.own_bytes = False, 0.0, 0
+        self.document_bytes = index.document_bytes
         self._rewinds, self._most_slots = 0, slots
 
     def open(self, make_cache: Callable[[OpenIndex, DecodeConfig], IndexCache], planned: int) -> Exception | None:

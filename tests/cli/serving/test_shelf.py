@@ -3,9 +3,12 @@
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx2
 import openai
 import pytest
 from support.command import run_here
@@ -95,3 +98,76 @@ def test_an_index_that_cannot_be_opened_is_told(shelf: Server, place: Path) -> N
     assert "damaged" in told.value.message
     assert str(place) not in told.value.message
     assert prompt_tokens(shelf, "raw") > 0
+
+
+def test_indices_beyond_the_memory_are_closed_and_opened_again(indices: Path, place: Path, tmp_path: Path) -> None:
+    """With room for none: each index that is opened closes the others, if nobody asks them."""
+    (tmp_path / "model").symlink_to((indices / "model").resolve())
+    for name in ("doc", "raw"):
+        shutil.copytree(indices / f"{name}.skv", tmp_path / "more" / f"{name}.skv")
+    with serving(tmp_path, "--indices-from", "more", "--memory", "0", "--model", "model") as server:
+
+        def opened() -> set[str]:
+            return {one.id for one in server.openai().models.list() if getattr(one, "sparsekv", None) is not None}
+
+        expected, body = {}, {"messages": [user("What?")], "max_tokens": 8}
+        for name in ("doc", "raw"):
+            whole = ("--model", tmp_path / "model", "--budget", "100%", "--max-new-tokens", "8", "--json", "-q")
+            outcome = run_here("generate", "-i", tmp_path / "more" / f"{name}.skv", "What?", *whole)
+            expected[name] = json.loads(outcome.stdout)["text"]
+        for name in ("doc", "raw", "doc", "raw"):
+            with server.http() as http:
+                told = http.post(CHAT, json=body | {"model": f"{name}@100%"}).json()
+            assert told["choices"][0]["message"]["content"] == expected[name]
+            assert opened() == {name}
+        long = body | {"model": "raw@100%", "max_tokens": 300, "stream": True}
+        with server.http() as http, http.stream("POST", CHAT, json=long) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            assert prompt_tokens(server, "doc") > 0
+            assert opened() == {"doc", "raw"}  # raw is being asked
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+def test_an_index_that_is_replaced_under_load_answers_as_the_old_or_the_new(indices: Path, tmp_path: Path) -> None:
+    """Each answer is that of `generate` over one of the states, and after a change none is of the state before."""
+    (tmp_path / "model").symlink_to((indices / "model").resolve())
+    shutil.copytree(indices / "doc.skv", tmp_path / "doc.skv")
+    whole = ("--model", tmp_path / "model", "--budget", "100%", "--max-new-tokens", "8", "--json", "-q")
+    ended, found = threading.Event(), list[tuple[int, str]]()
+
+    def expected() -> tuple[int, str]:
+        outcome = run_here("generate", "-i", tmp_path / "doc.skv", "What?", *whole)
+        told = json.loads(outcome.stdout)
+        return told["prompt_tokens"], told["text"]
+
+    with serving(tmp_path, "doc.skv", "--model", "model") as server:
+
+        def ask(http: httpx2.Client) -> tuple[int, str]:
+            body = {"model": "doc@100%", "messages": [user("What?")], "max_tokens": 8}
+            answer = http.post(CHAT, json=body)
+            assert answer.status_code == 200, answer.text
+            told = answer.json()
+            return told["usage"]["prompt_tokens"], told["choices"][0]["message"]["content"]
+
+        def keep_asking() -> None:
+            with server.http() as http:
+                while not ended.is_set():
+                    found.append(ask(http))
+
+        with ThreadPoolExecutor(4) as clients:
+            asking, states = [clients.submit(keep_asking) for _ in range(4)], [expected()]
+            try:
+                for number in (40, 41):
+                    (tmp_path / "text").write_text(f"Line {number} says that {number} is a number.\n")
+                    more = ("--model", tmp_path / "model", "--rebuild", "-q")
+                    outcome = run_here("append", "--index", tmp_path / "doc.skv", tmp_path / "text", *more)
+                    assert outcome.code == 0, outcome.stderr
+                    states.append(expected())
+                    with server.http() as http:
+                        assert ask(http) == states[-1]
+            finally:
+                ended.set()
+            for one in asking:
+                one.result()
+    assert set(found) == set(states)
