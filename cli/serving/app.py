@@ -24,13 +24,13 @@ from sparsekv.cli.common.console import note
 from sparsekv.cli.common.failures import describe
 from sparsekv.cli.serving import openapi
 from sparsekv.cli.serving.answers import Answers, while_connected
-from sparsekv.cli.serving.catalog import described, find, listed
+from sparsekv.cli.serving.catalog import described, find, listed, unknown
 from sparsekv.cli.serving.errors import NO_RETRY, ApiError, failure
 from sparsekv.cli.serving.forms import About, ChatForm, Form, TextForm, Whole
 from sparsekv.cli.serving.limits import Gate, read_body
 from sparsekv.cli.serving.metrics import Metrics
-from sparsekv.cli.serving.requests import Asked, ChatRequest, CompletionRequest, parsed
-from sparsekv.cli.serving.responses import Health, ModelList, Sent
+from sparsekv.cli.serving.requests import Asked, ChatRequest, CompletionRequest, IndexRequest, parsed
+from sparsekv.cli.serving.responses import Health, IndexClosed, ModelList, Sent
 from sparsekv.cli.serving.shelf import Served, Shelf
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.api import api_words
@@ -80,7 +80,11 @@ class Api:
 
     def app(self) -> ASGIApp:
         """Return the app to run."""
-        posted = {"/v1/chat/completions": self.chat, "/v1/completions": self.complete}
+        posted = {
+            "/v1/chat/completions": self.chat,
+            "/v1/completions": self.complete,
+            "/v1/indices": self.open_index,
+        }
         read = {
             "/v1/models": self.models,
             "/v1/models/{model:path}": self.model,
@@ -90,11 +94,12 @@ class Api:
         }
         routes = [Route(path, self._guarded(deed), methods=["POST"]) for path, deed in posted.items()]
         routes += [Route(path, self._guarded(deed), methods=["GET"]) for path, deed in read.items()]
+        routes.append(Route("/v1/indices/{name}", self._guarded(self.close_index), methods=["DELETE"]))
         gate = Middleware(Gate, self.limits.keys, self.limits.hosts)
         cors = Middleware(
             CORSMiddleware,
             allow_origins=list(self.limits.origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
@@ -127,6 +132,30 @@ class Api:
         name = str(request.path_params["model"])
         served, config = await find(self.shelf, name)
         return _json(described(replace(served, name=name, config=config)))
+
+    async def open_index(self, request: Request) -> Response:
+        asked = parsed(IndexRequest, await read_body(request, self.limits.body))
+        self._check_comes_and_goes(asked.name)
+        if (served := await self.shelf.find(asked.name)) is None:
+            raise unknown(self.shelf, asked.name, "name")
+        return _json(described(served))
+
+    async def close_index(self, request: Request) -> Response:
+        name = str(request.path_params["name"])
+        self._check_comes_and_goes(name)
+        self.shelf.close(name)
+        return _json(IndexClosed(id=name))
+
+    def _check_comes_and_goes(self, name: str) -> None:
+        """Raise ApiError if clients may not open and close an index: it is not in the folder, or there is none."""
+        if self.shelf.folder is None:
+            told = "this server's indices are fixed; start it with --indices-from FOLDER to open and close others"
+            raise ApiError(403, told, code="not_allowed")
+        if not self.shelf.is_offered(name):
+            if name in self.shelf.names():
+                told = f"{name} is named on the server's command line, so it stays open"
+                raise ApiError(403, told, param="name", code="not_allowed")
+            raise unknown(self.shelf, name, "name")
 
     async def health(self, request: Request) -> Response:
         return _json(Health(status="draining" if self.draining else "ok"), 503 if self.draining else 200)
@@ -324,6 +353,8 @@ class Counted:
     def _label(self, path: str) -> str:
         if path.startswith("/v1/models/"):
             return "/v1/models/{model}"
+        if path.startswith("/v1/indices/"):
+            return "/v1/indices/{name}"
         return path if path in self.paths else "other"
 
 

@@ -35,7 +35,7 @@ async def find(shelf: Shelf, model: str, extension: Extension | None = None) -> 
     """
     name, method, budget = _parsed(shelf, model)
     if (served := await shelf.find(name)) is None:
-        raise _unknown(shelf, model)
+        raise unknown(shelf, model)
     own = extension or Extension()
     for field, by_model, given in (("method", method, own.method), ("budget", budget, own.budget)):
         if by_model is not None and given is not None:
@@ -79,13 +79,14 @@ def _parsed(shelf: Shelf, model: str) -> tuple[str, str | None, str | None]:
     for name in sorted(names, key=len, reverse=True):
         if model.startswith(name) and (found := SETTING.fullmatch(model, len(name))):
             return name, found["method"], found["budget"]
-    raise _unknown(shelf, model)
+    raise unknown(shelf, model)
 
 
-def _unknown(shelf: Shelf, model: str) -> ApiError:
+def unknown(shelf: Shelf, model: str, param: str = "model") -> ApiError:
+    """Return what to answer where no index has a name, which a parameter of the request gives."""
     names = shelf.names()
     told = f"no model '{model}'{suggestion(model, names)}; there are: {', '.join(names)}"
-    return ApiError(404, told, param="model", code="model_not_found")
+    return ApiError(404, told, param=param, code="model_not_found")
 
 
 def _config(served: Served, method: str | None, budget: str | None, prefill: str | None) -> DecodeConfig:

@@ -189,6 +189,14 @@ class ModelList(Sent):
     data: list[ModelSent]
 
 
+class IndexClosed(Sent):
+    """The answer of `DELETE /v1/indices/{name}`, in the form of a model that is deleted. Its files are untouched."""
+
+    id: str
+    object: Literal["model"] = "model"
+    deleted: Literal[True] = True
+
+
 class Health(Sent):
     """The answer of `/health`."""
 

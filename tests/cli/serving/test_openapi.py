@@ -61,7 +61,7 @@ def test_the_description_lists_every_path_and_says_what_needs_a_key(
     assert "security" not in description
     with server.http() as http:
         for path, deeds in description["paths"].items():
-            called = path.replace("{model}", "doc")
-            for method in deeds.keys() & {"get", "post"}:
+            called = path.replace("{model}", "doc").replace("{name}", "doc")
+            for method in deeds.keys() & {"get", "post", "delete"}:
                 assert http.request(method.upper(), called).status_code not in (404, 405)
     json.dumps(description)

@@ -59,6 +59,53 @@ def test_only_names_of_indices_are_models(shelf: Server, name: str) -> None:
     assert answer.json()["error"]["code"] == "model_not_found"
 
 
+def test_a_client_opens_and_closes_indices_of_the_folder(shelf: Server, place: Path) -> None:
+    shutil.copytree(place / "doc.skv", place / "more" / "guest.skv")
+    with shelf.http() as http:
+
+        def opened() -> bool:
+            return "sparsekv" in next(one for one in http.get("/v1/models").json()["data"] if one["id"] == "guest")
+
+        assert not opened()
+        answer = http.post("/v1/indices", json={"name": "guest"})
+        assert answer.status_code == 200
+        assert answer.json()["sparsekv"]["tokens"] > 0
+        assert opened()
+        for _ in range(2):
+            assert http.delete("/v1/indices/guest").json() == {"id": "guest", "object": "model", "deleted": True}
+            assert not opened()
+        assert prompt_tokens(shelf, "guest") == prompt_tokens(shelf, "doc")
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "told"),
+    [
+        ("../doc", 400, "is a path"),
+        ("/etc/passwd", 400, "is a path"),
+        ("..", 400, "is a path"),
+        ("linked", 404, "no model 'linked'"),
+        ("half", 404, "no model"),
+        ("raw.skv", 404, "did you mean raw?"),
+        ("doc", 403, "doc is named on the server's command line"),
+    ],
+)
+def test_a_client_opens_and_closes_no_others(shelf: Server, name: str, status: int, told: str) -> None:
+    with shelf.http() as http:
+        answers = [http.post("/v1/indices", json={"name": name})]
+        if status != 400:
+            answers.append(http.delete(f"/v1/indices/{name}"))
+    for answer in answers:
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, "name")
+        assert told in answer.json()["error"]["message"]
+
+
+def test_without_a_folder_of_indices_no_client_opens_or_closes_one(server: Server) -> None:
+    with server.http() as http:
+        for answer in (http.post("/v1/indices", json={"name": "doc"}), http.delete("/v1/indices/doc")):
+            assert answer.status_code == 403
+            assert "--indices-from FOLDER" in answer.json()["error"]["message"]
+
+
 def test_an_index_that_is_replaced_is_opened_again(shelf: Server, place: Path) -> None:
     before = prompt_tokens(shelf, "doc")
     body = {"model": "doc@100%", "messages": [user("What?")], "max_tokens": 64, "stream": True}
