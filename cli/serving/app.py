@@ -26,7 +26,7 @@ from sparsekv.cli.serving import openapi
 from sparsekv.cli.serving.answers import Answers, while_connected
 from sparsekv.cli.serving.catalog import described, find, listed, unknown
 from sparsekv.cli.serving.errors import NO_RETRY, ApiError, failure
-from sparsekv.cli.serving.forms import About, ChatForm, Form, TextForm, Whole
+from sparsekv.cli.serving.forms import About, ChatForm, Form, TextForm, Whole, gauge_of
 from sparsekv.cli.serving.limits import Gate, read_body
 from sparsekv.cli.serving.metrics import Metrics
 from sparsekv.cli.serving.requests import Asked, ChatRequest, CompletionRequest, IndexRequest, parsed
@@ -189,7 +189,8 @@ class Api:
 
     def _about(self, asked: Asked, served: Served, config: DecodeConfig) -> About:
         with_logprobs = asked.alternatives is not None
-        return About(asked.model, config, served.opened.tokenizer, asked.choices, asked.with_usage, with_logprobs)
+        with_usage = asked.with_usage or config.gauge
+        return About(asked.model, config, served.opened.tokenizer, asked.choices, with_usage, with_logprobs)
 
     async def _encoded(self, param: str, encode: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return token ids, made in the thread that alone uses the tokenizer."""
@@ -313,6 +314,8 @@ class Told:
     def _seen(self, choice: int, piece: Piece) -> tuple[int, Piece]:
         if piece.usage is not None:
             self._usages[choice] = piece.usage
+            if (gauge := gauge_of([piece.usage])) is not None:
+                self.api.metrics.missed.observe(gauge.missed)
         return choice, piece
 
     @property

@@ -29,6 +29,7 @@ class Extension(Body):
     method: Annotated[str, Field(max_length=64)] | None = None
     budget: Annotated[str, Field(max_length=32)] | int | float | None = None
     prefill: Annotated[str, Field(max_length=64)] | None = None
+    gauge: bool | None = None
 
 
 class TextPart(Body):

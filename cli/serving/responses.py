@@ -37,12 +37,30 @@ class UsageSent(Sent):
     prompt_tokens_details: CachedTokens
 
 
+class LayerGauge(Sent):
+    """The estimated share of a layer's attention that the steps left to centroids or dropped."""
+
+    layer: int
+    missed: float
+
+
+class Gauge(Sent):
+    """The estimated share of the attention that the answers' steps left to centroids or dropped: the mean of all
+    layers, and each layer's."""
+
+    missed: float
+    layers: list[LayerGauge]
+
+
 class Details(Sent):
     """How the answers attended to the document. kv_fraction is the mean share of its keys and values that was read."""
+
+    OMITTED = ("gauge",)
 
     method: str
     budget: float | int
     kv_fraction: float
+    gauge: Gauge | None = None
 
 
 class Alternative(Sent):

@@ -65,6 +65,9 @@ CHANGES: list[tuple[dict[str, Any], str, str]] = [
     ({"sparsekv": {"method": "qest"}}, "sparsekv", "did you mean quest?"),
     ({"sparsekv": {"method": "dense", "budget": 0.1}}, "sparsekv", "no effect"),
     ({"sparsekv": {"prefill": "nothing"}}, "sparsekv", "prefill nothing"),
+    ({"sparsekv": {"method": "quest", "gauge": True}}, "sparsekv", "quest cannot estimate"),
+    ({"sparsekv": {"method": "dense", "gauge": True}}, "sparsekv", "no effect"),
+    ({"sparsekv": {"sources": 3}}, "sparsekv.sources", "no field"),
     ({"model": "doc:codes"}, "model", "was not built with 'codes'"),
     ({"model": 5}, "model", "string"),
 ]
