@@ -85,6 +85,15 @@ class ServeOptions:
             rich_help_panel=AT_ONCE,
         ),
     ] = 600.0
+    unread_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.1,
+            metavar="SECONDS",
+            help="A client that does not read its answer for so long, while more of it waits, is cut off.",
+            rich_help_panel=AT_ONCE,
+        ),
+    ] = 60.0
     drain: Annotated[
         float,
         typer.Option(

@@ -59,7 +59,9 @@ def run(options: ServeOptions) -> None:
         shelf.put(Served(name, index, configs[name], options.budget), folders[name], states[name])
     del opened, artifacts  # closed indices are not kept
     ready = partial(_tell, options, shelf, f"{address_of(listening, options.host)}/v1")
-    server = Server(Api(scheduler, shelf, sampling, limits), options.drain, ready, quiet=options.quiet)
+    server = Server(
+        Api(scheduler, shelf, sampling, limits), options.drain, options.unread_timeout, ready, quiet=options.quiet
+    )
     server.run([listening])
     if server.interrupted:
         signal.raise_signal(signal.SIGINT)

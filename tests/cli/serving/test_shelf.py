@@ -147,6 +147,20 @@ def test_an_index_that_cannot_be_opened_is_told(shelf: Server, place: Path) -> N
     assert prompt_tokens(shelf, "raw") > 0
 
 
+def test_notes_that_cannot_be_written_end_no_answer(indices: Path, tmp_path: Path) -> None:
+    """The disk of the log is full, and each request has a note: its index cannot be opened again."""
+    (tmp_path / "model").symlink_to((indices / "model").resolve())
+    shutil.copytree(indices / "doc.skv", tmp_path / "doc.skv")
+    manifest = tmp_path / "doc.skv" / "manifest.json"
+    with serving(tmp_path, "doc.skv", "--model", "model", stderr="/dev/full") as server:
+        before = prompt_tokens(server, "doc")
+        for _ in range(2):
+            replaced = manifest.with_name("manifest.new")
+            replaced.write_text("{")
+            os.replace(replaced, manifest)
+            assert prompt_tokens(server, "doc") == before
+
+
 def test_indices_beyond_the_memory_are_closed_and_opened_again(indices: Path, place: Path, tmp_path: Path) -> None:
     """With room for none: each index that is opened closes the others, if nobody asks them."""
     (tmp_path / "model").symlink_to((indices / "model").resolve())
