@@ -84,8 +84,13 @@ def description(*, with_key: bool) -> dict[str, Any]:
 
 def _asked(body: type[BaseModel], answer: type[BaseModel], event: type[BaseModel], told: str) -> dict[str, Any]:
     """Describe a path that answers a question."""
-    told_of_stream = "With `stream`: events whose data are of this kind or an error, and at the end `[DONE]`."
-    events = _json(event)["application/json"]["schema"] | {"description": told_of_stream}
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(event)}
+    events = {
+        "type": "object",
+        "description": "With `stream`: events whose data are of this kind or an error, and at the end `[DONE]`.",
+        "properties": {"data": data},
+        "required": ["data"],
+    }
     content = _json(answer) | {"text/event-stream": {"schema": events}}
     return _posted(body, content, told, *(one for one in ERRORS if one != "403"))
 
@@ -116,4 +121,8 @@ def _errors(*statuses: str) -> dict[str, Any]:
 
 
 def _json(model: type[BaseModel]) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": REFERENCE.format(model=model.__name__)}}}
+    return {"application/json": {"schema": _reference(model)}}
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": REFERENCE.format(model=model.__name__)}

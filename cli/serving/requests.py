@@ -188,6 +188,8 @@ class CompletionRequest(Asked):
 
     def check(self) -> None:
         super().check()
+        if not all(one.strip() for one in self.prompts):
+            raise ApiError(400, "the prompt is empty; write something", param="prompt", code="invalid_value")
         if len(self.prompts) * self.choices > MOST_CHOICES:
             told = f"{len(self.prompts)} prompts of {self.choices} answers each are more than {MOST_CHOICES}; ask less"
             raise ApiError(400, told, param="prompt", code="invalid_value")
@@ -196,7 +198,7 @@ class CompletionRequest(Asked):
 class IndexRequest(Body):
     """The body of a request to open an index of the folder of indices: its name, without `.skv`."""
 
-    name: Annotated[str, Field(min_length=1, max_length=255)]
+    name: Annotated[str, Field(min_length=1, max_length=255, json_schema_extra={"pattern": "^[^/]+$"})]
 
     def check(self) -> None:
         """Raise ApiError for a name that is a path."""

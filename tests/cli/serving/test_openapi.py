@@ -34,8 +34,10 @@ def test_answers_are_those_of_the_description(server: Server, description: dict[
             check(description, contents["application/json"]["schema"], http.post(path, json=body).json())
             streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
             with http.stream("POST", path, json=streamed) as answer:
+                schema = contents["text/event-stream"]["schema"]
                 for event in events(answer.iter_lines()):
-                    check(description, contents["text/event-stream"]["schema"], event)
+                    check(description, schema, {"data": json.dumps(event)})
+                    check(description, schema["properties"]["data"]["contentSchema"], event)
         for path in ("/v1/models", "/health"):
             content = description["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]
             check(description, content["schema"], http.get(path).json())

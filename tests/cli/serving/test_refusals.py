@@ -112,6 +112,12 @@ def test_a_body_that_is_no_request_is_refused(http: httpx2.Client, body: bytes, 
     assert told in refusal(http.post(TEXT, content=body, headers={"Content-Type": "application/json"}), 400)["message"]
 
 
+def test_an_empty_prompt_is_refused(http: httpx2.Client) -> None:
+    for prompt in ("", " \n", ["a", ""]):
+        error = refusal(http.post(TEXT, json={"model": "raw", "prompt": prompt}), 400)
+        assert (error["param"], error["message"]) == ("prompt", "the prompt is empty; write something")
+
+
 def test_other_refusals_say_why(http: httpx2.Client) -> None:
     json = {"Content-Type": "application/json"}
     assert "there are: doc, raw" in refusal(http.post(CHAT, json=VALID | {"model": "manual"}), 404)["message"]
