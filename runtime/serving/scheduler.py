@@ -113,6 +113,20 @@ class Scheduler:
             self._indices.pop(name, None)
             self._close_unused_at_rest()
 
+    def warm_up(self, name: str, config: DecodeConfig) -> None:
+        """Make the cache of an index for a config, if there is room, so that its first request need not wait for that.
+
+        Call it before the first request. Raises what making the cache raises.
+        """
+        lane = self._lane(self._indices[name], config)
+        if not self._has_room(lane):
+            self._lanes.remove(lane)
+        elif (error := lane.open(self.make_cache, self._planned())) is not None:
+            self._lanes.remove(lane)
+            raise error
+        else:
+            lane.warm_up()
+
     def is_asked(self, index: OpenIndex) -> bool:
         """Whether requests over an index wait or are being answered."""
         with self._changed:

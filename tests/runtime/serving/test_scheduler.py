@@ -241,6 +241,18 @@ def test_closing_lets_answers_end_within_its_time(served: Served) -> None:
     assert list(stream)[-1].finish == "cancelled"
 
 
+@pytest.mark.parametrize("config", [ALL, replace(ALL, gauge=True)], ids=["shared", "alone"])
+def test_an_index_is_warmed_up_before_its_first_request(served: Served, make: Make, config: DecodeConfig) -> None:
+    """If there is room; no request is counted, and answers are the same."""
+    scheduler = make(lanes=1)
+    for name in "ab":
+        scheduler.warm_up(name, config)
+    assert [lane.index for lane in scheduler._lanes if lane.engine is not None] == [served.indices["a"]]
+    assert scheduler.measures().answers == 0
+    for number in range(3):
+        check(list(served.ask(scheduler, "a", question(number), config=config)), served.alone("a", question(number)))
+
+
 def test_the_documents_that_fit_into_the_memory_stay(served: Served, make: Make) -> None:
     memory = sum(one.document_bytes for one in served.indices.values())
     scheduler = make(memory=memory)
