@@ -57,9 +57,10 @@ def run(options: ServeOptions) -> None:
     for name in others:
         index = beside(artifacts.pop(name))
         shelf.put(Served(name, index, configs[name], options.budget), folders[name], states[name])
+    if opened.kept is None:  # otherwise `sparsekv start` has made ready what can be
+        for served in shelf.opened():
+            scheduler.warm_up(served.name, served.config)
     del opened, artifacts  # closed indices are not kept
-    for served in shelf.opened():
-        scheduler.warm_up(served.name, served.config)
     ready = partial(_tell, options, shelf, f"{address_of(listening, options.host)}/v1")
     server = Server(
         Api(scheduler, shelf, sampling, limits), options.drain, options.unread_timeout, ready, quiet=options.quiet
