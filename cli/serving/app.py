@@ -299,7 +299,7 @@ class Told:
                     yield _event(sent.model_dump_json())
             for sent in self.form.closing(self._each):
                 yield _event(sent.model_dump_json())
-            yield _event("[DONE]")
+            yield _event(openapi.DONE)
         except Exception as error:
             yield _event(self.api.error(error).json())
 

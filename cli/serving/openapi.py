@@ -32,6 +32,8 @@ _MODELS: tuple[type[BaseModel], ...] = (
     Health,
     ErrorAnswer,
 )
+DONE = "[DONE]"
+"""The data of a stream's last event."""
 ERRORS = {
     "400": "The body is not JSON or not a request of this kind; error.param names the field.",
     "401": "The server asks for a key, and the request has none of its keys.",
@@ -84,11 +86,12 @@ def description(*, with_key: bool) -> dict[str, Any]:
 
 def _asked(body: type[BaseModel], answer: type[BaseModel], event: type[BaseModel], told: str) -> dict[str, Any]:
     """Describe a path that answers a question."""
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(event)}
+    either = {"anyOf": [_reference(event), _reference(ErrorAnswer)]}
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": either}
     events = {
         "type": "object",
-        "description": "With `stream`: events whose data are of this kind or an error, and at the end `[DONE]`.",
-        "properties": {"data": data},
+        "description": f"With `stream`: events whose data are of this kind or an error, and at the end `{DONE}`.",
+        "properties": {"data": {"anyOf": [data, {"const": DONE}]}},
         "required": ["data"],
     }
     content = _json(answer) | {"text/event-stream": {"schema": events}}

@@ -76,8 +76,8 @@ def begin(place: Path, *options: str | Path, stderr: str | None = None) -> Serve
     Args:
         stderr: the file that it writes its notes to; None: they are in the outcome.
     """
-    told = place / f"served-{time.monotonic_ns()}"
-    started = start("serve", *options, "--port", "0", cwd=place, seconds=WHOLE_RUN, stdout=str(told), stderr=stderr)
+    told, standard = place / f"served-{time.monotonic_ns()}", {} if stderr is None else {"stderr": stderr}
+    started = start("serve", *options, "--port", "0", cwd=place, seconds=WHOLE_RUN, stdout=str(told), **standard)
     ends = time.monotonic() + LATE
     while not (told.exists() and told.read_text().endswith("\n")):
         state = Path(f"/proc/{started.pid}/stat")
