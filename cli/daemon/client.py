@@ -5,8 +5,8 @@ import sys
 
 from sparsekv.cli.daemon.address import is_own_socket, socket_path
 
-ELSEWHERE = ("start", "stop", "serve", "models", "completion", "config")
-"""Commands that need no server, are about it, or serve by themselves."""
+ELSEWHERE = ("start", "stop", "models", "completion", "config")
+"""Commands that need no server, or are about it."""
 APART = ("--gpus", "--ray", "--debug")
 """Beginnings of options by which a command starts other processes, or shows all that libraries print at import."""
 OF_RANKS = ("SPARSEKV_RANKS", "TORCHELASTIC_RUN_ID")

@@ -23,6 +23,7 @@ LATER = (
     "sparsekv.cli.chatting.loop",
     "sparsekv.cli.common.failures",
     "sparsekv.cli.common.loading",
+    "sparsekv.cli.serving.run",
     "sparsekv.formats.models.causal_model",
     "sparsekv.kernels.attention.cluster_step_numba",
     "sparsekv.kernels.attention.code_step_numba",
@@ -30,6 +31,8 @@ LATER = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
+    "uvicorn.lifespan.off",
+    "uvicorn.loops.asyncio",
 )
 """Modules that commands import only when they need them."""
 

@@ -24,18 +24,19 @@ from sparsekv.cli.common.console import note
 from sparsekv.cli.common.failures import describe
 from sparsekv.cli.serving import openapi
 from sparsekv.cli.serving.answers import Answers, while_connected
-from sparsekv.cli.serving.catalog import described, find, listed
+from sparsekv.cli.serving.catalog import described, find, listed, unknown
 from sparsekv.cli.serving.errors import NO_RETRY, ApiError, failure
-from sparsekv.cli.serving.forms import About, ChatForm, Form, TextForm, Whole
+from sparsekv.cli.serving.forms import About, ChatForm, Form, TextForm, Whole, gauge_of
 from sparsekv.cli.serving.limits import Gate, read_body
 from sparsekv.cli.serving.metrics import Metrics
-from sparsekv.cli.serving.requests import Asked, ChatRequest, CompletionRequest, parsed
-from sparsekv.cli.serving.responses import Health, ModelList, Sent
+from sparsekv.cli.serving.requests import Asked, ChatRequest, CompletionRequest, IndexRequest, parsed
+from sparsekv.cli.serving.responses import Health, IndexClosed, ModelList, Sent
 from sparsekv.cli.serving.shelf import Served, Shelf
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.api import api_words
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.serving import messages
 from sparsekv.runtime.serving.scheduler import Scheduler
@@ -79,7 +80,11 @@ class Api:
 
     def app(self) -> ASGIApp:
         """Return the app to run."""
-        posted = {"/v1/chat/completions": self.chat, "/v1/completions": self.complete}
+        posted = {
+            "/v1/chat/completions": self.chat,
+            "/v1/completions": self.complete,
+            "/v1/indices": self.open_index,
+        }
         read = {
             "/v1/models": self.models,
             "/v1/models/{model:path}": self.model,
@@ -89,11 +94,12 @@ class Api:
         }
         routes = [Route(path, self._guarded(deed), methods=["POST"]) for path, deed in posted.items()]
         routes += [Route(path, self._guarded(deed), methods=["GET"]) for path, deed in read.items()]
+        routes.append(Route("/v1/indices/{name}", self._guarded(self.close_index), methods=["DELETE"]))
         gate = Middleware(Gate, self.limits.keys, self.limits.hosts)
         cors = Middleware(
             CORSMiddleware,
             allow_origins=list(self.limits.origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
@@ -104,21 +110,20 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         asked = parsed(ChatRequest, await read_body(request, self.limits.body))
-        served, config = await find(self.shelf, asked.model, asked.sparsekv)
         given = [messages.Message(SYSTEM_ROLES.get(one.role, one.role), one.text) for one in asked.messages]
-        tokens = await self._encoded("messages", partial(messages.conversation_tokens, served.opened, given))
-        return await self._answer(
-            request, asked, ChatForm(self._about(asked, served, config)), served, config, [tokens]
-        )
+
+        async def encode(index: OpenIndex) -> list[torch.Tensor]:
+            return [await self._encoded("messages", partial(messages.conversation_tokens, index, given))]
+
+        return await self._answer(request, asked, ChatForm, encode)
 
     async def complete(self, request: Request) -> Response:
         asked = parsed(CompletionRequest, await read_body(request, self.limits.body))
-        served, config = await find(self.shelf, asked.model, asked.sparsekv)
-        encoded = [
-            await self._encoded("prompt", partial(question_ids, served.opened, one, raw=True)) for one in asked.prompts
-        ]
-        form = TextForm(self._about(asked, served, config))
-        return await self._answer(request, asked, form, served, config, encoded)
+
+        async def encode(index: OpenIndex) -> list[torch.Tensor]:
+            return [await self._encoded("prompt", partial(question_ids, index, one, raw=True)) for one in asked.prompts]
+
+        return await self._answer(request, asked, TextForm, encode)
 
     async def models(self, request: Request) -> Response:
         return _json(ModelList(data=listed(self.shelf)))
@@ -127,6 +132,30 @@ class Api:
         name = str(request.path_params["model"])
         served, config = await find(self.shelf, name)
         return _json(described(replace(served, name=name, config=config)))
+
+    async def open_index(self, request: Request) -> Response:
+        asked = parsed(IndexRequest, await read_body(request, self.limits.body))
+        self._check_comes_and_goes(asked.name)
+        if (served := await self.shelf.find(asked.name)) is None:
+            raise unknown(self.shelf, asked.name, "name")
+        return _json(described(served))
+
+    async def close_index(self, request: Request) -> Response:
+        name = str(request.path_params["name"])
+        self._check_comes_and_goes(name)
+        self.shelf.close(name)
+        return _json(IndexClosed(id=name))
+
+    def _check_comes_and_goes(self, name: str) -> None:
+        """Raise ApiError if clients may not open and close an index: it is not in the folder, or there is none."""
+        if self.shelf.folder is None:
+            told = "this server's indices are fixed; start it with --indices-from FOLDER to open and close others"
+            raise ApiError(403, told, code="not_allowed")
+        if not self.shelf.is_offered(name):
+            if name in self.shelf.names():
+                told = f"{name} is named on the server's command line, so it stays open"
+                raise ApiError(403, told, param="name", code="not_allowed")
+            raise unknown(self.shelf, name, "name")
 
     async def health(self, request: Request) -> Response:
         return _json(Health(status="draining" if self.draining else "ok"), 503 if self.draining else 200)
@@ -160,7 +189,8 @@ class Api:
 
     def _about(self, asked: Asked, served: Served, config: DecodeConfig) -> About:
         with_logprobs = asked.alternatives is not None
-        return About(asked.model, config, served.opened.tokenizer, asked.choices, asked.with_usage, with_logprobs)
+        with_usage = asked.with_usage or config.gauge
+        return About(asked.model, config, served.opened.tokenizer, asked.choices, with_usage, with_logprobs)
 
     async def _encoded(self, param: str, encode: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return token ids, made in the thread that alone uses the tokenizer."""
@@ -173,25 +203,39 @@ class Api:
         self,
         request: Request,
         asked: Asked,
-        form: Form,
-        served: Served,
-        config: DecodeConfig,
-        encoded: Sequence[torch.Tensor],
+        form: type[ChatForm | TextForm],
+        encode: Callable[[OpenIndex], Awaitable[list[torch.Tensor]]],
     ) -> Response:
-        """Return the answer, or the beginning of its stream."""
+        """Return the answer, or the beginning of its stream.
+
+        Args:
+            encode: returns the token ids of the request's prompts.
+        """
         began = time.perf_counter()
-        answers = Answers(self._submitted(asked, served, config, encoded))
+        about, streams = await self._asked(asked, encode)
+        answers = Answers(streams)
         try:
             # The status of a stream waits for the first piece, because a request may still be refused until then.
             first = await while_connected(request, answers.first())
             self.metrics.first_token.observe(time.perf_counter() - began)
-            told = Told(form, self, len(encoded) * asked.choices)
+            told = Told(form(about), self, len(streams))
             if asked.stream:
                 return EventStream(answers, told.events(first, answers))
             return _json(await while_connected(request, told.whole(first, answers)))
         except BaseException:
             await answers.close()
             raise
+
+    async def _asked(
+        self, asked: Asked, encode: Callable[[OpenIndex], Awaitable[list[torch.Tensor]]]
+    ) -> tuple[About, list[Stream]]:
+        """Submit a request to its index, and again to the new one if the index was replaced meanwhile."""
+        while True:
+            served, config = await find(self.shelf, asked.model, asked.sparsekv)
+            with self.shelf.using(served):
+                encoded = await encode(served.opened)
+                if self.shelf.holds(served):
+                    return self._about(asked, served, config), self._submitted(asked, served, config, encoded)
 
     def _submitted(
         self, asked: Asked, served: Served, config: DecodeConfig, encoded: Sequence[torch.Tensor]
@@ -200,9 +244,6 @@ class Api:
         if self.draining:
             told = "the server shuts down; ask again later"
             raise ApiError(503, told, "server_error", code="shutdown", headers={"Retry-After": "1"})
-        if not self.shelf.holds(served):
-            told = f"{served.name} was replaced meanwhile; ask again"
-            raise ApiError(503, told, "server_error", code="replaced", headers={"Retry-After": "1"})
         with api_words():
             sampling = self._sampling(asked)
         plain = Submission(
@@ -258,7 +299,7 @@ class Told:
                     yield _event(sent.model_dump_json())
             for sent in self.form.closing(self._each):
                 yield _event(sent.model_dump_json())
-            yield _event("[DONE]")
+            yield _event(openapi.DONE)
         except Exception as error:
             yield _event(self.api.error(error).json())
 
@@ -273,6 +314,8 @@ class Told:
     def _seen(self, choice: int, piece: Piece) -> tuple[int, Piece]:
         if piece.usage is not None:
             self._usages[choice] = piece.usage
+            if (gauge := gauge_of([piece.usage])) is not None:
+                self.api.metrics.missed.observe(gauge.missed)
         return choice, piece
 
     @property
@@ -313,6 +356,8 @@ class Counted:
     def _label(self, path: str) -> str:
         if path.startswith("/v1/models/"):
             return "/v1/models/{model}"
+        if path.startswith("/v1/indices/"):
+            return "/v1/indices/{name}"
         return path if path in self.paths else "other"
 
 

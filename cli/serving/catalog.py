@@ -12,6 +12,7 @@ from sparsekv.cli.serving.shelf import Served, Shelf
 from sparsekv.formats.errors import UsageError, suggestion
 from sparsekv.runtime.api import api_words
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, QuestionPrefill
+from sparsekv.runtime.attention.guard import estimates_missed
 from sparsekv.runtime.decoding.choose_config import (
     attention_of,
     choose_config,
@@ -20,7 +21,7 @@ from sparsekv.runtime.decoding.choose_config import (
     refuse_beside_dense,
 )
 from sparsekv.runtime.selection.interface import Budget
-from sparsekv.runtime.selection.registry import DENSE, methods_of
+from sparsekv.runtime.selection.registry import DENSE, methods, methods_of
 
 SETTING = re.compile(r"(?::(?P<method>[^@:]+))?(?:@(?P<budget>[^@:]+))?")
 """The end of a model name, behind the name of an index: `:METHOD`, `@BUDGET`, or both."""
@@ -35,7 +36,7 @@ async def find(shelf: Shelf, model: str, extension: Extension | None = None) -> 
     """
     name, method, budget = _parsed(shelf, model)
     if (served := await shelf.find(name)) is None:
-        raise _unknown(shelf, model)
+        raise unknown(shelf, model)
     own = extension or Extension()
     for field, by_model, given in (("method", method, own.method), ("budget", budget, own.budget)):
         if by_model is not None and given is not None:
@@ -45,7 +46,8 @@ async def find(shelf: Shelf, model: str, extension: Extension | None = None) -> 
     written = budget if own.budget is None else str(own.budget)
     try:
         with api_words():
-            return served, _config(served, method or own.method, written, own.prefill)
+            config = _config(served, method or own.method, written, own.prefill)
+            return served, _gauged(served, config) if own.gauge else config
     except UsageError as error:
         param = "model" if method or budget else "sparsekv"
         raise ApiError(400, str(error), param=param, code="invalid_value") from None
@@ -79,13 +81,14 @@ def _parsed(shelf: Shelf, model: str) -> tuple[str, str | None, str | None]:
     for name in sorted(names, key=len, reverse=True):
         if model.startswith(name) and (found := SETTING.fullmatch(model, len(name))):
             return name, found["method"], found["budget"]
-    raise _unknown(shelf, model)
+    raise unknown(shelf, model)
 
 
-def _unknown(shelf: Shelf, model: str) -> ApiError:
+def unknown(shelf: Shelf, model: str, param: str = "model") -> ApiError:
+    """Return what to answer where no index has a name, which a parameter of the request gives."""
     names = shelf.names()
     told = f"no model '{model}'{suggestion(model, names)}; there are: {', '.join(names)}"
-    return ApiError(404, told, param="model", code="model_not_found")
+    return ApiError(404, told, param=param, code="model_not_found")
 
 
 def _config(served: Served, method: str | None, budget: str | None, prefill: str | None) -> DecodeConfig:
@@ -110,3 +113,15 @@ def _config(served: Served, method: str | None, budget: str | None, prefill: str
     if isinstance(config.attention, Dense) and isinstance(config.question, QuestionPrefill):
         refuse_beside_dense({"--prefill": config.question.name})
     return config
+
+
+def _gauged(served: Served, config: DecodeConfig) -> DecodeConfig:
+    """Return a config that measures the missed mass. Raises UsageError if its method cannot estimate that."""
+    if isinstance(config.attention, Dense):
+        refuse_beside_dense({"gauge": True})
+    elif not estimates_missed(config.attention.method, residual=config.attention.residual):
+        artifact = served.opened.artifact
+        able = [name for name in methods_of(artifact) if estimates_missed(methods()[name](), residual=False)]
+        remedy = f"ask by {' or '.join(able)}, or leave it out" if able else "leave it out"
+        raise UsageError(f"gauge: {config.attention.name} cannot estimate how much attention it misses; {remedy}")
+    return replace(config, gauge=True)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Protocol
 from uuid import uuid4
 
@@ -21,6 +22,8 @@ from sparsekv.cli.serving.responses import (
     Delta,
     Details,
     Finish,
+    Gauge,
+    LayerGauge,
     Sent,
     TextChoice,
     TextLogprobs,
@@ -37,7 +40,7 @@ class About:
     """Facts in all parts of an answer: the model as the client named it, the config, and how token ids are shown.
 
     choices: number of answers to each prompt.
-    with_usage: whether a stream ends with the number of tokens.
+    with_usage: whether a stream ends with the number of tokens, and with how the answers attended.
     with_logprobs: whether log-probabilities are told.
     """
 
@@ -62,7 +65,8 @@ class About:
     def details(self, each: Sequence[Usage]) -> Details:
         """Return how the answers attended to the document."""
         read = sum(one.kv_fraction for one in each) / len(each)
-        return Details(method=self.config.attention.name, budget=self.config.budget.value, kv_fraction=read)
+        budget, gauge = self.config.budget.value, gauge_of(each)
+        return Details(method=self.config.attention.name, budget=budget, kv_fraction=read, gauge=gauge)
 
     def text_of(self, token: int) -> str:
         """Return a token's text. Of a token that is a part of a character it is U+FFFD."""
@@ -73,6 +77,18 @@ class About:
         text = self.text_of(token)
         whole = None if "\ufffd" in text else list(text.encode())
         return Alternative(token=text, bytes=whole, logprob=logprob)
+
+
+def gauge_of(each: Sequence[Usage]) -> Gauge | None:
+    """Return the mean missed mass of some answers; None if none has measured it."""
+    measured = [one.layers for one in each if one.layers]
+    if not measured:
+        return None
+    layers = [
+        LayerGauge(layer=same[0].layer, missed=fmean(one.missed for one in same))
+        for same in zip(*measured, strict=True)
+    ]
+    return Gauge(missed=fmean(one.missed for one in layers), layers=layers)
 
 
 @dataclass

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from sparsekv.runtime.serving.scheduler import Measures
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 
 
 class SchedulerCollector(Collector):
@@ -50,6 +51,10 @@ class Metrics:
         self.registry.register(SchedulerCollector(measures))
         told = "Requests by path and status. Paths that do not exist count as one."
         self.requests = Counter("sparsekv_requests", told, ("path", "status"), registry=self.registry)
+        told = (
+            "Estimated share of the attention that an answer left to centroids or dropped, where a request asks for it."
+        )
+        self.missed = Histogram("sparsekv_missed_mass", told, buckets=_SHARES, registry=self.registry)
         told = "Seconds from a request to the first token of its first answer."
         self.first_token = Histogram("sparsekv_first_token_seconds", told, buckets=_SECONDS, registry=self.registry)
         told = "Seconds between two pieces of text of a stream, as they are sent."

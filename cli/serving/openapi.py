@@ -7,12 +7,13 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from sparsekv.cli.serving.errors import ErrorAnswer
-from sparsekv.cli.serving.requests import ChatRequest, CompletionRequest
+from sparsekv.cli.serving.requests import ChatRequest, CompletionRequest, IndexRequest
 from sparsekv.cli.serving.responses import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
     Health,
+    IndexClosed,
     ModelList,
     ModelSent,
 )
@@ -21,17 +22,22 @@ REFERENCE = "#/components/schemas/{model}"
 _MODELS: tuple[type[BaseModel], ...] = (
     ChatRequest,
     CompletionRequest,
+    IndexRequest,
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
     ModelList,
     ModelSent,
+    IndexClosed,
     Health,
     ErrorAnswer,
 )
+DONE = "[DONE]"
+"""The data of a stream's last event."""
 ERRORS = {
     "400": "The body is not JSON or not a request of this kind; error.param names the field.",
     "401": "The server asks for a key, and the request has none of its keys.",
+    "403": "The server does not let clients open and close this index.",
     "404": "There is no such model.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
@@ -42,6 +48,7 @@ ERRORS = {
     "503": "The server shuts down.",
     "504": "The answer took longer than the server allows.",
 }
+_OF_FOLDER = ("400", "401", "403", "404", "408", "413", "415", "421", "500")
 
 
 def description(*, with_key: bool) -> dict[str, Any]:
@@ -56,11 +63,13 @@ def description(*, with_key: bool) -> dict[str, Any]:
         "/v1/completions": _asked(CompletionRequest, Completion, Completion, "Continue the text behind a document."),
         "/v1/models": _read("List the served indices.", _json(ModelList), "401", "421"),
         "/v1/models/{model}": _read("Describe a served index.", _json(ModelSent), "400", "401", "404", "421"),
+        "/v1/indices": _posted(IndexRequest, _json(ModelSent), "Open an index of the server's folder.", *_OF_FOLDER),
+        "/v1/indices/{name}": {"delete": _answered("Close an index.", _json(IndexClosed), "401", "403", "404", "421")},
         "/health": _read("Tell whether requests are answered.", _json(Health)),
         "/metrics": _read("Measures for Prometheus.", {"text/plain": {"schema": {"type": "string"}}}, "401", "421"),
     }
-    name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-    paths["/v1/models/{model}"]["parameters"] = [name]
+    paths["/v1/models/{model}"]["parameters"] = _in_path("model")
+    paths["/v1/indices/{name}"]["parameters"] = _in_path("name")
     paths["/health"]["get"]["responses"]["503"] = {"description": ERRORS["503"], "content": _json(Health)}
     found: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -76,28 +85,38 @@ def description(*, with_key: bool) -> dict[str, Any]:
 
 
 def _asked(body: type[BaseModel], answer: type[BaseModel], event: type[BaseModel], told: str) -> dict[str, Any]:
-    """Describe a path to which a body is posted."""
-    told_of_stream = "With `stream`: events whose data are of this kind or an error, and at the end `[DONE]`."
-    events = _json(event)["application/json"]["schema"] | {"description": told_of_stream}
-    return {
-        "post": {
-            "summary": told,
-            "requestBody": {"required": True, "content": _json(body)},
-            "responses": {
-                "200": {
-                    "description": "The answer.",
-                    "content": _json(answer) | {"text/event-stream": {"schema": events}},
-                },
-                **_errors(*ERRORS),
-            },
-        }
+    """Describe a path that answers a question."""
+    either = {"anyOf": [_reference(event), _reference(ErrorAnswer)]}
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": either}
+    events = {
+        "type": "object",
+        "description": f"With `stream`: events whose data are of this kind or an error, and at the end `{DONE}`.",
+        "properties": {"data": {"anyOf": [data, {"const": DONE}]}},
+        "required": ["data"],
     }
+    content = _json(answer) | {"text/event-stream": {"schema": events}}
+    return _posted(body, content, told, *(one for one in ERRORS if one != "403"))
+
+
+def _posted(body: type[BaseModel], content: dict[str, Any], told: str, *errors: str) -> dict[str, Any]:
+    """Describe a path to which a body is posted."""
+    asked = {"required": True, "content": _json(body)}
+    return {"post": {"requestBody": asked, **_answered(told, content, *errors)}}
 
 
 def _read(told: str, content: dict[str, Any], *errors: str) -> dict[str, Any]:
     """Describe a path that is read."""
+    return {"get": _answered(told, content, *errors)}
+
+
+def _answered(told: str, content: dict[str, Any], *errors: str) -> dict[str, Any]:
     answer = {"200": {"description": told, "content": content}}
-    return {"get": {"summary": told, "responses": answer | _errors(*errors)}}
+    return {"summary": told, "responses": answer | _errors(*errors)}
+
+
+def _in_path(name: str) -> list[dict[str, Any]]:
+    """Describe the parameter of a path."""
+    return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
 
 
 def _errors(*statuses: str) -> dict[str, Any]:
@@ -105,4 +124,8 @@ def _errors(*statuses: str) -> dict[str, Any]:
 
 
 def _json(model: type[BaseModel]) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": REFERENCE.format(model=model.__name__)}}}
+    return {"application/json": {"schema": _reference(model)}}
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": REFERENCE.format(model=model.__name__)}

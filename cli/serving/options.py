@@ -85,6 +85,15 @@ class ServeOptions:
             rich_help_panel=AT_ONCE,
         ),
     ] = 600.0
+    unread_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.1,
+            metavar="SECONDS",
+            help="A client that does not read its answer for so long, while more of it waits, is cut off.",
+            rich_help_panel=AT_ONCE,
+        ),
+    ] = 60.0
     drain: Annotated[
         float,
         typer.Option(
@@ -97,6 +106,17 @@ class ServeOptions:
     max_body: Annotated[
         int, typer.Option(min=1, metavar="BYTES", help="Largest body of a request.", rich_help_panel=AT_ONCE)
     ] = 1_000_000
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="GIB",
+            help="Memory for the keys and values of documents. Beyond it the index that was asked longest ago is "
+            "closed, if nobody asks it; the next request opens it again. Default: half of what is free, on a GPU of "
+            "the GPU's.",
+            rich_help_panel=AT_ONCE,
+        ),
+    ] = None
     method: Annotated[
         str | None,
         typer.Option(

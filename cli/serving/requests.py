@@ -29,6 +29,7 @@ class Extension(Body):
     method: Annotated[str, Field(max_length=64)] | None = None
     budget: Annotated[str, Field(max_length=32)] | int | float | None = None
     prefill: Annotated[str, Field(max_length=64)] | None = None
+    gauge: bool | None = None
 
 
 class TextPart(Body):
@@ -116,6 +117,11 @@ class Asked(Body):
         """Number of alternatives to tell for each token; None if no probabilities are told."""
         raise NotImplementedError
 
+    def check(self) -> None:
+        """Raise ApiError for fields that contradict each other."""
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options", code="invalid_value")
+
 
 class ChatRequest(Asked):
     """The body of a request for a chat completion."""
@@ -154,7 +160,7 @@ class ChatRequest(Asked):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
-        """Raise ApiError for fields that contradict each other."""
+        super().check()
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             told = "max_tokens and max_completion_tokens are one field's old and new name; give one"
             raise ApiError(400, told, param="max_tokens", code="invalid_value")
@@ -181,13 +187,27 @@ class CompletionRequest(Asked):
         return self.logprobs
 
     def check(self) -> None:
-        """Raise ApiError for more answers than a request may have."""
+        super().check()
+        if not all(one.strip() for one in self.prompts):
+            raise ApiError(400, "the prompt is empty; write something", param="prompt", code="invalid_value")
         if len(self.prompts) * self.choices > MOST_CHOICES:
             told = f"{len(self.prompts)} prompts of {self.choices} answers each are more than {MOST_CHOICES}; ask less"
             raise ApiError(400, told, param="prompt", code="invalid_value")
 
 
-Request = TypeVar("Request", ChatRequest, CompletionRequest)
+class IndexRequest(Body):
+    """The body of a request to open an index of the folder of indices: its name, without `.skv`."""
+
+    name: Annotated[str, Field(min_length=1, max_length=255, json_schema_extra={"pattern": "^[^/]+$"})]
+
+    def check(self) -> None:
+        """Raise ApiError for a name that is a path."""
+        if "/" in self.name or self.name in (".", ".."):
+            told = f"{self.name!r} is a path; give the name of an index in the server's folder, without .skv"
+            raise ApiError(400, told, param="name", code="invalid_value")
+
+
+Request = TypeVar("Request", ChatRequest, CompletionRequest, IndexRequest)
 
 
 def parsed(kind: type[Request], body: bytes) -> Request:
@@ -196,8 +216,6 @@ def parsed(kind: type[Request], body: bytes) -> Request:
         asked = kind.model_validate_json(body)
     except ValidationError as error:
         raise _refusal(kind, error, body) from None
-    if asked.stream_options is not None and not asked.stream:
-        raise ApiError(400, "stream_options needs stream: true", param="stream_options", code="invalid_value")
     asked.check()
     return asked
 

@@ -37,12 +37,30 @@ class UsageSent(Sent):
     prompt_tokens_details: CachedTokens
 
 
+class LayerGauge(Sent):
+    """The estimated share of a layer's attention that the steps left to centroids or dropped."""
+
+    layer: int
+    missed: float
+
+
+class Gauge(Sent):
+    """The estimated share of the attention that the answers' steps left to centroids or dropped: the mean of all
+    layers, and each layer's."""
+
+    missed: float
+    layers: list[LayerGauge]
+
+
 class Details(Sent):
     """How the answers attended to the document. kv_fraction is the mean share of its keys and values that was read."""
+
+    OMITTED = ("gauge",)
 
     method: str
     budget: float | int
     kv_fraction: float
+    gauge: Gauge | None = None
 
 
 class Alternative(Sent):
@@ -187,6 +205,14 @@ class ModelList(Sent):
 
     object: Literal["list"] = "list"
     data: list[ModelSent]
+
+
+class IndexClosed(Sent):
+    """The answer of `DELETE /v1/indices/{name}`, in the form of a model that is deleted. Its files are untouched."""
+
+    id: str
+    object: Literal["model"] = "model"
+    deleted: Literal[True] = True
 
 
 class Health(Sent):

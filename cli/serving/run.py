@@ -1,5 +1,6 @@
 """Open the indices and run the server over them."""
 
+import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,9 +17,10 @@ from sparsekv.cli.serving.limits import LOOPBACK, read_keys
 from sparsekv.cli.serving.options import ServeOptions
 from sparsekv.cli.serving.server import Server, address_of, allow_many_connections, bind
 from sparsekv.cli.serving.shelf import Served, Shelf, folders_by_name, indices_in, state_of
+from sparsekv.formats.device import device_memory
 from sparsekv.formats.errors import IdentityError, UsageError
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.formats.models.load import identify
+from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.decoding.choose_config import choose_config
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
@@ -39,22 +41,30 @@ def run(options: ServeOptions) -> None:
     sampling = Sampling(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
     limits, listening = _limits(options), bind(options.host, options.port)
     first, *others = artifacts
-    indices = {first: _first(options, artifacts[first], configs[first])}
-    indices |= {name: _beside(indices[first], artifacts[name]) for name in others}
+    opened = _first(options, artifacts[first], configs[first])
+    beside = partial(_beside, opened.loaded, folders[first])
     note_small_budgets([config.budget for config in configs.values()], quiet=options.quiet)
 
     def open_later(name: str, folder: Path) -> Served:
         artifact = open_artifact(folder)
-        return Served(name, _beside(indices[first], artifact), _config(options, artifact), options.budget)
+        return Served(name, beside(artifact), _config(options, artifact), options.budget)
 
     # One thread: a tokenizer's settings change with each text, so it must not be used by two threads at once.
-    executor = ThreadPoolExecutor(1, "encoder")
-    scheduler = Scheduler({}, slots=options.slots, queue=options.max_queue)
-    shelf = Shelf(scheduler, open_later, executor, options.indices_from)
-    for name, index in indices.items():
+    executor, memory = ThreadPoolExecutor(1, "encoder"), _memory(options, opened)
+    scheduler = Scheduler({}, slots=options.slots, queue=options.max_queue, memory=memory)
+    shelf = Shelf(scheduler, open_later, executor, options.indices_from, memory)
+    shelf.put(Served(first, opened, configs[first], options.budget), folders[first], states[first])
+    for name in others:
+        index = beside(artifacts.pop(name))
         shelf.put(Served(name, index, configs[name], options.budget), folders[name], states[name])
+    if opened.kept is None:  # otherwise `sparsekv start` has made ready what can be
+        for served in shelf.opened():
+            scheduler.warm_up(served.name, served.config)
+    del opened, artifacts  # closed indices are not kept
     ready = partial(_tell, options, shelf, f"{address_of(listening, options.host)}/v1")
-    server = Server(Api(scheduler, shelf, sampling, limits), options.drain, ready, quiet=options.quiet)
+    server = Server(
+        Api(scheduler, shelf, sampling, limits), options.drain, options.unread_timeout, ready, quiet=options.quiet
+    )
     server.run([listening])
     if server.interrupted:
         signal.raise_signal(signal.SIGINT)
@@ -94,15 +104,23 @@ def _first(options: ServeOptions, artifact: Artifact, config: DecodeConfig) -> O
     return load_for(artifact, *named, quiet=options.quiet, weights=options.weights, hold=hold)
 
 
-def _beside(first: OpenIndex, artifact: Artifact) -> OpenIndex:
-    """Open a further index with the same model. Raises IdentityError if another model built it."""
-    loaded = first.loaded
+def _memory(options: ServeOptions, first: OpenIndex) -> int:
+    """Return the bytes of documents' keys and values that stay in memory; by default half of what is free."""
+    if options.memory is not None:
+        return int(options.memory * 2**30)
+    gpu = device_memory(first.model)
+    machine = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return (machine if gpu is None or options.placement != "device" else gpu.left) // 2
+
+
+def _beside(loaded: LoadedModel, first: Path, artifact: Artifact) -> OpenIndex:
+    """Open a further index with the model of the first. Raises IdentityError if another model built it."""
     its = identify(loaded, artifact.manifest)
     try:
         with exclusive(loaded.model):
             return open_index(artifact, loaded.model, loaded.tokenizer, its, files=loaded.tokenizer_files)
     except IdentityError as error:
-        error.add_note(f"{first.artifact.folder} and {artifact.folder} would be served by one model")
+        error.add_note(f"{first} and {artifact.folder} would be served by one model")
         raise
 
 

@@ -6,8 +6,10 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from threading import Thread
 from types import FrameType
+from typing import Any
 
 import h11
 import uvicorn
@@ -21,6 +23,8 @@ HEAD_SECONDS = 30.0
 """Seconds within which a connection must send the head of a request that it has begun, or of its first."""
 LAST_SECONDS = 5
 """Seconds that clients get, after the last answer has ended, to read what was sent to them."""
+UNREAD = 1 << 16
+"""Bytes for which the kernel has room that a client has not read; it takes twice as many."""
 FILES = 65_536
 """Open files that are allowed where the system lets us: each connection is one."""
 
@@ -56,32 +60,56 @@ def address_of(listening: socket.socket, host: str) -> str:
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed if the head of a request does not come in time."""
+    """A connection that is closed if the head of a request does not come in time, or if its client reads nothing.
+
+    Args:
+        unread: seconds after which it is closed if the client does not read what was sent.
+        arguments: those of the base class.
+    """
+
+    def __init__(self, *, unread: float, **arguments: Any):
+        super().__init__(**arguments)
+        self.unread = unread
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # The kernel would otherwise take megabytes that nobody reads.
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD)
         self.head_timer: asyncio.TimerHandle | None = None
+        self.read_timer: asyncio.TimerHandle | None = None
         self._time_head()
+
+    def pause_writing(self) -> None:
+        """Start a timer: the client has not read what was sent, and the buffers are full."""
+        super().pause_writing()
+        self.read_timer = self.loop.call_later(self.unread, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        _stop(self.read_timer)
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._time_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
+        _stop(self.head_timer)
+        _stop(self.read_timer)
         super().connection_lost(exc)
 
     def _time_head(self) -> None:
         """Start the timer where the head of a request is to come, and stop it where it has come."""
         if self.conn.their_state is not h11.IDLE:
-            self._stop_timer()
+            _stop(self.head_timer)
+            self.head_timer = None
         elif self.head_timer is None:
             self.head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
 
-    def _stop_timer(self) -> None:
-        if self.head_timer is not None:
-            self.head_timer.cancel()
-            self.head_timer = None
+
+def _stop(timer: asyncio.TimerHandle | None) -> None:
+    """Stop a timer, if there is one."""
+    if timer is not None:
+        timer.cancel()
 
 
 class Server(uvicorn.Server):
@@ -89,12 +117,15 @@ class Server(uvicorn.Server):
 
     On SIGTERM or Ctrl-C it refuses new requests for answers, and ends when those that run have ended, or after the
     seconds of `drain`. A second signal ends it at once. `interrupted`: whether Ctrl-C ended it.
+
+    Args:
+        unread: seconds after which a connection is closed whose client does not read what is sent to it.
     """
 
-    def __init__(self, api: Api, drain: float, ready: Callable[[], None], *, quiet: bool):
+    def __init__(self, api: Api, drain: float, unread: float, ready: Callable[[], None], *, quiet: bool):
         config = uvicorn.Config(
             api.app(),
-            http=_Connection,
+            http=partial(_Connection, unread=unread),  # type: ignore[arg-type]  # it is only called
             ws="none",
             loop="asyncio",
             lifespan="off",

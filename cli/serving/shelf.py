@@ -2,9 +2,12 @@
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from sparsekv.cli.common.console import note
@@ -86,10 +89,13 @@ class Shelf:
 
     An index of the folder is opened at the first request for it. An index whose manifest has been replaced is opened
     again; answers that have begun still read the old one. If that fails, or the manifest is missing, the old one stays.
+    Beyond the planned memory the index that was asked longest ago is closed, if nobody asks it now; the next request
+    for it opens it again.
 
     Args:
         open_index: opens an index under a name; called in a thread of `executor`.
         folder: where other indices are; None: there are none.
+        memory: bytes of keys and values of indices that stay open beside the last one.
     """
 
     def __init__(
@@ -98,32 +104,59 @@ class Shelf:
         open_index: Callable[[str, Path], Served],
         executor: Executor,
         folder: Path | None = None,
+        memory: float = inf,
     ):
-        self.scheduler, self.open_index, self.executor, self.folder = scheduler, open_index, executor, folder
+        self.scheduler, self.open_index, self.executor = scheduler, open_index, executor
+        self.folder, self.memory = folder, memory
         self._served: dict[str, Served] = {}
+        """Open indices by name; the one that was asked longest ago comes first."""
         self._places: dict[str, tuple[Path, State | None]] = {}
+        self._users = Counter[Served]()
         self._opening = asyncio.Lock()
 
     def put(self, served: Served, folder: Path, state: State | None) -> None:
-        """Serve an index from now on, in place of one of the same name.
+        """Serve an index from now on, in place of one of the same name; close others if the memory asks for it.
 
         Args:
             state: the state of its folder before it was opened.
         """
+        self._served.pop(served.name, None)
         self.scheduler.add(served.name, served.opened)
         self._served[served.name], self._places[served.name] = served, (folder, state)
+        self._make_room()
+
+    def close(self, name: str) -> None:
+        """Close an index, if it is open. Its answers that have begun are completed; then its memory is free."""
+        if self._served.pop(name, None) is not None:
+            self.scheduler.remove(name)
+            if self._places[name][0].parent == self.folder:
+                del self._places[name]  # it may be gone when it is asked again
 
     def holds(self, served: Served) -> bool:
         """Whether an index is still served under its name."""
         return self._served.get(served.name) is served
 
+    @contextmanager
+    def using(self, served: Served) -> Iterator[None]:
+        """Within the context an index is not closed for want of memory."""
+        self._users[served] += 1
+        try:
+            yield
+        finally:
+            self._users[served] -= 1
+            self._users += Counter()  # drops those without users
+
     def opened(self) -> list[Served]:
         """Return the indices that are open."""
-        return list(self._served.values())
+        return [one for name in self._places if (one := self._served.get(name)) is not None]
 
     def names(self) -> list[str]:
-        """Return the names of all indices; those that are open come first."""
-        return [*self._served, *(name for name in self._offered() if name not in self._served)]
+        """Return the names of all indices; those that have been opened come first."""
+        return list({**self._places, **self._offered()})
+
+    def is_offered(self, name: str) -> bool:
+        """Whether an index is in the folder of indices that come and go."""
+        return name in self._offered()
 
     async def find(self, name: str) -> Served | None:
         """Return an index, which is opened if need be; None if there is no such name.
@@ -131,11 +164,11 @@ class Shelf:
         Raises:
             SparsekvError: the index cannot be opened.
         """
-        if self._is_current(name):
-            return self._served[name]
+        if (served := self._current(name)) is not None:
+            return served
         async with self._opening:
-            if self._is_current(name):
-                return self._served[name]
+            if (served := self._current(name)) is not None:
+                return served
             folder = self._places[name][0] if name in self._places else self._offered().get(name)
             return None if folder is None else await self._open(name, folder)
 
@@ -145,11 +178,25 @@ class Shelf:
             message = message.replace(str(folder), name)
         return message if self.folder is None else message.replace(f"{self.folder}{os.sep}", "")
 
-    def _is_current(self, name: str) -> bool:
+    def _current(self, name: str) -> Served | None:
+        """Return an index if it is open and its files are those that it was opened from; it is then the last to be
+        closed."""
         if name not in self._served:
-            return False
+            return None
         folder, state = self._places[name]
-        return state_of(folder) in (state, None)
+        if state_of(folder) not in (state, None):
+            return None
+        self._served[name] = self._served.pop(name)
+        return self._served[name]
+
+    def _make_room(self) -> None:
+        """Close indices that nobody asks until the others are within the planned memory; the last one stays."""
+        *others, last = self._served.values()
+        taken = sum(one.opened.document_bytes for one in (*others, last))
+        for one in others:
+            if taken > self.memory and not self._users[one] and not self.scheduler.is_asked(one.opened):
+                self.close(one.name)
+                taken -= one.opened.document_bytes
 
     def _offered(self) -> dict[str, Path]:
         return {} if self.folder is None else {served_name(one): one for one in indices_in(self.folder)}

@@ -69,6 +69,20 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase, before: str | None = None) ->
     return ChatFrame(before=head, between=BETWEEN, after=parts[1], trimmed=padded == content.join(parts))
 
 
+def begins_with_system(tokenizer: PreTrainedTokenizerBase, chat: ChatFrame, system: str) -> bool:
+    """Whether the chat template puts before a document, with a system message, the text that is already there.
+
+    The text that the template puts there today without one counts, too: only a date may differ from the frame's.
+    """
+    system_turn, document = {"role": "system", "content": system}, {"role": "user", "content": _DOCUMENT}
+    try:
+        plain = render(tokenizer, [document]).partition(_DOCUMENT)[0]
+        before = render(tokenizer, [system_turn, document]).partition(_DOCUMENT)[0]
+    except UsageError:  # some templates refuse system messages
+        return False
+    return system.strip() in before and before in (chat.before, plain)
+
+
 def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, answered: bool = False) -> str:
     """Render messages with a model's chat template.
 

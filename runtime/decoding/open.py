@@ -39,20 +39,27 @@ REMEDY = (
 )
 
 
-def plan_opening(artifact: Artifact, model: nn.Module) -> MemoryPlan:
-    """Return the memory that a model and an index's keys and values need on the model's device.
+def document_bytes(artifact: Artifact, itemsize: int) -> tuple[int, int]:
+    """Return the bytes of an index's keys and values, and those of its states, in the memory of one cache.
 
-    Keys and values are in the model's dtype, or in int8 if the index stores int8. A layer with a sliding window needs
-    only the rows in the window, in the model's dtype. Of states there are the stored one and the one that steps change.
+    Keys and values have `itemsize` bytes a number, or are in int8 if the index stores int8. A layer with a sliding
+    window needs only the rows in the window, in the model's dtype. Of states there are the stored one and the one that
+    steps change.
     """
-    size, tokens, rows = next(model.parameters()).itemsize, artifact.manifest.split.tokens, 0
+    tokens, rows = artifact.manifest.split.tokens, 0
     for layer, facts in artifact.manifest.attending.items():
         heads, channels = artifact.heads_and_channels(layer)
         in_8_bits = artifact.manifest.kv_storage is not None and facts.sliding_window is None
-        row = row_bytes(channels) if in_8_bits else channels * size
+        row = row_bytes(channels) if in_8_bits else channels * itemsize
         rows += 2 * heads * row * min(tokens, facts.sliding_window or tokens)
     states = artifact.manifest.files[state_file(tokens)].bytes if artifact.manifest.states else 0
-    return MemoryPlan(model_bytes(model), rows, states=2 * states)
+    return rows, 2 * states
+
+
+def plan_opening(artifact: Artifact, model: nn.Module) -> MemoryPlan:
+    """Return the memory that a model and an index's keys, values and states need on the model's device."""
+    rows, states = document_bytes(artifact, next(model.parameters()).itemsize)
+    return MemoryPlan(model_bytes(model), rows, states=states)
 
 
 def check_room(artifact: Artifact, model: nn.Module) -> None:
@@ -233,6 +240,11 @@ class OpenIndex:
     @property
     def split(self) -> Split:
         return self.artifact.manifest.split
+
+    @property
+    def document_bytes(self) -> int:
+        """Bytes of the document's keys, values and states in the memory of one cache."""
+        return sum(document_bytes(self.artifact, self.dtype.itemsize))
 
     @property
     def loaded(self) -> LoadedModel:

@@ -95,6 +95,7 @@ class Job:
             cached_tokens=stored + kept,
             answer_tokens=0 if answer is None else answer.generated_tokens,
             kv_fraction=0.0 if answer is None else answer.kv_fraction,
+            layers=() if answer is None else tuple(answer.layers),
         )
         self._ended(self)
         self._put(self.text.end(), reason)

@@ -10,8 +10,9 @@ from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.attention.sparse_layer import divides_questions
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kept_turns import KeptTurns, TurnStore
-from sparsekv.runtime.decoding.engine import Engine, NotFiniteError, Sequence, pack, why_alone
+from sparsekv.runtime.decoding.engine import Engine, NotFiniteError, Request, Sequence, pack, why_alone
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.threads import exclusive
 from sparsekv.runtime.serving.job import Job
 from sparsekv.runtime.serving.submission import Finish
@@ -31,7 +32,8 @@ class Lane:
     """The requests over one index with one config, and the engine that answers them together.
 
     All methods are called in the scheduler's thread. `slots` is the maximum number of requests that decode together;
-    1 if the config does not let requests share steps. While `drains` is true, no requests get a slot.
+    1 if the config does not let requests share steps. While `drains` is true, no requests get a slot. `document_bytes`
+    are those that the document's keys and values take while the lane is open.
     """
 
     def __init__(self, index: OpenIndex, config: DecodeConfig, slots: int, store: TurnStore):
@@ -40,6 +42,7 @@ class Lane:
         self.engine: Engine | None = None
         self.running: dict[Sequence, Job] = {}
         self.drains, self.used, self.own_bytes = False, 0.0, 0
+        self.document_bytes = index.document_bytes
         self._rewinds, self._most_slots = 0, slots
 
     def open(self, make_cache: Callable[[OpenIndex, DecodeConfig], IndexCache], planned: int) -> Exception | None:
@@ -65,6 +68,15 @@ class Lane:
         divided = divides_questions(cache.stored_layers) and not cache.states.kinds.keeping
         turns = KeptTurns(self.store, divided=divided)
         return Engine(self.index, pack(cache, self.slots), chunk=CHUNK, turns=turns, own_tokens=own_tokens)
+
+    def warm_up(self) -> None:
+        """Answer two tokens to the document's last one, so that the first request finds all that is made once."""
+        assert self.engine is not None
+        last = Request(self.index.input_ids[-1:], Sampling(max_new_tokens=2))
+        with exclusive(self.index.model), self.engine.running():
+            self.engine.waiting.append(self.engine.sequence(last))
+            while not self.engine.run_step():
+                pass
 
     def close(self) -> None:
         """Free the engine and the rows that are kept for it."""

@@ -7,8 +7,9 @@ import torch
 
 from sparsekv.formats.documents.continuation import border_behind, plain_end
 from sparsekv.formats.documents.plain_text import encode_after
-from sparsekv.formats.documents.prompt import next_turn
+from sparsekv.formats.documents.prompt import begins_with_system, next_turn
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index.schema import ChatFrame
 from sparsekv.runtime.decoding.answer import framed_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.session import Place
@@ -32,12 +33,15 @@ def conversation_tokens(index: OpenIndex, messages: Sequence[Message], *, raw: b
         raw: encode messages without the chat template.
 
     Raises:
-        UsageError: roles do not alternate from user to user, a user's message is empty, there is a system message, or
-            the chat template has only one turn.
+        UsageError: roles do not alternate from user to user, a user's message is empty, there is another system message
+            than before the document, or the chat template has only one turn.
     """
-    _check_roles(messages)
     place = Place.behind(index.artifact.manifest.prompt)
     place = Place(None, place.border) if raw else place
+    if messages and messages[0].role == "system":
+        _check_system(index, place.chat, messages[0].content)
+        messages = messages[1:]
+    _check_roles(messages)
     parts = list[torch.Tensor]()
     for number, message in enumerate(messages):
         if message.role == "user":
@@ -48,14 +52,20 @@ def conversation_tokens(index: OpenIndex, messages: Sequence[Message], *, raw: b
     return torch.cat(parts)
 
 
+def _check_system(index: OpenIndex, chat: ChatFrame | None, text: str) -> None:
+    """Raise UsageError for a system message that is not the one before the stored document."""
+    if chat is None or not begins_with_system(index.tokenizer, chat, text):
+        raise UsageError(
+            "the document is stored without this system message, which cannot be put before it now; put its text into "
+            "the question, or index a document that begins with it"
+        )
+
+
 def _check_roles(messages: Sequence[Message]) -> None:
     for number, message in enumerate(messages):
         role = "assistant" if number % 2 else "user"
         if message.role == "system":
-            raise UsageError(
-                "the document begins the conversation and is stored, so no system message can precede it; put its text "
-                "into the question, or into the document"
-            )
+            raise UsageError("a system message follows another message; put its text into the question")
         if message.role != role:
             raise UsageError(f"message {number + 1} is of role {message.role}, where one of {role} must follow")
         if role == "user" and not message.content.strip():

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from threading import Condition, Thread
 
 import torch
@@ -63,6 +64,8 @@ class Scheduler:
         queue: maximum number of requests that wait for a slot.
         kept_bytes: maximum size of the keys and values that are kept of ended requests, for next turns.
         lanes: maximum number of pairs of index and config whose caches are in memory.
+        memory: maximum number of bytes of the documents' keys and values in these caches, but for one of them; None:
+            any number. Beyond both the cache that was used longest ago is freed, if no request is answered over it.
         make_cache: makes the cache of an index for a config; by default `OpenIndex.cache`.
     """
 
@@ -74,9 +77,11 @@ class Scheduler:
         queue: int = 64,
         kept_bytes: int = KEPT_BYTES,
         lanes: int = 8,
+        memory: int | None = None,
         make_cache: Callable[[OpenIndex, DecodeConfig], IndexCache] = _new_cache,
     ):
         self.slots, self.queue, self.most_lanes, self.make_cache = slots, queue, lanes, make_cache
+        self.memory = inf if memory is None else memory
         self._indices: dict[str, OpenIndex] = {}
         self._changed = Condition()
         """Guards the fields below, which threads that submit read and change; notified when a request has ended."""
@@ -100,13 +105,32 @@ class Scheduler:
             if any(one.model is not index.model for one in self._indices.values()):
                 raise UsageError(f"{name} has another model than the indices that are served; serve it by itself")
             self._indices[name] = index
+            self._close_unused_at_rest()
 
     def remove(self, name: str) -> None:
         """Serve an index no longer. Its running requests end as usual; then its memory is freed."""
         with self._changed:
             self._indices.pop(name, None)
-            if self._thread is None:
-                self._close_unused()
+            self._close_unused_at_rest()
+
+    def warm_up(self, name: str, config: DecodeConfig) -> None:
+        """Make the cache of an index for a config, if there is room, so that its first request need not wait for that.
+
+        Call it before the first request. Raises what making the cache raises.
+        """
+        lane = self._lane(self._indices[name], config)
+        if not self._has_room(lane):
+            self._lanes.remove(lane)
+        elif (error := lane.open(self.make_cache, self._planned())) is not None:
+            self._lanes.remove(lane)
+            raise error
+        else:
+            lane.warm_up()
+
+    def is_asked(self, index: OpenIndex) -> bool:
+        """Whether requests over an index wait or are being answered."""
+        with self._changed:
+            return any(lane.index is index for lane in self._jobs.values())
 
     def submit(self, request: Submission) -> Stream:
         """Queue a request; return the stream of its answer.
@@ -224,6 +248,11 @@ class Scheduler:
                 lane.close()
                 self._lanes.remove(lane)
 
+    def _close_unused_at_rest(self) -> None:
+        """Do what `_close_unused` does if the thread, which does it before each step, does not run."""
+        if self._thread is None:
+            self._close_unused()
+
     def _open_lanes(self) -> None:
         """Open the lanes that have requests, first those that wait longest; make room by closing idle lanes.
 
@@ -234,14 +263,19 @@ class Scheduler:
         for lane in self._lanes:
             lane.drains = False
         for lane in sorted(closed, key=lambda one: one.jobs[0].submitted):
-            opened = [one for one in self._lanes if one.engine is not None]
-            if len(opened) >= self.most_lanes:
+            while not self._has_room(lane):
+                opened = [one for one in self._lanes if one.engine is not None]
                 idle = [one for one in opened if not one.running]
                 if not idle:
                     opened[0].drains = True
                     return
                 self._close(min(idle, key=lambda one: one.used))
             self._open(lane)
+
+    def _has_room(self, lane: Lane) -> bool:
+        """Whether a lane can be opened beside those that are open; a single one always can."""
+        opened = [one.document_bytes for one in self._lanes if one.engine is not None]
+        return not opened or (len(opened) < self.most_lanes and sum(opened) + lane.document_bytes <= self.memory)
 
     def _open(self, lane: Lane) -> None:
         """Open a lane; if the memory does not suffice, close all idle lanes and try again."""

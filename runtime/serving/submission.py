@@ -7,6 +7,7 @@ import torch
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.attention.config import DecodeConfig
+from sparsekv.runtime.cache.index_cache import LayerStats
 from sparsekv.runtime.decoding.engine import TokenLogprobs
 from sparsekv.runtime.decoding.sampling import Sampling
 
@@ -49,13 +50,14 @@ class Usage:
 
     `prompt_tokens` includes the document and earlier turns. `cached_tokens` are those of them that were not prefilled:
     the document and the kept turns. `kv_fraction` is the share of the document's keys and values that its decode steps
-    read.
+    read. `layers` are the missed-mass figures of each layer, if the config measures them.
     """
 
     prompt_tokens: int
     cached_tokens: int
     answer_tokens: int
     kv_fraction: float
+    layers: tuple[LayerStats, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 from support.command import sparsekv
 from support.doc_pages import ROOT, blocks
@@ -49,6 +50,26 @@ def test_a_conversation_is_that_of_chat(server: Server, place: Path) -> None:
     assert talk.stdout.split() == " ".join(answers).split()
     one = sparsekv("generate", "-i", "manual.skv", *ALL, QUESTIONS[0], cwd=place)
     assert one.stdout.strip() == answers[0].strip()
+
+
+def test_only_the_system_message_before_the_document_is_accepted(server: Server, index: Artifact) -> None:
+    """It is the one that the model's template puts there."""
+    chat, client = index.manifest.prompt.chat, server.openai()
+    assert chat is not None
+    own = chat.before.partition("system\n")[2].partition("<|im_end|>")[0]
+    assert own.startswith("You are")
+
+    def answer(*messages: dict[str, str]) -> str:
+        told = client.chat.completions.create(model="manual", messages=messages, max_tokens=TOKENS)  # type: ignore[arg-type]
+        return str(told.choices[0].message.content)
+
+    asked, other = user(QUESTIONS[0]), "You are a pirate."
+    for role in ("system", "developer"):
+        assert answer({"role": role, "content": own}, asked) == answer(asked)
+        with pytest.raises(openai.BadRequestError, match="put its text into the question") as refused:
+            answer({"role": role, "content": other}, asked)
+        assert refused.value.param == "messages"
+    assert answer(user(f"{other} {QUESTIONS[0]}"))
 
 
 def test_what_the_page_shows_works(server: Server, capfd: pytest.CaptureFixture[str]) -> None:

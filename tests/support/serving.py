@@ -70,10 +70,14 @@ class Server:
             time.sleep(0.02)
 
 
-def begin(place: Path, *options: str | Path) -> Server:
-    """Start a server on any free port, and wait until it can be asked."""
-    told = place / f"served-{time.monotonic_ns()}"
-    started = start("serve", *options, "--port", "0", cwd=place, seconds=WHOLE_RUN, stdout=str(told))
+def begin(place: Path, *options: str | Path, stderr: str | None = None) -> Server:
+    """Start a server on any free port, and wait until it can be asked.
+
+    Args:
+        stderr: the file that it writes its notes to; None: they are in the outcome.
+    """
+    told, standard = place / f"served-{time.monotonic_ns()}", {} if stderr is None else {"stderr": stderr}
+    started = start("serve", *options, "--port", "0", cwd=place, seconds=WHOLE_RUN, stdout=str(told), **standard)
     ends = time.monotonic() + LATE
     while not (told.exists() and told.read_text().endswith("\n")):
         state = Path(f"/proc/{started.pid}/stat")
@@ -85,9 +89,9 @@ def begin(place: Path, *options: str | Path) -> Server:
 
 
 @contextlib.contextmanager
-def serving(place: Path, *options: str | Path) -> Iterator[Server]:
+def serving(place: Path, *options: str | Path, stderr: str | None = None) -> Iterator[Server]:
     """Within the context a server runs. Fails if it printed a traceback, or ends otherwise than it should."""
-    server = begin(place, *options)
+    server = begin(place, *options, stderr=stderr)
     try:
         yield server
     finally:

@@ -1,10 +1,13 @@
 """Commands whose processes a server forks print and return what they do without it, and end with their shells."""
 
+import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
+import httpx2
 import pexpect
 import pytest
 from support.command import EXECUTABLE, run_here, sparsekv
@@ -91,6 +94,33 @@ def test_ctrl_c_ends_a_command_with_its_line(shell: Shell) -> None:
         one.expect(pexpect.EOF)
         one.wait()
         assert one.exitstatus == 130
+
+
+def test_an_http_server_begins_at_once_and_again_after_it_is_killed(shell: Shell) -> None:
+    """Its answer is that of `generate`; whoever kills the shell's process ends it."""
+    expected = json.loads(shell.run(*ASK, "Why?", "--budget", "100%", "--json", "-q").stdout)["text"]
+    body = {"model": "doc@100%", "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 6}
+    for _ in range(2):
+        command = [EXECUTABLE, "serve", "doc.skv", "--port", "0", "-q"]
+        with subprocess.Popen(command, cwd=shell.folder, env=shell.environment, stdout=subprocess.PIPE) as one:
+            assert one.stdout is not None
+            url = one.stdout.readline().decode().strip()
+            answer = httpx2.post(f"{url}/chat/completions", json=body, timeout=LATE).json()
+            assert answer["choices"][0]["message"]["content"] == expected
+            assert "libtorch" not in Path(f"/proc/{one.pid}/maps").read_text()  # it only waits for a fork
+            one.kill()
+            ends = time.monotonic() + LATE
+            while _answers(url):
+                assert time.monotonic() < ends
+                time.sleep(0.02)
+
+
+def _answers(url: str) -> bool:
+    try:
+        httpx2.get(f"{url.removesuffix('/v1')}/health", timeout=LATE)
+    except httpx2.TransportError:
+        return False
+    return True
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Clients that go away, send half a request or read slowly, and signals: others are answered meanwhile."""
 
+import contextlib
 import json
 import signal
 import socket
@@ -12,7 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 from support.command import run_here, sparsekv
-from support.serving import Server, begin, user
+from support.serving import Server, begin, serving, user
 
 CHAT = "/v1/chat/completions"
 SHORT: dict[str, Any] = {"model": "doc", "messages": [user("What is it?")], "max_tokens": 2}
@@ -70,6 +71,23 @@ def test_half_requests_and_slow_readers_hold_up_nobody(server: Server, http: htt
         for one in (*waiting, reading):
             one.close()
     server.until("sparsekv_running", 0)
+
+
+def test_a_client_that_never_reads_is_cut_off(indices: Path) -> None:
+    """Its answers end, and so does its connection."""
+    longest = 2000
+    body = LONG | {"n": 16, "logprobs": True, "top_logprobs": 20, "max_tokens": longest}
+    with serving(indices, "doc.skv", "--model", "model", "--unread-timeout", "0.3") as server, socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(server.address)
+        deaf.sendall(posted(body).encode())
+        server.until("sparsekv_answers_total", 16)
+        assert server.metric("sparsekv_answer_tokens_total") < 16 * longest
+        with server.http() as http:
+            assert http.post(CHAT, json=SHORT).status_code == 200
+        with contextlib.suppress(ConnectionResetError):
+            while deaf.recv(1 << 16):
+                pass
 
 
 @pytest.mark.parametrize("garbage", ["\x16\x03\x01\x02", "GET\r\n\r\n", "\0" * 70_000])

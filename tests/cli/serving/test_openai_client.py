@@ -22,9 +22,9 @@ def client(server: Server) -> OpenAI:
     return server.openai()
 
 
-def generated(indices: Path, *options: str, index: str = "doc.skv") -> dict[str, Any]:
-    """The answer of `generate` to the question, with everything attended to."""
-    longest = ("--max-new-tokens", str(LONG), "--budget", "100%", "--json", "-q")
+def generated(indices: Path, *options: str, index: str = "doc.skv", budget: str = "100%") -> dict[str, Any]:
+    """The answer of `generate` to the question, by default with everything attended to."""
+    longest = ("--max-new-tokens", str(LONG), "--budget", budget, "--json", "-q")
     outcome = run_here("generate", "-i", indices / index, "--model", indices / "model", QUESTION, *longest, *options)
     assert outcome.code == 0, outcome.stderr
     answer: dict[str, Any] = json.loads(outcome.stdout)
@@ -209,3 +209,21 @@ def test_a_request_names_method_and_budget_either_way(client: OpenAI) -> None:
     assert asked("doc", method="dense", prefill="own") == {"method": "dense", "budget": 1.0}
     with pytest.raises(openai.BadRequestError, match=r"leave sparsekv\.method out"):
         asked("doc:quest", method="squeezed")
+
+
+def test_an_answer_tells_how_much_attention_it_missed(server: Server, indices: Path) -> None:
+    """As `generate --gauge` does; the answer is the same, and the server's measures have it."""
+    gauged = "--gauge", "--method", "multipole"
+    expected, before = generated(indices, *gauged, budget="20%"), server.metric("sparsekv_missed_mass_count")
+    body = {"model": "doc:multipole@20%", "messages": [user(QUESTION)], "max_tokens": LONG, "sparsekv": {"gauge": True}}
+    with server.http() as http:
+        whole = http.post("/v1/chat/completions", json=body | {"n": 2}).json()
+        with http.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
+            streamed = events(answer.iter_lines())
+    assert [one["message"]["content"] for one in whole["choices"]] == [expected["text"]] * 2
+    for told in (whole["sparsekv"]["gauge"], streamed[-1]["sparsekv"]["gauge"]):
+        assert [(one["layer"], pytest.approx(one["missed"])) for one in told["layers"]] == [
+            (one["layer"], one["missed"]) for one in expected["layers"]
+        ]
+        assert 0 < told["missed"] < 1
+    assert server.metric("sparsekv_missed_mass_count") == before + 3

@@ -34,8 +34,11 @@ def test_answers_are_those_of_the_description(server: Server, description: dict[
             check(description, contents["application/json"]["schema"], http.post(path, json=body).json())
             streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
             with http.stream("POST", path, json=streamed) as answer:
+                schema = contents["text/event-stream"]["schema"]
                 for event in events(answer.iter_lines()):
-                    check(description, contents["text/event-stream"]["schema"], event)
+                    check(description, schema, {"data": json.dumps(event)})
+                    check(description, schema["properties"]["data"]["anyOf"][0]["contentSchema"], event)
+                check(description, schema, {"data": "[DONE]"})
         for path in ("/v1/models", "/health"):
             content = description["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]
             check(description, content["schema"], http.get(path).json())
@@ -61,7 +64,7 @@ def test_the_description_lists_every_path_and_says_what_needs_a_key(
     assert "security" not in description
     with server.http() as http:
         for path, deeds in description["paths"].items():
-            called = path.replace("{model}", "doc")
-            for method in deeds.keys() & {"get", "post"}:
+            called = path.replace("{model}", "doc").replace("{name}", "doc")
+            for method in deeds.keys() & {"get", "post", "delete"}:
                 assert http.request(method.upper(), called).status_code not in (404, 405)
     json.dumps(description)

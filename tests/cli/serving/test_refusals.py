@@ -65,6 +65,9 @@ CHANGES: list[tuple[dict[str, Any], str, str]] = [
     ({"sparsekv": {"method": "qest"}}, "sparsekv", "did you mean quest?"),
     ({"sparsekv": {"method": "dense", "budget": 0.1}}, "sparsekv", "no effect"),
     ({"sparsekv": {"prefill": "nothing"}}, "sparsekv", "prefill nothing"),
+    ({"sparsekv": {"method": "quest", "gauge": True}}, "sparsekv", "quest cannot estimate"),
+    ({"sparsekv": {"method": "dense", "gauge": True}}, "sparsekv", "no effect"),
+    ({"sparsekv": {"sources": 3}}, "sparsekv.sources", "no field"),
     ({"model": "doc:codes"}, "model", "was not built with 'codes'"),
     ({"model": 5}, "model", "string"),
 ]
@@ -107,6 +110,12 @@ def test_fields_that_change_nothing_are_accepted(http: httpx2.Client) -> None:
 )
 def test_a_body_that_is_no_request_is_refused(http: httpx2.Client, body: bytes, told: str) -> None:
     assert told in refusal(http.post(TEXT, content=body, headers={"Content-Type": "application/json"}), 400)["message"]
+
+
+def test_an_empty_prompt_is_refused(http: httpx2.Client) -> None:
+    for prompt in ("", " \n", ["a", ""]):
+        error = refusal(http.post(TEXT, json={"model": "raw", "prompt": prompt}), 400)
+        assert (error["param"], error["message"]) == ("prompt", "the prompt is empty; write something")
 
 
 def test_other_refusals_say_why(http: httpx2.Client) -> None:

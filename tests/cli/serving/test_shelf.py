@@ -3,9 +3,12 @@
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx2
 import openai
 import pytest
 from support.command import run_here
@@ -56,6 +59,53 @@ def test_only_names_of_indices_are_models(shelf: Server, name: str) -> None:
     assert answer.json()["error"]["code"] == "model_not_found"
 
 
+def test_a_client_opens_and_closes_indices_of_the_folder(shelf: Server, place: Path) -> None:
+    shutil.copytree(place / "doc.skv", place / "more" / "guest.skv")
+    with shelf.http() as http:
+
+        def opened() -> bool:
+            return "sparsekv" in next(one for one in http.get("/v1/models").json()["data"] if one["id"] == "guest")
+
+        assert not opened()
+        answer = http.post("/v1/indices", json={"name": "guest"})
+        assert answer.status_code == 200
+        assert answer.json()["sparsekv"]["tokens"] > 0
+        assert opened()
+        for _ in range(2):
+            assert http.delete("/v1/indices/guest").json() == {"id": "guest", "object": "model", "deleted": True}
+            assert not opened()
+        assert prompt_tokens(shelf, "guest") == prompt_tokens(shelf, "doc")
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "told"),
+    [
+        ("../doc", 400, "is a path"),
+        ("/etc/passwd", 400, "is a path"),
+        ("..", 400, "is a path"),
+        ("linked", 404, "no model 'linked'"),
+        ("half", 404, "no model"),
+        ("raw.skv", 404, "did you mean raw?"),
+        ("doc", 403, "doc is named on the server's command line"),
+    ],
+)
+def test_a_client_opens_and_closes_no_others(shelf: Server, name: str, status: int, told: str) -> None:
+    with shelf.http() as http:
+        answers = [http.post("/v1/indices", json={"name": name})]
+        if status != 400:
+            answers.append(http.delete(f"/v1/indices/{name}"))
+    for answer in answers:
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, "name")
+        assert told in answer.json()["error"]["message"]
+
+
+def test_without_a_folder_of_indices_no_client_opens_or_closes_one(server: Server) -> None:
+    with server.http() as http:
+        for answer in (http.post("/v1/indices", json={"name": "doc"}), http.delete("/v1/indices/doc")):
+            assert answer.status_code == 403
+            assert "--indices-from FOLDER" in answer.json()["error"]["message"]
+
+
 def test_an_index_that_is_replaced_is_opened_again(shelf: Server, place: Path) -> None:
     before = prompt_tokens(shelf, "doc")
     body = {"model": "doc@100%", "messages": [user("What?")], "max_tokens": 64, "stream": True}
@@ -95,3 +145,90 @@ def test_an_index_that_cannot_be_opened_is_told(shelf: Server, place: Path) -> N
     assert "damaged" in told.value.message
     assert str(place) not in told.value.message
     assert prompt_tokens(shelf, "raw") > 0
+
+
+def test_notes_that_cannot_be_written_end_no_answer(indices: Path, tmp_path: Path) -> None:
+    """The disk of the log is full, and each request has a note: its index cannot be opened again."""
+    (tmp_path / "model").symlink_to((indices / "model").resolve())
+    shutil.copytree(indices / "doc.skv", tmp_path / "doc.skv")
+    manifest = tmp_path / "doc.skv" / "manifest.json"
+    with serving(tmp_path, "doc.skv", "--model", "model", stderr="/dev/full") as server:
+        before = prompt_tokens(server, "doc")
+        for _ in range(2):
+            replaced = manifest.with_name("manifest.new")
+            replaced.write_text("{")
+            os.replace(replaced, manifest)
+            assert prompt_tokens(server, "doc") == before
+
+
+def test_indices_beyond_the_memory_are_closed_and_opened_again(indices: Path, place: Path, tmp_path: Path) -> None:
+    """With room for none: each index that is opened closes the others, if nobody asks them."""
+    (tmp_path / "model").symlink_to((indices / "model").resolve())
+    for name in ("doc", "raw"):
+        shutil.copytree(indices / f"{name}.skv", tmp_path / "more" / f"{name}.skv")
+    with serving(tmp_path, "--indices-from", "more", "--memory", "0", "--model", "model") as server:
+
+        def opened() -> set[str]:
+            return {one.id for one in server.openai().models.list() if getattr(one, "sparsekv", None) is not None}
+
+        expected, body = {}, {"messages": [user("What?")], "max_tokens": 8}
+        for name in ("doc", "raw"):
+            whole = ("--model", tmp_path / "model", "--budget", "100%", "--max-new-tokens", "8", "--json", "-q")
+            outcome = run_here("generate", "-i", tmp_path / "more" / f"{name}.skv", "What?", *whole)
+            expected[name] = json.loads(outcome.stdout)["text"]
+        for name in ("doc", "raw", "doc", "raw"):
+            with server.http() as http:
+                told = http.post(CHAT, json=body | {"model": f"{name}@100%"}).json()
+            assert told["choices"][0]["message"]["content"] == expected[name]
+            assert opened() == {name}
+        long = body | {"model": "raw@100%", "max_tokens": 300, "stream": True}
+        with server.http() as http, http.stream("POST", CHAT, json=long) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            assert prompt_tokens(server, "doc") > 0
+            assert opened() == {"doc", "raw"}  # raw is being asked
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+def test_an_index_that_is_replaced_under_load_answers_as_the_old_or_the_new(indices: Path, tmp_path: Path) -> None:
+    """Each answer is that of `generate` over one of the states, and after a change none is of the state before."""
+    (tmp_path / "model").symlink_to((indices / "model").resolve())
+    shutil.copytree(indices / "doc.skv", tmp_path / "doc.skv")
+    whole = ("--model", tmp_path / "model", "--budget", "100%", "--max-new-tokens", "8", "--json", "-q")
+    ended, found = threading.Event(), list[tuple[int, str]]()
+
+    def expected() -> tuple[int, str]:
+        outcome = run_here("generate", "-i", tmp_path / "doc.skv", "What?", *whole)
+        told = json.loads(outcome.stdout)
+        return told["prompt_tokens"], told["text"]
+
+    with serving(tmp_path, "doc.skv", "--model", "model") as server:
+
+        def ask(http: httpx2.Client) -> tuple[int, str]:
+            body = {"model": "doc@100%", "messages": [user("What?")], "max_tokens": 8}
+            answer = http.post(CHAT, json=body)
+            assert answer.status_code == 200, answer.text
+            told = answer.json()
+            return told["usage"]["prompt_tokens"], told["choices"][0]["message"]["content"]
+
+        def keep_asking() -> None:
+            with server.http() as http:
+                while not ended.is_set():
+                    found.append(ask(http))
+
+        with ThreadPoolExecutor(4) as clients:
+            asking, states = [clients.submit(keep_asking) for _ in range(4)], [expected()]
+            try:
+                for number in (40, 41):
+                    (tmp_path / "text").write_text(f"Line {number} says that {number} is a number.\n")
+                    more = ("--model", tmp_path / "model", "--rebuild", "-q")
+                    outcome = run_here("append", "--index", tmp_path / "doc.skv", tmp_path / "text", *more)
+                    assert outcome.code == 0, outcome.stderr
+                    states.append(expected())
+                    with server.http() as http:
+                        assert ask(http) == states[-1]
+            finally:
+                ended.set()
+            for one in asking:
+                one.result()
+    assert set(found) == set(states)

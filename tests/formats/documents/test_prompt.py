@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from sparsekv.formats.checksums import hash_bytes
-from sparsekv.formats.documents.prompt import chat_frame, encode_prompt
+from sparsekv.formats.documents.prompt import begins_with_system, chat_frame, encode_prompt
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.load import LoadedModel
 
@@ -118,3 +118,35 @@ def test_a_raw_text_is_not_ended_as_a_question_follows(max_tokens: int | None) -
     text = [one for one in plain.input_ids.tolist() if one not in (START, END)]
     assert [one for one in ended.input_ids.tolist() if one != START] == text[: len(ended.input_ids) - 1]
     assert ended.cut == (None if max_tokens != 5 else 5)
+
+
+TURNS = "{% for one in messages %}<|start|>{{ one['role'] }}\n{{ one['content'] | trim }}<|end|>\n{% endfor %}"
+GIVEN = "messages[0]['role'] == 'system'"
+SYSTEM_TEMPLATES = {
+    "of its own": f"{{% if not {GIVEN} %}}<|start|>system\nBe brief.<|end|>\n{{% endif %}}{TURNS}",
+    "none": TURNS,
+    "refused": f"{{% if {GIVEN} %}}{{{{ raise_exception('no system role') }}}}{{% endif %}}{TURNS}",
+    "dropped": TURNS.replace("in messages", "in messages if one['role'] != 'system'"),
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "system", "same"),
+    [
+        ("of its own", "Be brief.", True),
+        ("of its own", " Be brief.\n", True),
+        ("of its own", "Be long.", False),
+        ("of its own", "", False),
+        ("none", "Be brief.", False),
+        ("refused", "Be brief.", False),
+        ("dropped", "Be brief.", False),
+        ("dropped", "", True),
+    ],
+)
+def test_a_system_message_is_known_from_what_the_template_makes_of_it(template: str, system: str, same: bool) -> None:
+    tokenizer = tiny_tokenizer(SYSTEM_TEMPLATES[template])
+    chat = chat_frame(tokenizer)
+    assert chat is not None
+    assert begins_with_system(tokenizer, chat, system) is same
+    yesterday = chat.model_copy(update={"before": f"It is Sunday.{chat.before}"})
+    assert begins_with_system(tokenizer, yesterday, system) is same

@@ -185,9 +185,10 @@ def _outcome(stream: Stream) -> Any:
         return error
 
 
-def test_lanes_that_have_no_room_together_take_turns(served: Served, make: Make) -> None:
+@pytest.mark.parametrize("room", [{"lanes": 1}, {"memory": 0}], ids=["lanes", "memory"])
+def test_lanes_that_have_no_room_together_take_turns(served: Served, make: Make, room: dict[str, int]) -> None:
     """One after another, for there is room for one; long ones wait for no one for ever."""
-    scheduler = make(lanes=1, slots=2)
+    scheduler = make(slots=2, **room)
     asked = [("ab"[number % 2], question(number)) for number in range(10)]
     streams = [served.ask(scheduler, *one) for one in asked]
     for stream, one in zip(streams, asked, strict=True):
@@ -238,6 +239,27 @@ def test_closing_lets_answers_end_within_its_time(served: Served) -> None:
     stream = served.ask(scheduler, "a", question(4), 4000)
     scheduler.close(0)
     assert list(stream)[-1].finish == "cancelled"
+
+
+@pytest.mark.parametrize("config", [ALL, replace(ALL, gauge=True)], ids=["shared", "alone"])
+def test_an_index_is_warmed_up_before_its_first_request(served: Served, make: Make, config: DecodeConfig) -> None:
+    """If there is room; no request is counted, and answers are the same."""
+    scheduler = make(lanes=1)
+    for name in "ab":
+        scheduler.warm_up(name, config)
+    assert [lane.index for lane in scheduler._lanes if lane.engine is not None] == [served.indices["a"]]
+    assert scheduler.measures().answers == 0
+    for number in range(3):
+        check(list(served.ask(scheduler, "a", question(number), config=config)), served.alone("a", question(number)))
+
+
+def test_the_documents_that_fit_into_the_memory_stay(served: Served, make: Make) -> None:
+    memory = sum(one.document_bytes for one in served.indices.values())
+    scheduler = make(memory=memory)
+    for name, config in (("a", ALL), ("b", ALL), ("a", ALL), ("b", OWN), ("a", ALL)):
+        check(list(served.ask(scheduler, name, question(0), config=config)), served.alone(name, question(0)))
+    opened = [(lane.index, lane.config) for lane in scheduler._lanes if lane.engine is not None]
+    assert opened == [(served.indices["a"], ALL), (served.indices["b"], OWN)]
 
 
 def test_indices_come_and_go(served: Served) -> None:
