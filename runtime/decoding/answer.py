@@ -15,9 +15,14 @@ from sparsekv.kernels.common.hook import calling_back
 from sparsekv.runtime.cache.index_cache import LayerStats
 from sparsekv.runtime.decoding.open import OpenIndex
 
+LONGEST = 32
+"""Tokens that a `Streamer` decodes together, before it shortens them."""
+
 
 class Streamer(TextStreamer):
     """Passes decoded text to a callback piece by piece.
+
+    The time of a token does not grow with the answer: only the last tokens are decoded again.
 
     Args:
         ends: ids of tokens that end an answer and are not part of its text.
@@ -35,10 +40,15 @@ class Streamer(TextStreamer):
         super().put(value)  # type: ignore[no-untyped-call]
         if not self.token_cache:
             self._begin_line(before)
+        elif len(self.token_cache) % LONGEST == 0:
+            self._shorten()
 
     def pending(self) -> str:
         """Return the text of the tokens so far that waits for more tokens."""
-        return str(self.tokenizer.decode(self.token_cache, **self.decode_kwargs))[self.print_len :]
+        return self._decoded(0)[self.print_len :]
+
+    def _decoded(self, start: int) -> str:
+        return str(self.tokenizer.decode(self.token_cache[start:], **self.decode_kwargs))
 
     def _begin_line(self, tokens: list[int]) -> None:
         """Keep the last token that decodes to text in the token cache, and mark its text as already printed.
@@ -50,6 +60,15 @@ class Streamer(TextStreamer):
             text = self.tokenizer.decode(tokens[start:], **self.decode_kwargs)
             if text:
                 self.token_cache, self.print_len = tokens[start:], len(text)
+                return
+
+    def _shorten(self) -> None:
+        """Drop first tokens whose text was passed on, if the others alone decode to the same end of the text."""
+        text, waiting = self._decoded(0), len(self.pending())
+        for start in range(len(self.token_cache) - 1, 0, -1):
+            end = self._decoded(start)
+            if len(end) > waiting and text.endswith(end):
+                self.token_cache, self.print_len = self.token_cache[start:], len(end) - waiting
                 return
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:

@@ -3,8 +3,8 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
-from threading import Condition
+from threading import Condition, Lock
+from weakref import WeakKeyDictionary
 
 from sparsekv.runtime.serving.submission import Piece
 
@@ -28,8 +28,7 @@ class Channel:
             self._changed.notify_all()
             waiters, self._waiters = self._waiters, []
         for loop, waiter in waiters:
-            with suppress(RuntimeError):  # the loop is closed, and nobody waits
-                loop.call_soon_threadsafe(_wake, waiter)
+            _wake_soon(loop, waiter)
 
     def get(self) -> Piece | BaseException:
         """Wait for the next piece, or for the error that ends the answer."""
@@ -50,9 +49,30 @@ class Channel:
             await waiter
 
 
-def _wake(waiter: "asyncio.Future[None]") -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+_LOCK = Lock()
+_waking: WeakKeyDictionary[asyncio.AbstractEventLoop, list["asyncio.Future[None]"]] = WeakKeyDictionary()
+"""Futures that a loop was told to complete. It is told once for all pieces that come before it wakes up."""
+
+
+def _wake_soon(loop: asyncio.AbstractEventLoop, waiter: "asyncio.Future[None]") -> None:
+    with _LOCK:
+        waiters = _waking.setdefault(loop, [])
+        waiters.append(waiter)
+        if len(waiters) > 1:
+            return
+    try:
+        loop.call_soon_threadsafe(_wake, loop)
+    except RuntimeError:  # the loop is closed, and nobody waits
+        with _LOCK:
+            _waking.pop(loop, None)
+
+
+def _wake(loop: asyncio.AbstractEventLoop) -> None:
+    with _LOCK:
+        waiters = _waking.pop(loop, [])
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
 
 
 class Stream:

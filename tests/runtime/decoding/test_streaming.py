@@ -1,7 +1,10 @@
 """Text as it is decoded: the pieces together are the text."""
 
+import random
+
 import pytest
 import torch
+from support.tiny_models import tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -46,3 +49,26 @@ def test_the_pieces_of_a_text_are_the_text(tokenizer: PreTrainedTokenizerFast, w
         streamer.put(torch.tensor([one]))
     streamer.end()
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "bytes"])
+def test_a_long_line_is_decoded_in_parts(kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    chosen, longest = random.Random(0), 0
+    if kind == "bytes":
+        tokenizer = tiny_tokenizer()
+        text = "".join(
+            chosen.choice(["word ", "\u00e9t\u00e9 ", "\u5b57", "\U0001f600", ". ", "a"]) for _ in range(300)
+        )
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+    else:
+        ids = [chosen.choice([2, 3, 4, 6, 7, 8, 9]) for _ in range(300)]
+    pieces = list[str]()
+    streamer = Streamer(tokenizer, pieces.append)
+    for one in ids:
+        streamer.put(torch.tensor([one]))
+        longest = max(longest, len(streamer.token_cache))
+        so_far = "".join(pieces) + streamer.pending()
+    assert so_far == tokenizer.decode(ids, skip_special_tokens=True)
+    streamer.end()
+    assert "".join(pieces) == so_far
+    assert longest <= 64
