@@ -58,6 +58,8 @@ def edit(world: World, index: OpenIndex) -> None:
     ):  # whose rows depend on more; in 8 bits none of them stay
         kinds = random.sample(["edit", "longer", "tail", "methods", "same"], random.choice([1, 1, 2]))
         kinds.append(random.choice(["sinks", "sinks", "sinks", "prefill", "longer"]))
+        if random.random() < 0.4:
+            kinds = ["longer"]  # all that was there stays, but for what its end has changed
 
     if "edit" in kinds:
         place = random.randint(len(text) // 2, len(text) - 1)
@@ -65,7 +67,7 @@ def edit(world: World, index: OpenIndex) -> None:
             text[:place] + world.some_text(random.choice([1, 9, 40]), place) + text[place + random.choice([0, 1, 20]) :]
         )
     if "longer" in kinds:
-        text += world.some_text(random.choice([1, 2, 64, 255, 256]), 5)
+        text += world.some_text(random.choice([1, 64, 255, 256, 256]), 5)
     if "shorter" in kinds:
         text = text[: max(len(text) * 2 // 3, case.sinks + case.tail + 20)]
     if "sinks" in kinds:

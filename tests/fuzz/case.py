@@ -196,8 +196,8 @@ def _draw_index(random: Random, case: Case, palette: Palette) -> Case:
     chunk = random.choice([64, 64, 100, 128, 256, 255]) if prefill != "dense" else random.choice([1, 7, 128, 256, 2048])
     if chunk < 64 and case.tokens > 130:
         chunk = 64
-    if prefill != "dense" and random.random() < 0.7:  # rows stay by blocks of 256 tokens and by whole chunks
-        whole = random.choice([256, 512, 512, 384, 3 * chunk, 4 * chunk]) + random.choice([-1, 0, 0, 0, 1, 40])
+    if prefill != "dense" and random.random() < 0.85:  # rows stay by blocks of 256 tokens and by whole chunks
+        whole = random.choice([256, 512, 512, 512, 3 * chunk, 4 * chunk]) + random.choice([-1, 0, 0, 0, 0, 0, 1, 40])
         case = replace(case, tokens=max(whole, sinks + tail + 2))
     names = random.sample([*indexers()], random.choice([1, 1, 1, 2, 2, 3]))
     return replace(
