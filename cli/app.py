@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from sparsekv.cli.common.commands import COMMANDS
-from sparsekv.cli.common.process import raise_lost_interrupt, refuse_little_room, refuse_small_limit
+from sparsekv.cli.common.process import raise_lost_interrupt, refuse_little_room, refuse_lost_folder, refuse_small_limit
 from sparsekv.cli.common.values import refuse_repeated
 from sparsekv.cli.configuring.sources import apply_defaults
 from sparsekv.cli.distributed.launch import GpusOption
@@ -25,6 +25,7 @@ class _LazyGroup(TyperGroup):
         if cmd_name not in COMMANDS:
             _refuse_unknown(cmd_name)
             return None
+        refuse_lost_folder()
         refuse_small_limit()
         module = importlib.import_module(f"sparsekv.cli.{cmd_name.replace('-', '_')}")
         raise_lost_interrupt()

@@ -1,5 +1,6 @@
 """`sparsekv start`: leave a process in the background, in whose forks later commands begin at once."""
 
+import os
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from sparsekv.cli.configuring.sources import Command
 from sparsekv.cli.daemon.address import VARIABLE, socket_path
 from sparsekv.cli.daemon.likeness import differing, likeness
 from sparsekv.cli.daemon.messages import SERVE
+from sparsekv.cli.daemon.place import refuse_missing_folder, refuse_occupied
 from sparsekv.cli.daemon.requests import status, stop
 from sparsekv.formats.errors import UsageError
 
@@ -38,7 +40,11 @@ def start(
     The server has imported the libraries and, for the indices that are named, loaded the models. Each command runs in a
     fork of the server, with the shell's own folder, environment and streams, and so prints and returns what it would
     without a server. Commands run as before if there is no server, or if the environment, the limits or the installed
-    packages are not the server's; --status says which of these differs. A running server is replaced.
+    packages are not the server's; --status says which of these differs.
+
+    A running server is replaced once the indices have been opened. `start` is for the shell's commands;
+    `sparsekv serve` is for programs that ask by HTTP. --status exits with 1 if there is no server, or
+    if it does not serve this shell.
 
     SPARSEKV_SERVER=off turns servers off, and SPARSEKV_SERVER=PATH names a socket elsewhere.
 
@@ -51,12 +57,20 @@ def start(
     path = socket_path()
     if path is None:
         raise UsageError(f"{VARIABLE} is off, and no command would use a server; unset it first")
+    path = os.path.abspath(path)
+    refuse_occupied(path)
+    refuse_missing_folder(path)
     if show_status:
+        if indices:
+            raise UsageError(f"--status shows the server, and opens no index; leave {indices[0]} or --status out")
         return _show(path)
-    stop(path)
+    folders = list({index.resolve(): index.absolute() for index in indices or []}.values())
+    if status(path) is not None:
+        _refuse_unreadable(folders)
+        stop(path)
     program = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
     server = subprocess.Popen(
-        [*program, SERVE, path, str(60 * idle), *(str(index.absolute()) for index in indices or [])],
+        [*program, SERVE, path, str(60 * idle), *map(str, folders)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -65,6 +79,15 @@ def start(
     if server.stdout.readline() != b"ready\n":
         raise typer.Exit(server.wait())
     note("commands begin at once now; `sparsekv stop` ends the server", quiet=quiet)
+
+
+def _refuse_unreadable(folders: list[Path]) -> None:
+    """Raise the errors of `open_artifact` for an index that a server could not load."""
+    if folders:
+        from sparsekv.cli.common.index_option import open_artifact  # imported here, because it imports torch
+
+        for folder in folders:
+            open_artifact(folder, called="INDEX")
 
 
 def _show(path: str) -> None:
@@ -83,7 +106,7 @@ def _show(path: str) -> None:
     if server["changed"]:
         say(f"not used: {server['changed']} has changed; run `sparsekv start` again")
     elif other is not None:
-        say(f"not used by this shell: it has another {other}")
+        say(f"not used by this shell, which differs in its {other}")
     else:
         say("used by this shell's commands")
     if server["changed"] or other is not None:

@@ -15,6 +15,8 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def stop(quiet: QuietOption = False) -> None:
     """End the server of `sparsekv start`. Commands that run in its forks go on to their ends.
 
+    The exit code is 0, also if no server is running.
+
     \b
     sparsekv stop
     """

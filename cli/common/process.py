@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.errors import SparsekvError, UsageError
 
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Environment variables that hide warnings of libraries, unless the user sets them or asks for --debug."""
@@ -42,6 +42,14 @@ LEAST_LEFT = (560 + 72 * (os.cpu_count() or 1)) * 2**20
 """Bytes of address space that must be left after everything is loaded. A small model needs them, and so does one
 thread per core, some 70 MiB each. Libraries may abort when a thread cannot start. Measured on 2 cores: an append
 aborted at 650 MiB, never at 660."""
+
+
+def refuse_lost_folder() -> None:
+    """Raise UsageError if the current folder has been deleted: torch's libraries would end the process."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder is gone; change to another") from None
 
 
 def refuse_small_limit() -> None:

@@ -13,11 +13,12 @@ OFF = "off"
 def socket_path() -> str | None:
     """Return the path of the server's socket; None if the user has turned servers off.
 
-    By default the socket is in $XDG_RUNTIME_DIR, or else in the user's cache folder.
+    A path that the user has named may be relative. By default the socket is in $XDG_RUNTIME_DIR, or
+    else in the user's cache folder.
     """
     named = os.environ.get(VARIABLE)
     if named:
-        return None if named == OFF else os.path.abspath(os.path.expanduser(named))
+        return None if named == OFF else os.path.expanduser(named)
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(runtime) and os.path.isdir(runtime):
         return f"{runtime}/sparsekv/server"

@@ -128,8 +128,10 @@ def _open(folder: Path, threads: int) -> str:
     """
     import transformers
 
+    from sparsekv.cli.common.index_option import open_artifact
     from sparsekv.runtime.decoding.load import keep_index
 
+    open_artifact(folder, called="INDEX")
     if any(map(os.path.exists, GPUS)):
         return f"{folder}, but for its model, which a command loads to the GPU"
     transformers.logging.set_verbosity_error()

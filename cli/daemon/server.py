@@ -24,6 +24,13 @@ from sparsekv.cli.daemon.address import is_own_peer
 from sparsekv.cli.daemon.becoming import become
 from sparsekv.cli.daemon.likeness import differing, likeness
 from sparsekv.cli.daemon.messages import ACCEPTED, ENDED, GO, KILLED, REFUSED, STOPPED, TO_ALL, receive, send
+from sparsekv.cli.daemon.place import (
+    REMEDY,
+    refuse_listener,
+    refuse_missing_folder,
+    refuse_occupied,
+    remove_own_socket,
+)
 from sparsekv.cli.daemon.preloading import Preloaded, preload
 from sparsekv.formats.errors import SparsekvError, UsageError, reason_of
 
@@ -73,19 +80,22 @@ def _refuse_threads() -> None:
 @contextmanager
 def _only_server(path: str) -> Iterator[None]:
     """Hold the lock beside a socket's path. The kernel releases it when this process and its forks have ended."""
+    refuse_occupied(path)
+    refuse_missing_folder(path)
     try:
         Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise UsageError(f"{path}: {reason_of(error)}; name another place in SPARSEKV_SERVER") from None
+        raise UsageError(f"{path}: {reason_of(error)}; {REMEDY}") from None
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process: forks do not inherit it
     except OSError:
         raise SparsekvError(f"another server is starting at {path}; wait for it") from None
     try:
+        refuse_listener(path)
         yield
     finally:
-        os.close(lock)
+        os.close(lock)  # and not removed: another server may have opened it already
 
 
 @contextmanager
@@ -94,17 +104,26 @@ def _listening(path: str) -> Iterator[socket.socket]:
     listener, fresh = socket.socket(socket.AF_UNIX), f"{path}.{os.getpid()}"
     umask = os.umask(0o177)
     try:
-        with suppress(FileNotFoundError):
-            os.unlink(fresh)
+        remove_own_socket(fresh)
         listener.bind(fresh)
         listener.listen(WAITING)
+        _refuse_replacing(path, fresh)
         os.rename(fresh, path)
     except OSError as error:
-        raise UsageError(f"{path}: {reason_of(error)}; name another place in SPARSEKV_SERVER") from None
+        raise UsageError(f"{path}: {reason_of(error)}; {REMEDY}") from None
     finally:
         os.umask(umask)
     with listener:
         yield listener
+
+
+def _refuse_replacing(path: str, fresh: str) -> None:
+    """Raise UsageError, and remove the fresh socket, if something else has come to a path meanwhile."""
+    try:
+        refuse_occupied(path)
+    except UsageError:
+        remove_own_socket(fresh)
+        raise
 
 
 def _leave_terminal() -> None:
@@ -137,7 +156,7 @@ class _Server:
 
     def run(self) -> Request:
         """Serve until the server's end. Returns in a process that is to run a command."""
-        inode = os.stat(self.path).st_ino
+        inode = os.lstat(self.path).st_ino
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # watchers leave nothing behind
         signal.signal(signal.SIGTERM, lambda number, frame: _end(self.path, inode))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -170,8 +189,8 @@ class _Server:
 def _end(path: str, inode: int) -> NoReturn:
     """End the server, and take its socket away unless another server has replaced it."""
     with suppress(OSError):
-        if os.stat(path).st_ino == inode:
-            os.unlink(path)
+        if os.lstat(path).st_ino == inode:
+            remove_own_socket(path)
     os._exit(0)
 
 

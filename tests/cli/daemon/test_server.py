@@ -46,7 +46,7 @@ def test_the_status_tells_what_is_loaded_and_who_may_use_it(shell: Shell) -> Non
     assert told.stdout.endswith("used by this shell's commands\n")
     other = Shell(shell.folder, shell.environment | {"SOME_LIBRARY": "1"}).run("start", "--status")
     assert other.returncode == 1
-    assert other.stdout.endswith("not used by this shell: it has another environment (SOME_LIBRARY)\n")
+    assert other.stdout.endswith("not used by this shell, which differs in its environment (SOME_LIBRARY)\n")
 
 
 def test_descriptors_folder_and_mask_are_the_shells(shell: Shell) -> None:
@@ -217,6 +217,14 @@ def test_a_killed_server_is_not_missed_and_replaced(shell: Shell) -> None:
     assert shell.run("start", "--status").stdout == "no server is running; `sparsekv start` starts one\n"
     assert shell.run("start", "doc.skv", "-q").returncode == 0
     assert shell.run("start", "--status").returncode == 0
+
+
+def test_wrong_arguments_leave_the_running_server(shell: Shell) -> None:
+    server = shell.server()
+    refused = shell.run("start", "doc.skv", "nope.skv")
+    assert (refused.returncode, "nope.skv" in refused.stderr) == (2, True), refused.stderr
+    assert "leave nope.skv or --status out" in shell.run("start", "--status", "nope.skv").stderr
+    assert shell.server() == server
 
 
 def test_new_packages_end_it(shell: Shell) -> None:
