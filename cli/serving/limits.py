@@ -23,7 +23,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def read_keys(file: Path) -> list[str]:
-    """Return the keys in a file, one a line.
+    """Return the keys in a file, one a line. A line that begins with `#` is a comment.
 
     Raises:
         UsageError: the file cannot be read, or has no key, or a key that no header can carry.
@@ -32,13 +32,16 @@ def read_keys(file: Path) -> list[str]:
         lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--api-key-file {file} cannot be read: {reason_of(error)}; name a file of text") from None
-    keys = [line.strip() for line in lines if line.strip()]
+    keys = {number: key for number, line in enumerate(lines, 1) if (key := line.strip()) and not key.startswith("#")}
     if not keys:
         raise UsageError(f"--api-key-file {file} has no key; write one a line")
-    for number, key in enumerate(keys, 1):
-        if not key.isascii() or not key.isprintable() or " " in key:
-            raise UsageError(f"--api-key-file {file}: key {number} has characters that no header can carry; use ASCII")
-    return keys
+    for number, key in keys.items():
+        if not key.isascii() or not key.replace(" ", "").isprintable():
+            told = "the key has characters that no header can carry; use printable ASCII"
+            raise UsageError(f"--api-key-file {file}, line {number}: {told}")
+        if " " in key:
+            raise UsageError(f"--api-key-file {file}, line {number}: the key has a space; write one key a line")
+    return list(keys.values())
 
 
 class Gate:

@@ -126,7 +126,40 @@ def test_an_answer_that_outlasts_the_drain_ends_with_an_error(indices: Path) -> 
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutdown"
     run = server.started.wait()
     assert run.code == 130, run
-    assert run.stderr.splitlines()[-1] == "sparsekv: interrupted; nothing was changed"
+    assert run.stderr.splitlines()[-1] == "sparsekv: interrupted; answers that were not complete ended with an error"
+
+
+def test_a_second_ctrl_c_ends_answers_with_an_error(indices: Path) -> None:
+    server = begin(indices, "doc.skv", "--model", "model", "--drain", "60")
+    whole = connection(server, posted(LONG | {"stream": False}))
+    with server.http() as client, whole, client.stream("POST", CHAT, json=LONG) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        server.until("sparsekv_running", 2)
+        server.send(signal.SIGINT)
+        while client_health(server) == 200:
+            pass
+        server.send(signal.SIGINT)
+        last = [line for line in lines if line][-1]
+        told = b"".join(iter(lambda: whole.recv(1 << 16), b""))
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutdown"
+    assert told.startswith(b"HTTP/1.1 503")
+    assert b'"code":"shutdown"' in told
+    run = server.started.wait()
+    assert run.code == 130, run
+    assert "Traceback" not in run.stderr
+
+
+def client_health(server: Server) -> int:
+    with server.http() as client:
+        return client.get("/health").status_code
+
+
+def test_one_ctrl_c_ends_an_idle_server_well(indices: Path) -> None:
+    run = begin(indices, "doc.skv", "--model", "model").end(signal.SIGINT)
+    assert run.code == 0, run
+    assert run.stderr.splitlines()[-1].endswith("ended")
+    assert "interrupted" not in run.stderr
 
 
 def test_an_answer_that_takes_too_long_ends_with_an_error(indices: Path) -> None:
