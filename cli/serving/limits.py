@@ -2,6 +2,7 @@
 
 import asyncio
 import hmac
+import re
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -19,6 +20,7 @@ DISCARDED = 16
 """How many times the largest body is read and dropped, so that a client that still sends sees the refusal."""
 OPEN_PATHS = ("/health",)
 """Paths that need no key."""
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@:\[\]]+)(:[0-9]{1,5})?")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -42,6 +44,13 @@ def read_keys(file: Path) -> list[str]:
         if " " in key:
             raise UsageError(f"--api-key-file {file}, line {number}: the key has a space; write one key a line")
     return list(keys.values())
+
+
+def refuse_no_origin(given: str) -> None:
+    """Raise UsageError if --cors names no origin, which is what a browser sends, or `*`."""
+    if given != "*" and not ORIGIN.fullmatch(given):
+        told = "is no origin; give SCHEME://HOST[:PORT] as a browser sends it, such as https://chat.example.org, or *"
+        raise UsageError(f"--cors {given} {told}")
 
 
 class Gate:

@@ -13,7 +13,7 @@ from sparsekv.cli.common.method_options import note_small_budgets
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.common.streams import flush_streams, outlive_reader
 from sparsekv.cli.serving.app import Api, Limits
-from sparsekv.cli.serving.limits import LOOPBACK, read_keys
+from sparsekv.cli.serving.limits import LOOPBACK, read_keys, refuse_no_origin
 from sparsekv.cli.serving.options import ServeOptions
 from sparsekv.cli.serving.server import Server, address_of, allow_many_connections, bind
 from sparsekv.cli.serving.shelf import (
@@ -51,7 +51,8 @@ def run(options: ServeOptions) -> None:
     artifacts = {name: open_artifact(folder, called="INDEX") for name, folder in folders.items()}
     configs = {name: _config(options, artifact) for name, artifact in artifacts.items()}
     sampling = Sampling(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
-    limits, listening = _limits(options), bind(options.host, options.port)
+    listening = bind(options.host, options.port)
+    limits = _limits(options)
     first, *others = artifacts
     opened = _first(options, artifacts[first], configs[first])
     beside = partial(_beside, opened.loaded, folders[first])
@@ -106,6 +107,8 @@ def _config(options: ServeOptions, artifact: Artifact) -> DecodeConfig:
 
 def _limits(options: ServeOptions) -> Limits:
     keys = [] if options.api_key_file is None else read_keys(options.api_key_file)
+    for origin in options.cors or []:
+        refuse_no_origin(origin)
     local = options.host in LOOPBACK
     if not local and not keys:
         told = f"whoever reaches {options.host} can ask, because --api-key-file names no keys"

@@ -1,6 +1,7 @@
 """The HTTP server: its address, the signals that end it, and connections that send nothing."""
 
 import asyncio
+import errno
 import resource
 import signal
 import socket
@@ -50,6 +51,8 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listening.close()
         told = f"cannot listen on {host} port {port}: {reason_of(error)}"
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise UsageError(f"--host {host} is no address of this machine; give 127.0.0.1, or one that is") from None
         raise SparsekvError(f"{told}; give another --port (0: any that is free) or --host") from None
     return listening
 
