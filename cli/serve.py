@@ -20,7 +20,8 @@ def serve(options: ServeOptions) -> None:
 
     An index is a model of that API: manual.skv is `manual`, and `manual:codes@5%` also names method and budget.
     Requests are answered together. The address goes to stdout once it can be asked. SIGTERM or Ctrl-C ends the server
-    after the answers that have begun. Only this machine can ask it, unless --host says otherwise. It needs
+    after the answers that have begun; a second signal ends them with an error. Exit codes: 0 after a signal, and 130
+    if Ctrl-C ended answers that were not complete. Only this machine can ask it, unless --host says otherwise. It needs
     pip install 'sparsekv[serve]'.
 
     \b

@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 
 from sparsekv.formats.errors import UsageError, reason_of
-from sparsekv.formats.hints import first_build_hint, no_folder
+from sparsekv.formats.hints import command, first_build_hint, no_folder
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.decoding.kept import open_kept
 
@@ -26,11 +26,14 @@ def open_artifact(given: Path | None, *, thorough: bool = False, called: str = "
         _refuse_other_than_folder(given, called)
         return _opened(given, thorough)
     found = sorted(path for path in Path().glob("*.skv") if path.is_dir())
+    by_argument = called == "INDEX"
     if not found:
-        raise UsageError(f"no index in this folder: name one with --index, or {first_build_hint()}")
+        how = "as an argument, such as `sparsekv serve manual.skv`" if by_argument else "with --index"
+        raise UsageError(f"no index in this folder: name one {how}, or {first_build_hint()}")
     if len(found) > 1:
         names = ", ".join(map(str, found))
-        raise UsageError(f"several indices in this folder ({names}): name one with --index or SPARSEKV_INDEX")
+        how = f"as an argument: {command('serve', found[0])}" if by_argument else "with --index or SPARSEKV_INDEX"
+        raise UsageError(f"several indices in this folder ({names}): name one {how}")
     return _opened(found[0], thorough)
 
 

@@ -91,6 +91,7 @@ KEPT = {
     "generate": "the index is as it was",
     "chat": "the index is as it was",
     "tune": "the index is as it was",
+    "serve": "answers that were not complete ended with an error",
 }
 """Results that an interrupted command keeps, by command. Other commands keep nothing and change nothing."""
 

@@ -61,9 +61,17 @@ def _finished(piece: Piece) -> Piece:
     if piece.finish == "timeout":
         told = "the answer took longer than the server allows (--timeout); ask for a shorter one"
         raise ApiError(504, told, "timeout_error", code="timeout", headers=NO_RETRY)
+    if piece.finish == "waited":
+        told = "the server was busy: no slot was free within the time that it allows (--timeout); ask again later"
+        raise ApiError(503, told, "server_error", code="busy", headers={"Retry-After": "1"})
     if piece.finish == "cancelled":
-        raise ApiError(503, "the server shut down before the answer was complete", "server_error", code="shutdown")
+        raise shut_down()
     return piece
+
+
+def shut_down() -> ApiError:
+    """Return what to answer where the server ends before the answer."""
+    return ApiError(503, "the server shut down before the answer was complete", "server_error", code="shutdown")
 
 
 async def while_connected(request: Request, wanted: Awaitable[T]) -> T:

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.failures import describe
 from sparsekv.cli.serving import openapi
-from sparsekv.cli.serving.answers import Answers, while_connected
+from sparsekv.cli.serving.answers import Answers, shut_down, while_connected
 from sparsekv.cli.serving.catalog import described, find, listed, unknown
 from sparsekv.cli.serving.errors import NO_RETRY, ApiError, failure
 from sparsekv.cli.serving.forms import About, ChatForm, Form, TextForm, Whole, gauge_of
@@ -182,6 +182,10 @@ class Api:
                 return await deed(request)
             except ClientDisconnect:
                 return Response(status_code=CLIENT_GONE)
+            except asyncio.CancelledError:
+                if not self.draining:
+                    raise
+                return shut_down().response()
             except Exception as error:
                 return self.error(error).response()
 
@@ -242,8 +246,7 @@ class Api:
     ) -> list[Stream]:
         """Submit each prompt as often as it gets answers. Raises ApiError if the queue has no room for all."""
         if self.draining:
-            told = "the server shuts down; ask again later"
-            raise ApiError(503, told, "server_error", code="shutdown", headers={"Retry-After": "1"})
+            raise replace(shut_down(), message="the server shuts down; ask again later", headers={"Retry-After": "1"})
         with api_words():
             sampling = self._sampling(asked)
         plain = Submission(
@@ -340,18 +343,34 @@ class EventStream(StreamingResponse):
 
 
 class Counted:
-    """An ASGI app around another that counts requests by path and status."""
+    """An ASGI app around another that counts requests by path and status, once the whole answer is sent."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: set[str]):
         self.app, self.metrics, self.paths = app, metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def counted(message: Message) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status, ended = CLIENT_GONE, False
+
+        async def seen(message: Message) -> None:
+            nonlocal status, ended
             if message["type"] == "http.response.start":
-                self.metrics.requests.labels(self._label(scope["path"]), str(message["status"])).inc()
+                status = message["status"]
+            elif not message.get("more_body", False):
+                ended = True
+                self._count(scope["path"], status)
             await send(message)
 
-        await self.app(scope, receive, counted if scope["type"] == "http" else send)
+        try:
+            await self.app(scope, receive, seen)
+        finally:
+            if not ended:
+                self._count(scope["path"], CLIENT_GONE)
+
+    def _count(self, path: str, status: int) -> None:
+        self.metrics.requests.labels(self._label(path), str(status)).inc()
 
     def _label(self, path: str) -> str:
         if path.startswith("/v1/models/"):

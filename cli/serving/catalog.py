@@ -8,7 +8,7 @@ from pathlib import Path
 from sparsekv.cli.serving.errors import ApiError
 from sparsekv.cli.serving.requests import Extension
 from sparsekv.cli.serving.responses import ModelDetails, ModelSent
-from sparsekv.cli.serving.shelf import Served, Shelf
+from sparsekv.cli.serving.shelf import ENDING, Served, Shelf
 from sparsekv.formats.errors import UsageError, suggestion
 from sparsekv.runtime.api import api_words
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, QuestionPrefill
@@ -74,13 +74,17 @@ def listed(shelf: Shelf) -> list[ModelSent]:
 
 
 def _parsed(shelf: Shelf, model: str) -> tuple[str, str | None, str | None]:
-    """Return the name of an index, and the method and the budget behind it. An index may have any name, too."""
+    """Return the name of an index, and the method and the budget behind it. An index may have any name, too.
+
+    The name may end in `.skv`, as its folder's does.
+    """
     names = shelf.names()
     if model in names:
         return model, None, None
     for name in sorted(names, key=len, reverse=True):
-        if model.startswith(name) and (found := SETTING.fullmatch(model, len(name))):
-            return name, found["method"], found["budget"]
+        for written in (name + ENDING, name):
+            if model.startswith(written) and (found := SETTING.fullmatch(model, len(written))):
+                return name, found["method"], found["budget"]
     raise unknown(shelf, model)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import hmac
+import re
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -19,11 +20,12 @@ DISCARDED = 16
 """How many times the largest body is read and dropped, so that a client that still sends sees the refusal."""
 OPEN_PATHS = ("/health",)
 """Paths that need no key."""
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@:\[\]]+)(:[0-9]{1,5})?")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def read_keys(file: Path) -> list[str]:
-    """Return the keys in a file, one a line.
+    """Return the keys in a file, one a line. A line that begins with `#` is a comment.
 
     Raises:
         UsageError: the file cannot be read, or has no key, or a key that no header can carry.
@@ -32,13 +34,23 @@ def read_keys(file: Path) -> list[str]:
         lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--api-key-file {file} cannot be read: {reason_of(error)}; name a file of text") from None
-    keys = [line.strip() for line in lines if line.strip()]
+    keys = {number: key for number, line in enumerate(lines, 1) if (key := line.strip()) and not key.startswith("#")}
     if not keys:
         raise UsageError(f"--api-key-file {file} has no key; write one a line")
-    for number, key in enumerate(keys, 1):
-        if not key.isascii() or not key.isprintable() or " " in key:
-            raise UsageError(f"--api-key-file {file}: key {number} has characters that no header can carry; use ASCII")
-    return keys
+    for number, key in keys.items():
+        if not key.isascii() or not key.replace(" ", "").isprintable():
+            told = "the key has characters that no header can carry; use printable ASCII"
+            raise UsageError(f"--api-key-file {file}, line {number}: {told}")
+        if " " in key:
+            raise UsageError(f"--api-key-file {file}, line {number}: the key has a space; write one key a line")
+    return list(keys.values())
+
+
+def refuse_no_origin(given: str) -> None:
+    """Raise UsageError if --cors names no origin, which is what a browser sends, or `*`."""
+    if given != "*" and not ORIGIN.fullmatch(given):
+        told = "is no origin; give SCHEME://HOST[:PORT] as a browser sends it, such as https://chat.example.org, or *"
+        raise UsageError(f"--cors {given} {told}")
 
 
 class Gate:

@@ -48,7 +48,8 @@ class ServeOptions:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A file with keys, one a line, of which a request must have one. Default: none is needed.",
+            help="A file with keys, one a line, of which a request must have one. A line that begins with # is a "
+            "comment. Default: none is needed.",
             rich_help_panel=WHO,
         ),
     ] = None
@@ -149,7 +150,14 @@ class ServeOptions:
             rich_help_panel=PLACED,
         ),
     ] = "device"
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.", rich_help_panel=UNSAID)] = 256
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Longest answer, in tokens; at most what the model's positions leave.",
+            rich_help_panel=UNSAID,
+        ),
+    ] = 256
     temperature: Annotated[
         float,
         typer.Option(help="0 takes the likeliest token each time; above 0 one is drawn.", rich_help_panel=UNSAID),

@@ -164,7 +164,7 @@ class ChatRequest(Asked):
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             told = "max_tokens and max_completion_tokens are one field's old and new name; give one"
             raise ApiError(400, told, param="max_tokens", code="invalid_value")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
 
 

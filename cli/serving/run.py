@@ -13,10 +13,19 @@ from sparsekv.cli.common.method_options import note_small_budgets
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.common.streams import flush_streams, outlive_reader
 from sparsekv.cli.serving.app import Api, Limits
-from sparsekv.cli.serving.limits import LOOPBACK, read_keys
+from sparsekv.cli.serving.limits import LOOPBACK, read_keys, refuse_no_origin
 from sparsekv.cli.serving.options import ServeOptions
 from sparsekv.cli.serving.server import Server, address_of, allow_many_connections, bind
-from sparsekv.cli.serving.shelf import Served, Shelf, folders_by_name, indices_in, state_of
+from sparsekv.cli.serving.shelf import (
+    Served,
+    Shelf,
+    folders_by_name,
+    indices_in,
+    note_broken,
+    refuse_clashes,
+    refuse_no_folder,
+    state_of,
+)
 from sparsekv.formats.device import device_memory
 from sparsekv.formats.errors import IdentityError, UsageError
 from sparsekv.formats.index.reader import Artifact
@@ -35,11 +44,15 @@ def run(options: ServeOptions) -> None:
     outlive_reader()  # a client that goes away closes a pipe, too
     allow_many_connections()
     folders = folders_by_name(_named(options))
+    if options.indices_from is not None:
+        refuse_clashes(folders, options.indices_from)
+        note_broken(options.indices_from)
     states = {name: state_of(folder) for name, folder in folders.items()}
     artifacts = {name: open_artifact(folder, called="INDEX") for name, folder in folders.items()}
     configs = {name: _config(options, artifact) for name, artifact in artifacts.items()}
     sampling = Sampling(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
-    limits, listening = _limits(options), bind(options.host, options.port)
+    listening = bind(options.host, options.port)
+    limits = _limits(options)
     first, *others = artifacts
     opened = _first(options, artifacts[first], configs[first])
     beside = partial(_beside, opened.loaded, folders[first])
@@ -68,14 +81,17 @@ def run(options: ServeOptions) -> None:
     server.run([listening])
     if server.interrupted:
         signal.raise_signal(signal.SIGINT)
+    note("ended", quiet=options.quiet)
 
 
 def _named(options: ServeOptions) -> list[Path]:
     """Return the folders of the indices that are opened at once: those of the command line, or else one."""
+    if options.indices_from is not None:
+        refuse_no_folder(options.indices_from)
     if options.indices:
         return options.indices
     if options.indices_from is None:
-        return [open_artifact(None).folder]
+        return [open_artifact(None, called="INDEX").folder]
     found = next(indices_in(options.indices_from), None)
     if found is None:
         raise UsageError(f"--indices-from {options.indices_from} has no index; name another folder")
@@ -91,6 +107,8 @@ def _config(options: ServeOptions, artifact: Artifact) -> DecodeConfig:
 
 def _limits(options: ServeOptions) -> Limits:
     keys = [] if options.api_key_file is None else read_keys(options.api_key_file)
+    for origin in options.cors or []:
+        refuse_no_origin(origin)
     local = options.host in LOOPBACK
     if not local and not keys:
         told = f"whoever reaches {options.host} can ask, because --api-key-file names no keys"

@@ -1,6 +1,7 @@
 """The HTTP server: its address, the signals that end it, and connections that send nothing."""
 
 import asyncio
+import errno
 import resource
 import signal
 import socket
@@ -25,6 +26,7 @@ LAST_SECONDS = 5
 """Seconds that clients get, after the last answer has ended, to read what was sent to them."""
 UNREAD = 1 << 16
 """Bytes for which the kernel has room that a client has not read; it takes twice as many."""
+NO_MORE = "no new requests; answers that have begun are completed; another signal ends them"
 FILES = 65_536
 """Open files that are allowed where the system lets us: each connection is one."""
 
@@ -49,6 +51,8 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listening.close()
         told = f"cannot listen on {host} port {port}: {reason_of(error)}"
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise UsageError(f"--host {host} is no address of this machine; give 127.0.0.1, or one that is") from None
         raise SparsekvError(f"{told}; give another --port (0: any that is free) or --host") from None
     return listening
 
@@ -116,7 +120,7 @@ class Server(uvicorn.Server):
     """A server that answers what it has begun before it ends.
 
     On SIGTERM or Ctrl-C it refuses new requests for answers, and ends when those that run have ended, or after the
-    seconds of `drain`. A second signal ends it at once. `interrupted`: whether Ctrl-C ended it.
+    seconds of `drain`. A second signal ends the answers, each with an error. A third one ends the server at once.
 
     Args:
         unread: seconds after which a connection is closed whose client does not read what is sent to it.
@@ -136,23 +140,42 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=LAST_SECONDS,
         )
         super().__init__(config)
-        self.api, self.drain, self.ready, self.quiet, self.interrupted = api, drain, ready, quiet, False
+        self.api, self.drain, self.ready, self.quiet = api, drain, ready, quiet
+        self._by_keyboard, self._all_completed = False, True
+        self._closing: list[Thread] = []
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended answers that were not complete."""
+        return self._by_keyboard and not self._all_completed
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        super().run(sockets)
+        if self.force_exit:
+            self._all_completed = False
+        else:
+            for one in self._closing:
+                one.join()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.interrupted |= sig == signal.SIGINT
-        if self.api.draining:
+        self._by_keyboard |= sig == signal.SIGINT
+        if len(self._closing) > 1:
             self.force_exit = self.should_exit = True
             return
+        told = "answers are ended" if self.api.draining else NO_MORE
+        seconds = 0.0 if self.api.draining else self.drain
         self.api.draining = True
-        Thread(target=self._drain, daemon=True).start()
+        self._closing.append(Thread(target=self._close, args=(told, seconds), daemon=True))
+        self._closing[-1].start()
 
-    def _drain(self) -> None:
-        note("no new requests; answers that have begun are completed; another signal ends them", quiet=self.quiet)
-        self.api.scheduler.close(self.drain)
+    def _close(self, told: str, seconds: float) -> None:
+        note(told, quiet=self.quiet)
+        if not self.api.scheduler.close(seconds):
+            self._all_completed = False
         self.should_exit = True
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from sparsekv.cli.common.console import note
 from sparsekv.formats.errors import SparsekvError, UsageError, reason_of
+from sparsekv.formats.hints import command
+from sparsekv.formats.index.schema import MANIFEST
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.serving.scheduler import Scheduler
@@ -34,14 +36,40 @@ def served_name(folder: Path) -> str:
 
 
 def folders_by_name(folders: Iterable[Path]) -> dict[str, Path]:
-    """Return folders of indices by their names. Raises UsageError if two would be served under one name."""
+    """Return folders of indices by their names. One that is given twice is served once.
+
+    Raises:
+        UsageError: two would be served under one name.
+    """
     found: dict[str, Path] = {}
     for folder in folders:
-        name = served_name(folder)
-        if name in found:
-            raise UsageError(f"{found[name]} and {folder} would both be served as {name}; rename one of them")
-        found[name] = folder
+        _refuse_clash(found.setdefault(served_name(folder), folder), folder)
     return found
+
+
+def refuse_clashes(named: dict[str, Path], folder: Path) -> None:
+    """Raise UsageError if another index in a folder has the name of one of the command line."""
+    for one in indices_in(folder):
+        _refuse_clash(named.get(served_name(one), one), one)
+
+
+def _refuse_clash(first: Path, second: Path) -> None:
+    if first.resolve() != second.resolve():
+        raise UsageError(f"{first} and {second} would both be served as {served_name(first)}; rename one of them")
+
+
+def refuse_no_folder(folder: Path) -> None:
+    """Raise UsageError if --indices-from is an index itself."""
+    if (folder / MANIFEST).is_file():
+        told = f"--indices-from {folder} is an index itself, not a folder of indices"
+        raise UsageError(f"{told}; give it as INDEX: {command('serve', folder)}")
+
+
+def note_broken(folder: Path) -> None:
+    """Write a note on each `*.skv` in a folder that has no manifest, so that it is not served."""
+    for one in sorted(folder.glob(f"*{ENDING}")):
+        if one.is_dir() and not one.is_symlink() and not (one / MANIFEST).is_file():
+            note(f"{one} is not served: it has no {MANIFEST}, so it is no whole index", quiet=False)
 
 
 def indices_in(folder: Path) -> Iterator[Path]:
@@ -55,7 +83,7 @@ def indices_in(folder: Path) -> Iterator[Path]:
     except OSError as error:
         raise UsageError(f"--indices-from {folder} cannot be read: {reason_of(error)}; name a folder") from None
     for name in sorted(found):
-        if name.endswith(ENDING) and (folder / name / "manifest.json").is_file() and name.isprintable():
+        if name.endswith(ENDING) and (folder / name / MANIFEST).is_file() and name.isprintable():
             yield folder / name
 
 
@@ -78,7 +106,7 @@ State = tuple[int, int, int]
 def state_of(folder: Path) -> State | None:
     """Return what changes when an index is replaced: the identity of its manifest's file. None: there is none."""
     try:
-        found = os.stat(folder / "manifest.json")
+        found = os.stat(folder / MANIFEST)
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
@@ -173,9 +201,10 @@ class Shelf:
             return None if folder is None else await self._open(name, folder)
 
     def without_folders(self, message: str) -> str:
-        """Return a message with the names of indices in place of their paths, which are not for clients."""
-        for name, (folder, _) in self._places.items():
-            message = message.replace(str(folder), name)
+        """Return a message with the names of indices' folders in place of their paths, which are not for clients."""
+        paths = [folder for folder, _ in self._places.values() if os.sep in str(folder)]
+        for path in sorted(paths, key=lambda one: len(str(one)), reverse=True):
+            message = message.replace(str(path), path.name)
         return message if self.folder is None else message.replace(f"{self.folder}{os.sep}", "")
 
     def _current(self, name: str) -> Served | None:

@@ -77,7 +77,9 @@ class Job:
         if self.channel.cancelled:
             return "cancelled"
         timeout = self.request.timeout
-        return "timeout" if timeout is not None and time.monotonic() >= self.submitted + timeout else None
+        if timeout is None or time.monotonic() < self.submitted + timeout:
+            return None
+        return "waited" if self.sequence is None else "timeout"
 
     def finish(self, answer: Answer | None, reason: Finish | None = None) -> None:
         """Deliver the last piece.

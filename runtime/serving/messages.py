@@ -67,7 +67,8 @@ def _check_roles(messages: Sequence[Message]) -> None:
         if message.role == "system":
             raise UsageError("a system message follows another message; put its text into the question")
         if message.role != role:
-            raise UsageError(f"message {number + 1} is of role {message.role}, where one of {role} must follow")
+            place = "next" if number else "first"
+            raise UsageError(f"message {number + 1} is the {message.role}'s; the {place} must be the {role}'s")
         if role == "user" and not message.content.strip():
             raise UsageError(f"message {number + 1} is empty; ask something")
     if len(messages) % 2 == 0:

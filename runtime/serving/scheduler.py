@@ -157,16 +157,21 @@ class Scheduler:
                 self._thread.start()
         return Stream(job.channel)
 
-    def close(self, drain: float) -> None:
-        """Refuse new requests, wait up to `drain` seconds for those that run, cancel the rest, and free the caches."""
+    def close(self, drain: float) -> bool:
+        """Refuse new requests, wait up to `drain` seconds for those that run, cancel the rest, and free the caches.
+
+        Returns:
+            Whether all requests ended by themselves. A second call, by another thread, shortens the wait of the first.
+        """
         with self._changed:
             self._closed = True
-            self._changed.wait_for(lambda: not self._jobs, drain)
+            completed = self._changed.wait_for(lambda: not self._jobs, drain)
             for job in self._jobs:
                 job.channel.cancelled = True
             self._changed.wait_for(lambda: self._thread is None)
             self._lanes.clear()
             self._turns.forget()
+            return completed
 
     def measures(self) -> Measures:
         with self._changed:

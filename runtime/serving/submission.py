@@ -11,7 +11,8 @@ from sparsekv.runtime.cache.index_cache import LayerStats
 from sparsekv.runtime.decoding.engine import TokenLogprobs
 from sparsekv.runtime.decoding.sampling import Sampling
 
-Finish = Literal["stop", "length", "timeout", "cancelled"]
+Finish = Literal["stop", "length", "timeout", "waited", "cancelled"]
+"""Why an answer ended. `waited`: its time was over before it got a slot."""
 
 
 class QueueFullError(SparsekvError):
@@ -32,7 +33,7 @@ class Submission:
         tokens: [Q] int64, all token ids behind the document: earlier turns, the question, and their chat frames.
         stop: strings that end the answer; the text from the first one on is not delivered.
         logprobs: number of alternatives to return for each token with its log-probability; None: none are returned.
-        timeout: seconds after which the answer ends with the finish `timeout`; None: no limit.
+        timeout: seconds after which the answer ends with the finish `timeout`, or `waited`; None: no limit.
     """
 
     index: str

@@ -1,5 +1,6 @@
 """Clients that go away, send half a request or read slowly, and signals: others are answered meanwhile."""
 
+import asyncio
 import contextlib
 import json
 import signal
@@ -15,9 +16,15 @@ import pytest
 from support.command import run_here, sparsekv
 from support.serving import Server, begin, serving, user
 
+from sparsekv.cli.serving.answers import Answers
+from sparsekv.cli.serving.errors import ApiError
+from sparsekv.runtime.serving.stream import Channel, Stream
+from sparsekv.runtime.serving.submission import Piece
+
 CHAT = "/v1/chat/completions"
 SHORT: dict[str, Any] = {"model": "doc", "messages": [user("What is it?")], "max_tokens": 2}
 LONG = SHORT | {"max_tokens": 2000, "stream": True}
+GONE = f'sparsekv_requests_total{{path="{CHAT}",status="499"}}'
 HEAD = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
@@ -41,7 +48,7 @@ def http(server: Server) -> Iterator[httpx2.Client]:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_place(server: Server, http: httpx2.Client, stream: bool) -> None:
-    ended = server.metric("sparsekv_answer_tokens_total")
+    ended, gone = server.metric("sparsekv_answer_tokens_total"), server.metric(GONE)
     one = connection(server, posted(LONG | {"stream": stream}))
     if stream:
         assert one.recv(100).startswith(b"HTTP/1.1 200 OK")
@@ -51,6 +58,7 @@ def test_a_client_that_goes_away_frees_its_place(server: Server, http: httpx2.Cl
     one.close()
     server.until("sparsekv_running", 0)
     assert server.metric("sparsekv_answer_tokens_total") - ended < LONG["max_tokens"]
+    server.until(GONE, gone + 1)
     assert http.post(CHAT, json=SHORT).status_code == 200
 
 
@@ -126,7 +134,40 @@ def test_an_answer_that_outlasts_the_drain_ends_with_an_error(indices: Path) -> 
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutdown"
     run = server.started.wait()
     assert run.code == 130, run
-    assert run.stderr.splitlines()[-1] == "sparsekv: interrupted; nothing was changed"
+    assert run.stderr.splitlines()[-1] == "sparsekv: interrupted; answers that were not complete ended with an error"
+
+
+def test_a_second_ctrl_c_ends_answers_with_an_error(indices: Path) -> None:
+    server = begin(indices, "doc.skv", "--model", "model", "--drain", "60")
+    whole = connection(server, posted(LONG | {"stream": False}))
+    with server.http() as client, whole, client.stream("POST", CHAT, json=LONG) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        server.until("sparsekv_running", 2)
+        server.send(signal.SIGINT)
+        while client_health(server) == 200:
+            pass
+        server.send(signal.SIGINT)
+        last = [line for line in lines if line][-1]
+        told = b"".join(iter(lambda: whole.recv(1 << 16), b""))
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutdown"
+    assert told.startswith(b"HTTP/1.1 503")
+    assert b'"code":"shutdown"' in told
+    run = server.started.wait()
+    assert run.code == 130, run
+    assert "Traceback" not in run.stderr
+
+
+def client_health(server: Server) -> int:
+    with server.http() as client:
+        return client.get("/health").status_code
+
+
+def test_one_ctrl_c_ends_an_idle_server_well(indices: Path) -> None:
+    run = begin(indices, "doc.skv", "--model", "model").end(signal.SIGINT)
+    assert run.code == 0, run
+    assert run.stderr.splitlines()[-1].endswith("ended")
+    assert "interrupted" not in run.stderr
 
 
 def test_an_answer_that_takes_too_long_ends_with_an_error(indices: Path) -> None:
@@ -162,18 +203,24 @@ def test_many_ask_at_once(server: Server) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("doc.skv", "./doc.skv"), "would both be served as doc"),
+        (("doc.skv", "--indices-from", "other"), "doc.skv would both be served as doc"),
+        (("doc.skv", "--indices-from", "doc.skv"), "give it as INDEX: `sparsekv serve doc.skv`"),
+        (("doc.skv", "--cors", "notanorigin"), "--cors notanorigin is no origin"),
+        (("doc.skv", "--api-key-file", "spaced"), "line 3: the key has a space"),
         (("none.skv",), "none.skv"),
-        ((), "several indices in this folder"),
+        ((), "name one as an argument: `sparsekv serve doc.skv`"),
         (("doc.skv", "--api-key-file", "none"), "--api-key-file none cannot be read"),
         (("doc.skv", "--api-key-file", "/dev/null"), "has no key"),
         (("doc.skv", "--host", "nowhere.invalid"), "--host nowhere.invalid"),
-        (("doc.skv", "--host", "192.0.2.1"), "cannot listen on 192.0.2.1"),
+        (("doc.skv", "--host", "192.0.2.1"), "--host 192.0.2.1 is no address of this machine"),
         (("doc.skv", "--budget", "0"), "--budget 0 is not a budget"),
         (("doc.skv", "--temperature", "-1"), "--temperature -1"),
     ],
 )
 def test_a_server_that_cannot_be_is_refused(indices: Path, options: tuple[str, ...], told: str) -> None:
+    (indices / "other" / "doc.skv").mkdir(parents=True, exist_ok=True)
+    (indices / "other" / "doc.skv" / "manifest.json").write_text("{}")
+    (indices / "spaced").write_text("# keys\n\none two\n")
     done = sparsekv("serve", *options, "--port", "0", cwd=indices)
     assert done.returncode in (1, 2), done
     assert done.stdout == ""
@@ -191,3 +238,20 @@ def test_a_missing_extra_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = run_here("serve", "doc.skv")
     assert outcome.code == 1
     assert outcome.error() == "serve needs uvicorn, which is not installed; pip install 'sparsekv[serve]'"
+
+
+def test_an_index_named_twice_is_served_once_and_lengths_are_clipped(indices: Path) -> None:
+    options = ("--max-new-tokens", str(10**11))
+    with serving(indices, "doc.skv", "./doc.skv", "--model", "model", *options) as server, server.http() as http:
+        assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["doc"]
+        for asked in ({"max_tokens": 10**11}, {"max_tokens": None}):
+            answer = http.post(CHAT, json=SHORT | asked).json()
+            assert answer["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+def test_a_request_that_never_got_a_slot_is_told_that_the_server_was_busy() -> None:
+    channel = Channel()
+    channel.put(Piece("", finish="waited"))
+    with pytest.raises(ApiError, match="server was busy") as raised:
+        asyncio.run(Answers([Stream(channel)]).first())
+    assert (raised.value.status, raised.value.headers) == (503, {"Retry-After": "1"})

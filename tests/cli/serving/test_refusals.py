@@ -57,7 +57,7 @@ CHANGES: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
     ({"messages": [user([{"type": "image_url"}])]}, "messages.0.content.0.type", "'text'"),  # type: ignore[arg-type]
     ({"messages": [user(" ")]}, "messages", "empty"),
-    ({"messages": [{"role": "assistant", "content": "It is 9."}]}, "messages", ""),
+    ({"messages": [{"role": "assistant", "content": "It is 9."}]}, "messages", "first must be the user's"),
     ({"messages": [user("a"), user("b")]}, "messages", ""),
     ({"messages": [{"role": "system", "content": "Be brief."}, user("a")]}, "messages", "system"),
     ({"sparsekv": {"budget": 0}}, "sparsekv", "budget 0 is not a budget"),
@@ -68,7 +68,7 @@ CHANGES: list[tuple[dict[str, Any], str, str]] = [
     ({"sparsekv": {"method": "quest", "gauge": True}}, "sparsekv", "quest cannot estimate"),
     ({"sparsekv": {"method": "dense", "gauge": True}}, "sparsekv", "no effect"),
     ({"sparsekv": {"sources": 3}}, "sparsekv.sources", "no field"),
-    ({"model": "doc:codes"}, "model", "was not built with 'codes'"),
+    ({"model": "doc:codes"}, "model", "build-index doc.skv --method codes"),
     ({"model": 5}, "model", "string"),
 ]
 
@@ -95,6 +95,8 @@ HARMLESS: dict[str, Any] = {
     "top_p": 1,
     "temperature": 0,
     "stream": False,
+    "logprobs": False,
+    "top_logprobs": 0,
     "parallel_tool_calls": True,
 }
 
@@ -116,6 +118,11 @@ def test_an_empty_prompt_is_refused(http: httpx2.Client) -> None:
     for prompt in ("", " \n", ["a", ""]):
         error = refusal(http.post(TEXT, json={"model": "raw", "prompt": prompt}), 400)
         assert (error["param"], error["message"]) == ("prompt", "the prompt is empty; write something")
+
+
+def test_an_index_may_be_named_with_its_ending(http: httpx2.Client) -> None:
+    assert http.post(CHAT, json=VALID | {"model": "doc.skv"}).status_code == 200
+    assert "no model 'dok.skv'" in refusal(http.post(CHAT, json=VALID | {"model": "dok.skv"}), 404)["message"]
 
 
 def test_other_refusals_say_why(http: httpx2.Client) -> None:

@@ -51,7 +51,7 @@ def test_an_index_of_the_folder_is_opened_at_its_first_request(shelf: Server, pl
     assert prompt_tokens(shelf, "later") == prompt_tokens(shelf, "doc")
 
 
-@pytest.mark.parametrize("name", ["half", "linked", "../doc", "more/raw", "raw.skv", "/etc/passwd", ".", ""])
+@pytest.mark.parametrize("name", ["half", "linked", "../doc", "more/raw", "/etc/passwd", ".", ""])
 def test_only_names_of_indices_are_models(shelf: Server, name: str) -> None:
     with shelf.http() as http:
         answer = http.post(CHAT, json={"model": name, "messages": [user("What?")]})

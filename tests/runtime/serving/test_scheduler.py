@@ -105,7 +105,7 @@ def test_a_timeout_ends_an_answer_where_it_is(served: Served, make: Make) -> Non
     with exclusive(served.indices["a"].model):
         waiting = served.ask(scheduler, "a", question(4), timeout=1e-3)
         threading.Event().wait(0.01)
-    assert [(one.finish, one.tokens) for one in waiting] == [("timeout", ())]
+    assert [(one.finish, one.tokens) for one in waiting] == [("waited", ())]
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back(served: Served, make: Make) -> None:
