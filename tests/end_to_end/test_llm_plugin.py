@@ -1,4 +1,7 @@
-"""The plugin of `llm`: each index of a folder is a model, whose answers are those of a session over the index."""
+"""The plugin of `llm`: each index of a folder is a model, whose answers are those of a session over the index.
+
+Its page is docs/integrations/llm-sparsekv/README.md.
+"""
 
 import importlib.util
 import subprocess

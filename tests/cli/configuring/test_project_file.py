@@ -83,12 +83,14 @@ def test_another_commands_table_stops_no_command(place: Path) -> None:
     fails(2, "config", says=("line 2: tune has no option nonsense",))
 
 
-def test_a_removed_folder_has_no_file(place: Path) -> None:
+def test_a_removed_folder_is_refused(place: Path) -> None:
     (place / "gone").mkdir()
     os.chdir("gone")
     (place / "gone").rmdir()
-    assert run_here("models", "list", "--json").code == 0
+    outcome = run_here("models", "list", "--json")
     os.chdir(place)
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert outcome.stderr == "sparsekv: error: the current folder is gone; change to another\n"
 
 
 def test_config_says_what_is_set_and_where(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

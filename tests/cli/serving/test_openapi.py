@@ -10,7 +10,18 @@ from support.serving import Server, events, user
 from .test_refusals import CHANGES, CHAT, HARMLESS, TEXT, VALID
 
 TOLD = {"logprobs": True, "top_logprobs": 2, "n": 2, "temperature": 1.0, "stop": "x", "seed": 1}
-BEYOND = ("give one", "stream: true", "logprobs: true", "empty", "system", "budget", "quest", "no effect", "prefill")
+BEYOND = (
+    "give one",
+    "stream: true",
+    "logprobs: true",
+    "must be the",
+    "empty",
+    "system",
+    "budget",
+    "quest",
+    "no effect",
+    "prefill",
+)
 """Parts of refusals that say more than a schema can."""
 
 

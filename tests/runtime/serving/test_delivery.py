@@ -169,11 +169,11 @@ def test_a_session_whose_config_lets_no_questions_share_steps_streams_them_in_tu
     ("roles", "reason"),
     [
         (["system", "user"], "system"),
-        (["assistant"], "role assistant"),
-        (["user", "user"], "role user"),
+        (["assistant"], "the assistant's; the first must be the user's"),
+        (["user", "user"], "the user's; the next must be the assistant's"),
         (["user", "assistant"], "last message"),
         ([], "last message"),
-        (["user", "tool", "user"], "role tool"),
+        (["user", "tool", "user"], "the tool's; the next must be"),
     ],
 )
 def test_messages_that_are_no_conversation_are_refused(served: Served, roles: list[str], reason: str) -> None:
