@@ -45,7 +45,8 @@ class LayerWork:
         return [*self.sources(layer), layer_file("queries", layer)]
 
     def input(self, layer: int, read: Read) -> LayerInput:
-        """Read a layer's input for the indexer."""
+        """Read a layer's input for the indexer. On a CPU a file's tensors are copied to memory, unless they are aligned
+        there."""
         stored = context_rows(_lent(read(layer_file("context", layer))), getattr(torch, self.dtype))
         # Methods are built from stored rows, not captured rows: a resumed build and a converted index have no others.
         keys, values = stored.part(slice(self.split.sinks + self.split.middle))
@@ -82,7 +83,20 @@ def lend(tensors: Iterable[torch.Tensor]) -> None:
 
 def _lent(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     lend(tensors.values())
-    return tensors
+    return {name: _aligned(tensor) for name, tensor in tensors.items()}
+
+
+ALIGNMENT = 64
+"""Bytes. Torch aligns its memory on a CPU to it; a tensor of a mapped file lies anywhere."""
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or a copy of it if it is not aligned in the CPU's memory.
+
+    The rounding of products depends on the alignment. Whether a file's tensors are still in memory depends on how fast
+    it is written, and equal builds must be equal.
+    """
+    return tensor if tensor.is_cuda or tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 T = TypeVar("T")
