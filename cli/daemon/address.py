@@ -1,13 +1,17 @@
-"""Where the server of the user listens: a Unix socket in a folder that only the user may enter."""
+"""The socket of the user's server, in a folder that only the user may enter. It replaces nothing else."""
 
 import os
 import socket
 import stat
 import struct
+from contextlib import suppress
+
+from sparsekv.formats.errors import UsageError
 
 VARIABLE = "SPARSEKV_SERVER"
 """Environment variable with the path of the socket. `off`: commands use no server."""
 OFF = "off"
+REMEDY = f"name another place in {VARIABLE}"
 
 
 def socket_path() -> str | None:
@@ -42,3 +46,29 @@ def is_own_peer(connection: socket.socket) -> bool:
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(form))
     _, user, _ = struct.unpack(form, found)
     return bool(user == os.geteuid())
+
+
+def refuse_occupied(path: str) -> None:
+    """Raise UsageError if there is anything at a path but a socket of this user. A link is not followed."""
+    if os.path.lexists(path) and not is_own_socket(path):
+        raise UsageError(f"{path}: this is no socket of yours, and would be replaced; {REMEDY}")
+
+
+def refuse_missing_folder(path: str) -> None:
+    """Raise UsageError if the user has named a socket in a folder that does not exist."""
+    folder = os.path.dirname(path)
+    if os.environ.get(VARIABLE) and not os.path.isdir(folder):
+        raise UsageError(f"{path}: there is no folder {folder}; make it, or {REMEDY}")
+
+
+def refuse_listener(path: str) -> None:
+    """Raise UsageError if a program listens at a path. It is another program's, if no server holds the lock."""
+    with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
+        connection.connect(path)
+        raise UsageError(f"{path}: another program listens there; {REMEDY}")
+
+
+def remove_own_socket(path: str) -> None:
+    """Remove a socket of this user; leave anything else."""
+    if is_own_socket(path):
+        os.unlink(path)

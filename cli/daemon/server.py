@@ -20,17 +20,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sparsekv.cli.daemon.address import is_own_peer
-from sparsekv.cli.daemon.becoming import become
-from sparsekv.cli.daemon.likeness import differing, likeness
-from sparsekv.cli.daemon.messages import ACCEPTED, ENDED, GO, KILLED, REFUSED, STOPPED, TO_ALL, receive, send
-from sparsekv.cli.daemon.place import (
+from sparsekv.cli.daemon.address import (
     REMEDY,
+    is_own_peer,
     refuse_listener,
     refuse_missing_folder,
     refuse_occupied,
     remove_own_socket,
 )
+from sparsekv.cli.daemon.becoming import become
+from sparsekv.cli.daemon.likeness import differing, likeness
+from sparsekv.cli.daemon.messages import ACCEPTED, ENDED, GO, KILLED, REFUSED, STOPPED, TO_ALL, receive, send
 from sparsekv.cli.daemon.preloading import Preloaded, preload
 from sparsekv.formats.errors import SparsekvError, UsageError, reason_of
 

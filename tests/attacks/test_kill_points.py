@@ -44,7 +44,7 @@ def small_world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_some_kills_lose_nothing(small_world: World, tmp_path: Path, name: str) -> None:
-    assert_nothing_is_lost(small_world, tmp_path, COMMANDS[name], every=4 if name == "tune" else 48)
+    assert_nothing_is_lost(small_world, tmp_path, COMMANDS[name], every=2 if name == "tune" else 48)
 
 
 @pytest.fixture(scope="session")

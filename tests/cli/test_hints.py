@@ -137,7 +137,7 @@ def test_names_are_quoted_and_never_options() -> None:
 def test_a_report_shows_how_answers_are_evaluated(place: Path) -> None:
     """With a length that its document has, also where only its beginning is indexed; and stored as it is."""
     Path("long.txt").write_text(Path("doc.txt").read_text() * 2)
-    for options in ((), ("--max-tokens", "600", "--kv-dtype", "int8")):
+    for options in ((), ("--max-tokens", "600"), ("--kv-dtype", "int8")):
         assert run_here("build-index", "long.txt", "--model", "model", "--method", "squeezed", "-q", *options).code == 0
         report = run_here("recall-report", "-i", "long.skv", "--method", "squeezed", "--budget", "5%", "-q")
         (hint,) = shown(report.stdout)

@@ -1,4 +1,4 @@
-"""Every fenced block is run, or says what it is: `make docs-check` is the reader who tries each line."""
+"""Every fenced block is run, or says what it is: `make test` is the reader who tries each line."""
 
 import json
 import re
@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support.command import Outcome, run_here, shell
-from support.doc_pages import ROOT, SHELL, WRITTEN, Block, blocks, name
+from support.doc_pages import SHELL, WRITTEN, Block, blocks, name
 from support.python_help import DOCUMENT
 
 from sparsekv.formats.models.converted import SUMS, seal
@@ -28,8 +28,6 @@ LAYERS, TOKENS = 2, 4096  # of the embedded model, of 30 and of 49,152
 ANSWER = "--max-new-tokens 4"
 TYPED = "cat questions.txt"
 """In the place of a person, to whom a chat would talk."""
-FIRST = (ROOT / "README.md", ROOT / "docs" / "tutorial.md")
-"""Pages that `make test` runs; `make docs-check` runs all of them."""
 RUNNING = [page for page in WRITTEN if any(block.runs for block in blocks(page))]
 Give = Callable[[str, Path], None]
 
@@ -100,9 +98,7 @@ def folder(short_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "page", [page if page in FIRST else pytest.param(page, marks=pytest.mark.slow) for page in RUNNING], ids=name
-)
+@pytest.mark.parametrize("page", RUNNING, ids=name)
 def test_what_a_page_shows_runs(page: Path, folder: Path, give: Give) -> None:
     assert not [fault for block in blocks(page) if (fault := block.fault())]
     if any("git " in block.text for block in blocks(page)):

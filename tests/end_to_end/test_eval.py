@@ -16,7 +16,7 @@ from support.tiny_models import save_tiny
 from sparsekv.formats.index.manifest import read_manifest
 
 TASKS = ("--task", "niah-multikey", "--task", "perplexity", "--length", "500", "--contexts", "2", "--questions", "2")
-WAYS = ("--method", "oracle", "--method", "multipole", "--budget", "5%", "--budget", "100%", "--max-new-tokens", "3")
+WAYS = ("--method", "oracle", "--method", "multipole", "--budget", "5%", "--budget", "100%", "--max-new-tokens", "6")
 SMALL = (*TASKS, *WAYS, "--sinks", "4", "--tail", "16", "-q")
 
 

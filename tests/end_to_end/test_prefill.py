@@ -19,7 +19,7 @@ def test_a_document_is_prefilled_sparsely_asked_and_reported_so(
 ) -> None:
     how = ("--prefill", "quoka", "--prefill-budget", "256", "--chunk-size", "128")
     built = sparsekv(
-        "build-index", document, "-o", "q.skv", "--max-tokens", "600", "--method", "squeezed", *how, cwd=tmp_path
+        "build-index", document, "-o", "q.skv", "--max-tokens", "800", "--method", "squeezed", *how, cwd=tmp_path
     )
     assert built.returncode == 0, built.stderr
     prefill = Artifact(tmp_path / "q.skv").manifest.prefill

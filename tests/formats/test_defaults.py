@@ -86,7 +86,7 @@ def test_another_build_makes_an_index_without_defaults(tmp_path: Path, force: bo
     base, build = tmp_path / "base.skv", partial(small_artifact, context=1, method=1, force=force)
     small_artifact(base)
     uuid = write(base).uuid
-    for folder in interrupted_builds(tmp_path / "killed", build, base, every=3):
+    for folder in interrupted_builds(tmp_path / "killed", build, base):
         manifest = Artifact(folder).manifest
         assert manifest.defaults == (SETTING if manifest.uuid == uuid else None)
         build(folder)

@@ -85,7 +85,7 @@ indexers = st.builds(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(indexers, st.lists(st.integers(1, 300), min_size=2, max_size=5), st.integers(0, 10**6))
 def test_any_split_of_appends_keeps_every_invariant(indexer: MultipoleIndexer, pieces: list[int], seed: int) -> None:
     layer = _layer(sum(pieces), seed)
