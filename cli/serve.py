@@ -18,11 +18,15 @@ NEEDED = ("starlette", "uvicorn", "prometheus_client")
 def serve(options: ServeOptions) -> None:
     """Serve indices by HTTP, as OpenAI's API: its clients can ask them, and so can curl.
 
-    An index is a model of that API: manual.skv is `manual`, and `manual:codes@5%` also names method and budget.
-    Requests are answered together. The address goes to stdout once it can be asked. SIGTERM or Ctrl-C ends the server
-    after the answers that have begun; a second signal ends them with an error. Exit codes: 0 after a signal, and 130
-    if Ctrl-C ended answers that were not complete. Only this machine can ask it, unless --host says otherwise. It needs
-    pip install 'sparsekv[serve]'.
+    A request names an index as its model: `manual` for manual.skv, or `manual:codes@5%` to choose method and budget as
+    well. Requests over one index with one method and budget share their decode steps. Other settings of a request go
+    into the field "sparsekv", as in {"sparsekv": {"budget": "5%"}}; GET /openapi.json describes all paths and fields.
+
+    The server prints its address on stdout once it listens. Only this machine can ask it, unless --host says otherwise.
+    On SIGTERM or Ctrl-C it refuses new requests, completes the answers that have begun, and ends; a second signal ends
+    those with an error. The exit code is 0, or 130 if Ctrl-C cut answers short.
+
+    It needs pip install 'sparsekv[serve]'.
 
     \b
     sparsekv serve manual.skv

@@ -38,8 +38,8 @@ def start(
 
     The server has imported the libraries and, for the indices that are named, loaded the models. Each command runs in a
     fork of the server, with the shell's own folder, environment and streams, and so prints and returns what it would
-    without a server. Commands run as before if there is no server, or if the environment, the limits or the installed
-    packages are not the server's; --status says which of these differs.
+    without a server. A command does not use the server if its environment, its limits (ulimit) or the installed packages
+    differ from the server's; --status names the difference.
 
     A running server is replaced once the indices have been opened. `start` is for the shell's commands;
     `sparsekv serve` is for programs that ask by HTTP. --status exits with 1 if there is no server, or

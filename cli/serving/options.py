@@ -28,7 +28,7 @@ class ServeOptions:
         typer.Argument(
             metavar="INDEX",
             help="Indices of one model. Each is served under its name, without .skv. Default: the current folder's "
-            "only *.skv, or with --indices-from that folder's first.",
+            "only *.skv; with --indices-from, the first index of that folder.",
         ),
     ] = None
     indices_from: Annotated[
