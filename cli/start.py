@@ -38,7 +38,7 @@ def start(
 
     The server has imported the libraries and, for the indices that are named, loaded the models. Each command runs in a
     fork of the server, with the shell's own folder, environment and streams, and so prints and returns what it would
-    without a server. A command does not use the server if its environment, its limits (ulimit) or the installed packages
+    without a server. A command does not use the server if its environment, limits (ulimit) or installed packages
     differ from the server's; --status names the difference.
 
     A running server is replaced once the indices have been opened. `start` is for the shell's commands;
