@@ -127,8 +127,8 @@ def draw(seed: int, palette: Palette = NO_PALETTE) -> Case:
     deed = random.choices(list(DEEDS), [one.weight for one in DEEDS.values()])[0]
     if case.ends and random.random() < 0.4:  # answers that end by themselves matter to what follows them
         deed, case = random.choice(["talk", "saved"]), replace(case, answer=random.choice([3, 6, 12]))
-    if case.prefill != "dense" and random.random() < 0.6:  # whose rows depend on all that came before them
-        deed = random.choice(["edit", "edit", "edit", "grow"])
+    if case.prefill != "dense" and random.random() < 0.7:  # whose rows depend on all that came before them
+        deed = random.choice(["edit", "edit", "grow"])
     if case.family in WITH_STATES and deed in ("grow", "saved"):
         # states of tokens that were prefilled over rows in 8 bits are rounded with these, which no oracle follows
         case = replace(case, kv_dtype=None)
@@ -193,12 +193,15 @@ def _draw_index(random: Random, case: Case, palette: Palette) -> Case:
     options = palette.options(random, case, prefills()[prefill])
     if prefill != "dense" and random.random() < 0.7:
         options = (*(one for one in options if one[0] != "prefill_budget"), ("prefill_budget", random.randint(8, 200)))
-    chunk = random.choice([64, 64, 100, 128, 256, 255]) if prefill != "dense" else random.choice([1, 7, 128, 256, 2048])
+    chunk = random.choice([64, 64, 128, 256, 100, 255] if prefill != "dense" else [1, 7, 128, 256, 2048])
     if chunk < 64 and case.tokens > 130:
         chunk = 64
     if prefill != "dense" and random.random() < 0.85:  # rows stay by blocks of 256 tokens and by whole chunks
-        whole = random.choice([256, 512, 512, 512, 3 * chunk, 4 * chunk]) + random.choice([-1, 0, 0, 0, 0, 0, 1, 40])
+        whole = random.choice([256, 512, 512, 512, 3 * chunk, 4 * chunk]) + random.choice([-1, 0, 0, 0, 0, 0, 0, 40])
         case = replace(case, tokens=max(whole, sinks + tail + 2))
+    if prefill != "dense":  # the first layer's rows are the same after any prefill, and some models refuse others
+        layers, rope = max(case.layers, 2), random.choice([case.rope, "default", "default", "default"])
+        case = replace(case, layers=layers, rope=rope, positions=0, window=random.choice([0, case.window]))
     names = random.sample([*indexers()], random.choice([1, 1, 1, 2, 2, 3]))
     return replace(
         case,
