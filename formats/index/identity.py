@@ -33,6 +33,9 @@ KV_FIELDS = (
     "hidden_act",
     "hidden_activation",
     "num_experts_per_tok",
+    "num_experts_per_token",
+    "num_expert_group",
+    "moe_renormalize",
     "rope_parameters",
     "partial_rotary_factor",
     "no_rope_layers",
@@ -43,6 +46,23 @@ KV_FIELDS = (
     "attention_multiplier",
     "embedding_multiplier",
     "residual_multiplier",
+    "scale_emb",
+    "scale_depth",
+    "key_multiplier",
+    "attention_in_multiplier",
+    "attention_out_multiplier",
+    "ssm_in_multiplier",
+    "ssm_out_multiplier",
+    "ssm_multipliers",
+    "mlp_multipliers",
+    "mamba_chunk_size",
+    "chunk_size",
+    "time_step_min",
+    "time_step_max",
+    "time_step_limit",
+    "linear_allow_neg_eigval",
+    "kda_safe_gate",
+    "kda_lower_bound",
     "layer_norm_eps",
     "layer_norm_epsilon",
     "norm_eps",
@@ -138,7 +158,7 @@ def identify_model(
         weights: the precision to which weights of linear layers are rounded after that.
     """
     kv_config = {field: config[field] for field in KV_FIELDS if config.get(field) is not None}
-    kv_config = json.loads(json.dumps(kv_config))
+    kv_config = json.loads(json.dumps(kv_config), parse_constant=str)  # an infinite number is none of JSON's
     quantisation = config.get("quantization_config")
     return ModelIdentity(
         id=name,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.causal_families import families, tiny_config, tiny_model
+from support.causal_families import families, has_plan, tiny_config, tiny_model
 from support.configs import sparse
 from support.engines import answered, count_rows_on_the_device, packed
 from support.interrupted import interrupted_builds
@@ -330,7 +330,9 @@ def test_reports_are_of_the_layers_that_attend(index: OpenIndex) -> None:
 def test_what_a_build_cannot_carry_states_through_is_refused_before_it_begins(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--prefill quoka.*has layers with a state"):
         _plan("lfm2", prefill=QuokaPrefill(prefill_budget=24))
-    for family in {"lfm2", "falcon_h1", "bamba", "zaya"} & {*families()}:
+    for family in ("lfm2", "falcon_h1", "bamba", "zaya"):
+        if family not in families() or has_plan(family):
+            continue
         with pytest.raises(
             UsageError, match=f"transformers has no plan to split model 'tiny' \\({family}\\); use one GPU"
         ):

@@ -159,6 +159,11 @@ def variants(family: str) -> dict[str, Fields]:
     return found
 
 
+def has_plan(family: str) -> bool:
+    """Whether the installed transformers can split the family over ranks."""
+    return family in families() and bool(tiny_config(family).base_model_tp_plan)
+
+
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     """A family's own default config with tiny sizes; `changes` go to the text model's fields."""
     kind = CONFIG_MAPPING[family]
