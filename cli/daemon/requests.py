@@ -1,4 +1,4 @@
-"""Ask a server for its state, or to end."""
+"""Requests to a server: return its status, or end."""
 
 import os
 import select
@@ -14,12 +14,12 @@ PATIENCE = 10.0  # seconds
 
 
 def status(path: str) -> dict[str, Any] | None:
-    """Return what the server at a path tells of itself; None if there is none."""
+    """Return the status of the server at a path; None if there is no server."""
     return _answer(path, "status")
 
 
 def stop(path: str) -> bool:
-    """End the server at a path; commands that it runs go on. Returns whether there was one.
+    """End the server at a path; commands that it runs go on. Returns whether there was a server.
 
     Raises:
         SparsekvError: the server does not end.
