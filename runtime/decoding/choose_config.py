@@ -66,7 +66,7 @@ def choose_config(
 
 
 def attention_of(artifact: Artifact, name: str | None) -> tuple[str, type[Method] | type[Dense]]:
-    """Return the name and class of a method or of dense attention; without a name, those of the index's first method.
+    """Return the name and class of a method or of dense attention. Without a name, take the index's first method.
 
     Raises:
         UsageError: the index cannot be used with the method.
@@ -87,9 +87,9 @@ def refuse_beside_dense(given: Mapping[str, Any]) -> None:
 
 
 def prefill_method(artifact: Artifact, name: str | None) -> dict[str, type[Method]]:
-    """Return the method class that `--prefill` names, keyed by the name to use in errors.
+    """Return a dict with the class of the method that `--prefill` names. Its key is the method's name for errors.
 
-    The result is empty without a name, and for `dense` and `own`.
+    The dict is empty without a name, and for `dense` and `own`.
     """
     if name in (None, Own.name, DENSE):
         return {}
@@ -110,7 +110,7 @@ def question_prefill(
     """Make the prefill config of a question's tokens; dense if `name` is None.
 
     Args:
-        named: the method of this name, if there is one, as `prefill_method` returns it.
+        named: the result of `prefill_method` for `name`.
         options: the command-line options of `name` and `budget`, for errors.
 
     Raises:
