@@ -1,5 +1,5 @@
-"""Bodies of requests: OpenAI's fields that have a meaning here, and those that may only have the value that changes
-nothing."""
+"""Bodies of requests. They have the supported fields of OpenAI's API, and unsupported fields that may only have the
+value without effect."""
 
 import json
 from collections.abc import Sequence
@@ -109,12 +109,12 @@ class Asked(Body):
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with the number of tokens."""
+        """Whether a stream ends with the numbers of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def alternatives(self) -> int | None:
-        """Number of alternatives to tell for each token; None if no probabilities are told."""
+        """Number of alternatives to return for each token; None if no log-probabilities are returned."""
         raise NotImplementedError
 
     def check(self) -> None:

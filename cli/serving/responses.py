@@ -1,4 +1,4 @@
-"""Bodies of answers, as OpenAI's clients read them."""
+"""Bodies of responses, in the format of OpenAI's API."""
 
 from typing import Any, ClassVar, Literal
 
