@@ -148,9 +148,9 @@ def answer_by_ray(
             show("contexts", done, len(missing))
         others = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
         if failures:
-            raise SparsekvError(f"{failures[0]}{others}; the same command asks again what is not answered")
+            raise SparsekvError(f"{failures[0]}{others}; run the same command again to ask the other questions")
         if unanswered(comparison, contexts, answers, recipe.work):
             raise SparsekvError(
-                "the workers have another device or dtype than this process, so that their answers are not those asked "
-                "for; give --device and --dtype"
+                "the workers have another device or dtype than this process, so that their answers do not count; give "
+                "--device and --dtype"
             )

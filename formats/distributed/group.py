@@ -60,7 +60,7 @@ def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConf
     if getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None):
         raise UsageError(f"model '{name}' has quantised weights, which are not split over ranks; use one GPU")
     if getattr(text, "kv_lora_rank", None):
-        raise UsageError(f"model '{name}' attends to keys made of latents, which are not split over ranks; use one GPU")
+        raise UsageError(f"model '{name}' has latent attention (MLA), which is not split over ranks; use one GPU")
     plan, experts = text.base_model_tp_plan or {}, text.base_model_ep_plan or {}
     if _splits_states(plan, {*(getattr(text, "layer_types", None) or ())}):
         raise UsageError(

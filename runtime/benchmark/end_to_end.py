@@ -329,7 +329,7 @@ class ModelBench:
     def _row(self, name: str, variant: str, budget: Budget | None, timed: Timing, kv_fraction: float) -> ModelRow:
         split, batch = self.data[0].split, self.batch
         if not bool(timed.output.isfinite().all()):
-            raise RefusedError(f"{name} {variant} over {split.tokens:,} tokens, batch {batch}, gave what is no number")
+            raise RefusedError(f"{name} {variant} over {split.tokens:,} tokens, batch {batch}, gave no finite logits")
         rate = 1000 * batch / timed.mean
         of_weights = "" if self.weights is None else f", {self.weights} weights"
         self.tell(

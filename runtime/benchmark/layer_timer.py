@@ -146,11 +146,11 @@ class RefusedError(SparsekvError):
 
 
 def refuse_unshared(method: Method, plan: LayerPlan, what: str) -> None:
-    """Raise RefusedError if several questions cannot share a step of `what`."""
+    """Raise RefusedError if several questions cannot share a step. `what` names the step in the message."""
     if not method.can_unite():
-        raise RefusedError(f"{what} leaves what differs from question to question")
+        raise RefusedError(f"{what} cannot be shared: each question represents unselected tokens differently")
     if not plan.shareable:
-        raise RefusedError(f"{what} keeps something of one question, which others cannot share")
+        raise RefusedError(f"{what} cannot be shared: the method keeps state of one question")
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ class ModelTimer:
 
     def _run(self) -> list[ModelRow]:
         self.report(
-            f"making {self.name} with random weights, and {self.distinct} layers of keys and values for its own"
+            f"making {self.name} with random weights, and the keys and values of {self.distinct} layers for all its own"
         )
         rows: list[ModelRow] = []
         for weights in self.weights:
@@ -138,7 +138,7 @@ class ModelTimer:
     def _model(self, weights: Weights | None) -> PreTrainedModel:
         model = random_model(self.config, self.device, DTYPES[self.source.dtype], self.source.seed)
         if self.source.shared and not make_queries_alike(model, ALIKE):
-            self.report("questions are not alike: no layer of the model has a q_proj")
+            self.report("the queries of questions have no common part: no layer of the model has a q_proj")
         if weights is not None:
             quantise_linears(model, BITS[weights])
         return model

@@ -219,8 +219,8 @@ class Mixtures:
     def _check(self) -> None:
         if self.kv_dtype is not None and self.device.type == "cpu":
             raise UsageError(
-                f"--kv-dtype {self.kv_dtype}: on a CPU steps read rows that were restored, so that its times are those "
-                "without it; leave it out, or give --device cuda"
+                f"--kv-dtype {self.kv_dtype}: on a CPU steps read dequantised rows, so that the option does not change "
+                "their times; leave it out, or give --device cuda"
             )
         for batch in self.batches:
             if batch < 1:
@@ -269,7 +269,7 @@ class StoredLayerSource:
         sizes |= {name: getattr(wanted, name) for name in ("heads", "kv_heads", "head_dim", "kv_dtype")}
         for name, value in sizes.items():
             if value not in (None, []):
-                raise UsageError(f"--{name.replace('_', '-')}: with --index that is the index's; leave it out")
+                raise UsageError(f"--{name.replace('_', '-')}: with --index the index determines it; leave it out")
         self.artifact = artifact
         self.dtype = artifact.manifest.dtype if wanted.dtype == "auto" else wanted.dtype
         self.data = stored_layer(artifact, layer, device, DTYPES[self.dtype])

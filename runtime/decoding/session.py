@@ -80,7 +80,7 @@ class Session:
                 less than 1.
         """
         if isinstance(questions, str):
-            raise UsageError("questions is a text; give a list of them, or ask it alone")
+            raise UsageError("questions is a single text; give a list of texts, or use ask")
         if together < 1:
             raise UsageError(f"{together} questions together: give at least 1")
         with exclusive(self.index.model):

@@ -128,8 +128,8 @@ def _fit(context: Context, inputs: Inputs, comparison: Comparison) -> Context:
     if any(_is_cut_out(question, context, short) for question in context.questions):
         needed = comparison.count(context.text)
         raise UsageError(
-            f"--data, {context.name}: what its question asks for would be cut out of its {needed:,} tokens, of which "
-            f"{limit:,} are kept; give --length {needed}, with a model that has room for so many"
+            f"--data, {context.name}: the answer to its question would be cut out of its {needed:,} tokens, of which "
+            f"{limit:,} are kept; give --length {needed}, with a model that has this many positions"
         )
     return short
 
