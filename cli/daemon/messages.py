@@ -17,8 +17,8 @@ GO = b"G"
 TO_ALL = 0x80
 """Bit that is set in the number of a signal if the terminal sends the signal to all processes of a command."""
 _HEAD = struct.Struct("=Q")
-MOST = 16 << 20  # bytes of a message: arguments and environment take 6 MiB at most by default
-MOST_DESCRIPTORS = 200  # the kernel passes 253 at once
+MOST = 16 << 20  # maximum bytes of a message; by default the kernel limits arguments and environment to 6 MiB
+MOST_DESCRIPTORS = 200  # maximum number of descriptors in a message; the kernel's limit is 253
 MOST_NUMBER = 300
 """The highest number of a descriptor that a command may have open when it begins."""
 

@@ -10,7 +10,7 @@ from sparsekv.cli.daemon.address import is_own_peer, is_own_socket
 from sparsekv.cli.daemon.messages import receive, send
 from sparsekv.formats.errors import SparsekvError
 
-PATIENCE = 10.0  # seconds
+PATIENCE = 10.0  # seconds to wait for a server's answer, and for its end
 
 
 def status(path: str) -> dict[str, Any] | None:

@@ -178,7 +178,7 @@ def _wait(connection: socket.socket, passing: _Passing) -> NoReturn:
 def stop_by(number: int) -> None:
     """Stop this process by a signal until SIGCONT comes.
 
-    The kernel does not stop a process whose shell is gone.
+    Returns at once if the kernel does not stop this process, because its shell is gone.
     """
     before = signal.getsignal(number)
     if number != signal.SIGSTOP:
@@ -189,7 +189,7 @@ def stop_by(number: int) -> None:
 
 
 def _be_killed(number: int) -> NoReturn:
-    """End by the signal that ended the command."""
+    """End this process by the signal that killed the command."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)

@@ -330,7 +330,7 @@ class Told:
 
 
 class EventStream(StreamingResponse):
-    """A stream of events. If the client goes away, the answers are cancelled."""
+    """A stream of server-sent events. If the client disconnects, the answers are cancelled."""
 
     def __init__(self, answers: Answers, events: AsyncIterator[str]):
         # Without these headers, proxies such as nginx would buffer events.

@@ -58,7 +58,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def address_of(listening: socket.socket, host: str) -> str:
-    """Return the URL of a listening socket."""
+    """Return the URL of a bound socket. `host` is the value of `--host`."""
     name = f"[{host}]" if ":" in host else host
     return f"http://{name}:{listening.getsockname()[1]}"
 

@@ -90,8 +90,8 @@ class LayerData:
     ) -> MiddleContext:
         """Build a method's input from the tensors of its indexer.
 
-        Indices in the tensor `token_order` count from the prompt's first token; those in the input from the first
-        token behind the sinks.
+        Indices in the tensor `token_order` count from the prompt's first token. Indices in the method's input count
+        from the first token after the sinks.
         """
         stored = tensors if self.stored is None else with_centroids_in_8_bits(tensors)
         tensors, in_8_bits = read_centroids(stored, self.keys.dtype)

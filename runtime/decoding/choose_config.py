@@ -32,14 +32,14 @@ def choose_config(
     Args:
         parameters: method parameters by name; None for a parameter that the user did not set.
         budget: the budget as the user wrote it; by default the method's own.
-        residual: let centroids represent the tokens that the method does not choose.
-        prefill: what a question's tokens attend to: `own`, a method's name, or `dense`. The default is dense attention.
+        residual: let centroids represent the tokens that the method does not select.
+        prefill: attention of a question's tokens: `own` (the answer's method), a method's name, or `dense` (default).
         prefill_budget: the budget of the method that `prefill` names.
         others: other fields of the config.
 
     Raises:
-        UsageError: the method, budget or parameter does not exist; one of them is given with `dense`, which reads
-            everything; the index has no centroids for a residual; or `DecodeConfig` raises it.
+        UsageError: the method, budget or parameter does not exist; a budget, parameter or residual is given with
+            `dense`; the index has no centroids for a residual; or `DecodeConfig` refuses the values.
         ArtifactError: the method of the index's default cannot run any more.
     """
     parameters, prefilling = parameters or {}, prefill_method(artifact, prefill)

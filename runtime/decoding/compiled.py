@@ -35,7 +35,7 @@ def is_compiled(model: "PreTrainedModel") -> bool:
 
 
 def worth_compiling(mode: str, device: torch.device, steps: int) -> bool:
-    """Whether compiling pays for `steps` decode steps, counted over all answers, or the mode requires it."""
+    """Whether to compile for `steps` decode steps in all: the mode is `on`, or it is `auto` and compiling pays."""
     return mode == "on" or (mode == "auto" and device.type == "cuda" and steps >= WORTH_IT)
 
 

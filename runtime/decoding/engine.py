@@ -298,7 +298,7 @@ class Engine:
                 self.cache.release()
 
     def _until_answered(self) -> list[tuple[Sequence, Answer]]:
-        """Run steps until one completes answers; return the completed sequences and their answers."""
+        """Run steps until at least one answer is complete; return the completed sequences and their answers."""
         done = list[tuple[Sequence, Answer]]()
         with self.running() as cores:
             while not done:

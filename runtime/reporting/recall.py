@@ -93,7 +93,7 @@ class Truth:
     oracles: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def oracle(self, tokens: int) -> torch.Tensor:
-        """Mark the `tokens` tokens of highest probability: [Hk, Q, M] bool."""
+        """Return a mask [Hk, Q, M] bool of the `tokens` tokens with the highest probability."""
         if tokens not in self.oracles:
             best = self.probability.topk(tokens, -1).indices
             self.oracles[tokens] = torch.zeros_like(self.probability, dtype=torch.bool).scatter_(-1, best, True)

@@ -85,7 +85,7 @@ def _answer_ids(index: OpenIndex, place: Place, question: torch.Tensor, text: st
 
 
 def _next_place(index: OpenIndex, place: Place, answer: torch.Tensor, number: int) -> Place:
-    """Return the place of the question after an answer [A], which is message `number`."""
+    """Return the place of the question that follows an answer [A]. `number` is the answer's index in the messages."""
     border = border_behind(index.tokenizer, answer.tolist())
     if place.chat is None:
         return Place(None, border)

@@ -43,7 +43,7 @@ class StreamingSession(Session):
         """Ask a question; return an iterator of the pieces of the answer, for `for` and for `async for`.
 
         Decoding is greedy by default. Leaving the loop ends the answer. This method raises the errors of
-        `question_ids`; the iterator raises those of `generate`.
+        `question_ids`; the iterator raises the errors of `generate`.
 
         Args:
             question: as for `ask`.

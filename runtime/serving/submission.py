@@ -30,7 +30,7 @@ class Submission:
     Args:
         index: the name of the index.
         config: options of the decode steps. Requests with the same index and equal configs share steps.
-        tokens: [Q] int64, all token ids behind the document: earlier turns, the question, and their chat frames.
+        tokens: [Q] int64, all token ids after the document: earlier turns, the question, and their chat frames.
         stop: strings that end the answer; the text from the first one on is not delivered.
         logprobs: number of alternatives to return for each token with its log-probability; None: none are returned.
         timeout: seconds after which the answer ends with the finish `timeout` or `waited`; None: no limit.
