@@ -32,7 +32,7 @@ class StepOptions:
         str,
         typer.Option(
             metavar="auto|int8",
-            help="What synthetic keys and values are stored in, and read by our steps on a GPU. auto: the --dtype. "
+            help="Storage dtype of synthetic keys and values, which our steps on a GPU read. auto: the --dtype. "
             "With int8 and --shared, MB counts selected rows at full precision.",
             autocompletion=names_of(lambda: KV_DTYPES),
         ),

@@ -56,10 +56,10 @@ class MixtureIndexer(LayerIndexer):
 def mixture_indexers(
     names: Sequence[str], parameters: Mapping[str, Any], seed: int, head_dim: int
 ) -> dict[str, LayerIndexer]:
-    """Return the indexers of the named methods that have one, with the user's parameters.
+    """Return the indexers of the named methods that have an index, with the user's parameters.
 
     Raises:
-        UsageError: an indexer cannot be built with these parameters, or not for heads of `head_dim` channels.
+        UsageError: an indexer does not support these parameters, or heads of `head_dim` channels.
     """
     given = {name: value for name, value in parameters.items() if value is not None}
     wanted = {name: known for name, known in indexers().items() if name in names}

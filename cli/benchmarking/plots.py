@@ -1,5 +1,4 @@
-"""Plot timed steps: speed-up against context or questions, and time against bytes read with the time of a memory
-copy."""
+"""Plot timed steps: speed-up against context length or number of questions, and time against bytes read."""
 
 from collections.abc import Sequence
 from operator import attrgetter
@@ -16,9 +15,10 @@ from sparsekv.runtime.selection.interface import Budget
 
 
 def plot_steps(rows: Sequence[StepTiming], copy_bandwidth: float, title: str, path: Path, *, shared: bool) -> None:
-    """Plot speed-up against context and time against bytes, with a line for each method, budget and batch.
+    """Plot speed-up against context length, and time against bytes read, with a line for each method, budget and batch.
 
-    With `shared`, speed-up is plotted against the number of questions, with a line for each method, budget and context.
+    With `shared`, speed-up is plotted against the number of questions, with a line for each method, budget and context
+    length. A dashed line shows the time of a memory copy.
 
     Args:
         copy_bandwidth: bandwidth of a memory copy in bytes per second.

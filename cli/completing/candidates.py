@@ -1,5 +1,4 @@
-"""Shell completion: scripts for bash, zsh and fish, the parsing of the command line, and the candidates for its last
-word."""
+"""Shell completion: scripts for bash, zsh and fish, and candidates for the last word of a command line."""
 
 import os
 import re
@@ -22,8 +21,8 @@ class BashLine:
     """The words of a bash command line without their quotes. The last word is incomplete.
 
     quote: the quotation mark that is still open in the last word.
-    replaced: how many characters of the last word stay. bash replaces what follows the last `=` or `:`, or an open
-    quote.
+    replaced: number of characters of the last word that stay. bash replaces the text after the last `=` or `:`, or
+    after an open quote.
     """
 
     words: list[str]
@@ -31,8 +30,8 @@ class BashLine:
     replaced: int
 
     def insertion(self, word: str) -> str | None:
-        """Return the text by which bash replaces the end of the incomplete word. None if the open quote cannot
-        contain the word."""
+        """Return the text that replaces the end of the incomplete word in bash. None if the word cannot stand in the
+        open quote."""
         rest = word[self.replaced :]
         if self.quote:
             return None if self.quote in rest or (self.quote == '"' and re.search(r"[$`\\!]", rest)) else rest
@@ -135,7 +134,7 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 class Candidates:
     """Candidates for the incomplete word, each with a description.
 
-    files: `file` or `folder` if a path may stand there too; the shell itself completes paths best.
+    files: `file` or `folder` if the word may also be a path. The shell then completes the path itself.
     """
 
     words: dict[str, str] = field(default_factory=dict)
@@ -143,8 +142,8 @@ class Candidates:
 
 
 def candidates(program: KnownCommand, words: list[str], incomplete: str) -> Candidates:
-    """Return the candidates that may follow the complete words and that begin with the incomplete word. `words` does
-    not contain the program's name."""
+    """Return the candidates that may follow the complete words and begin with the incomplete word. `words` are without
+    the program's name."""
     line = _Line(program)
     for word in words:
         line.take(word)
@@ -215,7 +214,8 @@ class _Line:
     def _options(self, incomplete: str) -> dict[str, str]:
         """Return the long options that begin with `incomplete`, or a short option that is already complete.
 
-        Options of other methods are left out. So are options that were given already and take one value.
+        If the line names methods, options of other methods are left out. An option that is on the line and takes one
+        value is also left out.
         """
         shown = [one for one in self.command.options if self._possible(one)]
         found = {name: one.help for one in shown for name in one.names if name.startswith(incomplete)}
@@ -241,9 +241,9 @@ def _values(option: KnownOption, incomplete: str, before: str = "") -> Candidate
 
 
 def _indices(incomplete: str) -> list[str]:
-    """Return the matching index folders, and other folders, which may contain indices, with a slash at the end.
+    """Return the matching indices, and then other matching folders with a slash, because they may contain indices.
 
-    Names with unprintable characters are left out, and hidden folders as long as the last part of the path is empty.
+    Names with unprintable characters are left out. Hidden folders are left out if the last part of the path is empty.
     """
     head, slash, tail = incomplete.rpartition("/")
     folders = (entry.name for entry in os.scandir(os.path.expanduser(head) or slash or ".") if entry.is_dir())
@@ -257,7 +257,7 @@ def answer(arguments: list[str], learn: Callable[[], KnownCommand]) -> None:
 
     Args:
         arguments: the shell's name, and the line (bash) or its words.
-        learn: reads the options from the commands themselves, which takes seconds.
+        learn: reads the options from the commands. This takes seconds.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C at a shell prompt is no error
     with suppress(Exception), open(os.devnull, "w") as nothing, redirect_stderr(nothing):
@@ -269,7 +269,7 @@ def answer(arguments: list[str], learn: Callable[[], KnownCommand]) -> None:
 
 
 def program(learn: Callable[[], KnownCommand]) -> KnownCommand:
-    """Return the commands and options of the program from the cache. Without a valid cache, learn them and fill the
+    """Return the commands and options of the program from the cache. Without a valid cache, call `learn` and write the
     cache."""
     known = remembered()
     if known is None:
@@ -286,7 +286,7 @@ def _lines(arguments: list[str], known: KnownCommand) -> list[str]:
         inserted = (line.insertion(word) for word in found.words)
         return [_kind(found), *(word for word in inserted if word is not None)]
     before, found = "", candidates(known, words[:-1], words[-1])
-    if shell == "zsh" and words[-1].startswith("--"):  # zsh completes only what follows the equals sign
+    if shell == "zsh" and words[-1].startswith("--"):  # zsh completes only the text after the equals sign
         before = words[-1][: words[-1].find("=") + 1]
     return [_kind(found), *(f"{word.removeprefix(before)}\t{about}" for word, about in found.words.items())]
 

@@ -1,4 +1,4 @@
-"""Cache of the commands and options that completion offers. Without it, completion would import the commands, and so
+"""Cache of the commands and options for shell completion. Without the cache, completion would import all commands and
 torch."""
 
 import json
@@ -14,14 +14,14 @@ from sparsekv.formats.user.cache import cache_root, read_small, replace_small
 _FILE = "completion.json"
 _PACKAGE = Path(__file__).parents[2]
 _DECIDE = ("cli", "indexing", "runtime")
-"""Folders of the package that determine the completions: the commands, and the methods, whose fields are options."""
+"""Folders of the package with commands and methods. Fields of methods are options, so both determine completions."""
 
 
 @dataclass(frozen=True)
 class KnownOption:
-    """An option as completion knows it. `--no-x` is a separate option.
+    """Description of an option for completion. `--no-x` is a separate option.
 
-    value: the kind of its value: none (a flag), names (one of `choices`), index, model, file, folder or any.
+    value: the kind of the option's value: none (a flag), names (one of `choices`), index, model, file, folder or any.
     owners: the methods that the option belongs to; empty for an option of the command itself.
     """
 
@@ -35,7 +35,7 @@ class KnownOption:
 
 @dataclass(frozen=True)
 class KnownCommand:
-    """A command as completion knows it: its options, arguments and subcommands. An argument is a KnownOption without
+    """Description of a command for completion: options, arguments and subcommands. An argument is a KnownOption without
     names."""
 
     help: str
@@ -66,8 +66,8 @@ def remember(program: KnownCommand) -> None:
 
 
 def _installed() -> list[Any]:
-    """Return the modification times that identify the installed version. They change when the program changes, or
-    when a package is installed, because a package may add methods."""
+    """Return modification times of the program's files and of the folders of packages. Installing a package changes the
+    times too, because a package may add methods."""
     files = sorted(path for folder in _DECIDE for path in _files(_PACKAGE / folder))
     packages = [path for path in sys.path if path.endswith("-packages") and os.path.isdir(path)]
     return [[path, os.stat(path).st_mtime_ns] for path in (*files, *packages)]

@@ -1,4 +1,4 @@
-"""Learn from the commands themselves what completion must know. This imports the modules of the commands."""
+"""Read the options and arguments of the commands for completion. This imports the modules of the commands."""
 
 import re
 from pathlib import Path
@@ -12,11 +12,11 @@ _LITERAL = re.compile(r"[a-z0-9][\w.:-]*")
 
 
 def learn(command: Any, ctx: Any, help_text: str = "") -> KnownCommand:
-    """Return a command as completion knows it, with all its subcommands.
+    """Return the description of a command for completion, with all its subcommands.
 
     Args:
         ctx: the context of the command's parent; for the top command, its own context.
-        help_text: one line about the command, to replace a longer help of its own.
+        help_text: one line that replaces the command's help.
     """
     kinds = {} if hasattr(command, "list_commands") else kinds_of(command)
     found = [(one, kinds.get(one.name)) for one in command.get_params(ctx)]

@@ -92,7 +92,7 @@ def _parse(path: Path, text: str) -> ProjectFile:
 
 
 def _lines(text: str) -> dict[tuple[str, ...], int]:
-    """Return the line number of each table and key that has a line of its own. tomllib does not report line numbers."""
+    """Return the line number of each table and key at the start of a line. `tomllib` does not report line numbers."""
     table: tuple[str, ...] = ()
     found: dict[tuple[str, ...], int] = {}
     for number, line in enumerate(text.split("\n"), 1):
@@ -109,8 +109,8 @@ def _names(dotted: str) -> tuple[str, ...]:
 
 
 CALLS_OWN = ("special-tokens", "force", "rebuild", "again", "keep-indices", "reset", "ray", "host", "cors")
-"""Options that a file may not set, so that the user must give them in each call. They decide what is written, replaced
-or trusted, such as a Ray cluster, or who may ask a server."""
+"""Options that a file may not set, so that the user must give them in each call. They decide which files are written or
+replaced, which programs are trusted (a Ray cluster), or who may send requests to a server."""
 _NAMES_A_FILE = re.compile(r"FILE|FOLDER|\.skv")
 _TAKES = {
     bool: "true or false",
@@ -128,8 +128,7 @@ def long_name(option: Any) -> str:
 
 
 def kinds_of(command: Any) -> dict[str, Any]:
-    """Return the type of each parameter from the command's signature, by parameter name. For a list it is the
-    element type."""
+    """Return the type of each parameter in the command's signature, by name. The type of a list is its element type."""
     signature = inspect.signature(command.callback)
     return {name: _kind(parameter.annotation) for name, parameter in signature.parameters.items()}
 
@@ -143,8 +142,7 @@ def _kind(annotation: Any) -> Any:
 
 
 def refuse_calls_own(option: Any, kind: Any, where: str) -> None:
-    """Raise UsageError for an option that a file may not set: it names a file, or decides what is written or
-    trusted."""
+    """Raise UsageError for an option that a file may not set: an option that names a file, or one of CALLS_OWN."""
     name = long_name(option)
     if name == "index":
         return
@@ -156,7 +154,7 @@ def refuse_calls_own(option: Any, kind: Any, where: str) -> None:
 
 
 def typed(option: Any, kind: Any, value: Any, where: str) -> Any:
-    """Return a value from the file as the option takes it. For a repeatable option, a single value becomes a list.
+    """Convert a value from the file to the option's type. For a repeatable option, a single value becomes a list.
 
     Raises:
         UsageError: the value has another type, or no command can use it.
@@ -178,7 +176,7 @@ def _typed(option: Any, kind: Any, value: Any, where: str) -> Any:
 
 
 def refuse_type(what: str, value: Any, takes: str) -> NoReturn:
-    """Raise UsageError for a value of the wrong type. The message names the type of the value and the type to write."""
+    """Raise UsageError for a value of the wrong type. The message names the value's type and the expected type."""
     found = next((text for one, text in _IS.items() if isinstance(value, one)), "a date or time")
     raise UsageError(f"{what} is {found}; write {takes}")
 
@@ -187,11 +185,11 @@ def index_path(value: str, file: ProjectFile, where: str) -> str:
     """Return an index's path relative to the current folder. `value` is relative to the folder of the file.
 
     Raises:
-        UsageError: the index is not below the file's folder, also if a link leads out of it. Whoever wrote the file
-            must not choose which of the user's indices is changed.
+        UsageError: the index is not below the file's folder, also if a link leads out of the folder. The author of the
+            file must not choose which of the user's indices is changed.
     """
     folder = file.path.parent
-    # The checked path is the returned one, normalized. The system would read `link/../index` from the link's target.
+    # The path is normalised before the check. The system would read `link/../index` from the link's target.
     path = Path(os.path.normpath(folder / value))
     try:
         inside = path.resolve().is_relative_to(folder.resolve())
@@ -205,8 +203,8 @@ def index_path(value: str, file: ProjectFile, where: str) -> str:
 
 
 def model_name(value: str, file: ProjectFile) -> str:
-    """Return the absolute path if the name is a folder, also one relative to the file's folder. Return any other
-    name unchanged."""
+    """Return the absolute path of a model's folder, whose name may be relative to the file's folder. Return a name that
+    is no folder unchanged."""
     try:
         folder = file.path.parent / Path(value).expanduser()
         return str(folder.resolve()) if value.strip() and folder.is_dir() else value
@@ -225,8 +223,7 @@ def variable(key: str) -> str:
 
 @dataclass(frozen=True)
 class OptionDefaults:
-    """The file's values for a command's parameters, and the file and line of each value. Both are by parameter name
-    in Python."""
+    """The file's values for a command's parameters, and the file and line of each value, by Python parameter name."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)

@@ -1,5 +1,4 @@
-"""Option values from the command line, the environment and `sparsekv.toml`: their precedence, and how they reach a
-command."""
+"""Precedence of option values from the command line, the environment and `sparsekv.toml`."""
 
 import os
 import re
@@ -35,11 +34,11 @@ ALONE: dict[str, tuple[Any, tuple[str, ...]]] = {
     "temperature": (0, ("top-p", "top-k")),
     "reset": (True, ("target-recall", "target-error", "target-perplexity", "dry-run")),
 }
-"""Options that, with the given value, leave other options without meaning. The other options are listed by name or
-by panel. On the command line, such an option with this value outranks the file's defaults for the others."""
+"""Options with a value that makes other options meaningless. The other options are listed by name or by help panel. If
+the command line sets such a value, the file's defaults for the other options are ignored."""
 NAMING_METHODS = ("method", "prefill", "question-prefill")
 _TELLING = 3
-"""Least length of a value, in characters, that identifies an option when an error message contains the value."""
+"""Minimum number of characters of a value that identifies its option in an error message."""
 
 
 def source_of(ctx: Any, name: str) -> str:
@@ -60,8 +59,8 @@ ORIGINS = "sparsekv.origins"
 class Command(GroupedCommand):
     """A command that refuses unusable values. Its errors name the source of a value that is not from the command line.
 
-    It ignores defaults of the file that other options outrank. It refuses the file's model if the user has never named
-    that model.
+    Defaults of the file that other options outrank are ignored. The file's model is refused if the user has never named
+    the model.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -122,8 +121,8 @@ def _counts_later(ctx: Any, option: str) -> bool:
 
 
 def _leave_out_others_methods(ctx: Any, options: dict[str, Any]) -> None:
-    """Reset the file's values for options that belong only to methods that are not chosen. The choice of methods may
-    come from any source."""
+    """Reset the file's values for options that belong only to methods that are not chosen. Any source may choose
+    methods."""
     chosen: set[str] = set()
     for name in NAMING_METHODS:
         value = ctx.params.get(name.replace("-", "_")) or []
@@ -161,7 +160,7 @@ def _refuse_unnamed_model(name: str, origin: str) -> None:
 
 
 def _texts(ctx: Any, option: Any, source: str) -> list[str]:
-    """Return the option's values as they were written; empty for a flag."""
+    """Return an option's values as text; empty for a flag."""
     value = option.resolve_envvar_value(ctx) if source == "ENVIRONMENT" else ctx.lookup_default(option.name)
     values = value if isinstance(value, list) else [value]
     return [str(one) for one in values if one is not None and not isinstance(one, bool)]
@@ -173,8 +172,8 @@ def _mentions(message: str, name: str, values: list[str]) -> bool:
 
 
 def apply_defaults(ctx: Any, name: str, command: Any, commands: Iterable[str]) -> None:
-    """Set the file's defaults in a command's context, and record the line of each for error messages. For a command
-    without options, no file is read.
+    """Set the file's defaults in a command's context, and record the line of each default for error messages. For a
+    command without options, no file is read.
 
     Args:
         ctx: the context of the command group.
@@ -210,7 +209,7 @@ def leaf_commands(path: tuple[str, ...], command: Any) -> Iterable[tuple[tuple[s
 
 def table_of(file: ProjectFile, path: tuple[str, ...], known: Iterable[tuple[str, ...]]) -> Mapping[str, Any]:
     """Return the file's table for a command; empty if there is none. Raises UsageError if a table on the path has a
-    key that is no command, or if a value stands in place of a table."""
+    key that is no command, or if a table on the path is a plain value."""
     table: dict[str, Any] = file.tables
     for depth, part in enumerate(path):
         inside = {other[depth] for other in known if other[:depth] == path[:depth]}
@@ -233,7 +232,7 @@ class SetDefault:
     command: the command of the option; None for all commands.
     file, line: where the file sets the value.
     variable: the environment variable that sets the value.
-    used: no environment variable outranks the value.
+    used: whether the value has an effect. False if an environment variable outranks the value.
     """
 
     command: str | None
@@ -246,14 +245,14 @@ class SetDefault:
 
     @property
     def origin(self) -> str:
-        """Where the default is set, as text for the user."""
+        """The variable, or the file and line, that sets the default, as text for the user."""
         return self.variable or f"{self.file}" + ("" if self.line is None else f", line {self.line}")
 
 
 def set_defaults(commands: Iterable[str], get_command: Callable[[str], Any]) -> tuple[str | None, list[SetDefault]]:
     """Return the path of `sparsekv.toml`, relative to the current folder, and all defaults that are set.
 
-    The path is None if there is no such file. The environment's defaults come before those of the file.
+    The path is None if there is no such file. Defaults of the environment come before defaults of the file.
 
     Raises:
         UsageError: the file cannot be read, or its content is not valid.

@@ -1,4 +1,4 @@
-"""The socket of the user's server, in a folder that only the user may enter. It replaces nothing else."""
+"""Path of the Unix socket of the user's server. The socket never replaces another program's file."""
 
 import os
 import socket
@@ -17,8 +17,8 @@ REMEDY = f"name another place in {VARIABLE}"
 def socket_path() -> str | None:
     """Return the path of the server's socket; None if the user has turned servers off.
 
-    A path that the user has named may be relative. By default the socket is in $XDG_RUNTIME_DIR, or
-    else in the user's cache folder.
+    A path in SPARSEKV_SERVER may be relative. By default the socket is in $XDG_RUNTIME_DIR, or if that is no folder, in
+    the user's cache folder.
     """
     named = os.environ.get(VARIABLE)
     if named:
@@ -26,13 +26,13 @@ def socket_path() -> str | None:
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(runtime) and os.path.isdir(runtime):
         return f"{runtime}/sparsekv/server"
-    from sparsekv.formats.user.cache import cache_root  # imported here, because most desktops have the folder above
+    from sparsekv.formats.user.cache import cache_root  # imported late, because XDG_RUNTIME_DIR is mostly set
 
     return f"{cache_root()}/server/socket"
 
 
 def is_own_socket(path: str) -> bool:
-    """Whether there is a socket at a path, and belongs to this user."""
+    """Whether the file at a path is a socket of this user."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -49,7 +49,7 @@ def is_own_peer(connection: socket.socket) -> bool:
 
 
 def refuse_occupied(path: str) -> None:
-    """Raise UsageError if there is anything at a path but a socket of this user. A link is not followed."""
+    """Raise UsageError if a path exists and is not a socket of this user. Symbolic links are not followed."""
     if os.path.lexists(path) and not is_own_socket(path):
         raise UsageError(f"{path}: this is no socket of yours, and would be replaced; {REMEDY}")
 
@@ -62,7 +62,10 @@ def refuse_missing_folder(path: str) -> None:
 
 
 def refuse_listener(path: str) -> None:
-    """Raise UsageError if a program listens at a path. It is another program's, if no server holds the lock."""
+    """Raise UsageError if a program listens at a path.
+
+    Call this function with the server's lock held: the program is then not a server of sparsekv.
+    """
     with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
         connection.connect(path)
         raise UsageError(f"{path}: another program listens there; {REMEDY}")

@@ -1,4 +1,7 @@
-"""A fork of the server becomes the process of a command: descriptors, folder, environment, signals and streams."""
+"""Set up a fork of the server as a command's process: descriptors, folder, environment, signals and streams.
+
+The client is the process that the shell started for the command.
+"""
 
 import fcntl
 import io
@@ -13,11 +16,11 @@ NAMES = ("<stdin>", "<stdout>", "<stderr>")
 
 
 def become(request: dict[str, Any], received: list[int], by_imports: dict[str, str]) -> None:
-    """Make this process what the shell started.
+    """Give this process the state of the client.
 
     Args:
-        request: what the shell's process has told of itself.
-        received: its descriptors, and behind them its current folder.
+        request: the client's message: arguments, environment, streams and signals.
+        received: descriptors of the client's open files, then the descriptor of the client's current folder.
         by_imports: environment variables that libraries set when they are imported.
     """
     os.fchdir(received[-1])
@@ -37,7 +40,7 @@ def become(request: dict[str, Any], received: list[int], by_imports: dict[str, s
 
 
 def _place(received: list[int], numbers: list[int]) -> None:
-    """Give descriptors the numbers that they have in the shell's process; close those that it has closed."""
+    """Give descriptors their numbers in the client; close the standard streams that the client has closed."""
     above = max([2, *numbers, *received]) + 1
     moved = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, above) for one in received]
     for one in {*received, 0, 1, 2}:
@@ -48,7 +51,7 @@ def _place(received: list[int], numbers: list[int]) -> None:
 
 
 def _opened(number: int, described: dict[str, Any] | None) -> Any:
-    """Open a standard stream as Python does at its start."""
+    """Open a standard stream as Python opens it when an interpreter starts."""
     if described is None:
         return None
     mode = MODES[number]
@@ -65,12 +68,12 @@ def _opened(number: int, described: dict[str, Any] | None) -> Any:
 
 
 def _handle(number: int, *, ignored: bool) -> None:
-    """Handle a signal as a program does that has just been started with it ignored or not."""
+    """Set the handler that a signal has when a Python program starts. `ignored`: the shell has ignored the signal."""
     if ignored:
         handler: Any = signal.SIG_IGN
     else:
         handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
     try:
         signal.signal(number, handler)
-    except (OSError, ValueError):  # the C library's own
+    except (OSError, ValueError):  # a signal that the C library uses itself
         return

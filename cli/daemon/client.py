@@ -1,4 +1,4 @@
-"""Let the user's server run this process's command, if there is one; this process passes signals on and waits."""
+"""Client of the user's server. A server that is running runs the command of this process in a fork."""
 
 import os
 import sys
@@ -6,16 +6,17 @@ import sys
 from sparsekv.cli.daemon.address import is_own_socket, socket_path
 
 ELSEWHERE = ("start", "stop", "models", "completion", "config")
-"""Commands that need no server, or are about it."""
+"""Commands that never run in the server."""
 APART = ("--gpus", "--ray", "--debug")
-"""Beginnings of options by which a command starts other processes, or shows all that libraries print at import."""
+"""Prefixes of options that keep a command out of the server. With them a command starts other processes, or shows all
+output of imported libraries."""
 OF_RANKS = ("SPARSEKV_RANKS", "TORCHELASTIC_RUN_ID")
 
 
 def hand_over() -> None:
     """Run this process's command in a fork of the server, and end as the command ends.
 
-    Returns if there is no server that may run it. Then nothing has been read or printed.
+    Returns without reading or printing anything if there is no server that may run the command.
     """
     path = socket_path() if _may_be_handed_over() else None
     if path is None or not is_own_socket(path):

@@ -1,6 +1,7 @@
-"""Facts of a process that a fork of the server cannot take over from the process that asks.
+"""Comparison of the server with the client, the process that the shell started for a command.
 
-A command runs in a fork only if all these facts of the two processes are equal. Otherwise its result could differ.
+A fork of the server cannot change the facts that are compared here, such as Python's options and resource limits. A
+command runs in a fork only if all these facts are equal in both processes. Otherwise its result could differ.
 """
 
 import os
@@ -50,12 +51,12 @@ OF_A_TERMINAL = (
     "KITTY_",
     "ALACRITTY_",
 )
-"""Environment variables, by name and by their beginning, that may differ: a command reads them when it runs, if at all.
-Libraries read hundreds of others when they are imported."""
+"""Environment variables that may differ between client and server, by name and by prefix. Commands read these variables
+only after the fork. Libraries read hundreds of other variables when they are imported."""
 
 
 def likeness() -> dict[str, Any]:
-    """Return the facts of this process by name."""
+    """Return the facts of this process that are compared, by name."""
     environment = QUIET | os.environ
     bound_spinning(environment)
     return {

@@ -1,4 +1,4 @@
-"""Messages between a command's process and the server: JSON behind its length, with file descriptors beside it."""
+"""Messages between client and server: the length in 8 bytes, then JSON. File descriptors are sent with the length."""
 
 import json
 import socket
@@ -6,18 +6,19 @@ import struct
 from typing import Any
 
 SERVE = "--serve-commands"
-"""Argument by which `start` calls the program as the server."""
+"""Argument with which `start` runs this program as the server."""
 ACCEPTED, REFUSED = b"A", b"R"
-"""Answers to a request. A message with the reason follows REFUSED."""
+"""Answers of the server to a request."""
 STOPPED, ENDED, KILLED = b"S", b"E", b"K"
-"""Messages about a command that has begun. A byte with the exit code or the signal follows."""
+"""Messages of the server when a command was stopped, ended, or was killed. A byte with the signal or the exit code
+follows."""
 GO = b"G"
-"""The answer to ACCEPTED, after which the command begins."""
+"""Answer of the client to ACCEPTED. The command then begins."""
 TO_ALL = 0x80
-"""Added to a signal's number that the terminal sends to all processes of a command."""
+"""Bit that is set in the number of a signal if the terminal sends the signal to all processes of a command."""
 _HEAD = struct.Struct("=Q")
-MOST = 16 << 20  # bytes of a message: arguments and environment take 6 MiB at most by default
-MOST_DESCRIPTORS = 200  # the kernel passes 253 at once
+MOST = 16 << 20  # maximum bytes of a message; by default the kernel limits arguments and environment to 6 MiB
+MOST_DESCRIPTORS = 200  # maximum number of descriptors in a message; the kernel's limit is 253
 MOST_NUMBER = 300
 """The highest number of a descriptor that a command may have open when it begins."""
 
@@ -34,7 +35,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
     Raises:
         OSError: the connection broke.
-        ValueError: there is no message, or it is no object in JSON.
+        ValueError: the message is incomplete, too long, or not a JSON object.
     """
     head, descriptors, _, _ = socket.recv_fds(connection, _HEAD.size, MOST_DESCRIPTORS)
     if len(head) != _HEAD.size or (size := _HEAD.unpack(head)[0]) > MOST:

@@ -1,4 +1,4 @@
-"""The modules, models and indices that the server loads before it forks, and whether their files have changed."""
+"""Modules, models and indices that the server loads before it forks, with a check whether their files have changed."""
 
 import importlib
 import os
@@ -34,34 +34,34 @@ LATER = (
     "uvicorn.lifespan.off",
     "uvicorn.loops.asyncio",
 )
-"""Modules that commands import only when they need them."""
+"""Modules that commands import only when they need them. The server imports them in advance."""
 
 PARALLEL = 1 << 18
-"""Elements of a tensor with which torch computes in all its threads."""
+"""Number of elements in a tensor that makes torch compute in all its threads."""
 
 GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Device files of drivers for GPUs: NVIDIA's, AMD's, and Windows' for Linux."""
 
 IMPORTABLE = re.compile(r"[^\W\d]\w*(\.py|\..*so)?|.*\.(dist|egg)-info")
-"""Names of modules, packages and descriptions of installed packages."""
+"""File names of modules, of packages, and of the metadata of installed packages."""
 
 Look = tuple[int, int, int] | frozenset[str] | None
-"""Inode, size in bytes and modification time in nanoseconds of a file, or of a folder of installed packages. The names
-of modules of another folder. None if there is nothing."""
+"""State of a path, compared to detect changes. A file or a folder of installed packages: inode, bytes, modification
+time in nanoseconds. Another folder: the names of its modules. None: nothing exists at the path."""
 UNKNOWN: Look = frozenset()
-"""The look of a file that counts as changed."""
+"""The state of a file that always counts as changed."""
 
 
 @dataclass(frozen=True)
 class Preloaded:
-    """Files that were imported as they were then, and the indices whose models are loaded."""
+    """State of the imported files when they were imported, descriptions of the open indices, and torch's threads."""
 
     files: dict[str, Look]
     described: list[str]
     threads: int
 
     def warm_up(self) -> Iterator[None]:
-        """Do in a fork what every command does, step by step: start torch's threads, and map the weights' pages."""
+        """Start torch's threads and map the memory pages of the weights, in a fork; yields after each step."""
         import torch
 
         from sparsekv.formats.device import map_pages
@@ -70,18 +70,18 @@ class Preloaded:
 
         torch.set_num_threads(self.threads)  # before another thread does: torch renews its pool after a fork
         torch.zeros(PARALLEL).add_(1)  # starts OpenMP's threads
-        restart_meter()  # a command that comes knows how busy the cores have been since
+        restart_meter()  # a later command reads how busy the cores have been since this call
         yield
         for model in kept_models():
             yield from map_pages(model.parameters())
 
     def changed(self) -> str:
-        """Return a file that has changed since it was imported, or a folder of packages; empty if there is none."""
+        """Return the path of a file or of a folder of packages that has changed since the import; "" if none has."""
         return next((path for path, seen in self.files.items() if look(path) != seen), "")
 
 
 def look(path: str) -> Look:
-    """Look at a file, or at a folder from which modules are imported."""
+    """Return the state of a file, or of a folder from which modules are imported."""
     try:
         found = os.stat(path)
         if stat.S_ISDIR(found.st_mode) and not path.endswith("-packages"):
@@ -92,7 +92,7 @@ def look(path: str) -> Look:
 
 
 def preload(indices: list[str]) -> Preloaded:
-    """Import what commands import, and load the models of indices, without a thread that computes."""
+    """Import all modules that commands import, and load the models of indices. Starts no compute threads."""
     began = time.time_ns()
     before = {path: look(path) for path in sys.path[0 if sys.flags.safe_path else 1 :]}
     for command in COMMANDS:
@@ -111,20 +111,23 @@ def preload(indices: list[str]) -> Preloaded:
 
 
 def _as_imported(path: str, began: int) -> Look:
-    """Look at a file; a file that was changed after the server began, and perhaps imported before that, is UNKNOWN."""
+    """Return the state of an imported file; UNKNOWN if the file was changed after the server began.
+
+    Python may have imported the file before that change.
+    """
     seen = look(path)
     return UNKNOWN if isinstance(seen, tuple) and seen[2] >= began else seen
 
 
 def _installed(path: str) -> bool:
-    """Whether a file is below a folder of packages, which changes when a package is installed."""
+    """Whether a file is in a folder of installed packages. The folder's own state changes at each installation."""
     return "-packages/" in path
 
 
 def _open(folder: Path, threads: int) -> str:
-    """Open an index for the forks to come, and return a description of it.
+    """Open an index for later forks, and return a description of the index.
 
-    Nothing is loaded where there is a GPU: a process that has used CUDA cannot be forked.
+    No model is loaded on a machine with a GPU, because a process that has used CUDA cannot be forked.
     """
     import transformers
 
@@ -142,7 +145,7 @@ def _open(folder: Path, threads: int) -> str:
 
 
 def _check(folder: Path, threads: int) -> None:
-    """Check an index's probe in a fork, which may use all cores. Ends this process if the check fails."""
+    """Load an index and check its stored probe in a fork. The fork may use all cores. Ends this process on failure."""
     child = os.fork()
     if child == 0:
         import torch
@@ -163,7 +166,10 @@ def _check(folder: Path, threads: int) -> None:
 
 @contextmanager
 def _low_descriptors_left() -> Iterator[None]:
-    """Open no descriptor below MOST_NUMBER within the context: a fork may need those that its shell has open."""
+    """Keep the descriptor numbers up to MOST_NUMBER occupied within the context, so that no file opened there has one.
+
+    A fork gives these numbers to the descriptors of its client.
+    """
     taken = [os.open(os.devnull, os.O_RDONLY)]
     while taken[-1] < MOST_NUMBER:
         taken.append(os.dup(taken[0]))

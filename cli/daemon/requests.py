@@ -1,4 +1,4 @@
-"""Ask a server for its state, or to end."""
+"""Requests to a server: return its status, or end."""
 
 import os
 import select
@@ -10,16 +10,16 @@ from sparsekv.cli.daemon.address import is_own_peer, is_own_socket
 from sparsekv.cli.daemon.messages import receive, send
 from sparsekv.formats.errors import SparsekvError
 
-PATIENCE = 10.0  # seconds
+PATIENCE = 10.0  # seconds to wait for a server's answer, and for its end
 
 
 def status(path: str) -> dict[str, Any] | None:
-    """Return what the server at a path tells of itself; None if there is none."""
+    """Return the status of the server at a path; None if there is no server."""
     return _answer(path, "status")
 
 
 def stop(path: str) -> bool:
-    """End the server at a path; commands that it runs go on. Returns whether there was one.
+    """End the server at a path; commands that it runs go on. Returns whether there was a server.
 
     Raises:
         SparsekvError: the server does not end.

@@ -1,8 +1,9 @@
-"""The server: a process with all imports done, which forks for each command. Nothing computes before a fork.
+"""The server: a process that has imported all modules and forks for each command. It computes nothing before a fork.
 
-One fork, the watcher, waits for a connection and reads the request. The watcher's own fork waits for the watcher, and
-becomes the command. The watcher passes signals on to it, and tells how it ended. Both are forked before a request
-comes, so a request does not wait for a fork.
+The client is the process that the shell started for a command. A fork of the server, the watcher, waits for a client's
+connection and reads the request. A fork of the watcher, the child, waits for the watcher and then runs the command. The
+watcher passes signals on to the child, and reports to the client how the child ended. Watcher and child are forked
+before a request comes, so a request does not wait for a fork.
 """
 
 import ctypes
@@ -35,18 +36,18 @@ from sparsekv.cli.daemon.preloading import Preloaded, preload
 from sparsekv.formats.errors import SparsekvError, UsageError, reason_of
 
 _PARENT_DIED = 1  # PR_SET_PDEATHSIG: prctl's option for a signal when the parent process dies
-WAITING = 128  # connections that wait to be accepted
-PATIENCE = 5.0  # seconds for a request to come whole
-PAUSE = 0.1  # seconds until the next fork when one was killed
+WAITING = 128  # maximum number of connections that wait to be accepted
+PATIENCE = 5.0  # seconds within which a request must be complete
+PAUSE = 0.1  # seconds until the next fork after a spare watcher was killed
 
 
 def serve(path: str, idle: float, indices: list[str]) -> None:
-    """Serve commands until SIGTERM, or until none came for `idle` seconds.
+    """Serve commands until SIGTERM, or until no command came for `idle` seconds.
 
-    Returns in a command's process only, which is then ready to run `sys.argv`.
+    Returns only in the process of a command, which must then run `sys.argv`.
 
     Raises:
-        SparsekvError: the socket cannot be made, another server has it, or the imports leave threads.
+        SparsekvError: the socket cannot be made, another server holds the lock, or imported modules have threads.
     """
     with _only_server(path):
         own, environment, files = likeness(), dict(os.environ), resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -79,7 +80,7 @@ def _refuse_threads() -> None:
 
 @contextmanager
 def _only_server(path: str) -> Iterator[None]:
-    """Hold the lock beside a socket's path. The kernel releases it when this process and its forks have ended."""
+    """Hold the lock file beside a socket's path. The kernel releases the lock when this process ends."""
     refuse_occupied(path)
     refuse_missing_folder(path)
     try:
@@ -88,19 +89,19 @@ def _only_server(path: str) -> Iterator[None]:
     except OSError as error:
         raise UsageError(f"{path}: {reason_of(error)}; {REMEDY}") from None
     try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process: forks do not inherit it
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # forks do not inherit this lock
     except OSError:
         raise SparsekvError(f"another server is starting at {path}; wait for it") from None
     try:
         refuse_listener(path)
         yield
     finally:
-        os.close(lock)  # and not removed: another server may have opened it already
+        os.close(lock)  # the file is not removed, because another server may have opened it already
 
 
 @contextmanager
 def _listening(path: str) -> Iterator[socket.socket]:
-    """Listen at a path, in place of a server that is gone. Only this user may connect."""
+    """Listen at a path; replace the socket of an ended server. Only this user may connect."""
     listener, fresh = socket.socket(socket.AF_UNIX), f"{path}.{os.getpid()}"
     umask = os.umask(0o177)
     try:
@@ -118,7 +119,7 @@ def _listening(path: str) -> Iterator[socket.socket]:
 
 
 def _refuse_replacing(path: str, fresh: str) -> None:
-    """Raise UsageError, and remove the fresh socket, if something else has come to a path meanwhile."""
+    """Raise UsageError and remove the fresh socket if another file was made at a path meanwhile."""
     try:
         refuse_occupied(path)
     except UsageError:
@@ -127,7 +128,7 @@ def _refuse_replacing(path: str, fresh: str) -> None:
 
 
 def _leave_terminal() -> None:
-    """Let go of the folder and the streams of the shell that started the server."""
+    """Leave the current folder and the terminal of the shell that started the server, for / and /dev/null."""
     os.chdir("/")
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
@@ -140,7 +141,7 @@ Request = tuple[dict[str, Any], list[int]]
 
 @dataclass
 class _Server:
-    """Keeps one spare watcher with its child, and forks the next when a request has taken them.
+    """Keeps one spare watcher with its child. Forks the next watcher when the spare one takes a request.
 
     idle: seconds without a request after which the server ends.
     """
@@ -155,9 +156,9 @@ class _Server:
     requests: int = 0
 
     def run(self) -> Request:
-        """Serve until the server's end. Returns in a process that is to run a command."""
+        """Serve until the server ends. Returns only in a fork that must run a command."""
         inode = os.lstat(self.path).st_ino
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # watchers leave nothing behind
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # watchers that have ended leave no zombies
         signal.signal(signal.SIGTERM, lambda number, frame: _end(self.path, inode))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         while True:
@@ -187,7 +188,7 @@ class _Server:
 
 
 def _end(path: str, inode: int) -> NoReturn:
-    """End the server, and take its socket away unless another server has replaced it."""
+    """End the server. Remove its socket, unless another server has replaced the socket."""
     with suppress(OSError):
         if os.lstat(path).st_ino == inode:
             remove_own_socket(path)
@@ -195,7 +196,8 @@ def _end(path: str, inode: int) -> NoReturn:
 
 
 def _own_memory(pid: int) -> int:
-    """Return the bytes of memory that only a process and its forks hold; 0 if the kernel does not tell."""
+    """Return the proportional set size of a process in bytes: shared pages are divided by the number of processes that
+    share them. 0 if the kernel does not report it."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -204,7 +206,7 @@ def _own_memory(pid: int) -> int:
 
 
 def _spare(server: _Server, take: int) -> Request:
-    """Be a watcher that waits for a request. Returns in its child, which is to run the request's command."""
+    """Wait for a request as the watcher. Returns only in the watcher's child, which must run the request's command."""
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     os.setsid()
@@ -228,7 +230,7 @@ def _spare(server: _Server, take: int) -> Request:
 
 
 def _wait_for_request(watcher: socket.socket, pid: int, preloaded: Preloaded) -> Request:
-    """Wait in a watcher's child, which has a process group of its own, until the watcher passes a request on."""
+    """Wait in a watcher's child, in a new process group, until the watcher passes a request on; return the request."""
     os.setpgid(0, 0)
     _end_with_parent(pid, signal.SIGKILL)
     with watcher:
@@ -261,7 +263,10 @@ def _watch(server: _Server, connection: socket.socket, own: socket.socket, child
 
 
 def _accept(server: _Server, connection: socket.socket, request: dict[str, Any]) -> bool:
-    """Whether a command may run in a fork of this server, and its process still waits for it."""
+    """Accept or refuse a command; return whether the command was accepted and its client still waits.
+
+    A server ends if a file that it has imported has changed.
+    """
     if changed := server.preloaded.changed():
         os.kill(server.pid, signal.SIGTERM)
     if changed or differing(server.likeness, request["likeness"]) is not None:
@@ -272,17 +277,17 @@ def _accept(server: _Server, connection: socket.socket, request: dict[str, Any])
 
 
 def _end_with_parent(parent: int, number: int) -> None:
-    """Let the kernel send this process a signal when its parent ends; 0 for none."""
+    """Let the kernel send signal `number` to this process when its parent ends; 0: no signal."""
     ctypes.CDLL(None).prctl(_PARENT_DIED, number)
-    if number and os.getppid() != parent:  # it died before prctl
+    if number and os.getppid() != parent:  # the parent ended before prctl
         os._exit(1)
 
 
 @dataclass
 class _Watcher:
-    """Passes signals of the shell's process on to the command, and tells that process how the command stops and ends.
+    """Passes the client's signals on to the command, and reports to the client when the command stops or ends.
 
-    The command ends if that process is gone.
+    The command is killed if the client is gone.
     """
 
     connection: socket.socket
@@ -304,7 +309,7 @@ class _Watcher:
                 ended = True
 
     def _pass_on(self) -> bool:
-        """Pass signals on. Returns False if the shell's process is gone."""
+        """Pass received signals on to the command. Returns False if the client is gone."""
         try:
             numbers = self.connection.recv(64)
         except OSError:
@@ -315,7 +320,7 @@ class _Watcher:
         return bool(numbers)
 
     def _told(self) -> bool:
-        """Tell how the child has stopped or ended since the last call. Returns whether it has ended."""
+        """Report to the client how the child has stopped or ended since the last call. Returns whether it has ended."""
         while True:
             child, status = os.waitpid(self.child, os.WNOHANG | os.WUNTRACED)
             if not child:

@@ -1,5 +1,5 @@
-"""The process of a command that the server runs: it passes signals on, stops when the command stops, and ends as the
-command ends."""
+"""The client, the process that the shell started, while the server runs its command. The client passes signals on,
+stops when the command stops, and ends with the command's exit code or signal."""
 
 import os
 import resource
@@ -25,7 +25,7 @@ from sparsekv.cli.daemon.messages import (
     send,
 )
 
-PATIENCE = 5.0  # seconds until a server that does not answer is left alone
+PATIENCE = 5.0  # seconds after which this process runs the command itself if the server does not answer
 OF_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGWINCH, signal.SIGHUP)
 """Signals that a terminal sends to all processes of a command."""
 PASSED_ON = (*OF_TERMINAL, signal.SIGTERM, signal.SIGCONT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
@@ -34,7 +34,7 @@ READS_TERMINAL = "chat"
 
 
 def run_by(path: str) -> None:
-    """Run the command by the server at `path`. Returns if the server does not answer, or may not run this command."""
+    """Let the server at `path` run the command. Returns if the server does not answer or may not run this command."""
     if _in_background():
         return
     descriptors = _inherited()
@@ -95,17 +95,17 @@ def _described(stream: object) -> dict[str, object] | None:
 
 
 def _inherited() -> list[int]:
-    """Return the descriptors that this process got when it was started. Python's own are closed in a new program."""
+    """Return the inheritable descriptors: those that this process got at its start. Python opens none of this kind."""
     found = []
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the listing's own descriptor
+        with suppress(OSError):  # the descriptor of the listing itself is closed by now
             if os.get_inheritable(int(name)):
                 found.append(int(name))
     return sorted(found)
 
 
 class _Passing:
-    """Passes signals on to the server; keeps those that come before the command has begun."""
+    """Passes signals on to the server; stores the signals that come before the command has begun."""
 
     def __init__(self, connection: socket.socket):
         self._connection, self._begun = connection, False
@@ -116,13 +116,13 @@ class _Passing:
             self.early.append(number)
             return
         if number == signal.SIGCONT and READS_TERMINAL in sys.argv and _in_background():
-            stop_by(signal.SIGTTIN)  # which the kernel does when a process in the background reads the terminal
+            stop_by(signal.SIGTTIN)  # as the kernel stops a process in the background that reads the terminal
             return
         with suppress(OSError):  # the server is gone; `_wait` reports it
             self._connection.sendall(bytes([number | (TO_ALL if number in OF_TERMINAL else 0)]))
 
     def begin(self) -> None:
-        """Pass on the signals that came early, and all from now on."""
+        """Pass on the stored signals, and from now on each signal as it comes."""
         self._begun = True
         for number in self.early:
             self.take(number, None)
@@ -130,7 +130,7 @@ class _Passing:
 
 @contextmanager
 def _passing_on(connection: socket.socket) -> Iterator[_Passing]:
-    """Take signals within the context, but for those that are ignored. Those that came are raised after it."""
+    """Handle the signals that are not ignored within the context. Stored signals are raised again after the context."""
     passing = _Passing(connection)
     before = {number: signal.getsignal(number) for number in PASSED_ON}
     taken = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
@@ -146,7 +146,10 @@ def _passing_on(connection: socket.socket) -> Iterator[_Passing]:
 
 
 def _in_background() -> bool:
-    """Whether this process may not read the terminal. The kernel would stop it, but not a fork of the server."""
+    """Whether this process is in the background of its terminal.
+
+    The kernel stops a process in the background that reads the terminal, but would not stop a fork of the server.
+    """
     try:
         return os.tcgetpgrp(0) != os.getpgrp()
     except OSError:
@@ -154,7 +157,7 @@ def _in_background() -> bool:
 
 
 def _wait(connection: socket.socket, passing: _Passing) -> NoReturn:
-    """End as the command ends; stop whenever it stops."""
+    """Stop when the command stops; end with the command's exit code or signal."""
     while True:
         try:
             told = connection.recv(2, socket.MSG_WAITALL)
@@ -162,7 +165,7 @@ def _wait(connection: socket.socket, passing: _Passing) -> NoReturn:
             told = b""
         if told[:1] == STOPPED:
             stop_by(told[1])
-            passing.take(signal.SIGCONT, None)  # also if the kernel has not stopped a process that nobody could resume
+            passing.take(signal.SIGCONT, None)  # also if `stop_by` returned at once, because the shell is gone
         elif told[:1] == ENDED:
             os._exit(told[1])
         elif told[:1] == KILLED:
@@ -175,7 +178,7 @@ def _wait(connection: socket.socket, passing: _Passing) -> NoReturn:
 def stop_by(number: int) -> None:
     """Stop this process by a signal until SIGCONT comes.
 
-    The kernel does not stop a process whose shell is gone.
+    Returns at once if the kernel does not stop this process, because its shell is gone.
     """
     before = signal.getsignal(number)
     if number != signal.SIGSTOP:
@@ -186,7 +189,7 @@ def stop_by(number: int) -> None:
 
 
 def _be_killed(number: int) -> NoReturn:
-    """End by the signal that ended the command."""
+    """End this process by the signal that killed the command."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""One process (rank) of a distributed command: it joins the other ranks, and refuses options that need one process.
+"""One process (rank) of a distributed command. A rank joins the other ranks, and refuses options that need one process.
 
 Only the first rank prints results.
 """
@@ -24,7 +24,7 @@ _stderr = -1
 
 
 def enter(place: Place) -> None:
-    """Set up a rank: it ends if the launcher dies, and prints nothing unless it is the first rank.
+    """Set up this process as a rank. The rank ends if the launcher dies. Output of all but the first rank is discarded.
 
     Raises:
         UsageError: the command runs only as one process.
@@ -80,7 +80,7 @@ def join_ranks(device: str) -> "Ranks | None":
 
 
 def refuse_with_ranks(given: Mapping[str, object]) -> None:
-    """Raise UsageError for the first of these options that the user has set. They work only in one process."""
+    """Raise UsageError for the first of these options that the user has set. They need a single process."""
     for option, value in given.items():
         if value:
             raise UsageError(f"with several ranks there is no {option}; leave it out, or --gpus")

@@ -1,5 +1,5 @@
-"""`sparsekv --gpus N COMMAND`: start N processes on one machine that run one command together, and end them all if
-one fails."""
+"""`sparsekv --gpus N COMMAND`: start N processes (ranks) on one machine that run one command together. If one fails,
+all are ended."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from sparsekv.formats.distributed.process import FOLDER, LAUNCHER, TOLD, own_pla
 from sparsekv.formats.errors import SparsekvError, UsageError
 
 GRACE = 5.0  # seconds for the other ranks to end by themselves after one has failed, or after Ctrl-C
-PASSED_ON = 3.0  # seconds until Ctrl-C is sent to the first rank, in case only this process got it
+PASSED_ON = 3.0  # seconds until SIGINT is sent to the first rank, in case only this process got Ctrl-C
 PAUSE = 0.05  # seconds between two polls of the ranks
 
 Rank = subprocess.Popen[bytes]
@@ -63,7 +63,7 @@ def run_ranks(size: int, arguments: Sequence[str]) -> int:
 
 
 def _told(file: Path) -> int | None:
-    """Return the index of the rank that reported an error to the user; None if no rank has."""
+    """Return the number of the rank that reported an error to the user; None if no rank has reported one."""
     try:
         return int(file.read_text() or 0)
     except OSError:
@@ -90,7 +90,7 @@ def _start_rank(number: int, size: int, arguments: Sequence[str], folder: str) -
 
 @dataclass
 class _End:
-    """The user's request to end the run: its exit code, which is 0 before a request, and the time of the request."""
+    """The user's request to end the run: the exit code (0: no request yet), and the time of the request."""
 
     code: int = 0
     asked: float = float("inf")
@@ -104,7 +104,7 @@ class _End:
 def _ends() -> Iterator[_End]:
     """Record Ctrl-C and SIGTERM within the context.
 
-    A terminal also sends Ctrl-C to the ranks. The first rank then reports which results are kept.
+    A terminal sends Ctrl-C also to the ranks. The first rank then reports which results are kept.
     """
     end = _End()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -119,7 +119,7 @@ def _ends() -> Iterator[_End]:
 
 
 def _wait(ranks: Sequence[Rank], end: _End) -> int | None:
-    """Wait for the ranks, and return the index of the first rank that failed, or None.
+    """Wait for the ranks, and return the number of the first rank that failed, or None.
 
     After a failure the other ranks get `GRACE` seconds to end by themselves.
     """
@@ -135,17 +135,17 @@ def _wait(ranks: Sequence[Rank], end: _End) -> int | None:
 
 
 def _failed(ranks: Sequence[Rank]) -> int | None:
-    """Return the index of a rank that failed, or None.
+    """Return the number of a rank that failed, or None.
 
-    A rank that was killed by a signal is returned first, because other ranks may fail only as a consequence.
+    A rank that was killed by a signal is preferred, because other ranks may fail only as a consequence.
     """
-    # Poll every rank: a rank may have ended while an earlier one waits for it.
+    # All ranks are polled, because a rank may have ended while a rank of lower number waits for it.
     codes = {number: code for number, rank in enumerate(ranks) if (code := rank.poll())}
     return min(codes, key=lambda number: codes[number], default=None)
 
 
 def _stop(ranks: Sequence[Rank]) -> None:
-    """End the ranks that still run. This is safe at any time: it does not damage an index."""
+    """End the ranks that still run. Ending a rank never damages an index."""
     for rank in ranks:
         if rank.poll() is None:
             rank.terminate()
@@ -170,7 +170,7 @@ def refuse_other_commands(arguments: Sequence[str]) -> None:
 def _start_processes(size: int | None) -> int | None:
     """Run the command as ranks, and exit with their exit code.
 
-    If the command runs as one process, or only prints help, only return `size`.
+    Without ranks (`size` is None or 1), and for help, return `size` and do nothing.
     """
     if size is None or size == 1:
         return size

@@ -37,15 +37,15 @@ DEFAULT_BUDGETS = ["0.05", "0.1"]
 BUILDING = {f"the index of {name}": indexer for name, indexer in indexers().items()} | {
     f"--prefill {name}": prefill for name, prefill in prefills().items()
 }
-"""Indexers and prefills by their names in --help. Their parameters become options, as those of the methods do."""
+"""Indexers and prefills by their names in --help. Their parameters become options, like the methods' parameters."""
 
 
 QUESTION_OPTIONS = ("--question-prefill", "--question-budget")
 
 
 def chosen_methods(names: list[str]) -> dict[str, type[Method]]:
-    """Return the named methods, or without names all methods whose index can be built. The result is empty if only
-    `dense` is named, which always runs."""
+    """Return the named methods, or without names all methods whose index can be built. `dense` is left out, because
+    dense attention always runs."""
     others = [name for name in names if name != DENSE]
     if names and not others:
         return {}
@@ -54,8 +54,8 @@ def chosen_methods(names: list[str]) -> dict[str, type[Method]]:
 
 
 def asking_method(name: str) -> dict[str, type[Method]]:
-    """Return the method that `--question-prefill` names, by its name; empty for `dense` and `own`. Raises UsageError
-    for `all`, and for a method that does not exist or has no index to build."""
+    """Return the method of `--question-prefill` by its name; an empty dict for `dense` and `own`. Raises UsageError for
+    `all`, and for a method that does not exist or whose index cannot be built."""
     if name == "all":
         raise UsageError(f"{QUESTION_OPTIONS[0]} all: name one method, or dense or own")
     if name in (Own.name, DENSE):
@@ -68,8 +68,8 @@ def asking_method(name: str) -> dict[str, type[Method]]:
 
 
 def needed_indexers(names: list[str], *, residual: bool) -> dict[str, type[Indexer]]:
-    """Return the indexers of the named methods that have one. With `residual`, also return the default indexers,
-    because it uses their centroids."""
+    """Return the indexers of the named methods that have an index. With `residual`, also return the default indexers,
+    because a residual uses their centroids."""
     known = indexers()
     wanted = [name for name in names if name in known] + (choose_indexers([]) if residual else [])
     return {name: known[name] for name in dict.fromkeys(wanted)}
@@ -198,7 +198,7 @@ class EvalOptions:
         refuse_unwritable_html(self.html)
 
     def inputs(self) -> Inputs:
-        """Read the texts to ask about, and the questions. Raises the errors of `Inputs.read`."""
+        """Read the texts and the questions. Raises the errors of `Inputs.read`."""
         return Inputs.read(
             self.document,
             self.task or [],

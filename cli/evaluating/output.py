@@ -44,8 +44,7 @@ def print_rows(
 
 
 def note_few_contexts(rows: Sequence[Score], *, quiet: bool) -> None:
-    """Print a note if the contexts are so few that the confidence intervals are too narrow. Other contexts would
-    then differ by more than the intervals' width."""
+    """Print a note if there are fewer than FEW_CONTEXTS contexts. The confidence intervals are then too narrow."""
     fewest = min(rows, key=lambda row: row.contexts)
     if fewest.contexts < FEW_CONTEXTS:
         counted = _counted(fewest)

@@ -1,4 +1,4 @@
-"""Plot an evaluation: scores against the share of keys and values read, and needles by length and depth."""
+"""Plot an evaluation: scores against the KV fraction, and scores of needles by length and depth."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +17,9 @@ Line = tuple[str, str, str]
 
 def plot_scores(rows: Sequence[Score], cells: Sequence[Cell], title: str, path: Path) -> None:
     """Plot scores, one panel per task and length. A method is a line with confidence intervals. Dense attention is a
-    dashed line in a band of its interval.
+    dashed line with its interval as a band.
 
-    Below, `cells` are drawn as maps of length by depth, one for each task, method, budget and prefill.
+    Below the scores, `cells` are drawn as maps of length by depth, one for each task, method, budget and prefill.
 
     Raises:
         SparsekvError: the picture cannot be written.

@@ -1,4 +1,4 @@
-"""The settings by which `eval` answers questions, and the workers of a Ray cluster that answer them."""
+"""The settings of an evaluation by `eval`, and the workers of a Ray cluster that answer its questions."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from sparsekv.runtime.selection.registry import configure, refuse_unused
 
 @dataclass(frozen=True)
 class EvalRecipe:
-    """The settings by which `eval` answers questions, and the folder `work` for the answers."""
+    """The settings of an evaluation by `eval`, parsed from its options. Answers go to the folder `work`."""
 
     options: EvalOptions
     work: Path
@@ -102,8 +102,8 @@ class EvalRecipe:
 
 
 class AnswerWorker(RayWorker[EvalRecipe, Context]):
-    """A Ray worker that holds a model and answers the questions of a context. The answers go to a separate part of
-    the work folder."""
+    """A Ray worker that has loaded a model and answers the questions of one context at a time. The answers of a context
+    go to a separate subfolder of the work folder."""
 
     command = "eval"
     comparison: Comparison
@@ -148,9 +148,9 @@ def answer_by_ray(
             show("contexts", done, len(missing))
         others = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
         if failures:
-            raise SparsekvError(f"{failures[0]}{others}; the same command asks again what is not answered")
+            raise SparsekvError(f"{failures[0]}{others}; run the same command again to ask the other questions")
         if unanswered(comparison, contexts, answers, recipe.work):
             raise SparsekvError(
-                "the workers have another device or dtype than this process, so that their answers are not those asked "
-                "for; give --device and --dtype"
+                "the workers have another device or dtype than this process, so that their answers do not count; give "
+                "--device and --dtype"
             )

@@ -1,4 +1,4 @@
-"""Write self-contained HTML pages, with data, style and script in one file. Also the option `--html`."""
+"""Write self-contained HTML pages with data, style and script in one file, and define the option `--html`."""
 
 import base64
 import hashlib
@@ -29,17 +29,18 @@ ONE, NONE, OTHER = 63_001, 65_534, 65_535
 
 
 def whole_column(values: Sequence[int]) -> dict[str, str]:
-    """Encode whole numbers from 0 on in base64, little-endian. Each takes 1, 2 or 4 bytes, as the largest number
-    needs."""
+    """Encode whole numbers of at least 0 in base64, little-endian. The largest number determines the bytes of each
+    number: 1, 2 or 4."""
     array = np.asarray(values, np.int64)
     size = next(size for size in (1, 2, 4) if array.max(initial=0) < 1 << 8 * size)
     return {"type": f"u{size}", "data": _base64(array.astype(f"<u{size}"))}
 
 
 def share_column(values: Sequence[float | None]) -> dict[str, str]:
-    """Encode shares in base64 without loss. A share from 1e-7 on with at most four significant digits takes two bytes.
+    """Encode shares in base64 without loss.
 
-    Other values follow in order as float64. None keeps a code of its own.
+    A share of at least 1e-7 with up to four significant digits takes two bytes. Other shares are appended as float64,
+    in their order. None has a code of its own.
     """
     array = np.asarray([np.nan if value is None else value for value in values], np.float64)
     codes = np.where(np.isnan(array), NONE, OTHER).astype("<u2")
@@ -78,9 +79,9 @@ class Page:
 
 
 def page_html(page: Page) -> str:
-    """Render the whole HTML of a page. Its content security policy lets only its own script and style run or load.
+    """Render the HTML of a page. The content security policy of the page allows only the page's own script and style.
 
-    Every `<` in the data is escaped, so that no text in the data can end the script element.
+    Each `<` in the data is escaped, so that no text in the data can end the script element.
     """
     style, script = (
         _joined(STYLES + page.styles),
@@ -142,7 +143,7 @@ def _is_ours(path: Path, begins: str) -> bool:
 def replace_file(path: Path, text: str, option: str, what: str) -> int:
     """Replace a file atomically, and return its size in bytes.
 
-    A hidden temporary file is written in its folder and renamed. If the path is a link, the link's target is replaced.
+    A hidden temporary file is written in the same folder and renamed. If the path is a link, its target is replaced.
 
     Raises:
         SparsekvError: the file cannot be written; the old file stays.
@@ -230,5 +231,5 @@ def budget_text(budget: float | int | None) -> str:
 
 
 def report_page(title: str, data: Any, *scripts: str) -> Page:
-    """Return the page of a report. Scripts of its own build the page from the data."""
+    """Return the page of a report. The given scripts build its content from the data."""
     return Page(f"{title} \u2013 sparsekv", data, REPORT_STYLES, (*REPORT_SCRIPTS, *scripts))

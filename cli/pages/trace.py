@@ -1,4 +1,4 @@
-"""Write traces as a self-contained HTML page, which packs them without loss, or as JSON."""
+"""Write traces as JSON, or as a self-contained HTML page with losslessly packed data."""
 
 import math
 from collections.abc import Callable
@@ -36,8 +36,8 @@ def packed_trace(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prompt(passages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Pack the prompt: its text in one piece, and where tokens and passages begin. Lengths are in UTF-16 units, as
-    in JavaScript."""
+    """Pack the prompt: the whole text, the length of each token, and the start and number of tokens of each passage.
+    Lengths are in UTF-16 units, as in JavaScript."""
     tokens = [token for passage in passages for token in passage["tokens"]]
     return {
         "text": "".join(tokens),
@@ -50,7 +50,7 @@ def _prompt(passages: list[dict[str, Any]]) -> dict[str, Any]:
 def _group(
     rows: list[dict[str, Any]], keys: tuple[str, ...], measures: tuple[str, ...], token_lists: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Pack rows column by column. The lists of all rows are concatenated, with the length of each row's list."""
+    """Pack rows column by column. The lists of all rows are concatenated, with the length of each list beside them."""
     return {
         **{key: whole_column([row[key] for row in rows]) for key in keys},
         **{name: share_column([row[name] for row in rows]) for name in SHARES + measures},
@@ -89,7 +89,7 @@ SCRIPTS = (
 
 
 def write_trace_page(document: dict[str, Any], path: Path) -> int:
-    """Write a trace, in the form that `sparsekv trace --json` prints, as an HTML page. Returns its size in bytes.
+    """Write a trace as an HTML page, and return its size in bytes. `document` is the output of `sparsekv trace --json`.
 
     Raises:
         UsageError: the file name is not valid, or its folder is missing.
@@ -104,8 +104,8 @@ START = '{"version": '
 
 
 def write_json(document: dict[str, Any], path: Path) -> int:
-    """Write a trace as JSON, whole or not at all, and return its size in bytes. Raises SparsekvError if it cannot be
-    written."""
+    """Write a trace as JSON, whole or not at all, and return its size in bytes. Raises SparsekvError if writing
+    fails."""
     return replace_file(path, json_text(document) + "\n", "--output", "trace")
 
 
@@ -134,8 +134,8 @@ def refuse_unwritable(output: Path | None, option: str = "--output") -> None:
 
 
 def write(document: dict[str, Any], output: Path) -> int:
-    """Write a trace in the format of the file's ending, and return its size in bytes. Raises what the format's
-    writer raises."""
+    """Write a trace in the format of the file's ending, and return its size in bytes. Raises the errors of the
+    format's function in WRITERS."""
     return WRITERS[output.suffix.lower()](document, output)
 
 
@@ -147,16 +147,16 @@ def say_json(document: dict[str, Any]) -> int:
 
 
 def describe_size(document: dict[str, Any], size: int | None) -> str:
-    """Describe in one line how much was recorded. If the trace was written or printed, the line also has its size in
-    bytes."""
+    """Return a line with the numbers of records, tokens, layers and KV heads of a trace. `size` is the number of bytes
+    that were written or printed; None: nothing was."""
     counts = len(document["answer_tokens"]), len(document["layers"]), document["kv_heads"]
     recorded = "{:,} records of {:,} tokens, {} layers and {} KV heads".format(len(document["records"]), *counts)
     return f"{recorded}, {size:,} bytes" if size is not None else f"{recorded}; -o FILE or --json keeps them"
 
 
 def describe_without(found: dict[str, Any]) -> str:
-    """Describe in one line the answer that the model gives while the passages of `--without` are hidden, and how much
-    less or more likely the first answer is then."""
+    """Return a line with the answer that the model gives while the passages of `--without` are hidden. The line also
+    states how much less or more likely the first answer is then."""
     shown, hidden = found["log_probability"]
     change = math.exp(min(abs(hidden - shown), LARGEST_DIFFERENCE))
     likely = f"{change:,.3g} times {'less' if hidden < shown else 'more'} likely"

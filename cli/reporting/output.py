@@ -43,7 +43,7 @@ def legend(rows: Sequence[RecallRow]) -> list[str]:
 
 
 def _odd(rows: Sequence[RecallRow]) -> list[str]:
-    """Return an explanation of each surprising value that a row has."""
+    """Return explanations of surprising values in the rows."""
     bounds = [row for row in rows if methods()[row.method].is_bound]
     usable = [row for row in rows if row not in bounds]
     all_keys = [row for row in usable if methods()[row.method].reads_all_keys]
@@ -86,7 +86,7 @@ RIVALS = 3
 
 
 def report_record(report: RecallReport, rows: Sequence[RecallRow], within: float) -> dict[str, Any]:
-    """Return the whole report, with these rows, as --json prints it."""
+    """Return the record that --json prints: the whole report with these rows."""
     best, records = report.best_within(within), row_records(rows)
     lowest = next((record for row, record in zip(rows, records, strict=True) if row == best), None)
     about = {field.name: getattr(report, field.name) for field in fields(report) if field.name != "rows"}
@@ -100,11 +100,11 @@ def print_csv(rows: Sequence[RecallRow]) -> None:
 
 
 def print_report(report: RecallReport, groups: Sequence[str], within: float, stored: str | None, answers: str) -> None:
-    """Print the table, its legend, the row of least error that reads at most `within`, and how to measure right
-    answers.
+    """Print the table, its legend, a sentence about the best row, and the lines `stored` and `answers`.
 
     Args:
-        groups: the columns that rows are grouped by, of `layer` and `kv_head`.
+        groups: the columns by which rows are grouped: `layer`, `kv_head`, both or none.
+        within: largest kv fraction of the best row, which is the row with the least error.
         stored: the result of `stored_line`.
         answers: the result of `answers_line`.
     """
@@ -121,8 +121,8 @@ def print_report(report: RecallReport, groups: Sequence[str], within: float, sto
 
 
 def answers_line(artifact: Artifact, report: RecallReport, within: float) -> str:
-    """Return a sentence that names the `eval` command for the best methods that read at most `within`. The output error
-    does not tell how many answers are right; only `eval` counts them."""
+    """Return a sentence with the `eval` command for the methods of least error at a kv fraction up to `within`. The
+    report's error is not a rate of right answers; only `eval` counts right answers."""
     ranked = [row for row in report.ranked_within(within) if row.kv_fraction]
     rivals = [row for row in ranked if row.output_error <= RIVALS * ranked[0].output_error]
     names = list(dict.fromkeys(row.method for row in rivals))[:ANSWERING]
@@ -132,8 +132,8 @@ def answers_line(artifact: Artifact, report: RecallReport, within: float) -> str
 
 
 def lacking_line(artifact: Artifact) -> str:
-    """Return a line with the methods that have no index, and with the command that adds one. Empty if the index has
-    all."""
+    """Return a line with the methods that the index lacks, and the command that adds the first of them. Empty if the
+    index has all methods."""
     known = {name: indexer for name, indexer in indexers().items() if name not in artifact.manifest.methods}
     # The cheapest methods come first: small files, and an index that can append tokens.
     lacking = sorted(known, key=lambda name: (known[name]().bytes_per_token(128), not known[name].takes_tokens))
@@ -142,7 +142,7 @@ def lacking_line(artifact: Artifact) -> str:
 
 
 def _built_by(artifact: Artifact, names: Sequence[str]) -> list[str]:
-    """Return the options of `build-index` by which the named methods' part of the index was built."""
+    """Return the options of `build-index` with which the index of the named methods was built."""
     records, known = artifact.manifest.methods, indexers()
     here = [name for name in names if name in records and name in known]
     try:
@@ -152,8 +152,8 @@ def _built_by(artifact: Artifact, names: Sequence[str]) -> list[str]:
 
 
 def best_line(best: RecallRow | None, within: float, *, shared: bool) -> str:
-    """Return a sentence about the row of least error that reads at most `within`. `shared`: rows have several
-    queries each."""
+    """Return a sentence about the row of least error at a kv fraction up to `within`; None: no row reads so little.
+    `shared`: some rows are of several queries together."""
     if best is None:
         return f"Nothing here reads as little as {within:g} (--within) of the document's keys and values."
     return (
@@ -176,7 +176,7 @@ def _table(report: RecallReport, rows: Sequence[RecallRow], groups: Sequence[str
     shared = ["together"] if any(row.together > 1 for row in rows) else []
     optional = [name for name in OPTIONAL_COLUMNS if any(getattr(row, name) is not None for row in rows)]
     table.add_column("")
-    # A narrow terminal may break a form's name between words, but never inside a word.
+    # A narrow terminal may break the name of a method's variant between words, but never inside a word.
     longest = max((len(word) for row in rows for word in f"{row.method} {row.variant}".split()), default=0)
     table.add_column("method", vertical="bottom", min_width=longest)
     for name in [*shared, *groups]:
@@ -202,11 +202,11 @@ def _number(value: float | None, form: str) -> str:
 
 
 MAPPED = ("recall", "output_error")
-"""Measures that the HTML page draws by layer and head."""
+"""Fields of a row that the HTML page draws by layer and head."""
 
 
 def recall_page(report: RecallReport, within: float, answers: str) -> Page:
-    """Render the HTML page. Its rows are those of --json over all layers and heads, in the table's order.
+    """Render the HTML page. Its rows are averages over all layers and heads, in the order of the table.
 
     Args:
         answers: a sentence about how right answers are measured.
@@ -220,8 +220,7 @@ def recall_page(report: RecallReport, within: float, answers: str) -> Page:
 
 
 def _maps(report: RecallReport, rows: Sequence[RecallRow]) -> dict[str, Any]:
-    """Return the layers, the KV heads, and the values of each row. The values are lists [layers][heads], one per
-    measure."""
+    """Return the layers, the KV heads, and for each row a map of each field in MAPPED, as lists [layers][heads]."""
     detail = report.by("layer", "kv_head")
     layers, heads = (sorted({getattr(row, name) for row in detail}) for name in ("layer", "kv_head"))
     known = {(_line(row), row.layer, row.kv_head): row for row in detail}

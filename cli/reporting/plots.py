@@ -1,4 +1,4 @@
-"""Plot a recall report: error and recall against the share read, and recall by layer and head."""
+"""Plot a recall report: error and recall against the KV fraction, and recall by layer and head."""
 
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from sparsekv.runtime.selection.registry import methods
 SHOWN_SHARE = 0.05  # the heat map shows recall at the measured budget nearest to this share
 SLIDE = (16, 9)  # inches
 SHARES = (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
-"""Ticks of the axis of shares read. The axis is linear below the second tick."""
+"""Ticks of the axis of KV fractions. The axis is linear below the second tick, and logarithmic above."""
 
 
 def plot_recall(report: RecallReport, path: Path) -> None:
-    """Plot output error and recall against the kv fraction, with a line per method and variant. Also plot recall by
-    layer and head.
+    """Plot output error and recall against the KV fraction, with a line per method and variant, and recall by layer
+    and head.
 
     Raises:
         SparsekvError: the picture cannot be written.
@@ -77,15 +77,15 @@ def _scale_reads(axis: Axes) -> None:
 
 
 def _name(row: RecallRow, sharing: bool) -> str:
-    """Return the name of the line that a row belongs to. The line is a variant of a method at all
-    budgets; if numbers of queries are compared, it is a variant at one budget."""
+    """Return the name of the line of a row. A line is a variant of a method at all budgets. If the report compares
+    numbers of queries (`sharing`), a line is a variant at one budget."""
     parts = (row.method, row.variant, f"at {row.budget_tokens:,} tokens") if sharing else (row.name,)
     return " ".join(part for part in parts if part)
 
 
 def _heat_map(figure: Figure, axis: Axes, report: RecallReport) -> None:
-    """Draw recall by layer and KV head. The method is the first that has an index, or the first of all if none has
-    one."""
+    """Draw recall by layer and KV head, of a method that needs an index if the report has one, at the budget nearest to
+    SHOWN_SHARE."""
     shown = _shown(report)
     rows = [row for row in report.by("layer", "kv_head") if _line(row) == _line(shown)]
     layers = sorted({row.layer for row in rows if row.layer is not None})

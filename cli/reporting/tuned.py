@@ -1,4 +1,4 @@
-"""Show the result of `tune` as JSON and as a table, and the cost of its search."""
+"""Show the cost of a search by `tune`, and its result as JSON and as a table."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from sparsekv.runtime.tuning.goals import Goal, Progress, Tuned
 
 
 def cost_ahead(artifact: Artifact, goal: Goal, names: list[str]) -> str:
-    """Describe in one line how much a search will measure. Raises the errors of `candidates`."""
+    """Return a line with the numbers of forms, methods and layers that a search will measure. Raises the errors of
+    `candidates`."""
     forms = candidates(artifact, names, residual=goal.residual)
     of = _counted(len({form.name for form in forms}), "method")
     layers = _counted(len(artifact.manifest.indexed_layers), "layer")
@@ -28,7 +29,7 @@ class Rounds:
 
     Args:
         show: shows a round's progress.
-        begin: called before the first round is shown, and not earlier, because the goal's model may fail to load.
+        begin: called just before the first round is shown. Earlier, loading the goal's model may still fail.
     """
 
     def __init__(self, show: Progress, begin: Callable[[], None]):
@@ -52,10 +53,10 @@ def _counted(number: int, what: str) -> str:
 
 
 LEGEND = """\
-{measure}: on the queries that were searched with; held out: the same on other queries, which decide; {beside} too is on
-these others. recall: share of the oracle's best {reference} that is chosen; error: of attention's output. kv fraction:
-what is read of the document's keys and values, the index included."""
-TIGHTENED = "searched for: a harder target, as the one that was asked for did not hold on the others."
+{measure}: value on the queries of the search. held out: value on other queries, where the target must hold too.
+{beside} is of the held-out queries, too. Recall is the share of the oracle's best {reference} that is selected. Error
+is of the attention output. kv fraction: share of the document's keys and values that is read, index included."""
+TIGHTENED = "searched for: a stricter target, because the requested target did not hold on the held-out queries."
 
 
 def record(artifact: Artifact, goal: Goal, tuned: list[Tuned], defaults: Defaults | None) -> dict[str, Any]:
@@ -86,8 +87,7 @@ def told_budget(one: Tuned) -> str:
 def print_table(
     artifact: Artifact, goal: Goal, tuned: list[Tuned], before: Tuned | None, dense_ms: float | None
 ) -> None:
-    """Print the settings as a table. If times were compared (`dense_ms` is not None), a column has the time of a
-    layer's step."""
+    """Print the tuned settings as a table. A column has the time of a layer's step unless `dense_ms` is None."""
     timed = [] if dense_ms is None else ["ms a layer's step"]
     table = titled_table(
         f"{artifact.folder}: the cheapest with {goal}, held out within {goal.tolerance:g}",

@@ -1,4 +1,4 @@
-"""The answers to one request as they come, and how a client that goes away ends them."""
+"""The answers to one request, piece by piece. A client that disconnects ends the answers."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class Answers:
-    """The answers of several streams: an asynchronous iterator of their pieces, each with the number of its stream.
+    """The answers of several streams: an asynchronous iterator of (stream number, piece).
 
-    Raises while it is iterated what the streams raise, and ApiError if an answer did not end by itself. Then, and
-    whenever the iteration ends early, all streams are cancelled.
+    The iteration raises the errors of the streams, and ApiError for an answer that was cancelled or timed out. All
+    streams are cancelled after an error, and when the iteration ends early.
     """
 
     def __init__(self, streams: Sequence[Stream]):
@@ -31,7 +31,7 @@ class Answers:
         return await anext(self._pieces)
 
     async def close(self) -> None:
-        """Cancel what has not ended."""
+        """Cancel the streams that have not ended."""
         for stream in self._streams:
             stream.cancel()
         await self._pieces.aclose()
@@ -70,12 +70,12 @@ def _finished(piece: Piece) -> Piece:
 
 
 def shut_down() -> ApiError:
-    """Return what to answer where the server ends before the answer."""
+    """Return the error for an answer that is incomplete when the server ends."""
     return ApiError(503, "the server shut down before the answer was complete", "server_error", code="shutdown")
 
 
 async def while_connected(request: Request, wanted: Awaitable[T]) -> T:
-    """Return what is awaited. If the client goes away meanwhile, cancel it and raise `ClientDisconnect`."""
+    """Await `wanted` and return its result. If the client disconnects, cancel `wanted` and raise `ClientDisconnect`."""
     task = asyncio.ensure_future(wanted)
     gone = asyncio.ensure_future(_disconnected(request))
     try:

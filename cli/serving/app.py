@@ -1,4 +1,4 @@
-"""The HTTP app: OpenAI's paths over a scheduler, with health and measures."""
+"""The HTTP app: OpenAI's endpoints over a scheduler, with endpoints for health and measures."""
 
 import asyncio
 import json
@@ -44,17 +44,19 @@ from sparsekv.runtime.serving.stream import Stream
 from sparsekv.runtime.serving.submission import Piece, QueueFullError, Submission, Usage
 
 CLIENT_GONE = 499
-"""The status that is counted for a request whose client went away; nobody gets it."""
+"""Status under which a request is counted if its client disconnected. The status is never sent."""
 Endpoint = Callable[[Request], Awaitable[Response]]
 SYSTEM_ROLES = {"developer": "system"}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Permissions of the server: hosts and keys as `Gate` takes them, and origins of web pages that may ask.
+    """Restrictions on requests.
 
-    timeout: seconds that an answer may take; None: any.
-    body: largest body of a request in bytes.
+    keys, hosts: as in `Gate`.
+    origins: origins of web pages that may send requests.
+    timeout: maximum number of seconds of an answer; None: no limit.
+    body: maximum number of bytes of a request's body.
     """
 
     keys: Sequence[str] = ()
@@ -67,10 +69,10 @@ class Limits:
 class Api:
     """The endpoints.
 
-    `draining` is set once the server shuts down; then requests for answers are refused.
+    `draining` is set when the server shuts down. Requests for answers are then refused.
 
     Args:
-        sampling: the sampling of a request that names none.
+        sampling: default values for the sampling fields of a request.
     """
 
     def __init__(self, scheduler: Scheduler, shelf: Shelf, sampling: Sampling, limits: Limits):
@@ -79,7 +81,7 @@ class Api:
         self.draining = False
 
     def app(self) -> ASGIApp:
-        """Return the app to run."""
+        """Return the ASGI app."""
         posted = {
             "/v1/chat/completions": self.chat,
             "/v1/completions": self.complete,
@@ -147,7 +149,7 @@ class Api:
         return _json(IndexClosed(id=name))
 
     def _check_comes_and_goes(self, name: str) -> None:
-        """Raise ApiError if clients may not open and close an index: it is not in the folder, or there is none."""
+        """Raise ApiError for an index outside the folder of --indices-from, because clients cannot open or close it."""
         if self.shelf.folder is None:
             told = "this server's indices are fixed; start it with --indices-from FOLDER to open and close others"
             raise ApiError(403, told, code="not_allowed")
@@ -167,7 +169,7 @@ class Api:
         return Response(json.dumps(openapi.description(with_key=bool(self.limits.keys))), media_type="application/json")
 
     def error(self, error: Exception) -> ApiError:
-        """Return what to answer for any error. An unexpected one is told on stderr, and not to the client."""
+        """Return the API's error for any exception. An unexpected exception is printed to stderr and not sent."""
         if not isinstance(error, SparsekvError | ApiError):
             note(f"error: {describe(error, 'serve')}", quiet=False)
             return ApiError(500, "the answer failed; the server's stderr says why", "server_error", headers=NO_RETRY)
@@ -175,7 +177,7 @@ class Api:
         return replace(told, message=self.shelf.without_folders(told.message))
 
     def _guarded(self, deed: Endpoint) -> Endpoint:
-        """Return an endpoint that answers every error in the API's form."""
+        """Return an endpoint that converts every exception to an error response."""
 
         async def endpoint(request: Request) -> Response:
             try:
@@ -197,7 +199,7 @@ class Api:
         return About(asked.model, config, served.opened.tokenizer, asked.choices, with_usage, with_logprobs)
 
     async def _encoded(self, param: str, encode: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return token ids, made in the thread that alone uses the tokenizer."""
+        """Return the token ids of `encode`, called in the only thread that uses the tokenizer."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self.shelf.executor, encode)
         except SparsekvError as error:
@@ -210,16 +212,17 @@ class Api:
         form: type[ChatForm | TextForm],
         encode: Callable[[OpenIndex], Awaitable[list[torch.Tensor]]],
     ) -> Response:
-        """Return the answer, or the beginning of its stream.
+        """Return the response to a request: a whole answer or a stream of events.
 
         Args:
+            form: the response format of the endpoint.
             encode: returns the token ids of the request's prompts.
         """
         began = time.perf_counter()
         about, streams = await self._asked(asked, encode)
         answers = Answers(streams)
         try:
-            # The status of a stream waits for the first piece, because a request may still be refused until then.
+            # The response starts after the first piece, because a request may be refused until then.
             first = await while_connected(request, answers.first())
             self.metrics.first_token.observe(time.perf_counter() - began)
             told = Told(form(about), self, len(streams))
@@ -233,7 +236,7 @@ class Api:
     async def _asked(
         self, asked: Asked, encode: Callable[[OpenIndex], Awaitable[list[torch.Tensor]]]
     ) -> tuple[About, list[Stream]]:
-        """Submit a request to its index, and again to the new one if the index was replaced meanwhile."""
+        """Submit a request to its index. If the index is replaced during the encoding, start over with the new one."""
         while True:
             served, config = await find(self.shelf, asked.model, asked.sparsekv)
             with self.shelf.using(served):
@@ -244,7 +247,7 @@ class Api:
     def _submitted(
         self, asked: Asked, served: Served, config: DecodeConfig, encoded: Sequence[torch.Tensor]
     ) -> list[Stream]:
-        """Submit each prompt as often as it gets answers. Raises ApiError if the queue has no room for all."""
+        """Submit each prompt once per requested answer. Raises ApiError if the queue has no room for all of them."""
         if self.draining:
             raise replace(shut_down(), message="the server shuts down; ask again later", headers={"Retry-After": "1"})
         with api_words():
@@ -266,7 +269,7 @@ class Api:
         return streams
 
     def _sampling(self, asked: Asked) -> Sampling:
-        """Return the sampling of a request. Without a seed, each request draws other tokens."""
+        """Return the sampling of a request. A request without a seed gets a random seed."""
         temperature = self.sampling.temperature if asked.temperature is None else asked.temperature
         top_p = self.sampling.top_p if asked.top_p is None else asked.top_p
         drawn = secrets.randbelow(2**63) if asked.seed is None else asked.seed
@@ -279,14 +282,14 @@ class Api:
 
 
 class Told:
-    """Writes the pieces of a request's answers in a form."""
+    """Writes the pieces of a request's answers in the response format `form`, and records metrics."""
 
     def __init__(self, form: Form, api: Api, choices: int):
         self.form, self.api, self.choices = form, api, choices
         self._usages: dict[int, Usage] = {}
 
     async def events(self, first: tuple[int, Piece], answers: Answers) -> AsyncIterator[str]:
-        """Yield the events of a stream."""
+        """Yield the server-sent events of a stream."""
         try:
             for choice in range(self.choices):
                 for sent in self.form.opening(choice):
@@ -327,10 +330,10 @@ class Told:
 
 
 class EventStream(StreamingResponse):
-    """A stream of events. If the client goes away, the answers are cancelled."""
+    """A stream of server-sent events. If the client disconnects, the answers are cancelled."""
 
     def __init__(self, answers: Answers, events: AsyncIterator[str]):
-        # Proxies such as nginx would otherwise gather events.
+        # Without these headers, proxies such as nginx would buffer events.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
         self.answers = answers
@@ -343,7 +346,7 @@ class EventStream(StreamingResponse):
 
 
 class Counted:
-    """An ASGI app around another that counts requests by path and status, once the whole answer is sent."""
+    """An ASGI app that wraps another app and counts requests by path and status when a response is complete."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: set[str]):
         self.app, self.metrics, self.paths = app, metrics, paths
@@ -381,12 +384,12 @@ class Counted:
 
 
 def _moved(seed: int, number: int) -> int:
-    """Return the seed of one of several answers, within the range of seeds."""
+    """Return the seed of answer `number` to a prompt: `seed + number`, wrapped to the range of int64."""
     return (seed + number + 2**63) % 2**64 - 2**63
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """Answer a path that does not exist, or a method that it does not have."""
+    """Return the error response for an unknown path, or for a method that the path does not support."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = getattr(error, "headers", None) or {}
     told = f"{request.method} {request.url.path}: there is no such path; /openapi.json lists those that there are"

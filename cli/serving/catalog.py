@@ -1,4 +1,4 @@
-"""The index, the method and the budget that a request's model name names, and the description of an index."""
+"""The index, method and budget that a request's model name stands for, and the description of an index."""
 
 import re
 from dataclasses import replace
@@ -24,14 +24,14 @@ from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import DENSE, methods, methods_of
 
 SETTING = re.compile(r"(?::(?P<method>[^@:]+))?(?:@(?P<budget>[^@:]+))?")
-"""The end of a model name, behind the name of an index: `:METHOD`, `@BUDGET`, or both."""
+"""The part of a model name after the name of an index: `:METHOD`, `@BUDGET`, or both."""
 
 
 async def find(shelf: Shelf, model: str, extension: Extension | None = None) -> tuple[Served, DecodeConfig]:
-    """Return the index that a model name means, and the config of an answer.
+    """Return the index of a model name, and the config of the answer.
 
     Raises:
-        ApiError: there is no such index (404), or no such setting of it (400).
+        ApiError: the index does not exist (404), or the method, budget or prefill is wrong (400).
         SparsekvError: the index cannot be opened.
     """
     name, method, budget = _parsed(shelf, model)
@@ -42,7 +42,7 @@ async def find(shelf: Shelf, model: str, extension: Extension | None = None) -> 
         if by_model is not None and given is not None:
             told = f"the model {model} names a {field} already; leave sparsekv.{field} out"
             raise ApiError(400, told, param=f"sparsekv.{field}", code="invalid_value")
-    # As on the command line a whole number counts tokens, and 1.0 is everything.
+    # `str` keeps 1 (one token) and 1.0 (all tokens) apart, as on the command line.
     written = budget if own.budget is None else str(own.budget)
     try:
         with api_words():
@@ -54,10 +54,10 @@ async def find(shelf: Shelf, model: str, extension: Extension | None = None) -> 
 
 
 def described(served: Served) -> ModelSent:
-    """Return an open index as `/v1/models` lists it."""
+    """Return the entry of an open index in `/v1/models`."""
     artifact = served.opened.artifact
     details = ModelDetails(
-        model=Path(artifact.manifest.model.id).name,  # of a local model not its folder
+        model=Path(artifact.manifest.model.id).name,  # clients must not see the folder of a local model
         tokens=artifact.manifest.split.tokens,
         methods=[*methods_of(artifact), DENSE],
         method=served.config.attention.name,
@@ -68,15 +68,16 @@ def described(served: Served) -> ModelSent:
 
 
 def listed(shelf: Shelf) -> list[ModelSent]:
-    """Return all indices as `/v1/models` lists them. Those that no request has opened have no details."""
+    """Return the entries of all indices in `/v1/models`. Indices that are not open have no details."""
     opened = {one.name: described(one) for one in shelf.opened()}
     return [opened.get(name) or ModelSent(id=name, created=0) for name in shelf.names()]
 
 
 def _parsed(shelf: Shelf, model: str) -> tuple[str, str | None, str | None]:
-    """Return the name of an index, and the method and the budget behind it. An index may have any name, too.
+    """Split a model name into the name of an index, a method and a budget.
 
-    The name may end in `.skv`, as its folder's does.
+    A model name that equals the name of an index has neither method nor budget. The name of the index may end in
+    `.skv`, like the name of its folder.
     """
     names = shelf.names()
     if model in names:
@@ -89,17 +90,17 @@ def _parsed(shelf: Shelf, model: str) -> tuple[str, str | None, str | None]:
 
 
 def unknown(shelf: Shelf, model: str, param: str = "model") -> ApiError:
-    """Return what to answer where no index has a name, which a parameter of the request gives."""
+    """Return the error for a name without an index. `param` is the field of the request that has the name."""
     names = shelf.names()
     told = f"no model '{model}'{suggestion(model, names)}; there are: {', '.join(names)}"
     return ApiError(404, told, param=param, code="model_not_found")
 
 
 def _config(served: Served, method: str | None, budget: str | None, prefill: str | None) -> DecodeConfig:
-    """Return the config of a request that names some of these.
+    """Return the config of a request. None: the request does not set this value.
 
     Raises:
-        UsageError: a method or a budget does not exist, or they do not go together.
+        UsageError: a method or a budget does not exist, or the values contradict each other.
     """
     config, artifact = served.config, served.opened.artifact
     if method is not None:
@@ -120,7 +121,7 @@ def _config(served: Served, method: str | None, budget: str | None, prefill: str
 
 
 def _gauged(served: Served, config: DecodeConfig) -> DecodeConfig:
-    """Return a config that measures the missed mass. Raises UsageError if its method cannot estimate that."""
+    """Return a config that measures the missed mass. Raises UsageError if the method cannot estimate it."""
     if isinstance(config.attention, Dense):
         refuse_beside_dense({"gauge": True})
     elif not estimates_missed(config.attention.method, residual=config.attention.residual):

@@ -1,4 +1,4 @@
-"""Errors of the HTTP API, in the form that OpenAI's clients read."""
+"""Errors of the HTTP API, in the JSON format of OpenAI's API."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,11 +10,11 @@ from starlette.responses import Response
 from sparsekv.formats.errors import SparsekvError, UsageError
 
 NO_RETRY = {"x-should-retry": "false"}
-"""A header by which OpenAI's clients do not send a request again after a status of 500 or more."""
+"""Header that keeps OpenAI's clients from repeating a request after a status of 500 or more."""
 
 
 class ErrorBody(BaseModel):
-    """The content of an error: a message, its kind, the field of the request that is wrong, and a short code."""
+    """An error: a message, its kind, the wrong field of the request, and a short code."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -34,10 +34,10 @@ class ErrorAnswer(BaseModel):
 
 @dataclass
 class ApiError(Exception):
-    """A request that is refused or failed, with the HTTP status to answer.
+    """Raised for a request that is refused or fails; has the HTTP status of the response.
 
-    param: the field of the request that is wrong, such as `messages.0.content`.
-    headers: further headers of the answer.
+    param: the wrong field of the request, such as `messages.0.content`.
+    headers: further headers of the response.
     """
 
     status: int
@@ -48,35 +48,35 @@ class ApiError(Exception):
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def json(self) -> str:
-        """Return the body of the answer."""
+        """Return the body of the response."""
         body = ErrorBody(message=self.message, type=self.type, param=self.param, code=self.code)
         return ErrorAnswer(error=body).model_dump_json()
 
     def response(self) -> Response:
-        """Return the whole answer."""
+        """Return the response."""
         return Response(self.json(), self.status, self.headers, "application/json")
 
 
 def failure(error: SparsekvError) -> ApiError:
-    """Return what to answer for an error of an answer: 400 for a wrong request, otherwise 500."""
+    """Convert an exception to an error of the API: status 400 for a UsageError, otherwise 500."""
     if isinstance(error, UsageError):
         return ApiError(400, str(error))
     return ApiError(500, str(error), "server_error", headers=NO_RETRY)
 
 
 UNSUPPORTED = "unsupported"
-"""Marks a field that exists in OpenAI's API, and that may only have the value that changes nothing."""
+"""Marks a field of OpenAI's API that may only have the value without effect."""
 
 
 def invalid(kind: type[BaseModel], error: ValidationError, given: Any) -> ApiError:
-    """Return what to answer for a body that is not valid: the first of the deepest errors, with the field's path.
+    """Return the error for an invalid body: the validation error with the longest path of fields.
 
     Args:
-        kind: the model of the body.
+        kind: the pydantic model of the body.
         given: the body, parsed from JSON.
     """
     paths = [(_path(one["loc"], given), one) for one in error.errors(include_url=False, include_input=False)]
-    # Of a field with several types, each type's error is told; that of a value's own type says more.
+    # A field with several types has an error for each type. Errors other than a wrong type say more.
     path, first = max(paths, key=lambda pair: (len(pair[0]), not pair[1]["type"].endswith("_type")))
     name, told = ".".join(map(str, path)), first["msg"].removeprefix("Value error, ")
     field_info = kind.model_fields.get(str(path[0])) if path else None
@@ -91,7 +91,7 @@ def invalid(kind: type[BaseModel], error: ValidationError, given: Any) -> ApiErr
 
 
 def _path(loc: tuple[int | str, ...], given: Any) -> list[int | str]:
-    """Return an error's place without the names of types that pydantic adds for unions."""
+    """Return the path of an error's field without the type names that pydantic adds for unions."""
     path: list[int | str] = []
     for number, one in enumerate(loc):
         last = number == len(loc) - 1

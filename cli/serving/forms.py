@@ -1,4 +1,4 @@
-"""The forms of an answer: a chat's message or a text, whole or as events of a stream."""
+"""Response formats of the two completion endpoints, as a whole body or as events of a stream."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -37,11 +37,13 @@ from sparsekv.runtime.serving.submission import Piece, Usage
 
 @dataclass(frozen=True)
 class About:
-    """Facts in all parts of an answer: the model as the client named it, the config, and how token ids are shown.
+    """Facts that all parts of a response share.
 
+    model: the model name as the client wrote it.
     choices: number of answers to each prompt.
-    with_usage: whether a stream ends with the number of tokens, and with how the answers attended.
-    with_logprobs: whether log-probabilities are told.
+    with_usage: whether a stream ends with the numbers of tokens and the details of attention.
+    with_logprobs: whether the response has log-probabilities.
+    created: Unix time in seconds.
     """
 
     model: str
@@ -53,7 +55,7 @@ class About:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def usage(self, each: Sequence[Usage]) -> UsageSent:
-        """Return the number of tokens of all answers. A prompt counts once, however many answers it gets."""
+        """Return the numbers of tokens of all answers. A prompt with several answers counts once."""
         first = each[:: self.choices]
         prompt, answered = sum(one.prompt_tokens for one in first), sum(one.answer_tokens for one in each)
         cached = CachedTokens(cached_tokens=sum(one.cached_tokens for one in first))
@@ -63,24 +65,24 @@ class About:
         )
 
     def details(self, each: Sequence[Usage]) -> Details:
-        """Return how the answers attended to the document."""
+        """Return the method, the budget, and the mean KV fraction and missed mass of the answers."""
         read = sum(one.kv_fraction for one in each) / len(each)
         budget, gauge = self.config.budget.value, gauge_of(each)
         return Details(method=self.config.attention.name, budget=budget, kv_fraction=read, gauge=gauge)
 
     def text_of(self, token: int) -> str:
-        """Return a token's text. Of a token that is a part of a character it is U+FFFD."""
+        """Return a token's text. A token that is only a part of a character gives U+FFFD."""
         return str(self.tokenizer.decode([token]))
 
     def alternative(self, token: int, logprob: float) -> Alternative:
-        """Return a token with its log-probability, in the form of a chat."""
+        """Return a token with its log-probability, in the format of a chat completion."""
         text = self.text_of(token)
         whole = None if "\ufffd" in text else list(text.encode())
         return Alternative(token=text, bytes=whole, logprob=logprob)
 
 
 def gauge_of(each: Sequence[Usage]) -> Gauge | None:
-    """Return the mean missed mass of some answers; None if none has measured it."""
+    """Return the mean missed mass of answers; None if no answer has measured it."""
     measured = [one.layers for one in each if one.layers]
     if not measured:
         return None
@@ -93,7 +95,7 @@ def gauge_of(each: Sequence[Usage]) -> Gauge | None:
 
 @dataclass
 class Whole:
-    """An answer from its pieces: the text, the tokens' log-probabilities, why it ended, and its cost."""
+    """A whole answer, made from its pieces: text, log-probabilities of the tokens, finish and cost."""
 
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -109,28 +111,28 @@ class Whole:
 
 
 def finish_of(piece: Piece) -> Finish:
-    """Return why an answer ended, which it did by itself."""
+    """Return the finish of an answer that ended with `stop` or `length`."""
     return "length" if piece.finish == "length" else "stop"
 
 
 class Form(Protocol):
-    """How an answer is written. A choice is one of the answers to one of the prompts."""
+    """Response format of an endpoint. A choice is one of the answers to one of the prompts."""
 
     def opening(self, choice: int) -> Iterator[Sent]:
-        """Yield what a stream begins with for a choice."""
+        """Yield the first events of a choice in a stream."""
 
     def event(self, choice: int, piece: Piece) -> Iterator[Sent]:
         """Yield the events of a piece of a choice."""
 
     def closing(self, each: Sequence[Usage]) -> Iterator[Sent]:
-        """Yield what a stream ends with."""
+        """Yield the last events of a stream."""
 
     def whole(self, answers: Sequence[Whole], each: Sequence[Usage]) -> Sent:
         """Return the body of an answer that is not streamed."""
 
 
 class ChatForm:
-    """The form of `/v1/chat/completions`."""
+    """The response format of `/v1/chat/completions`."""
 
     def __init__(self, about: About):
         self.about, self.id = about, f"chatcmpl-{uuid4().hex}"
@@ -181,7 +183,7 @@ class ChatForm:
 
 
 class TextForm:
-    """The form of `/v1/completions`."""
+    """The response format of `/v1/completions`."""
 
     def __init__(self, about: About):
         self.about, self.id = about, f"cmpl-{uuid4().hex}"
@@ -230,5 +232,5 @@ class TextForm:
         )
 
     def _top(self, one: TokenLogprobs) -> dict[str, float]:
-        """Return the likeliest tokens by their texts; of tokens of the same text, the likeliest."""
+        """Return the log-probabilities of the likeliest tokens by text; the highest one for tokens of equal text."""
         return {self.about.text_of(token): logprob for token, logprob in reversed(one.top)}

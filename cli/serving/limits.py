@@ -1,4 +1,4 @@
-"""Refusals before a request is read: a wrong host, a missing key, a body too large or too slow."""
+"""Checks of a request before it is parsed: host, key, and size and time of the body."""
 
 import asyncio
 import hmac
@@ -17,7 +17,7 @@ from sparsekv.formats.errors import UsageError, reason_of
 BODY_SECONDS = 30.0
 """Seconds within which a request's body must arrive."""
 DISCARDED = 16
-"""How many times the largest body is read and dropped, so that a client that still sends sees the refusal."""
+"""Multiple of the maximum body size that is read and discarded, so that a client that still sends gets the error."""
 OPEN_PATHS = ("/health",)
 """Paths that need no key."""
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@:\[\]]+)(:[0-9]{1,5})?")
@@ -28,7 +28,7 @@ def read_keys(file: Path) -> list[str]:
     """Return the keys in a file, one a line. A line that begins with `#` is a comment.
 
     Raises:
-        UsageError: the file cannot be read, or has no key, or a key that no header can carry.
+        UsageError: the file cannot be read or has no key, or a key has characters that no header can carry.
     """
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
@@ -47,26 +47,26 @@ def read_keys(file: Path) -> list[str]:
 
 
 def refuse_no_origin(given: str) -> None:
-    """Raise UsageError if --cors names no origin, which is what a browser sends, or `*`."""
+    """Raise UsageError unless a value of --cors is `*` or an origin (SCHEME://HOST[:PORT])."""
     if given != "*" and not ORIGIN.fullmatch(given):
         told = "is no origin; give SCHEME://HOST[:PORT] as a browser sends it, such as https://chat.example.org, or *"
         raise UsageError(f"--cors {given} {told}")
 
 
 class Gate:
-    """An ASGI app in front of another: it refuses requests that name another host, and requests without a key.
+    """An ASGI app in front of another app. Refuses requests with a wrong host name or without a valid key.
 
-    A web page cannot ask a server on loopback, even if its own name is resolved to 127.0.0.1: its requests name
-    another host.
+    The check of hosts protects a server on loopback from web pages whose host name is resolved to 127.0.0.1 (DNS
+    rebinding): requests of such a page have the page's host name.
 
     Args:
-        keys: keys of which a request must have one; empty: none is needed.
-        hosts: host names that a request may name; empty: any.
+        keys: valid keys; empty: requests need no key.
+        hosts: valid host names of requests; empty: all.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], hosts: Sequence[str]):
         self.app, self.hosts = app, hosts
-        # Hashes have one length, so a comparison tells nothing about a key's.
+        # All hashes have the same length, so the time of a comparison does not depend on the length of a key.
         self.keys = [sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,11 +79,11 @@ class Gate:
         await self.app(scope, receive, send)
 
     def _check(self, path: str, method: str, headers: Headers) -> None:
-        """Raise ApiError for a request that must not go on."""
+        """Raise ApiError for a request with a wrong host or without a valid key."""
         if self.hosts and host_name(headers.get("host", "")) not in self.hosts:
             told = f"this server answers requests to {', '.join(self.hosts)} only; the Host header names another"
             raise ApiError(421, told, code="wrong_host")
-        # A browser asks for permission first, without a key.
+        # A browser first sends an OPTIONS request without a key (CORS preflight).
         if self.keys and path not in OPEN_PATHS and method != "OPTIONS":
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not self._is_known(key.strip()):
@@ -91,13 +91,13 @@ class Gate:
                 raise ApiError(401, told, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     def _is_known(self, key: str) -> bool:
-        """Whether a key is one of ours. All are compared, each in constant time."""
+        """Whether a key is valid. The key is compared with all valid keys, each in constant time."""
         given = sha256(key.encode()).digest()
         return sum(hmac.compare_digest(given, one) for one in self.keys) > 0
 
 
 def host_name(header: str) -> str:
-    """Return a Host header's name in lower case, without its port and without the brackets of IPv6."""
+    """Return the name in a Host header in lower case, without the port and without the brackets of IPv6."""
     if header.startswith("["):
         return header[1:].partition("]")[0].lower()
     return header.partition(":")[0].lower()
@@ -107,12 +107,12 @@ async def read_body(request: Request, most: int) -> bytes:
     """Return a request's body.
 
     Raises:
-        ApiError: it is not sent as JSON (415), too large (413), or does not arrive in time (408).
-        ClientDisconnect: the client went away.
+        ApiError: the body is not sent as JSON (415), is too large (413), or does not arrive in time (408).
+        ClientDisconnect: the client has disconnected.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # A page of another site may send a form or plain text without asking; JSON it may not.
+        # Browsers let a page of another site send a form or plain text without a preflight, but not JSON.
         raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
     try:
         async with asyncio.timeout(BODY_SECONDS):

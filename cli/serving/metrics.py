@@ -1,4 +1,4 @@
-"""Measures of the server in the text format of Prometheus."""
+"""Measures of the server for Prometheus."""
 
 from collections.abc import Callable, Iterable
 
@@ -14,7 +14,7 @@ _SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 
 
 class SchedulerCollector(Collector):
-    """Reads the scheduler's measures when Prometheus asks for them."""
+    """Reads the scheduler's measures whenever Prometheus requests the metrics."""
 
     def __init__(self, measures: Callable[[], Measures]):
         self.measures = measures
@@ -43,7 +43,7 @@ class SchedulerCollector(Collector):
 
 
 class Metrics:
-    """The measures of one server: the scheduler's, and those of its requests."""
+    """The measures of one server: measures of the scheduler, and of HTTP requests."""
 
     def __init__(self, measures: Callable[[], Measures]):
         disable_created_metrics()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The OpenAPI description of the server, from the models of its requests and answers."""
+"""The OpenAPI description of the server, made from the pydantic models of requests and responses."""
 
 from importlib.metadata import version
 from typing import Any
@@ -33,7 +33,7 @@ _MODELS: tuple[type[BaseModel], ...] = (
     ErrorAnswer,
 )
 DONE = "[DONE]"
-"""The data of a stream's last event."""
+"""Data of the last event of a stream."""
 ERRORS = {
     "400": "The body is not JSON or not a request of this kind; error.param names the field.",
     "401": "The server asks for a key, and the request has none of its keys.",
@@ -85,7 +85,7 @@ def description(*, with_key: bool) -> dict[str, Any]:
 
 
 def _asked(body: type[BaseModel], answer: type[BaseModel], event: type[BaseModel], told: str) -> dict[str, Any]:
-    """Describe a path that answers a question."""
+    """Describe a path of completions."""
     either = {"anyOf": [_reference(event), _reference(ErrorAnswer)]}
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": either}
     events = {
@@ -99,13 +99,13 @@ def _asked(body: type[BaseModel], answer: type[BaseModel], event: type[BaseModel
 
 
 def _posted(body: type[BaseModel], content: dict[str, Any], told: str, *errors: str) -> dict[str, Any]:
-    """Describe a path to which a body is posted."""
+    """Describe a path with a POST request."""
     asked = {"required": True, "content": _json(body)}
     return {"post": {"requestBody": asked, **_answered(told, content, *errors)}}
 
 
 def _read(told: str, content: dict[str, Any], *errors: str) -> dict[str, Any]:
-    """Describe a path that is read."""
+    """Describe a path with a GET request."""
     return {"get": _answered(told, content, *errors)}
 
 
@@ -115,7 +115,7 @@ def _answered(told: str, content: dict[str, Any], *errors: str) -> dict[str, Any
 
 
 def _in_path(name: str) -> list[dict[str, Any]]:
-    """Describe the parameter of a path."""
+    """Describe the parameter `name` in a path."""
     return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
 
 

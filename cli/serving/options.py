@@ -1,4 +1,4 @@
-"""Command-line options of `serve`. They are read without torch, so that --help is fast."""
+"""Command-line options of `serve`. This module must not import torch, so that --help is fast."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Bodies of requests: OpenAI's fields that have a meaning here, and those that may only have the value that changes
-nothing."""
+"""Bodies of requests. They have the supported fields of OpenAI's API, and unsupported fields that may only have the
+value without effect."""
 
 import json
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ Ignored = Annotated[str | None, Field(description="Accepted, and without effect.
 
 
 class Body(BaseModel):
-    """Fields that are not declared are refused, and values are not converted."""
+    """Base class of request bodies. Undeclared fields are refused, and values are not converted to other types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
 class Extension(Body):
-    """How this answer attends to the document, under the key `sparsekv`."""
+    """Options of the attention to the document, in the field `sparsekv` of a request."""
 
     method: Annotated[str, Field(max_length=64)] | None = None
     budget: Annotated[str, Field(max_length=32)] | int | float | None = None
@@ -33,14 +33,14 @@ class Extension(Body):
 
 
 class TextPart(Body):
-    """A part of a message. There are only texts."""
+    """A part of a message. Only text parts are supported."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(Body):
-    """A message of a conversation. A client may send an answer's message back as it got it."""
+    """A message of a conversation. The message of an answer may be sent back unchanged."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
@@ -70,7 +70,7 @@ class TextFormat(Body):
 
 
 class Asked(Body):
-    """The fields that both kinds of completions have."""
+    """Fields of chat completions and of text completions."""
 
     model: Annotated[str, Field(max_length=256)]
     stream: bool | None = None
@@ -109,12 +109,12 @@ class Asked(Body):
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with the number of tokens."""
+        """Whether a stream ends with the numbers of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def alternatives(self) -> int | None:
-        """Number of alternatives to tell for each token; None if no probabilities are told."""
+        """Number of alternatives to return for each token; None if no log-probabilities are returned."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -169,7 +169,7 @@ class ChatRequest(Asked):
 
 
 class CompletionRequest(Asked):
-    """The body of a request for the continuation of a text behind the document, without the chat template."""
+    """The body of a request to continue a text that follows the document, without the chat template."""
 
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES)]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
@@ -196,7 +196,7 @@ class CompletionRequest(Asked):
 
 
 class IndexRequest(Body):
-    """The body of a request to open an index of the folder of indices: its name, without `.skv`."""
+    """The body of a request to open an index in the server's folder of indices. `name` has no `.skv`."""
 
     name: Annotated[str, Field(min_length=1, max_length=255, json_schema_extra={"pattern": "^[^/]+$"})]
 

@@ -1,4 +1,4 @@
-"""Bodies of answers, as OpenAI's clients read them."""
+"""Bodies of responses, in the format of OpenAI's API."""
 
 from typing import Any, ClassVar, Literal
 
@@ -8,9 +8,9 @@ Finish = Literal["stop", "length"]
 
 
 class Sent(BaseModel):
-    """The OpenAPI description of these models lists every field that is sent.
+    """Base class of response bodies. Every field of a response is declared.
 
-    OMITTED: fields that are left out where they are None. Other fields are sent as null.
+    OMITTED: fields that are left out if they are None. Other fields are null if they are None.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -23,7 +23,7 @@ class Sent(BaseModel):
 
 
 class CachedTokens(Sent):
-    """Of a prompt's tokens, those that were not prefilled for this answer: the document's, and kept turns'."""
+    """Number of prompt tokens that were not prefilled for this answer: the document and the kept turns."""
 
     cached_tokens: int
 
@@ -38,22 +38,22 @@ class UsageSent(Sent):
 
 
 class LayerGauge(Sent):
-    """The estimated share of a layer's attention that the steps left to centroids or dropped."""
+    """Missed mass of a layer: the estimated share of attention on tokens that steps dropped or gave to centroids."""
 
     layer: int
     missed: float
 
 
 class Gauge(Sent):
-    """The estimated share of the attention that the answers' steps left to centroids or dropped: the mean of all
-    layers, and each layer's."""
+    """Missed mass of the answers: the estimated share of attention on tokens that steps dropped or gave to centroids.
+    `missed` is the mean of all layers."""
 
     missed: float
     layers: list[LayerGauge]
 
 
 class Details(Sent):
-    """How the answers attended to the document. kv_fraction is the mean share of its keys and values that was read."""
+    """Method and budget of the answers. kv_fraction is the mean share of the document's keys and values read."""
 
     OMITTED = ("gauge",)
 
@@ -64,7 +64,7 @@ class Details(Sent):
 
 
 class Alternative(Sent):
-    """A token, its text's UTF-8 bytes (null if the token is only a part of a character), and its log-probability."""
+    """A token's text, its UTF-8 bytes (null if the token is only a part of a character), and its log-probability."""
 
     token: str
     bytes: list[int] | None
@@ -72,7 +72,7 @@ class Alternative(Sent):
 
 
 class TokenChoice(Alternative):
-    """A token of an answer with the likeliest tokens at its place."""
+    """A token of an answer with the likeliest tokens at its position."""
 
     top_logprobs: list[Alternative]
 
@@ -146,7 +146,7 @@ class ChatCompletionChunk(Sent):
 
 
 class TextLogprobs(Sent):
-    """Log-probabilities of a completion's tokens. `text_offset` are places in the answer, in characters."""
+    """Log-probabilities of a completion's tokens. `text_offset` has their positions in the answer, in characters."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -155,7 +155,7 @@ class TextLogprobs(Sent):
 
 
 class TextChoice(Sent):
-    """One of the continuations, or what an event adds to it. `finish_reason` is null until its last event."""
+    """One of the continuations, or the part that an event adds. `finish_reason` is null before the last event."""
 
     index: int
     text: str
@@ -164,7 +164,7 @@ class TextChoice(Sent):
 
 
 class Completion(Sent):
-    """The answer of `/v1/completions`, or with `stream` an event of it."""
+    """The response of `/v1/completions`, or with `stream` one event."""
 
     OMITTED = ("usage", "sparsekv")
 
@@ -178,8 +178,8 @@ class Completion(Sent):
 
 
 class ModelDetails(Sent):
-    """An index: the model that answers, the number of its document's tokens, the methods that can answer, and the
-    method and budget of a request that names none."""
+    """Details of an index: the model that answers, the number of tokens of the document, the methods that can answer,
+    and the default method and budget."""
 
     model: str
     tokens: int
@@ -189,7 +189,7 @@ class ModelDetails(Sent):
 
 
 class ModelSent(Sent):
-    """A model of `/v1/models`: an index. One that no request has opened yet has no details, and 0 as its time."""
+    """An index, listed as a model of `/v1/models`. An index that is not open has no details, and `created` is 0."""
 
     OMITTED = ("sparsekv",)
 
@@ -208,7 +208,7 @@ class ModelList(Sent):
 
 
 class IndexClosed(Sent):
-    """The answer of `DELETE /v1/indices/{name}`, in the form of a model that is deleted. Its files are untouched."""
+    """The response of `DELETE /v1/indices/{name}`, in OpenAI's format for a deleted model. Files are not deleted."""
 
     id: str
     object: Literal["model"] = "model"

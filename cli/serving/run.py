@@ -39,9 +39,9 @@ from sparsekv.runtime.serving.scheduler import Scheduler
 
 
 def run(options: ServeOptions) -> None:
-    """Serve until a signal ends the server. Raises what opening an index, or its address, raises."""
+    """Serve until a signal ends the server. Raises the errors of opening an index and of `bind`."""
     refuse_little_room()
-    outlive_reader()  # a client that goes away closes a pipe, too
+    outlive_reader()  # a client that disconnects must not end the server
     allow_many_connections()
     folders = folders_by_name(_named(options))
     if options.indices_from is not None:
@@ -62,7 +62,7 @@ def run(options: ServeOptions) -> None:
         artifact = open_artifact(folder)
         return Served(name, beside(artifact), _config(options, artifact), options.budget)
 
-    # One thread: a tokenizer's settings change with each text, so it must not be used by two threads at once.
+    # One thread, because each call changes a tokenizer's settings, so two threads must not use it at once.
     executor, memory = ThreadPoolExecutor(1, "encoder"), _memory(options, opened)
     scheduler = Scheduler({}, slots=options.slots, queue=options.max_queue, memory=memory)
     shelf = Shelf(scheduler, open_later, executor, options.indices_from, memory)
@@ -70,10 +70,10 @@ def run(options: ServeOptions) -> None:
     for name in others:
         index = beside(artifacts.pop(name))
         shelf.put(Served(name, index, configs[name], options.budget), folders[name], states[name])
-    if opened.kept is None:  # otherwise `sparsekv start` has made ready what can be
+    if opened.kept is None:  # a kept index has been warmed up by `sparsekv start`
         for served in shelf.opened():
             scheduler.warm_up(served.name, served.config)
-    del opened, artifacts  # closed indices are not kept
+    del opened, artifacts  # references would keep the memory of closed indices
     ready = partial(_tell, options, shelf, f"{address_of(listening, options.host)}/v1")
     server = Server(
         Api(scheduler, shelf, sampling, limits), options.drain, options.unread_timeout, ready, quiet=options.quiet
@@ -85,7 +85,7 @@ def run(options: ServeOptions) -> None:
 
 
 def _named(options: ServeOptions) -> list[Path]:
-    """Return the folders of the indices that are opened at once: those of the command line, or else one."""
+    """Return the folders of the indices to open at the start: all of the command line, or else a single index."""
     if options.indices_from is not None:
         refuse_no_folder(options.indices_from)
     if options.indices:
@@ -99,7 +99,7 @@ def _named(options: ServeOptions) -> list[Path]:
 
 
 def _config(options: ServeOptions, artifact: Artifact) -> DecodeConfig:
-    """Return the config of requests that name none."""
+    """Return the config of requests that set no method, budget or prefill."""
     return choose_config(
         artifact, options.method, budget=options.budget, prefill=options.prefill, placement=options.placement
     )
@@ -117,13 +117,13 @@ def _limits(options: ServeOptions) -> Limits:
 
 
 def _first(options: ServeOptions, artifact: Artifact, config: DecodeConfig) -> OpenIndex:
-    """Open the first index, whose model answers for all."""
+    """Open the first index. Its model is the model of all served indices."""
     named, hold = (options.model, options.device, options.dtype), config.placement == "device"
     return load_for(artifact, *named, quiet=options.quiet, weights=options.weights, hold=hold)
 
 
 def _memory(options: ServeOptions, first: OpenIndex) -> int:
-    """Return the bytes of documents' keys and values that stay in memory; by default half of what is free."""
+    """Return the planned bytes for the documents' keys and values; by default half of the free memory."""
     if options.memory is not None:
         return int(options.memory * 2**30)
     gpu = device_memory(first.model)
@@ -132,7 +132,7 @@ def _memory(options: ServeOptions, first: OpenIndex) -> int:
 
 
 def _beside(loaded: LoadedModel, first: Path, artifact: Artifact) -> OpenIndex:
-    """Open a further index with the model of the first. Raises IdentityError if another model built it."""
+    """Open another index with the model of the first index. Raises IdentityError if another model built the index."""
     its = identify(loaded, artifact.manifest)
     try:
         with exclusive(loaded.model):
@@ -143,7 +143,7 @@ def _beside(loaded: LoadedModel, first: Path, artifact: Artifact) -> OpenIndex:
 
 
 def _tell(options: ServeOptions, shelf: Shelf, address: str) -> None:
-    """Print what is served, and then the address."""
+    """Print the open indices and the server's address."""
     for one in shelf.opened():
         config = one.config
         told = f"{one.name}: {one.opened.split.tokens:,} tokens; {config.attention.name}, budget {config.budget}"

@@ -1,4 +1,4 @@
-"""The HTTP server: its address, the signals that end it, and connections that send nothing."""
+"""The HTTP server: its address, the signals that end it, and timeouts of connections."""
 
 import asyncio
 import errno
@@ -21,18 +21,18 @@ from sparsekv.cli.serving.app import Api
 from sparsekv.formats.errors import SparsekvError, UsageError, reason_of
 
 HEAD_SECONDS = 30.0
-"""Seconds within which a connection must send the head of a request that it has begun, or of its first."""
+"""Seconds within which an idle connection must send the head of its next request. Idle connections are then closed."""
 LAST_SECONDS = 5
-"""Seconds that clients get, after the last answer has ended, to read what was sent to them."""
+"""Seconds that clients have, after the last answer has ended, to read the rest of the responses."""
 UNREAD = 1 << 16
-"""Bytes for which the kernel has room that a client has not read; it takes twice as many."""
+"""Size in bytes of a socket's send buffer. The kernel allocates twice this size."""
 NO_MORE = "no new requests; answers that have begun are completed; another signal ends them"
 FILES = 65_536
-"""Open files that are allowed where the system lets us: each connection is one."""
+"""Wanted limit of open files. Each connection is an open file."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that holds an address, and does not listen yet.
+    """Return a socket that is bound to an address and does not listen yet.
 
     Raises:
         UsageError: there is no such address on this machine.
@@ -58,7 +58,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def address_of(listening: socket.socket, host: str) -> str:
-    """Return the URL of a listening socket."""
+    """Return the URL of a bound socket. `host` is the value of `--host`."""
     name = f"[{host}]" if ":" in host else host
     return f"http://{name}:{listening.getsockname()[1]}"
 
@@ -67,8 +67,8 @@ class _Connection(H11Protocol):
     """A connection that is closed if the head of a request does not come in time, or if its client reads nothing.
 
     Args:
-        unread: seconds after which it is closed if the client does not read what was sent.
-        arguments: those of the base class.
+        unread: seconds after which the connection is closed if the client does not read the sent data.
+        arguments: arguments of the base class.
     """
 
     def __init__(self, *, unread: float, **arguments: Any):
@@ -77,14 +77,14 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # The kernel would otherwise take megabytes that nobody reads.
+        # Otherwise the kernel would buffer megabytes of unread data.
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD)
         self.head_timer: asyncio.TimerHandle | None = None
         self.read_timer: asyncio.TimerHandle | None = None
         self._time_head()
 
     def pause_writing(self) -> None:
-        """Start a timer: the client has not read what was sent, and the buffers are full."""
+        """Start the timer of unread data. This method is called when the buffers are full."""
         super().pause_writing()
         self.read_timer = self.loop.call_later(self.unread, self.transport.abort)
 
@@ -102,7 +102,7 @@ class _Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _time_head(self) -> None:
-        """Start the timer where the head of a request is to come, and stop it where it has come."""
+        """Start the head timer if the connection waits for a request; stop the timer if a head has come."""
         if self.conn.their_state is not h11.IDLE:
             _stop(self.head_timer)
             self.head_timer = None
@@ -117,13 +117,15 @@ def _stop(timer: asyncio.TimerHandle | None) -> None:
 
 
 class Server(uvicorn.Server):
-    """A server that answers what it has begun before it ends.
+    """A server that completes running answers before it ends.
 
-    On SIGTERM or Ctrl-C it refuses new requests for answers, and ends when those that run have ended, or after the
-    seconds of `drain`. A second signal ends the answers, each with an error. A third one ends the server at once.
+    On SIGTERM or Ctrl-C the server refuses new requests for answers. It ends when the running answers have ended, or
+    after `drain` seconds. A second signal ends the running answers, each with an error. A third signal ends the server
+    at once.
 
     Args:
-        unread: seconds after which a connection is closed whose client does not read what is sent to it.
+        unread: seconds after which a connection is closed if its client does not read the sent data.
+        ready: called when the server listens.
     """
 
     def __init__(self, api: Api, drain: float, unread: float, ready: Callable[[], None], *, quiet: bool):
@@ -134,7 +136,7 @@ class Server(uvicorn.Server):
             loop="asyncio",
             lifespan="off",
             log_config=None,
-            log_level="critical",  # the app tells its errors itself
+            log_level="critical",  # the app prints its errors itself
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=LAST_SECONDS,
@@ -180,7 +182,7 @@ class Server(uvicorn.Server):
 
 
 def allow_many_connections() -> None:
-    """Raise the limit of open files to `FILES`, or as far as the system lets us."""
+    """Raise the limit of open files to `FILES`, or to the hard limit of the system."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

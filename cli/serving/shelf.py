@@ -1,4 +1,4 @@
-"""The served indices: opened at their first use, and again when their files change."""
+"""The shelf: the served indices. An index is opened at the first request, and again when its files have changed."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ ENDING = ".skv"
 
 
 def served_name(folder: Path) -> str:
-    """Return the name under which an index is served: its folder's, without the ending.
+    """Return the name under which an index is served: the name of its folder without `.skv`.
 
     Raises:
         UsageError: the name is not text in UTF-8.
@@ -36,10 +36,10 @@ def served_name(folder: Path) -> str:
 
 
 def folders_by_name(folders: Iterable[Path]) -> dict[str, Path]:
-    """Return folders of indices by their names. One that is given twice is served once.
+    """Return folders of indices by served name. A folder that is given twice is served once.
 
     Raises:
-        UsageError: two would be served under one name.
+        UsageError: two folders have the same served name.
     """
     found: dict[str, Path] = {}
     for folder in folders:
@@ -48,7 +48,7 @@ def folders_by_name(folders: Iterable[Path]) -> dict[str, Path]:
 
 
 def refuse_clashes(named: dict[str, Path], folder: Path) -> None:
-    """Raise UsageError if another index in a folder has the name of one of the command line."""
+    """Raise UsageError if an index in a folder has the served name of another index in `named`."""
     for one in indices_in(folder):
         _refuse_clash(named.get(served_name(one), one), one)
 
@@ -66,7 +66,7 @@ def refuse_no_folder(folder: Path) -> None:
 
 
 def note_broken(folder: Path) -> None:
-    """Write a note on each `*.skv` in a folder that has no manifest, so that it is not served."""
+    """Print a note for each `*.skv` in a folder that is not served because it has no manifest."""
     for one in sorted(folder.glob(f"*{ENDING}")):
         if one.is_dir() and not one.is_symlink() and not (one / MANIFEST).is_file():
             note(f"{one} is not served: it has no {MANIFEST}, so it is no whole index", quiet=False)
@@ -89,9 +89,9 @@ def indices_in(folder: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """An index that is open, and the config of requests that name no method, budget or prefill.
+    """An open index, and the config of requests that name no method, budget or prefill.
 
-    budget: the budget that the command line gave, which holds for every method; None for each method's own.
+    budget: the budget of the command line, used with every method; None: the default budget of each method.
     """
 
     name: str
@@ -104,7 +104,10 @@ State = tuple[int, int, int]
 
 
 def state_of(folder: Path) -> State | None:
-    """Return what changes when an index is replaced: the identity of its manifest's file. None: there is none."""
+    """Return inode, modification time and size of an index's manifest; None without a manifest.
+
+    The result changes when the index is replaced.
+    """
     try:
         found = os.stat(folder / MANIFEST)
     except OSError:
@@ -113,17 +116,17 @@ def state_of(folder: Path) -> State | None:
 
 
 class Shelf:
-    """The indices that the command line names, and those in one folder.
+    """The served indices: those that the command line names, and those in one folder.
 
-    An index of the folder is opened at the first request for it. An index whose manifest has been replaced is opened
-    again; answers that have begun still read the old one. If that fails, or the manifest is missing, the old one stays.
-    Beyond the planned memory the index that was asked longest ago is closed, if nobody asks it now; the next request
-    for it opens it again.
+    An index of the folder is opened at the first request for that index. An index whose manifest has been replaced is
+    opened again; answers that have begun still read the old index. The old index stays if the new one cannot be opened
+    or the manifest is missing. If the open indices exceed `memory`, the least recently used index without requests is
+    closed. The next request for the index opens it again.
 
     Args:
         open_index: opens an index under a name; called in a thread of `executor`.
-        folder: where other indices are; None: there are none.
-        memory: bytes of keys and values of indices that stay open beside the last one.
+        folder: folder of further indices; None: there are none.
+        memory: maximum bytes of the open documents' keys and values. The last used index stays open in any case.
     """
 
     def __init__(
@@ -137,16 +140,16 @@ class Shelf:
         self.scheduler, self.open_index, self.executor = scheduler, open_index, executor
         self.folder, self.memory = folder, memory
         self._served: dict[str, Served] = {}
-        """Open indices by name; the one that was asked longest ago comes first."""
+        """Open indices by name, the least recently used index first."""
         self._places: dict[str, tuple[Path, State | None]] = {}
         self._users = Counter[Served]()
         self._opening = asyncio.Lock()
 
     def put(self, served: Served, folder: Path, state: State | None) -> None:
-        """Serve an index from now on, in place of one of the same name; close others if the memory asks for it.
+        """Serve an index. It replaces an index of the same name. Other indices are closed if memory is exceeded.
 
         Args:
-            state: the state of its folder before it was opened.
+            state: the `state_of` the index's folder before the index was opened.
         """
         self._served.pop(served.name, None)
         self.scheduler.add(served.name, served.opened)
@@ -154,11 +157,11 @@ class Shelf:
         self._make_room()
 
     def close(self, name: str) -> None:
-        """Close an index, if it is open. Its answers that have begun are completed; then its memory is free."""
+        """Close an index if it is open. Its running answers are completed; then its memory is freed."""
         if self._served.pop(name, None) is not None:
             self.scheduler.remove(name)
             if self._places[name][0].parent == self.folder:
-                del self._places[name]  # it may be gone when it is asked again
+                del self._places[name]  # the folder may no longer exist at the next request
 
     def holds(self, served: Served) -> bool:
         """Whether an index is still served under its name."""
@@ -166,28 +169,28 @@ class Shelf:
 
     @contextmanager
     def using(self, served: Served) -> Iterator[None]:
-        """Within the context an index is not closed for want of memory."""
+        """Keep an index open within the context even if memory is exceeded."""
         self._users[served] += 1
         try:
             yield
         finally:
             self._users[served] -= 1
-            self._users += Counter()  # drops those without users
+            self._users += Counter()  # removes entries with count 0
 
     def opened(self) -> list[Served]:
         """Return the indices that are open."""
         return [one for name in self._places if (one := self._served.get(name)) is not None]
 
     def names(self) -> list[str]:
-        """Return the names of all indices; those that have been opened come first."""
+        """Return the names of all indices. Indices that have been opened come first."""
         return list({**self._places, **self._offered()})
 
     def is_offered(self, name: str) -> bool:
-        """Whether an index is in the folder of indices that come and go."""
+        """Whether an index is in the folder whose indices clients may open and close."""
         return name in self._offered()
 
     async def find(self, name: str) -> Served | None:
-        """Return an index, which is opened if need be; None if there is no such name.
+        """Return an index, and open it if it is closed or has been replaced; None if no index has this name.
 
         Raises:
             SparsekvError: the index cannot be opened.
@@ -201,15 +204,14 @@ class Shelf:
             return None if folder is None else await self._open(name, folder)
 
     def without_folders(self, message: str) -> str:
-        """Return a message with the names of indices' folders in place of their paths, which are not for clients."""
+        """Replace the paths of indices in a message by folder names, because clients must not see paths."""
         paths = [folder for folder, _ in self._places.values() if os.sep in str(folder)]
         for path in sorted(paths, key=lambda one: len(str(one)), reverse=True):
             message = message.replace(str(path), path.name)
         return message if self.folder is None else message.replace(f"{self.folder}{os.sep}", "")
 
     def _current(self, name: str) -> Served | None:
-        """Return an index if it is open and its files are those that it was opened from; it is then the last to be
-        closed."""
+        """Return an index if it is open and its manifest is unchanged or missing; mark it as most recently used."""
         if name not in self._served:
             return None
         folder, state = self._places[name]
@@ -219,7 +221,7 @@ class Shelf:
         return self._served[name]
 
     def _make_room(self) -> None:
-        """Close indices that nobody asks until the others are within the planned memory; the last one stays."""
+        """Close indices without requests until the open indices fit `memory`. The last used index stays open."""
         *others, last = self._served.values()
         taken = sum(one.opened.document_bytes for one in (*others, last))
         for one in others:

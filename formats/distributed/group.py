@@ -1,5 +1,5 @@
-"""Communication between the processes (ranks) that share one model, through `torch.distributed`, and the division of
-the model among them."""
+"""Communication through `torch.distributed` between the processes (ranks) that share one model, and the split of the
+model over the ranks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
@@ -26,7 +26,7 @@ class Channel:
     group: dist.ProcessGroup
 
     def send(self, data: bytes) -> None:
-        """Send bytes to the first rank, and return when it has received them."""
+        """Send bytes to the first rank. Return when the first rank has received them."""
         dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, self.group)
 
     def receive(self, size: int, number: int) -> bytes:
@@ -48,19 +48,19 @@ _BOTH = frozenset({"hybrid", "hybrid_sliding"})
 def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConfig:
     """Choose how transformers splits a model over `size` ranks.
 
-    The model's tensor-parallel plan is used. If a model has only a plan for its experts, each rank holds all other
-    weights. Layers that keep a state keep all of it on each rank.
+    The model's tensor-parallel plan is used. If a model has only a plan for its experts, each rank has all other
+    weights. A layer that keeps a state has the whole state on each rank.
 
     Raises:
-        UsageError: the model's weights are quantised, it has latent attention, transformers has no plan for it, or its
-            plan would split the states, or the model's heads or experts cannot be divided evenly. Without this check,
-            transformers would fail in the middle of a forward pass.
+        UsageError: the model has quantised weights or latent attention, transformers has no plan for the model, the
+            plan would split the states, or the ranks cannot share the model's heads or experts evenly. Without this
+            check, transformers would fail in the middle of a forward pass.
     """
     text: Any = config.get_text_config()
     if getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None):
         raise UsageError(f"model '{name}' has quantised weights, which are not split over ranks; use one GPU")
     if getattr(text, "kv_lora_rank", None):
-        raise UsageError(f"model '{name}' attends to keys made of latents, which are not split over ranks; use one GPU")
+        raise UsageError(f"model '{name}' has latent attention (MLA), which is not split over ranks; use one GPU")
     plan, experts = text.base_model_tp_plan or {}, text.base_model_ep_plan or {}
     if _splits_states(plan, {*(getattr(text, "layer_types", None) or ())}):
         raise UsageError(
@@ -116,8 +116,8 @@ Tensors = Mapping[str, torch.Tensor]
 TensorForm = tuple[torch.Size, torch.dtype, str]
 """A tensor's shape, dtype and type of device."""
 PATIENCE = timedelta(minutes=30)
-"""Timeout of a rank that waits for another rank. No disk delays a layer or a shard of weights for so long."""
-_ANSWER = 60.0  # seconds between the messages by which a rank that waits for its disk shows that it still runs
+"""Timeout of a rank that waits for another rank. Every disk reads a layer or a shard of weights in less time."""
+_ANSWER = 60.0  # seconds between the messages of a rank that waits for its disk, which show that the rank still runs
 _STORE = "store"
 _TOLD = "sparsekv/told"
 _LOST = (
@@ -130,13 +130,13 @@ _LOST = (
     "Socket Timeout",
     "failed to recv",
 )
-"""Parts of the error messages of gloo, NCCL and their stores when another process has ended. They have no exception
-class for this case."""
+"""Parts of the error messages of gloo, NCCL and their stores when another process has ended. This case has no exception
+class."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process as one of the ranks that share a model.
+    """Communication of this process, one of the ranks that share a model, with the other ranks.
 
     All ranks must call the methods, except `first`, in the same order.
     """
@@ -232,7 +232,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def join(place: Place) -> Ranks:
-    """Connect to the other ranks: by gloo for host memory, by NCCL for GPUs. Each rank uses the GPU of its local rank.
+    """Connect to the other ranks, with gloo for host memory and NCCL for GPUs. A rank uses the GPU of its local rank.
 
     Raises:
         UsageError: there are fewer GPUs than ranks.
@@ -256,7 +256,7 @@ def join(place: Place) -> Ranks:
 
 
 def is_first_to_tell(place: Place) -> bool:
-    """Whether no rank has reported an error to the user yet. Among all ranks, only the first call returns True."""
+    """Whether this rank is the first to report an error to the user. Only the first call in all ranks returns True."""
     if place.folder is not None:
         try:
             with (place.folder / TOLD).open("x") as file:

@@ -1,15 +1,15 @@
-"""Determine this process's rank, among the processes that share one model, from its launcher's environment."""
+"""Rank of this process among the processes that share one model, read from environment variables of the launcher."""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "SPARSEKV_RANKS"
-"""Environment variable with the folder through which ranks find each other. Only `sparsekv --gpus` sets it."""
+"""Environment variable with the folder in which ranks find each other. Only `sparsekv --gpus` sets the variable."""
 LAUNCHER = "SPARSEKV_LAUNCHER"
 """Environment variable with the process id of the launcher that started these ranks."""
 TOLD = "told"
-"""Name of a file in that folder. The first rank that reports an error creates it and writes its index to it."""
+"""Name of a file in the ranks' folder. The first rank that reports an error writes its number to this file."""
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
@@ -17,8 +17,8 @@ _TORCHRUN = "TORCHELASTIC_RUN_ID"
 class Place:
     """A process's rank among `size` ranks.
 
-    `local` is its index on this machine. `folder` is the folder through which ranks find each other; None under
-    torchrun.
+    `number` is the rank, and `local` is the rank's number on this machine. `folder` is the folder in which ranks find
+    each other; None under torchrun.
     """
 
     number: int
@@ -30,8 +30,8 @@ class Place:
 def own_place() -> Place | None:
     """Return this process's place among the ranks; None for a process that works alone.
 
-    Launchers other than `sparsekv --gpus` and torchrun also set `RANK` and `WORLD_SIZE`. So these variables are ignored
-    unless a variable of one of the two is set.
+    `RANK` and `WORLD_SIZE` are ignored unless a variable of `sparsekv --gpus` or of torchrun is also set, because other
+    launchers set them too.
     """
     found = os.environ
     if (FOLDER not in found and _TORCHRUN not in found) or int(found.get("WORLD_SIZE", "1")) < 2:

@@ -1,4 +1,4 @@
-"""Create a causal language model from its config and the weights in its folder; the weights are read to its device."""
+"""Create a causal language model from its config and the weights in its folder. Weights are read to the device."""
 
 import json
 import os
@@ -24,8 +24,8 @@ def weights_on(folder: Path, config: PreTrainedConfig, device: torch.device) -> 
     Allocates the weights only once, because `from_pretrained` does not copy tensors of the model's dtype.
 
     Returns:
-        None if transformers itself has to read the weights: for a CPU, for a checkpoint that has adapters or is
-        quantised, or for files with other names.
+        The tensors by name. None if transformers must read the weights: for a CPU, for a checkpoint with an adapter or
+        with quantised weights, or for files with other names.
 
     Raises:
         OSError: a file is missing, truncated or unreadable.
@@ -49,12 +49,12 @@ def weights_on(folder: Path, config: PreTrainedConfig, device: torch.device) -> 
 def mapped_weights(folder: Path, config: PreTrainedConfig) -> dict[str, torch.Tensor] | None:
     """Return all tensors of a checkpoint, by their names in the checkpoint, as views of its memory-mapped files.
 
-    A background thread reads the pages while the caller goes on. So the first use of the weights, by the fingerprint or
-    by a step, does not wait for page faults.
+    A background thread reads the pages meanwhile. The first use of the weights, by the fingerprint or by a step, then
+    does not wait for page faults.
 
     Returns:
-        None if transformers itself has to read the weights, or if they cannot be read. In that case transformers
-        reports the reason.
+        The tensors by name. None if transformers must read the weights, or if the weights cannot be read; transformers
+        then reports the reason.
     """
     found: dict[str, torch.Tensor] = {}
     try:
@@ -68,7 +68,7 @@ def mapped_weights(folder: Path, config: PreTrainedConfig) -> dict[str, torch.Te
 
 
 def _plain_files(folder: Path, config: PreTrainedConfig) -> list[Path]:
-    """List the checkpoint's files; empty if transformers would not load their tensors one by one and unchanged."""
+    """Return the checkpoint's files; an empty list if transformers would not load each of their tensors unchanged."""
     special = [getattr(config, name, None) for name in ("transformers_weights", "quantization_config", "extra_files")]
     # For a multimodal config transformers creates the language model from one part of the checkpoint.
     special += [config.get_text_config() is not config, (folder / "adapter_config.json").exists()]
@@ -76,7 +76,7 @@ def _plain_files(folder: Path, config: PreTrainedConfig) -> list[Path]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the checkpoint's files: the single file, or the shards in its index; empty if it has neither."""
+    """Return the checkpoint's files: the single file, or the shards in its index. The list may be empty."""
     whole, index = folder / "model.safetensors", folder / INDEX
     if whole.is_file():
         return [whole]
@@ -90,7 +90,7 @@ Weights: TypeAlias = dict[str, torch.Tensor]
 """Tensors of a checkpoint, by their names in the checkpoint."""
 
 _NO_MEMORY = ("allocate memory", "bad_alloc", "not enough memory", "unable to mmap", "start new thread")
-"""Parts of the error messages of torch, safetensors and Python when memory runs out. Their exception classes differ."""
+"""Parts of error messages when memory runs out. Torch, safetensors and Python raise different exceptions for it."""
 _UNREADABLE = (OSError, LookupError, TypeError, ValueError, RuntimeError, ImportError, MemoryError, SafetensorError)
 """Exceptions raised for weights that are damaged or belong to another model."""
 
@@ -107,7 +107,7 @@ def causal_model(
     """Load a causal language model, in evaluation mode, with the weights in a folder.
 
     Args:
-        ranks: number of processes, including this one, that load a share of the model each.
+        ranks: number of processes, including this one, that each load a part of the model.
         mapped: the folder's weights if they are memory-mapped already, for a CPU.
 
     Raises:
@@ -177,7 +177,7 @@ def _loaded(
 def _share(
     folder: Path, name: str, config: PreTrainedConfig, dtype: torch.dtype, ranks: int
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load this rank's share of a model. Transformers reads it to the rank's device."""
+    """Load this rank's part of a model. Transformers reads the weights to the rank's device."""
     from sparsekv.formats.distributed.group import shares_of  # imported here, because it imports torch.distributed
 
     shares = shares_of(config, name, ranks)

@@ -1,4 +1,4 @@
-"""A converted model's folder in the cache: its files have checksums, which tell whether it is whole."""
+"""Folder of a converted model in the cache. Checksums of its files show whether the folder is complete."""
 
 import contextlib
 import json
@@ -19,10 +19,10 @@ SUMS = "sha256.json"
 
 
 def damaged_files(folder: Path, *, full: bool) -> list[str]:
-    """List the files in a converted model's folder that are missing or changed.
+    """Return the names of missing or changed files in a converted model's folder.
 
     Args:
-        full: recompute the sha256 of every file. Otherwise only files with a new modification time are hashed.
+        full: recompute the sha256 of all files; False: only of files with a new modification time.
     """
     try:
         sums = _read_sums(folder)
@@ -54,9 +54,9 @@ def note_times(folder: Path) -> None:
 
 
 def whole_folder(folder: Path, make: Callable[[Path, list[str]], None], *, full_check: bool = False) -> Path:
-    """Return the folder; if it is missing or damaged, `make` makes it first, from the names of its damaged files.
+    """Return a converted model's folder. If the folder is missing or damaged, `make(folder, damaged files)` is called.
 
-    One process at a time makes it, and the others wait.
+    One process at a time makes the folder, and other processes wait.
 
     Args:
         full_check: recompute all checksums, not only of files with a new modification time.

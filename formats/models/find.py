@@ -1,4 +1,4 @@
-"""Find a model's folder: that of the embedded model, a local folder, or a download in the Hugging Face hub's cache."""
+"""Find a model's folder: the embedded model's folder, a local folder, or a folder in the Hugging Face hub's cache."""
 
 import os
 import shlex
@@ -17,7 +17,7 @@ UNNEEDED = ["*/*", "consolidated*"]
 
 
 def hub_folder(name: str, *, download: bool = True) -> Path:
-    """Return the folder of a hub model's files, which is named after the model's commit.
+    """Return the folder of a hub model's files. The folder's name is the model's commit.
 
     Missing files are downloaded unless `download` is False.
 
@@ -45,7 +45,7 @@ def hub_gguf(repository: str, file: str, *, download: bool = True) -> Path:
 
 
 def _from_hub(name: str, get: Callable[[], str], *, download: bool) -> Path:
-    # Imported late, with the hub's HTTP client: a model in a folder, and an index's contents, need neither.
+    # Imported late, because it imports the hub's HTTP client, which local models do not need.
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -87,11 +87,11 @@ Progress = Callable[[str], None]
 def find_model(name: str, progress: Progress, *, download: bool = True) -> tuple[Path, str, str | None]:
     """Find a model's folder, full name and revision. Missing files are downloaded unless `download` is False.
 
-    The folder of a GGUF file, of a folder with nothing but one, and of `org/name:FILE.gguf` on the hub is that of its
-    converted model in the cache.
+    A GGUF file is converted, and the folder is the converted model's folder in the cache. The name may be the file's
+    path, a folder with one GGUF file and no config.json, or `org/name:FILE.gguf` for a file on the hub.
 
     Raises:
-        UsageError: the model does not exist, or the name is that of a file other than a GGUF file that can be read.
+        UsageError: the model does not exist, or the name is a file that is no GGUF file.
         SparsekvError: a download failed, or the folder cannot be read.
     """
     if name == EMBEDDED:
@@ -136,7 +136,7 @@ def _converted(path: Path, name: str, progress: Progress) -> Path:
 
 
 def fetch(name: str, progress: Progress = lambda text: None) -> None:
-    """Download the files of a model that this machine lacks. Raises the errors of `find_model`."""
+    """Download those files of a model that are missing on this machine. Raises the errors of `find_model`."""
     find_model(name, progress)
 
 

@@ -1,4 +1,4 @@
-"""Read GGUF files: each is converted once to a folder in the cache, with weights in float32 and its own tokenizer."""
+"""Convert GGUF files. The cache has a folder for each converted file, with weights in float32 and a tokenizer."""
 
 import contextlib
 import io
@@ -30,44 +30,45 @@ from sparsekv.formats.models.converted import clear, first_line, seal, silent_tr
 from sparsekv.formats.user.cache import cache_root, read_small, replace_small
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
-"""Token types in GGUF: of tokens that text is merged to, of special tokens, and of added tokens that are plain text."""
+"""Token types in GGUF: merged tokens, special tokens, and added tokens of plain text."""
 
 KINDS = {"gpt2": "byte-level BPE", "llama": "SentencePiece"}
-"""Names of the kinds of tokenizers in GGUF files that are read."""
+"""Kinds of tokenizers that can be read, as GGUF files name them and as users know them."""
 
 BY_TRANSFORMERS = ("gemma", "gemma2", "gemma3")
-"""Architectures whose SentencePiece tokenizers transformers reads: their scores are not in the order of merges."""
+"""Architectures whose SentencePiece tokenizers are read by transformers, because scores are not in the order of merges.
+"""
 
 BY_DIGIT = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 AS_GPT2 = ("gpt-2", "phi-2", "olmo", "mpt")
 AS_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3")
 AS_QWEN2 = ("qwen2", "deepseek-r1-qwen", "stablelm2")
-"""Names of pre-tokenizers in GGUF, as llama.cpp writes them, grouped by how they split text before its byte pairs are
-merged."""
+"""Names of pre-tokenizers in GGUF files, as llama.cpp writes them. All names of a group split text in the same way
+before byte pairs are merged."""
 
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
 )
-"""How Llama 3 and Qwen 2 split text; they differ in how many digits stay together."""
+"""Regular expression by which Llama 3 and Qwen 2 split text. They differ in the pattern for digits (`numbers`)."""
 
 SPACE = "\u2581"
-"""The letter that stands for a space in SentencePiece's tokens."""
+"""The character for a space in SentencePiece's tokens."""
 
 UNREADABLE = (OSError, LookupError, TypeError, ValueError, RuntimeError, ImportError, AttributeError, SafetensorError)
 
 
 def gguf_folder(path: Path, name: str, progress: Callable[[str], None]) -> Path:
-    """Return the folder of a GGUF file's converted model. The file is converted first if the cache lacks it.
+    """Return the folder of a GGUF file's converted model. The file is converted first if the folder is missing.
 
-    Several processes may call this at the same time: one of them converts the file, and the others wait for it.
+    Several processes may call this function at the same time: one converts the file, and the others wait.
 
     Args:
         name: the model's name as the user gave it, for errors.
         progress: called with one line before a conversion.
 
     Raises:
-        UsageError: the file is no GGUF file, or holds what cannot be converted rightly.
+        UsageError: the file is no GGUF file, or has content that cannot be converted correctly.
         SparsekvError: disk space or permission is missing.
     """
     folder = cache_root() / "models" / "gguf" / f"{path.stem}-{_checksum(path, name)[:16]}"
@@ -75,7 +76,7 @@ def gguf_folder(path: Path, name: str, progress: Callable[[str], None]) -> Path:
 
 
 def _checksum(path: Path, name: str) -> str:
-    """Return the file's sha256. It is computed again only for a file with another size or modification time."""
+    """Return the file's sha256. The result is cached until the file's size or modification time changes."""
     known = cache_root() / "models" / "gguf" / "checksums.json"
     try:
         found, key = path.stat(), str(path.resolve())
@@ -130,7 +131,7 @@ def _make(path: Path, name: str, folder: Path, progress: Callable[[str], None]) 
 
 @contextlib.contextmanager
 def _read_errors(name: str) -> Iterator[None]:
-    """Within the context, errors of reading a GGUF file become a UsageError."""
+    """Within the context, convert errors of reading a GGUF file to a UsageError."""
     try:
         yield
     except UsageError as error:
@@ -152,7 +153,7 @@ def convert(path: Path, folder: Path, reader: GGUFReader | None = None) -> None:
     Allocates the weights twice.
 
     Raises:
-        UsageError: the file holds what transformers' reader leaves out, or its tokenizer is not known.
+        UsageError: transformers' reader would ignore a part of the file, or the file's tokenizer is unknown.
     """
     reader = reader or GGUFReader(path)
     if int(_one(reader, "split.count", 1)) > 1:
@@ -191,13 +192,13 @@ CHECKED = {
     "attention.sliding_window": "sliding_window",
     "expert_count": "num_local_experts",
 }
-"""Keys of an architecture in GGUF that determine its attention, and their names in transformers' configs."""
+"""Keys of an architecture in GGUF files that determine its attention, and their names in transformers' configs."""
 
 
 def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
-    """Raise UsageError if a config lacks something of the GGUF file that changes the model's attention.
+    """Raise UsageError if a config differs from the GGUF file in a setting that changes the model's attention.
 
-    transformers' reader ignores keys that it does not know.
+    Transformers' reader ignores unknown keys.
     """
     kind = str(_one(reader, "general.architecture", ""))
     for key, known in CHECKED.items():
@@ -224,12 +225,12 @@ def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
 def build_tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerBase:
     """Build the tokenizer of a GGUF file, with its special tokens and chat template.
 
-    Byte-level BPE and SentencePiece are built here. transformers' own conversion does not split numbers as every family
-    does, ignores that a file adds no space before a text, and changes between releases. An index is bound to its
-    tokenizer, so it has to be the same everywhere.
+    Byte-level BPE and SentencePiece tokenizers are built here, except those of `BY_TRANSFORMERS`. Transformers'
+    conversion splits numbers wrongly for some model families, ignores that a file adds no space before a text, and
+    changes between releases. An index is bound to its tokenizer, so the tokenizer must be the same everywhere.
 
     Raises:
-        UsageError: the file has no tokenizer, or splits text in a way that is not known.
+        UsageError: the file has no tokenizer, or the tokenizer's way of splitting text is unknown.
     """
     _tokenizer_found(reader)
     kind, template = _one(reader, "tokenizer.ggml.model", None), _one(reader, "tokenizer.chat_template", None)
@@ -261,7 +262,7 @@ def build_tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerBase:
 
 
 def _tokenizer_found(reader: GGUFReader) -> str:
-    """Describe a file's tokenizer and chat template in words. Raises UsageError for a tokenizer that is not read."""
+    """Return a description of a file's tokenizer and chat template. Raises UsageError for an unsupported tokenizer."""
     kind = _one(reader, "tokenizer.ggml.model", None)
     if kind is None or "tokenizer.ggml.tokens" not in reader.fields:
         raise UsageError("has no tokenizer; use the model's original")
@@ -284,7 +285,7 @@ def _byte_level(reader: GGUFReader, tokens: list[str], pre: str) -> Tokenizer:
 
 
 def _sentencepiece(reader: GGUFReader, tokens: list[str], types: list[int]) -> Tokenizer:
-    """Build SentencePiece's BPE, which merges the pair of the best score and spells unknown letters in bytes."""
+    """Build SentencePiece's BPE. Pairs with the highest score are merged first. Unknown letters become byte tokens."""
     scores = _numbers(reader, "tokenizer.ggml.scores")
     vocabulary = {token: number for number, token in enumerate(tokens)}
     normal = {token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL}
@@ -303,7 +304,7 @@ def _sentencepiece(reader: GGUFReader, tokens: list[str], types: list[int]) -> T
 
 
 def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
-    """Return how text is split before its byte pairs are merged, by its name in GGUF."""
+    """Return the pre-tokenizer with this name in GGUF files. It splits text before byte pairs are merged."""
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pre in AS_GPT2:
         return whole
@@ -317,7 +318,7 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _one(reader: GGUFReader, name: str, default: Any) -> Any:
-    """Return a key's value; the default if the file lacks it. An array's value is its largest number."""
+    """Return the value of a key, or the default if the file lacks the key. For an array, return the largest number."""
     field = reader.fields.get(name)
     if field is None:
         return default

@@ -1,4 +1,4 @@
-"""Models that a server has loaded for the processes that it forks. A fork takes one if its files are unchanged."""
+"""Models that a server has loaded for its forks. A fork uses such a model if the model's files are unchanged."""
 
 from collections.abc import Hashable
 from pathlib import Path
@@ -10,7 +10,7 @@ Files = tuple[tuple[str, int, int, int, int], ...]
 
 
 def files_of(folder: Path) -> Files:
-    """Describe the files of a folder, and of the folders in it, as they are now; empty if they cannot be listed."""
+    """Return the state of the files in a folder and in its subfolders; empty if the files cannot be listed."""
     try:
         found = {path: path.stat() for path in sorted([*folder.glob("*"), *folder.glob("*/*")])}
     except OSError:
@@ -19,21 +19,21 @@ def files_of(folder: Path) -> Files:
 
 
 class Kept(Generic[Model]):
-    """Objects that were made from the files of a folder, by the way in which they were made."""
+    """Objects that were made from the files of folders, by folder and `how`, the arguments of making them."""
 
     def __init__(self) -> None:
         self._found: dict[Hashable, tuple[Files, Model]] = {}
 
     def keep(self, folder: Path, how: Hashable, files: Files, made: Model) -> None:
-        """Keep an object that was made from a folder, whose files were `files` before."""
+        """Keep an object that was made from a folder, unless the files have changed since the state `files`."""
         if files and files == files_of(folder):
             self._found[folder, how] = files, made
 
     def take(self, folder: Path, how: Hashable) -> Model | None:
-        """Return an object that was made from the files that the folder has now; None if there is none."""
+        """Return an object that was made from a folder; None if there is none, or if the files have changed."""
         files, made = self._found.get((folder, how), ((), None))
         return made if files and files == files_of(folder) else None
 
     def everything(self) -> list[Model]:
-        """Return all objects that are kept."""
+        """Return all kept objects."""
         return [made for _, made in self._found.values()]

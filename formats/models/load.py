@@ -31,17 +31,17 @@ KINDS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 """Extensions of the files from which tokenizers are loaded."""
 
 OWN = "sha256.json"
-"""Checksums beside the embedded model's folder, which identify one copy of the files."""
+"""Name of the file with checksums in a converted model's folder. Each copy of the folder has another such file."""
 
 TEMPLATES = "additional_chat_templates"
 """The folder from which transformers reads a tokenizer's additional chat templates."""
 
 MOST = 64 << 20
-"""Largest total size, in bytes, of tokenizer files to hash. A larger folder must hold other files, too, and hashing it
+"""Maximum total bytes of tokenizer files to hash. A folder with more bytes must have other files too, and hashing them
 would take longer than serialising the tokenizer."""
 
 FORM = 1
-"""Version of the code that loads tokenizers from their files; increase it when that code changes."""
+"""Version of the code that loads tokenizers from files. Increase the version when that code changes."""
 
 Look = list[tuple[str, int, int, int]]
 """Name, size in bytes, modification time in nanoseconds and inode of each file."""
@@ -54,12 +54,13 @@ class TokenizerFiles:
         self._folder, self._seen = folder, _look(folder)
 
     def hash(self) -> str | None:
-        """Hash the files, and the versions of the libraries that read them, by sha256.
+        """Return a sha256 of the files and of the versions of the libraries that read them.
 
-        Called when the tokenizer is loaded, to find out whether the files have changed meanwhile.
+        Call this method after the tokenizer is loaded, so that changed files are noticed.
 
         Returns:
-            None if a file cannot be read, the files have more than MOST bytes, or they have changed since the snapshot.
+            The hash. None if a file cannot be read, the files have more than MOST bytes, or a file has changed since
+            the snapshot.
         """
         import tokenizers
         import transformers
@@ -76,7 +77,7 @@ class TokenizerFiles:
 
 
 def _look(folder: Path) -> Look | None:
-    """List the tokenizer files of a folder; None if the folder has none or cannot be listed."""
+    """Return the state of a folder's tokenizer files; None if there are none or the folder cannot be listed."""
     try:
         paths = [path for one in (folder, folder / TEMPLATES) if one.is_dir() for path in one.iterdir()]
         named = {str(path.relative_to(folder)): path.stat() for path in sorted(paths) if _counts(path)}
@@ -92,8 +93,8 @@ def _counts(path: Path) -> bool:
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 PLAIN_ATTENTION = (None, "eager", "sdpa")
-"""Attention implementations that every machine has. Others that a config may request, such as flash attention, are not
-loaded, because this program's own attention replaces them."""
+"""Attention implementations that every machine has. Other implementations that a config may request, such as flash
+attention, are not loaded, because this program's own attention replaces them."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,9 @@ class LoadedModel:
     Attributes:
         name: name of the embedded model, hub id, or absolute path of the folder.
         revision: commit of a hub model.
-        tokenizer_files: hash of the files from which the tokenizer was loaded, if it is known.
-        weights: the precision to which the weights of linear layers were rounded; None for the checkpoint's weights.
-        weights_hash: the result of `fingerprint_weights` before that; None if the model still has those weights.
+        tokenizer_files: hash of the files from which the tokenizer was loaded; None: unknown.
+        weights: the precision to which the weights of linear layers were rounded; None: weights are not rounded.
+        weights_hash: the result of `fingerprint_weights` before the rounding; None: weights are not rounded.
     """
 
     model: "PreTrainedModel"
@@ -119,9 +120,9 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model that is available without the hub, and whether it is in the cache.
+    """A model that is available without the hub. `cached`: the model is in the cache.
 
-    `bytes` is its size on disk; 0 if it is not in the cache.
+    `bytes` is the model's size on disk; 0 if the model is not in the cache.
     """
 
     name: str
@@ -133,7 +134,7 @@ class KnownModel:
 
 
 def known_models() -> list[KnownModel]:
-    """List the models that are available without the hub: only the embedded model."""
+    """Return the models that are available without the hub: only the embedded model."""
     folder = embedded_path()
     cached = not damaged_files(folder, full=False)
     return [
@@ -149,10 +150,10 @@ def known_models() -> list[KnownModel]:
 
 
 def pull(name: str = EMBEDDED, progress: Progress = lambda text: None) -> Path:
-    """Download a model, so that it runs offline, and return its folder. The embedded model is checked in full.
+    """Download a model for use offline, and return its folder. All checksums of the embedded model are recomputed.
 
     Raises:
-        UsageError: the model does not exist, or the name is that of a local folder.
+        UsageError: the model does not exist, or the name is a local folder.
         SparsekvError: the network or disk space is missing, or a checksum is wrong.
     """
     if name == EMBEDDED:
@@ -182,11 +183,11 @@ def load_model(
         rope_scaling: `yarn:F` or `dynamic:F`, see `RopeScaling`.
         progress: called with one line at the start of each step that takes a while.
         meanwhile: called on another thread while the weights are loaded to a GPU. Its exceptions are ignored.
-        ranks: number of processes that load a share of the model each.
+        ranks: number of processes that each load a part of the model.
 
     Raises:
         UsageError: the model, device, dtype or scaling is unknown, the model has no tokenizer or is not a causal
-            language model, or it cannot be divided among the ranks.
+            language model, or the model cannot be divided among the ranks.
         SparsekvError: the weights are damaged, incomplete or larger than the device's memory.
     """
     from sparsekv.formats.models.causal_model import causal_model, mapped_weights
@@ -220,7 +221,7 @@ _kept = Kept[LoadedModel]()
 
 
 def keep_model(name: str, dtype: str, rope_scaling: str | None) -> LoadedModel:
-    """Load a model that is on this machine, on the CPU, and return it again from `load_model` in this process's forks.
+    """Load a model that is on this machine, on the CPU, and keep it for `load_model` in this process and its forks.
 
     Raises the errors of `load_model`, and UsageError if the model is not on this machine.
     """
@@ -290,8 +291,8 @@ def _tokenizer(folder: Path, name: str) -> "Tokenizer":
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-    # A converted model's tokenizer is read as it was built. AutoTokenizer would keep only its vocabulary for some
-    # architectures, such as Qwen 2, and build the rest as that architecture usually has it.
+    # PreTrainedTokenizerFast reads a converted model's tokenizer unchanged. For some architectures, such as Qwen 2,
+    # AutoTokenizer would keep only the vocabulary and replace the rest by the architecture's usual tokenizer.
     converted = folder.is_relative_to(cache_root() / "models")
     kind: Any = PreTrainedTokenizerFast if converted else AutoTokenizer
     try:
@@ -307,11 +308,12 @@ def _tokenizer(folder: Path, name: str) -> "Tokenizer":
 
 
 def identify(loaded: LoadedModel, index: Manifest | None = None) -> tuple[ModelIdentity, TokenizerIdentity]:
-    """Fingerprint the model's config and weights that determine keys and values, its tokenizer and its chat template.
+    """Return the identities of a model (config and weights) and of its tokenizer (with chat template), with hashes.
 
     Args:
-        index: if its tokenizer was loaded from the same files, its tokenizer identity is returned. Serialising the
-            tokenizer would take ten times as long as hashing its files, and would hold Python's global lock.
+        index: manifest of an index. If the index's tokenizer was loaded from the same files, the index's tokenizer
+            identity is returned. Serialising the tokenizer would take ten times as long as hashing its files, and would
+            hold Python's global lock.
     """
     from sparsekv.formats.models.quantised import checkpoint_of
 
@@ -329,7 +331,7 @@ def identify(loaded: LoadedModel, index: Manifest | None = None) -> tuple[ModelI
 
 
 def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> TokenizerIdentity:
-    """Fingerprint a tokenizer, its chat template and its special tokens."""
+    """Return the identity of a tokenizer, with hashes of the tokenizer, its chat template and its special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     serialized = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     template = tokenizer.chat_template

@@ -1,4 +1,4 @@
-"""Checkpoints with quantised weights: what they need to run, and their identity, which their files alone determine."""
+"""Checkpoints with quantised weights: a check whether they run on this machine, and a fingerprint of their files."""
 
 import contextlib
 import io
@@ -30,8 +30,8 @@ class QuantisedCheckpoint:
 
     Attributes:
         folder: the folder of config.json and the weights.
-        settings: `quantization_config` as it is written in config.json.
-        dtype: the dtype that the checkpoint's config gives for the computation, or bfloat16 if it gives none.
+        settings: `quantization_config` as in config.json.
+        dtype: the dtype of the computation in the checkpoint's config, or bfloat16 if the config has none.
     """
 
     folder: Path
@@ -40,7 +40,10 @@ class QuantisedCheckpoint:
 
     @classmethod
     def of(cls, folder: Path, config: PreTrainedConfig) -> "QuantisedCheckpoint | None":
-        """Return a folder's quantised checkpoint, from its config before a model is made; None if it is plain."""
+        """Return the quantised checkpoint of a folder and its config; None if the weights are not quantised.
+
+        Call this method before a model is made from the config.
+        """
         text = config.get_text_config()
         settings = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
         if not isinstance(settings, Mapping):
@@ -55,7 +58,7 @@ class QuantisedCheckpoint:
         return str(self.settings.get("quant_method") or ("bitsandbytes" if early_form else "an unnamed method"))
 
     def check(self, name: str, device: torch.device) -> None:
-        """Raise UsageError if transformers, or a library that this machine lacks, cannot run the quantised weights."""
+        """Raise UsageError if the installed libraries cannot run the quantised weights on a device."""
         settings = dict(self.settings)
         try:
             if not AutoHfQuantizer.supports_quant_method(settings):  # transformers would read the weights as plain ones
@@ -73,10 +76,10 @@ class QuantisedCheckpoint:
             ) from None
 
     def fingerprint(self) -> str:
-        """Hash the names, shapes and a sample of the tensors in the checkpoint's files, by their bytes.
+        """Return a hash of the names, the shapes and a sample of the bytes of the tensors in the checkpoint's files.
 
-        The tensors of the loaded model do not serve: some methods unpack them or pack them anew, depending on the
-        device, and some do so at the first forward pass.
+        The tensors of the loaded model cannot be hashed instead: some quantisation methods unpack or repack them,
+        depending on the device, or at the first forward pass.
         """
         return fingerprint_weights(self._stored_tensors())
 
@@ -99,12 +102,12 @@ def checkpoint_of(model: PreTrainedModel) -> QuantisedCheckpoint | None:
 
 
 def load_quantised(checkpoint: QuantisedCheckpoint, name: str, load: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    """Load a model with quantised weights, run it on one token, and record its checkpoint.
+    """Load a model with quantised weights, run the model on one token, and record its checkpoint.
 
-    Some methods unpack their weights in the first forward pass, and some find out in it what this machine lacks.
+    In the first forward pass some quantisation methods unpack the weights, and some raise errors for missing libraries.
 
     Args:
-        load: loads the model from the checkpoint, and may raise errors of its own.
+        load: loads the model from the checkpoint. Its errors are raised unchanged.
 
     Raises:
         SparsekvError: the model does not run on its device in its dtype.

@@ -1,4 +1,5 @@
-"""Extend a model beyond the positions that it was trained on, by RoPE scaling in its config: `yarn:F`, `dynamic:F`."""
+"""RoPE scaling, which extends a model beyond its trained positions: `yarn:F` and `dynamic:F`. Also a model's number of
+positions."""
 
 import math
 from dataclasses import dataclass
@@ -7,16 +8,16 @@ from typing import TYPE_CHECKING, Any, Self
 from sparsekv.formats.errors import UsageError
 
 STRETCHED = ("linear", "llama3", "longrope", "yarn")
-"""Kinds of RoPE that give a model more positions than its original ones, by a factor that holds for any length."""
+"""RoPE types whose `factor` times the original number of positions is a model's number of positions."""
 
 if TYPE_CHECKING:  # transformers takes a second to import
     from transformers import PreTrainedConfig
 
 
 def rope_depends_on_length(parameters: dict[str, Any] | None) -> bool:
-    """Whether RoPE frequencies change with the sequence's length (dynamic, longrope).
+    """Whether RoPE frequencies change with the length of a sequence (dynamic, longrope).
 
-    The chunks of a chunked prefill would then be rotated by different frequencies.
+    A chunked prefill would then rotate its chunks by different frequencies.
     """
     return any(kind.get("rope_type") in ("dynamic", "longrope") or "long_mscale" in kind for kind in _kinds(parameters))
 
@@ -24,9 +25,9 @@ def rope_depends_on_length(parameters: dict[str, Any] | None) -> bool:
 def positions_of(config: "PreTrainedConfig") -> int | None:
     """Return the number of positions that a model supports; None if its config has no limit.
 
-    A config may leave `max_position_embeddings` at the original length, as Qwen's recipe for YaRN does. The model then
-    supports the original length times the factor. A dynamic RoPE changes its frequencies beyond
-    `max_position_embeddings`.
+    With YaRN, `max_position_embeddings` may still be the original length, as in Qwen's recipe. The model then supports
+    the original length times the factor. With dynamic RoPE the result is `max_position_embeddings`, because the
+    frequencies change beyond that length.
     """
     config = config.get_text_config()
     positions: int | None = getattr(config, "max_position_embeddings", None)
@@ -44,7 +45,8 @@ def positions_after(config: "PreTrainedConfig", document: int) -> int | None:
     """Return the number of positions that a model supports for sequences that begin with a document.
 
     With longrope, a sequence that is longer than the original length uses other RoPE frequencies, also for its first
-    tokens. An index has the document's keys for one set of frequencies, so a sequence must not grow past that length.
+    tokens. An index has keys for one set of frequencies. If the document fits the original length, a sequence must
+    therefore not grow past that length.
 
     Args:
         document: number of tokens of the document.
@@ -77,7 +79,7 @@ def _switch(config: "PreTrainedConfig") -> int | None:
 
 
 def _kinds(parameters: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """List a config's RoPE parameters, and those of each layer type if layer types have their own."""
+    """Return a config's RoPE parameters, followed by the RoPE parameters of each layer type, if there are any."""
     rope = parameters or {}
     return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 
@@ -112,7 +114,7 @@ class RopeScaling:
     def stretch(self, config: "PreTrainedConfig") -> None:
         """Apply the scaling to a config in place, before the model is created.
 
-        If layer types have their own RoPE parameters (Gemma 3), those of full attention are changed.
+        If layer types have their own RoPE parameters (Gemma 3), the parameters of full attention are changed.
 
         Raises:
             UsageError: the model has no rotary embedding, or its positions are scaled already.

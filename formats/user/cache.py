@@ -1,4 +1,4 @@
-"""The user's cache folder: small files in it, and the names of models that the user has given."""
+"""The user's cache folder, its small files, and the list of models that the user has named."""
 
 import json
 import os
@@ -15,8 +15,9 @@ from sparsekv.formats.errors import SparsekvError, reason_of
 def give_home() -> None:
     """Set HOME to a folder if this user has no home, such as an unknown uid in a container.
 
-    Libraries would otherwise write their caches to a folder named `~` in the current folder. HOME becomes a folder in
-    the system's folder for temporary files. It belongs to this user alone, and mostly is the same in each call.
+    Without HOME, libraries would write their caches to a folder named `~` in the current folder. HOME becomes a folder
+    in the system's folder for temporary files that only this user may write. It is the same folder in each call, unless
+    another user has taken its name.
 
     Raises:
         SparsekvError: the folder cannot be created.
@@ -57,7 +58,8 @@ def read_small(path: Path) -> str:
 
 
 def replace_small(path: Path, text: str) -> None:
-    """Replace a file atomically. If that fails, the old file stays and nothing is raised: a cache is optional."""
+    """Replace a file atomically. If writing fails, the old file stays and nothing is raised, because caches are
+    optional."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         number, name = mkstemp(prefix=f"{path.name}.", dir=path.parent)
@@ -84,5 +86,5 @@ def named_models() -> list[str]:
 
 
 def keep_named(names: list[str]) -> None:
-    """Replace the list of models that the user has named. If it cannot be written, the old list stays."""
+    """Replace the list of models that the user has named. If writing fails, the old list stays."""
     replace_small(cache_root() / _FILE, json.dumps(sorted(set(names)), indent=1) + "\n")

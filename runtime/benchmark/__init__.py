@@ -1,1 +1,1 @@
-"""Benchmarks of decode steps, of one layer or a whole model: synthetic data, clocks, and dense attention to compare."""
+"""Benchmarks of decode steps of one layer or a whole model, with synthetic data, compared with dense attention."""

@@ -1,7 +1,7 @@
-"""Time steps and memory copies: by the wall clock on a CPU, by events around CUDA graph replays on a GPU.
+"""Clocks for steps and memory copies: the wall clock on a CPU, events around CUDA graph replays on a GPU.
 
-Caches are cold, as in a model, where other layers run between two steps of a layer: before each run, more memory is
-read than the cache holds. With `cold=False` the caches keep the data of the previous run.
+By default the hardware's caches are cold, because in a model other layers run between two steps of a layer. Before each
+run, a clock reads more memory than the caches hold. With `cold=False` the caches keep the data of the previous run.
 """
 
 import statistics
@@ -21,7 +21,10 @@ CPU_COPIED, CUDA_COPIED = 2**27, 2**30  # bytes of the copy that measures bandwi
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of a step: mean, median and quartiles over the runs, how it was timed, and the last run's output."""
+    """Milliseconds of a step: mean, median and quartiles over the runs. `how` is `wall clock`, `graph` or `eager`.
+
+    `output` is the output of the last run.
+    """
 
     mean: float
     median: float
@@ -42,13 +45,13 @@ class Clock(ABC):
     Args:
         runs: number of times that a step is timed, at least 2.
         cold: evict the caches before each run.
-        evicted: number of bytes that are read to evict them.
+        evicted: number of bytes that are read to evict the caches.
     """
 
     def __init__(self, device: torch.device, runs: int, *, cold: bool, evicted: int):
         self.device, self.runs, self.cold = device, runs, cold
-        # The memory is filled with ones, because pages of zeros may all map to one physical page. It is read and not
-        # written, because dirty cache lines would be written back during the timed step.
+        # The memory is filled with ones, because pages of zeros may all map to one physical page. Eviction reads the
+        # memory and does not write, because dirty cache lines would be written back during the timed step.
         self.scrap = torch.ones(evicted // 4 if cold else 1, device=device)
 
     def _evict(self) -> None:
@@ -57,14 +60,14 @@ class Clock(ABC):
 
     @abstractmethod
     def time(self, step: Step, cycle: int = 1) -> Timing:
-        """Time a step. If a step searches only at every `cycle`-th call, the time is the mean of `cycle` calls."""
+        """Time a step. The time is the mean of `cycle` calls, because some methods select only at every `cycle`-th."""
 
     @abstractmethod
     def _milliseconds(self, run: Callable[[], object]) -> list[float]:
         """Measure the milliseconds of each of `self.runs` runs."""
 
     def bandwidth(self) -> float:
-        """Measure the reachable bandwidth: bytes read and written per second by a large copy in the device's memory."""
+        """Measure the bandwidth in bytes per second: bytes read plus bytes written by a large copy on the device."""
         size = CUDA_COPIED if self.device.type == "cuda" else CPU_COPIED
         source = torch.arange(size // 8, device=self.device)
         target = torch.empty_like(source)
@@ -101,9 +104,9 @@ class WallClock(Clock):
 
 
 class CudaClock(Clock):
-    """Times replays of a CUDA graph by events.
+    """Times replays of a CUDA graph by CUDA events.
 
-    Steps that sync with the GPU cannot be captured. They run eagerly, and `Timing.how` is `eager`.
+    A step that synchronises with the GPU cannot be captured. The step then runs eagerly, and `Timing.how` is `eager`.
     """
 
     def __init__(self, device: torch.device, runs: int, *, cold: bool):

@@ -1,4 +1,4 @@
-"""Time a whole model's decode steps, with dense and sparse attention, over synthetic contexts."""
+"""Time the decode steps of a whole model with dense and with sparse attention over synthetic contexts."""
 
 import math
 import time
@@ -30,9 +30,9 @@ from sparsekv.runtime.selection.registry import DENSE
 
 
 class DenseFormLayer(StoredLayer):
-    """Cache layer that attends only to the context, by one of torch's implementations of dense attention.
+    """Cache layer that attends to the context by one of torch's implementations of dense attention.
 
-    It stores new rows, but does not attend to them.
+    The layer stores the keys and values of new tokens, but does not attend to them.
     """
 
     def __init__(self, data: LayerData, form: DenseForm):
@@ -44,7 +44,7 @@ class DenseFormLayer(StoredLayer):
 
 
 class PackedForm(PackedLayer):
-    """Batched `DenseFormLayer` for several questions over one context."""
+    """A `DenseFormLayer` for a batch of questions over one context."""
 
     def __init__(self, layer: DenseFormLayer, slots: int):
         super().__init__(layer, slots)
@@ -58,7 +58,7 @@ class PackedForm(PackedLayer):
 
 
 class TimedSteps:
-    """Decode steps of all of a cache's sequences, as `generate` runs them. Call them within `routed`.
+    """Runs decode steps of all sequences of a cache, as `generate` does. Call the steps within `routed`.
 
     Args:
         context: number of tokens of the stored context.
@@ -78,7 +78,7 @@ class TimedSteps:
                 self.cache.release()
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run one step; return the logits [B, V] after tokens [B, 1], which the next call may overwrite."""
+        """Run one step with tokens [B, 1]; return the next tokens' logits [B, V]. The next call may overwrite them."""
         fed = [Fed(slot, self.fed, [], asks=False) for slot in range(self.cache.slots)]
         self.fed += 1
         return self.step(fed, tokens[:, 0], self.steps)
@@ -89,7 +89,7 @@ class TimedSteps:
 
 
 def packed_cache(layers: list[StoredLayer], questions: int) -> PackedCache:
-    """Make a cache of several questions over one context, as `generate --batch-file` decodes over."""
+    """Make a cache for several questions over one context, as `generate --batch-file` uses."""
     packed = [
         PackedForm(layer, questions) if isinstance(layer, DenseFormLayer) else packed_layer(layer, questions)
         for layer in layers
@@ -127,15 +127,15 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         tie_word_embeddings=True,
     ),
 }
-"""Model configs by name, with only the fields that determine a step's time; RoPE's parameters do not."""
+"""Model configs by name. They have only the fields that determine a step's time, so RoPE's parameters are left out."""
 
 
 def model_config(name: str) -> PreTrainedConfig:
     """Return a config by its name, or read it from a folder.
 
     Raises:
-        UsageError: the config does not exist, or its attention has sliding windows or a soft cap, which torch's dense
-            attention lacks.
+        UsageError: the config does not exist, or its attention has sliding windows or a soft cap. Torch's dense
+            attention has neither.
     """
     if name in CONFIGS:
         return CONFIGS[name]()
@@ -169,16 +169,17 @@ def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
 
 @torch.no_grad()
 def make_queries_alike(model: PreTrainedModel, share: float) -> bool:
-    """Give the queries of all tokens a common part, `share` of their norm, as the queries of a trained model have.
+    """Add a random bias to each layer's `q_proj`, so that the queries of all tokens have a common part.
 
-    It is added as a bias of the layers' `q_proj`, before RoPE. Returns False if the model has no `q_proj`. With random
-    weights alone, the queries of several questions over one context would have nothing in common, and neither would
-    their selections.
+    The norm of the common part is `share` of a query's norm. Queries of a trained model have a common part too. With
+    random weights alone, several questions over one context would have unrelated queries and selections. Returns False
+    if the model has no `q_proj`.
     """
     projections = [module for name, module in model.named_modules() if name.endswith("q_proj")]
     for module in projections:
         assert isinstance(module, torch.nn.Linear)
-        own = float(module.weight.std()) * math.sqrt(module.in_features)  # of the queries, for inputs of unit variance
+        # Standard deviation of a query's channels, for inputs of unit variance.
+        own = float(module.weight.std()) * math.sqrt(module.in_features)
         common = torch.randn(module.out_features, dtype=module.weight.dtype, device=module.weight.device)
         module.bias = torch.nn.Parameter(common * own * share / math.sqrt(1 - share**2))
     return bool(projections)
@@ -190,13 +191,16 @@ WARM_UPS, FORM_RUNS = 3, 10
 
 @dataclass(frozen=True)
 class ModelRow:
-    """Times of one way of attending: milliseconds per step (median and quartiles), and tokens per second in all.
+    """Times of the steps with one attention method at one budget.
 
     Attributes:
-        weights: the precision of linear layers' weights; None for the dtype of all else.
+        weights: precision of the linear layers' weights; None: the dtype of the other tensors.
+        median_ms, lower_ms, upper_ms: median and quartiles of a step's milliseconds.
         timed: `graph`, `eager` or `wall clock`.
-        speedup: tokens per second, relative to those of torch's dense attention with the same weights.
-        kv_fraction: bytes read of the middle and the index, as a share of the middle's keys and values.
+        tokens_per_second: tokens of all sequences of the batch.
+        speedup: `tokens_per_second` divided by that of torch's dense attention with the same weights.
+        kv_fraction: bytes that a step reads of the index, and of the keys and values between sinks and tail (the
+            middle), divided by the bytes of the middle's keys and values.
     """
 
     method: str
@@ -216,11 +220,11 @@ class ModelRow:
 
 
 class ModelBench:
-    """Times a model over the data of a few layers, for one context length and batch.
+    """Times a model at one context length and batch. All layers of the model use the data of a few distinct layers.
 
     Args:
         weights: the precision to which the model's weights are rounded.
-        tell: called with a line for each row.
+        tell: called with a line of text for each result.
     """
 
     def __init__(
@@ -239,7 +243,8 @@ class ModelBench:
     def dense(self) -> Iterator[ModelRow]:
         """Time steps with torch's fastest dense attention, with our dense attention, and without attention.
 
-        The first is the baseline of all speed-ups. The last is the time of everything except attention.
+        Torch's dense attention is the baseline of all speed-ups. A step without attention takes the time of the rest
+        of the model.
         """
         name = self._fastest_form()
         forms = [dict(dense_forms(data))[name] for data in self.data]
@@ -255,10 +260,10 @@ class ModelBench:
     def sparse(self, form: MethodSpec, contexts: list[MiddleContext], budgets: list[Budget]) -> Iterator[ModelRow]:
         """Time a variant of a method at each budget; `dense` must be called first.
 
-        Allocates a copy of the middles in the method's layout.
+        Allocates a copy of the keys and values between sinks and tail in the method's layout.
 
         Args:
-            contexts: one context for each distinct layer.
+            contexts: the method's input for each distinct layer.
 
         Raises:
             RefusedError: the logits are not finite, or several questions cannot share a step.
@@ -287,7 +292,7 @@ class ModelBench:
         return layers
 
     def _each(self, make: Callable[[LayerData, int], StoredLayer]) -> list[StoredLayer]:
-        """Create a cache layer for each of the model's layers. They use the data of the distinct layers in turn."""
+        """Create a cache layer for each layer of the model, from the data of the distinct layers in turn."""
         turns = [number % len(self.data) for number in range(self.layers)]
         return [make(self.data[turn], turn) for turn in turns]
 
@@ -300,7 +305,7 @@ class ModelBench:
         return min(taken, key=lambda name: taken[name])
 
     def _time(self, layers: list[StoredLayer], cycle: int = 1) -> Timing:
-        """Time greedy decode steps, `cycle` steps at a time, because a method may select in only one of them."""
+        """Time greedy decode steps. Each run is `cycle` steps, because a method may select in only one of them."""
         device, steps = self.model.device, self._steps(layers, WARM_UPS + self.runs * cycle)
         with steps.routed():
             tokens = torch.arange(self.batch, device=device)[:, None]
@@ -324,7 +329,7 @@ class ModelBench:
     def _row(self, name: str, variant: str, budget: Budget | None, timed: Timing, kv_fraction: float) -> ModelRow:
         split, batch = self.data[0].split, self.batch
         if not bool(timed.output.isfinite().all()):
-            raise RefusedError(f"{name} {variant} over {split.tokens:,} tokens, batch {batch}, gave what is no number")
+            raise RefusedError(f"{name} {variant} over {split.tokens:,} tokens, batch {batch}, gave no finite logits")
         rate = 1000 * batch / timed.mean
         of_weights = "" if self.weights is None else f", {self.weights} weights"
         self.tell(
@@ -349,7 +354,7 @@ class ModelBench:
 
 
 class _Stopwatch:
-    """Measures the milliseconds between laps by the host's clock. The first lap begins at construction."""
+    """Measures the milliseconds between laps by the host's clock. The first lap starts at construction."""
 
     def __init__(self) -> None:
         self.marks = [time.perf_counter()]
@@ -362,7 +367,7 @@ class _Stopwatch:
 
 
 class _CudaStopwatch:
-    """Measures the milliseconds between laps by CUDA events. They include the time that the GPU waits for the host."""
+    """Measures the milliseconds between laps by CUDA events, including the time that the GPU waits for the host."""
 
     def __init__(self) -> None:
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Generate synthetic keys, values and queries of one layer for a batch, and create decode steps over them."""
+"""Synthetic keys, values and queries of one layer for a batch of contexts, and decode steps over that data."""
 
 import math
 from collections.abc import Mapping
@@ -24,15 +24,15 @@ from sparsekv.runtime.selection.interface import LayerPosition, MiddleContext, S
 
 @dataclass(frozen=True)
 class LayerData:
-    """One layer over a batch of contexts, which are concatenated along the heads, because heads are independent.
+    """Data of one layer for a batch of contexts. The batch is concatenated along the heads, which are independent.
 
     Attributes:
         keys, values: [batch Hk, N, D].
         query: [batch Hq, Q, D], queries of the step, for Q questions over each context.
-        tail: [batch Hq, R, D], held-out queries, on which methods may be calibrated, or which they may observe.
-        sampled: [batch Hq, P, D], the contexts' own queries at `positions` [P], for methods built from queries.
-        stored: int8 keys and values, by name, which our steps read; `keys` and `values` are then their dequantised
-            form. None: steps read `keys` and `values`.
+        tail: [batch Hq, R, D], held-out queries. Methods may be calibrated on these queries, or may observe them.
+        sampled: [batch Hq, P, D], queries of the contexts' tokens at `positions` [P], for methods built from queries.
+        stored: int8 keys and values by name. The project's steps read them; `keys` and `values` are then the
+            dequantised rows. None: all steps read `keys` and `values`.
     """
 
     keys: torch.Tensor
@@ -44,7 +44,7 @@ class LayerData:
     batch: int
     split: Split
     facts: LayerFacts
-    # The last layer of 32, without the others. Methods that share selections between layers must then select here.
+    # The last of 32 layers, without the others, so that methods that share selections between layers select here.
     position: LayerPosition = field(default_factory=lambda: LayerPosition(31, 32))
     stored: Mapping[str, torch.Tensor] | None = None
 
@@ -58,7 +58,7 @@ class LayerData:
         return slice(self.split.sinks, self.split.sinks + self.split.middle)
 
     def of_heads(self, heads: slice) -> "LayerData":
-        """Return the layer with only some of its KV heads, and their query heads."""
+        """Return the data of some KV heads and of the query heads that use them."""
         group = len(self.query) // len(self.keys)
         own = slice(heads.start * group, heads.stop * group)
         some: dict[str, Any] = {name: getattr(self, name)[heads] for name in ("keys", "values")}
@@ -67,13 +67,13 @@ class LayerData:
         return replace(self, **some, **{name: getattr(self, name)[own] for name in ("query", "tail", "sampled")})
 
     def in_8_bits(self) -> "LayerData":
-        """Return the layer with keys and values quantised to int8, which its steps read."""
+        """Return the layer with `stored` int8 keys and values."""
         stored = quantise(self.keys, self.values)
         keys, values = context_rows(stored, self.keys.dtype).part(slice(None))
         return replace(self, keys=keys, values=values, stored=stored)
 
     def row_bytes(self) -> int:
-        """Bytes of one key or value of one head, in the dtype of queries."""
+        """Return the bytes of one key or value of one head, in the dtype of the queries."""
         return self.keys.shape[2] * self.keys.element_size()
 
     def saved(self, rows: float) -> float:
@@ -88,7 +88,11 @@ class LayerData:
         calibration: dict[str, object] | None = None,
         parameters: dict[str, object] | None = None,
     ) -> MiddleContext:
-        """Build a method's input from its indexer's tensors, whose token order counts from the prompt's first token."""
+        """Build a method's input from the tensors of its indexer.
+
+        Indices in the tensor `token_order` count from the prompt's first token. Indices in the method's input count
+        from the first token after the sinks.
+        """
         stored = tensors if self.stored is None else with_centroids_in_8_bits(tensors)
         tensors, in_8_bits = read_centroids(stored, self.keys.dtype)
         if "token_order" in tensors:
@@ -116,14 +120,14 @@ def lay_out(data: LayerData, selector: Selector) -> MiddleRows:
 
 
 def dense_layer(data: LayerData) -> DenseLayer:
-    """Create the cache layer of this project's dense attention, as decoding uses it."""
+    """Create the cache layer of this project's dense attention. Decoding uses the same class."""
     if data.stored is not None:
         return DenseLayerIn8Bits(data.stored, data.keys[:, :0])
     return DenseLayer(data.keys, data.values)
 
 
 def sparse_layer(data: LayerData, rows: MiddleRows, selector: Selector, config: DecodeConfig) -> SparseLayer:
-    """Create a sparse cache layer as decoding does for the config; allocates a copy of sinks and tail."""
+    """Create the sparse cache layer that decoding uses for a config; allocates a copy of sinks and tail."""
     exact = tuple(
         torch.cat([tokens[:, : data.middle.start], tokens[:, data.middle.stop :]], 1)
         for tokens in (data.keys, data.values)
@@ -134,7 +138,7 @@ def sparse_layer(data: LayerData, rows: MiddleRows, selector: Selector, config: 
 
 
 def layer_step(data: LayerData, layer: StoredLayer) -> Step:
-    """Create a step from the query to the output [batch Hq, Q, D], with selection, as a model calls it."""
+    """Create a decode step that computes the attention output [batch Hq, Q, D] of `data.query`, selection included."""
     if data.questions > 1:
         return _shared_step(data, layer)
     nothing = data.keys[:, :0]
@@ -143,7 +147,7 @@ def layer_step(data: LayerData, layer: StoredLayer) -> Step:
 
 
 def _shared_step(data: LayerData, layer: StoredLayer) -> Step:
-    """Create a step of several questions. They have no rows of their own, so all attend only to the context."""
+    """Create a step of several questions. The questions have no keys of their own; all attend only to the context."""
     packed, each = packed_layer(layer, data.questions), torch.arange(data.questions, device=data.keys.device)
     step = PackedStep(each, torch.full_like(each, -1), (each + 1).int(), each, (), 1)
     new = data.keys.new_zeros(len(data.keys), data.questions, data.keys.shape[2])
@@ -152,9 +156,9 @@ def _shared_step(data: LayerData, layer: StoredLayer) -> Step:
 
 
 def exact_output(data: LayerData) -> torch.Tensor:
-    """Compute dense attention in float32 [batch Hq, Q, D]; converts one head's keys and values at a time.
+    """Compute the output of dense attention [batch Hq, Q, D] in float32, converting one head's rows at a time.
 
-    It uses plain torch, so that it is independent of the kernels that are timed.
+    The function uses plain torch, because it must not depend on the timed kernels.
     """
     grouped, scale = data.query.float().unflatten(0, (len(data.keys), -1)), data.facts.softmax_scale
     parts = [
@@ -172,11 +176,11 @@ def relative_error(output: torch.Tensor, exact: torch.Tensor) -> float:
 SINKS, TAIL = 10, 128
 TOKENS_A_TOPIC, TOPICS_A_THEME, RUN = 64, 16, 16
 SIZE_SIGMA, RADIUS, RADIUS_SIGMA = 1.0, 0.6, 0.4
-FOCUS = (1.0, 0.5, 0.25)  # weights of the centres of a query's topics in the query
-ASTRAY, COMMON = 0.4, 0.5  # weights in a query of noise, and of its KV head's common direction
-BEST, MASS = 0.05, (0.65, 0.9)  # the best tokens, of this share, get between these shares of the attention
-VALUE_SHARE = 0.6  # weight of a value's topic; the rest is noise, so that the variance is 1
-ALIKE = 0.9  # weight, in a question's query, of the part that all questions over a context share
+FOCUS = (1.0, 0.5, 0.25)  # weights of three topic centres in a query
+ASTRAY, COMMON = 0.4, 0.5  # weights of noise, and of the KV head's common direction, in a query
+BEST, MASS = 0.05, (0.65, 0.9)  # the 5% of tokens with the largest logits get 65% to 90% of the attention
+VALUE_SHARE = 0.6  # weight of the topic in a value; the rest is noise, and the variance is 1
+ALIKE = 0.9  # weight, in a query, of the part that is the same in all questions over a context
 HELD_OUT = 64  # number of queries of the tail
 
 
@@ -205,12 +209,12 @@ class Shape:
 def mixture(
     shape: Shape, batch: int, seed: int, device: torch.device, dtype: torch.dtype, sampled: int = 0, questions: int = 1
 ) -> LayerData:
-    """Generate a batch of contexts, each from its own seed, with one or more questions over each.
+    """Generate the layer data of a batch of contexts, each from its own seed. Each context has `questions` queries.
 
     Allocates keys and values of all contexts in `dtype`, and temporarily four times one context's keys in float32.
 
     Args:
-        sampled: number of the contexts' own queries to generate for indexers, per KV head.
+        sampled: number of queries of the context's tokens to generate per KV head, for indexers.
     """
     rows = batch * shape.kv_heads, shape.context, shape.head_dim
     keys, values = (torch.empty(rows, dtype=dtype, device=device) for _ in range(2))
@@ -229,7 +233,7 @@ def mixture(
 
 
 class _Sequence:
-    """Generates the keys, values and queries of one context, as a mixture of topics."""
+    """Generates the keys, values and queries of one context: a Gaussian mixture whose components are called topics."""
 
     def __init__(self, shape: Shape, seed: int, device: torch.device):
         self.shape, self.generator = shape, torch.Generator(device).manual_seed(seed)
@@ -251,7 +255,7 @@ class _Sequence:
         return torch.rand(self.shape.kv_heads, *shape, generator=self.generator, device=self.generator.device)
 
     def _labels(self) -> torch.Tensor:
-        """Draw each token's topic, [Hk, N]. A run of tokens has one topic, drawn in proportion to the topics' sizes."""
+        """Draw the topic [Hk, N] of each token, in proportion to the topics' sizes. Runs of tokens share a topic."""
         begins = self._uniform(self.shape.context) < 1 / RUN
         begins[:, 0] = True
         sizes = (SIZE_SIGMA * self._normal(self.topics)).exp()
@@ -260,7 +264,7 @@ class _Sequence:
         return drawn.gather(1, runs)
 
     def _centres(self) -> torch.Tensor:
-        """Draw the topics' centres [Hk, topics, D]. The topics of a theme share half of their variance."""
+        """Draw the topics' centres [Hk, topics, D]. The topics of a group (a theme) share half of their variance."""
         themes = max(2, self.topics // TOPICS_A_THEME)
         theme = torch.arange(self.topics, device=self.labels.device) % themes
         of_themes, own = self._normal(themes, self.shape.head_dim), self._normal(self.topics, self.shape.head_dim)
@@ -276,9 +280,9 @@ class _Sequence:
         return noise.add_(self._of_topics(self.centres))
 
     def queries(self, count: int, questions: int = 1) -> torch.Tensor:
-        """Generate queries [Hq, count, D], of which the first `questions` are similar.
+        """Generate queries [Hq, count, D]. The first `questions` queries of a head are similar.
 
-        The first query of each head determines the norm of all its queries, and that of the sink's key.
+        The first query of each head determines the scale of all queries of the head, and the norm of the sink's key.
         """
         Hk, group, D = self.shape.kv_heads, self.shape.heads // self.shape.kv_heads, self.shape.head_dim
         tokens = (self._uniform(group, count, len(FOCUS)) * self.shape.context).long()
@@ -296,9 +300,12 @@ class _Sequence:
         return self._sized(queries).flatten(0, 1)
 
     def _sized(self, queries: torch.Tensor) -> torch.Tensor:
-        """Rescale the queries [Hk, G, count, D] of each head. Allocates four times the logits of each first query."""
+        """Scale the queries [Hk, G, count, D] of each head, so that the best tokens get a drawn share of the attention.
+
+        Allocates four times the logits of the first queries.
+        """
         scale = self.shape.head_dim**-0.5
-        # The first token is left out, because its key is replaced by the sink's.
+        # The first token is left out, because the sink's key will replace its key.
         logits = attention_logits(queries[:, :, :1], self.middle_keys[:, 1:], scale)[:, :, 0]
         low, high = MASS
         wanted = low + (high - low) * self._uniform(logits.shape[1])
@@ -323,9 +330,9 @@ class _Sequence:
 
 
 def _sharpen(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Find factors [Hk, G] for logits [Hk, G, N] that give the best tokens a share `wanted` [Hk, G] of the softmax.
+    """Find factors [Hk, G] for logits [Hk, G, N], so that the best tokens get a share `wanted` [Hk, G] of the softmax.
 
-    The factors are found by bisection, because the share grows with the factor.
+    The share grows with the factor, so bisection finds the factor.
     """
     best = max(1, round(BEST * logits.shape[-1]))
     ordered = logits.sort(-1, descending=True).values

@@ -1,4 +1,4 @@
-"""Time one layer's decode step with methods at several budgets, relative to torch's fastest dense attention."""
+"""Time the decode step of one layer with methods at several budgets, compared with torch's fastest dense attention."""
 
 import platform
 import warnings
@@ -36,9 +36,9 @@ from sparsekv.runtime.selection.registry import DENSE, configure
 
 
 class SettingTimes:
-    """Times a decode step of one query, selection included, over the keys and values of an index's layer.
+    """Times the decode step of one query, selection included, over the keys and values of one layer of an index.
 
-    Memory: the layer's keys and values, and a copy of them in the layout of the variant that is timed.
+    Memory: the layer's keys and values, and a copy in the layout of the timed variant.
     """
 
     def __init__(self, artifact: Artifact, clock: Clock):
@@ -48,15 +48,15 @@ class SettingTimes:
 
     @torch.inference_mode()
     def dense(self) -> float:
-        """Return the median milliseconds of a step of dense attention, as `generate --method dense` runs it."""
+        """Return the median milliseconds of a step with the dense attention of `generate --method dense`."""
         return self.clock.time(layer_step(self.data, dense_layer(self.data))).median
 
     @torch.inference_mode()
     def sparse(self, form: MethodSpec, share: float) -> float:
-        """Time a decode step of one variant of a method and return the median in milliseconds.
+        """Return the median milliseconds of a step with one variant of a method.
 
         Args:
-            share: the step's budget, as a share of the tokens between sinks and tail.
+            share: the budget, as a fraction of the tokens between sinks and tail.
         """
         rows = LayerRows(self.artifact, self.layer)
         prepared = prepare_layer(rows, form, self.clock.device)
@@ -75,22 +75,22 @@ CUDA_BACKENDS = {
 
 
 DenseForm = Callable[[torch.Tensor], torch.Tensor]
-"""Function that attends with queries [batch Hq, Q, D] to one layer's keys and values, without a mask. It returns the
-same shape."""
+"""Function from queries [batch Hq, Q, D] to the attention output of the same shape, over one layer's keys and values,
+without a mask."""
 
 
 def dense_steps(data: LayerData) -> Iterator[tuple[str, Step]]:
-    """Yield torch's implementations of dense attention that run here, by name, as steps with the layer's own query."""
+    """Yield the results of `dense_forms`, by name, as steps with the query of the layer's data."""
     for name, form in dense_forms(data):
         yield name, partial(form, data.query)
 
 
 def dense_forms(data: LayerData) -> Iterator[tuple[str, DenseForm]]:
-    """Yield torch's implementations of dense attention that run here, by name.
+    """Yield torch's implementations of dense attention that support this data and device, by name.
 
     `gqa` passes grouped query heads to torch. `folded` passes a group's query heads as several queries of one KV head.
-    Without a mask the result is the same, and keys and values are read once for all questions. On a GPU, both are tried
-    with each of torch's fused kernels. Only torch's own allocations are made.
+    Without a mask both give the same result, and keys and values are read once for all questions. On a GPU, `gqa` and
+    `folded` are tried with each of torch's fused kernels. Only torch allocates memory.
     """
     backends: dict[str, SDPBackend | None] = {"": None}
     if data.keys.is_cuda:
@@ -125,10 +125,10 @@ def _with_backend(form: DenseForm, backend: SDPBackend) -> DenseForm:
 
 
 def _runs(step: Step) -> bool:
-    """Whether torch can run this implementation of dense attention with these tensors."""
+    """Whether torch can run a step."""
     try:
         with warnings.catch_warnings():
-            # If a kernel is unavailable, torch also warns about each kernel that was not tried.
+            # If the chosen kernel is unavailable, torch warns about all the other kernels too.
             warnings.simplefilter("ignore")
             step()
     except RuntimeError as error:
@@ -142,29 +142,30 @@ OWN = "sparsekv"
 
 
 class RefusedError(SparsekvError):
-    """Raised if a step cannot run, or if its output is not finite, so that its time would be meaningless."""
+    """Raised if a step cannot run, or if its output is not finite. The time of such a step would be meaningless."""
 
 
 def refuse_unshared(method: Method, plan: LayerPlan, what: str) -> None:
-    """Raise RefusedError if several questions cannot share a step of `what`."""
+    """Raise RefusedError if several questions cannot share a step. `what` names the step in the message."""
     if not method.can_unite():
-        raise RefusedError(f"{what} leaves what differs from question to question")
+        raise RefusedError(f"{what} cannot be shared: each question represents unselected tokens differently")
     if not plan.shareable:
-        raise RefusedError(f"{what} keeps something of one question, which others cannot share")
+        raise RefusedError(f"{what} cannot be shared: the method keeps state of one question")
 
 
 @dataclass(frozen=True)
 class StepTiming:
-    """The times of one step: median and quartiles in milliseconds.
+    """Times of one step.
 
     Attributes:
         budget: None for dense attention.
+        median_ms, lower_ms, upper_ms: median and quartiles in milliseconds.
         timed: `graph`, `eager` or `wall clock`.
         speedup: median time of torch's fastest dense attention, divided by this median.
-        kv_fraction: bytes read of the tokens between sinks and tail (the middle) and of the index, as a share of the
-            middle's keys and values.
+        kv_fraction: bytes that a step reads of the index, and of the keys and values between sinks and tail (the
+            middle), divided by the bytes of the middle's keys and values.
         bandwidth: bytes read per second.
-        floor_ms: time in which a memory copy reads as many bytes.
+        floor_ms: milliseconds in which a memory copy reads and writes this many bytes in all.
         floor_share: `floor_ms` divided by the median.
         output_error: error of the output relative to dense attention in float32.
     """
@@ -206,9 +207,10 @@ class Bench:
 
     @torch.inference_mode()
     def dense(self) -> list[StepTiming]:
-        """Time torch's implementations of dense attention, fastest first, and then our own dense attention.
+        """Time torch's implementations of dense attention and this project's dense attention.
 
-        The fastest one is the baseline of all speed-ups. Our own dense attention decodes layers that are not indexed.
+        The results of torch's implementations come first, the fastest at the beginning; the fastest is the baseline of
+        all speed-ups. This project's dense attention decodes the layers that are not indexed.
         """
         middle, keys = self.data.split.middle, self.data.keys
         read = 2.0 * keys.shape[0] * keys.shape[1] * self.data.row_bytes()
@@ -225,7 +227,7 @@ class Bench:
     def sparse(self, form: MethodSpec, context: MiddleContext, budgets: list[Budget]) -> Iterator[StepTiming]:
         """Time a variant of a method over `context` at each budget; `dense` must be called first.
 
-        Allocates a copy of the middle in the method's layout.
+        Allocates a copy of the keys and values between sinks and tail in the method's layout.
 
         Raises:
             RefusedError: the output is not finite, or several questions cannot share a step.
@@ -244,7 +246,8 @@ class Bench:
                 self._check(f"{named} at {budget}", step())
             chosen, dense = layer.plan.read.total(), layer.plan.read.dense
             timing = self._timed(f"{named} at {budget}", step, cycle)
-            # Rows that several questions choose together exceed the budget. `read.total` counts them with the index.
+            # Several questions may select more rows than the budget, and `read.total` counts these rows in full
+            # precision together with the index. Bytes that int8 saves are therefore subtracted only for one question.
             of_centroids = 0 if selector.kernels is None else selector.kernels.rows_in_8_bits
             in_8_bits = 2.0 * budget.tokens(data.split.middle) + of_centroids if data.questions == 1 else 0.0
             read = (chosen / cycle + exact_rows) * data.row_bytes() - data.saved(in_8_bits)
@@ -252,7 +255,7 @@ class Bench:
             yield self._row(form.name, form.variant, budget, data.split.middle, timing, read, chosen / dense)
 
     def named(self, what: str) -> str:
-        """Return the name of a measurement, with context length and batch."""
+        """Return the name of a measurement with context length and batch."""
         return f"{what} over {self.data.split.tokens:,} tokens, batch {self.batch},"
 
     def _timed(self, name: str, step: Step, cycle: int = 1) -> Timing:
@@ -296,7 +299,7 @@ Forms = Callable[[type[Method], MethodRecord | None], dict[str, Method]]
 
 @dataclass
 class Timed:
-    """The results of a comparison: timed rows, and for each missing row the reason (`refused`).
+    """Results of a comparison: timed steps (`rows`), and the reason for each missing step (`refused`).
 
     `copy_bandwidth` is the bandwidth of a memory copy in bytes per second.
     """
@@ -308,7 +311,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Timer:
-    """Compares the times of methods at several budgets. `tell` is called with a line for each row."""
+    """Compares the times of methods at several budgets. `tell` is called with a line of text for each result."""
 
     source: Source
     methods: Mapping[str, type[Method]]
@@ -320,7 +323,7 @@ class Timer:
     def run(self, clock: Clock) -> Timed:
         """Time dense attention and all methods on all layers.
 
-        Memory: one layer, its copy in one method's layout, and that method's index.
+        Memory: one layer, a copy of the layer in one method's layout, and that method's index.
 
         Raises:
             SparsekvError: a layer does not fit the device's memory.

@@ -1,4 +1,4 @@
-"""Time the decode steps of a whole model with random weights, with dense attention and with methods."""
+"""Time the decode steps of a whole model with random weights, for dense attention and for sparse methods."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -51,7 +51,7 @@ class EndToEnd:
 
 
 class ModelTimer:
-    """Times one model with all contexts, batches, methods and budgets.
+    """Times one model at all context lengths and batches, with all methods and budgets.
 
     Args:
         indexed: names of the methods that have an index.
@@ -99,9 +99,10 @@ class ModelTimer:
         self.report, self.refused = report, list[str]()
 
     def run(self) -> list[ModelRow]:
-        """Time dense attention, and each method at each budget.
+        """Time dense attention and each method at each budget.
 
-        Allocates the model, and the distinct layers twice: in order of position and in one method's layout.
+        Allocates the model, and the distinct layers' keys and values twice: in the order of positions, and in one
+        method's layout.
 
         Raises:
             SparsekvError: model and layers do not fit the device's memory.
@@ -116,7 +117,7 @@ class ModelTimer:
 
     def _run(self) -> list[ModelRow]:
         self.report(
-            f"making {self.name} with random weights, and {self.distinct} layers of keys and values for its own"
+            f"making {self.name} with random weights, and the keys and values of {self.distinct} layers for all its own"
         )
         rows: list[ModelRow] = []
         for weights in self.weights:
@@ -124,7 +125,7 @@ class ModelTimer:
             for context in dict.fromkeys(self.source.contexts):
                 for batch in dict.fromkeys(self.source.batches):
                     data = [self.source.layer(context, batch, self.built, number) for number in range(self.distinct)]
-                    # Without the reset, a second number of questions would be compiled as a dynamic size.
+                    # Without the reset, torch would compile the number of questions as a dynamic size the second time.
                     torch._dynamo.reset()
                     hook = compile_layers(model, tokens=data[0].questions) if self.compiled else None
                     rows += self._time(ModelBench(model, weights, data, self.runs, self.report))
@@ -137,7 +138,7 @@ class ModelTimer:
     def _model(self, weights: Weights | None) -> PreTrainedModel:
         model = random_model(self.config, self.device, DTYPES[self.source.dtype], self.source.seed)
         if self.source.shared and not make_queries_alike(model, ALIKE):
-            self.report("questions are not alike: no layer of the model has a q_proj")
+            self.report("the queries of questions have no common part: no layer of the model has a q_proj")
         if weights is not None:
             quantise_linears(model, BITS[weights])
         return model
@@ -154,7 +155,7 @@ class ModelTimer:
         return rows
 
     def about(self) -> dict[str, Any]:
-        """Return the settings of the measurement, to be shown with the results."""
+        """Return the settings of the measurement. They are shown with the results."""
         return {
             "machine": machine(self.device),
             "torch": torch.__version__,
@@ -172,6 +173,6 @@ class ModelTimer:
 
 def _context(data: LayerData, indexer: LayerIndexer | None) -> MiddleContext:
     context = index_mixture(data, indexer).context
-    # Selectors need int64. Converted here, the tensor is shared by all layers; otherwise each layer would have a copy.
+    # Selectors need int64. Converting here makes one tensor for all layers instead of a copy for each layer.
     long = {name: one.long() for name, one in context.tensors.items() if name == "token_order"}
     return replace(context, tensors=context.tensors | long)

@@ -1,4 +1,4 @@
-"""Provide the layers on which decode steps are timed: from a synthetic mixture, or from an index on disk."""
+"""Layers for timing decode steps, from a synthetic mixture or from an index on disk."""
 
 import re
 from abc import ABC, abstractmethod
@@ -25,14 +25,15 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Indexed:
-    """A layer's context for a method, and the manifest's record of the method; None if the method has no index."""
+    """A method's input for a layer, and the manifest's record of the method. `record` is None without an index."""
 
     context: MiddleContext
     record: MethodRecord | None
 
 
 class LayerIndexer(ABC):
-    """Builds a method's tensors of a layer in memory. Callers pass it in, so that this module need not import indexing.
+    """Builds the tensors of a method for a layer in memory. Callers pass an implementation, because this package must
+    not import `indexing`.
 
     `parameters` is a dataclass with the parameters of the build.
     """
@@ -41,7 +42,7 @@ class LayerIndexer(ABC):
 
     @abstractmethod
     def queries_wanted(self) -> int:
-        """Return the number of the contexts' own queries, per KV head, from which tensors are built; 0 for none."""
+        """Return the number of queries of the context's tokens that the build needs per KV head; 0: none."""
 
     @abstractmethod
     def build(self, data: LayerData) -> Tensors:
@@ -49,28 +50,29 @@ class LayerIndexer(ABC):
 
     @abstractmethod
     def record(self, tensors: Tensors, data: LayerData) -> MethodRecord:
-        """Make the manifest's record of these tensors of a layer, with a calibration on the layer's tail."""
+        """Make the manifest's record of a layer's tensors, with a calibration on the layer's held-out queries."""
 
 
 def index_mixture(data: LayerData, indexer: LayerIndexer | None) -> Indexed:
-    """Build a method's tensors of a layer, and its context. Without an indexer, the method has no tensors.
+    """Build a method's tensors for a layer, and from them the method's input. Without an indexer there are no tensors.
 
-    Memory: that of the indexer for `HEADS_AT_ONCE` heads. The calibration uses at most as many heads.
+    Memory: that of the indexer for `HEADS_AT_ONCE` heads. The calibration uses at most this number of heads.
     """
     if indexer is None:
         return Indexed(data.context({}), None)
     pieces = [data.of_heads(heads) for heads in _pieces(len(data.keys))]
     built = [indexer.build(piece) for piece in pieces]
-    # A part of the heads suffices for the calibration, because one calibration serves all layers of a model.
+    # The calibration uses only some heads, because one calibration serves all layers of a model anyway.
     some = min(1, len(pieces) - 1)
     record = indexer.record(built[some], pieces[some])
     return Indexed(data.context(_join(built), record.calibration, record.parameters), record)
 
 
 def _pieces(heads: int) -> list[slice]:
-    """Split the heads into pieces of at most HEADS_AT_ONCE.
+    """Split the heads into pieces of at most HEADS_AT_ONCE heads.
 
-    If there are several pieces, the first is a single head. Comparing shapes then shows which tensors have a head axis.
+    If there are several pieces, the first piece is a single head. `_join` then finds out by shape whether a tensor has
+    a head axis.
     """
     if heads <= HEADS_AT_ONCE:
         return [slice(0, heads)]
@@ -79,16 +81,16 @@ def _pieces(heads: int) -> list[slice]:
 
 
 def _join(pieces: list[Tensors]) -> Tensors:
-    """Concatenate the pieces' tensors along the heads. A tensor without a head axis is the same in every piece."""
+    """Concatenate the tensors of pieces along the heads. A tensor without a head axis is equal in all pieces."""
     first, *others = pieces
     by_head = {name for name, one in first.items() if others and len(one) == 1 and len(others[0][name]) > 1}
     return {name: torch.cat([piece[name] for piece in pieces]) if name in by_head else first[name] for name in first}
 
 
 def stored_layer(artifact: Artifact, layer: int | None, device: torch.device, dtype: torch.dtype) -> LayerData:
-    """Read one layer of an index: layer `layer`, or the one in the middle of the index's layers.
+    """Read layer `layer` of an index; None: the middle one of the indexed layers.
 
-    Its queries are the later half of the tail's queries.
+    The queries of the steps are the later half of the tail's queries.
 
     Memory: keys and values in `dtype`.
 
@@ -111,7 +113,7 @@ def stored_layer(artifact: Artifact, layer: int | None, device: torch.device, dt
 
 
 def layer_of(artifact: Artifact, number: int, device: torch.device, dtype: torch.dtype) -> LayerData:
-    """Read an indexed layer of an index. Its queries are the later half of the tail's queries.
+    """Read an indexed layer. The queries of the steps are the later half of the tail's queries.
 
     Memory: keys and values in `dtype`.
     """
@@ -131,13 +133,13 @@ def layer_of(artifact: Artifact, number: int, device: torch.device, dtype: torch
         split=manifest.split,
         facts=manifest.attending[number],
         position=LayerPosition(indexed.index(number), len(indexed)),
-        # As in decoding: on a CPU, steps read dequantised rows.
+        # Steps on a CPU read dequantised rows, as in decoding.
         stored=rows.tensors if isinstance(rows, Int8Stored) and device.type == "cuda" else None,
     )
 
 
 def asked(data: LayerData, questions: int) -> LayerData:
-    """Return a stored layer with `questions` of its queries: the last one, and others evenly spaced before it.
+    """Return a stored layer with `questions` of its queries: the last query, and evenly spaced queries before it.
 
     Raises:
         UsageError: the layer has fewer queries.
@@ -150,7 +152,7 @@ def asked(data: LayerData, questions: int) -> LayerData:
 
 
 def stored_index(data: LayerData, artifact: Artifact, name: str) -> Indexed:
-    """Return the context of a method, with the index's tensors, for a layer that `stored_layer` has returned."""
+    """Return the input of a method, with the index's tensors, for a layer from `stored_layer`."""
     number = artifact.manifest.indexed_layers[data.position.number]
     context = stored_context(LayerRows(artifact, number), name, data.keys.device)
     context = replace(
@@ -166,11 +168,11 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
 @dataclass(frozen=True)
 class Wanted:
-    """Sizes of a layer as the user set them. If a size is None or empty, its default depends on device or index.
+    """Sizes of layers that the user has set. The default of a None or empty size depends on the device or the index.
 
     Attributes:
-        shared: a batch is a number of questions over one context.
-        kv_dtype: storage dtype of keys and values; None for `dtype`.
+        shared: a batch consists of several questions over one context, not of several contexts.
+        kv_dtype: storage dtype of keys and values; None: `dtype`.
     """
 
     contexts: list[str]
@@ -200,7 +202,7 @@ LARGE = Sizes(("128K",), 32, 8, 128, "bfloat16")
 
 
 class Mixtures:
-    """Synthetic layers for every context length and batch. Indices are built when needed, for methods in `indexed`."""
+    """Synthetic layers for each context length and batch. `indexed`: names of methods whose index can be built."""
 
     def __init__(self, wanted: Wanted, device: torch.device, indexed: Sequence[str]):
         self.indexed = indexed
@@ -217,8 +219,8 @@ class Mixtures:
     def _check(self) -> None:
         if self.kv_dtype is not None and self.device.type == "cpu":
             raise UsageError(
-                f"--kv-dtype {self.kv_dtype}: on a CPU steps read rows that were restored, so that its times are those "
-                "without it; leave it out, or give --device cuda"
+                f"--kv-dtype {self.kv_dtype}: on a CPU steps read dequantised rows, so that the option does not change "
+                "their times; leave it out, or give --device cuda"
             )
         for batch in self.batches:
             if batch < 1:
@@ -231,17 +233,17 @@ class Mixtures:
             raise UsageError(f"--seed {self.seed}: give a number from 0 to {LARGEST_SEED}")
 
     def methods(self, names: list[str]) -> list[str]:
-        """Return the methods to time. Raises UsageError for a name of a method that cannot run."""
+        """Return the names of the methods to time. Raises UsageError for a method that cannot run."""
         return choose_methods(names or list(DEFAULT_METHODS), list(self.indexed))
 
     def layers(self, built: Mapping[str, LayerIndexer]) -> Iterator[LayerData]:
-        """Yield the layers one at a time; each is generated when it is needed."""
+        """Yield the layers one at a time. Each layer is generated when the caller asks for it."""
         for context in dict.fromkeys(self.contexts):
             for batch in dict.fromkeys(self.batches):
                 yield self.layer(context, batch, built)
 
     def layer(self, context: int, batch: int, built: Mapping[str, LayerIndexer], number: int = 0) -> LayerData:
-        """Generate one layer; layers with different `number` have different seeds."""
+        """Generate one layer. Layers with different `number` have different seeds."""
         sampled = max((indexer.queries_wanted() for indexer in built.values()), default=0)
         shape = Shape(context, self.heads, self.kv_heads, self.head_dim)
         contexts, questions = (1, batch) if self.shared else (batch, 1)
@@ -250,24 +252,24 @@ class Mixtures:
         return data if self.kv_dtype is None else data.in_8_bits()
 
     def index(self, data: LayerData, name: str, indexer: LayerIndexer | None) -> Indexed:
-        """Build the context of a method for one of the layers."""
+        """Build a method's input for a layer."""
         return index_mixture(data, indexer)
 
     def about(self) -> dict[str, Any]:
-        """Return the settings of the measurement, to be shown with the results."""
+        """Return the settings of the measurement. They are shown with the results."""
         sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "dtype": self.dtype}
         return {"data": "mixture", "seed": self.seed, **sizes, "kv_dtype": self.kv_dtype or self.dtype}
 
 
 class StoredLayerSource:
-    """Provides one layer of an index, with the tensors of the index's methods."""
+    """One layer of an index, for each requested number of questions, with the tensors of the index's methods."""
 
     def __init__(self, artifact: Artifact, layer: int | None, wanted: Wanted, device: torch.device):
         sizes = {"context": wanted.contexts, "batch": [] if wanted.shared else wanted.batches}
         sizes |= {name: getattr(wanted, name) for name in ("heads", "kv_heads", "head_dim", "kv_dtype")}
         for name, value in sizes.items():
             if value not in (None, []):
-                raise UsageError(f"--{name.replace('_', '-')}: with --index that is the index's; leave it out")
+                raise UsageError(f"--{name.replace('_', '-')}: with --index the index determines it; leave it out")
         self.artifact = artifact
         self.dtype = artifact.manifest.dtype if wanted.dtype == "auto" else wanted.dtype
         self.data = stored_layer(artifact, layer, device, DTYPES[self.dtype])
@@ -292,7 +294,7 @@ class StoredLayerSource:
 
 
 Source = Mixtures | StoredLayerSource
-"""Provides layers, and the contexts of methods for them."""
+"""Source of layers, and of the inputs of methods for the layers."""
 
 
 def _tokens(text: str) -> int:

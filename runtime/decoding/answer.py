@@ -1,4 +1,4 @@
-"""Answers: a question's token ids, the end of an answer, its text as it is decoded, and its cost."""
+"""Answers: token ids of a question, tokens that end an answer, streamed text, and the cost of an answer."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +16,13 @@ from sparsekv.runtime.cache.index_cache import LayerStats
 from sparsekv.runtime.decoding.open import OpenIndex
 
 LONGEST = 32
-"""Tokens that a `Streamer` decodes together, before it shortens them."""
+"""Number of tokens in the token cache of a `Streamer` at which the cache is shortened."""
 
 
 class Streamer(TextStreamer):
     """Passes decoded text to a callback piece by piece.
 
-    The time of a token does not grow with the answer: only the last tokens are decoded again.
+    For each token only the last tokens are decoded again, so the time of a token does not grow with the answer.
 
     Args:
         ends: ids of tokens that end an answer and are not part of its text.
@@ -44,7 +44,7 @@ class Streamer(TextStreamer):
             self._shorten()
 
     def pending(self) -> str:
-        """Return the text of the tokens so far that waits for more tokens."""
+        """Return the decoded text that is not passed on yet, because more tokens may change it."""
         return self._decoded(0)[self.print_len :]
 
     def _decoded(self, start: int) -> str:
@@ -53,8 +53,8 @@ class Streamer(TextStreamer):
     def _begin_line(self, tokens: list[int]) -> None:
         """Keep the last token that decodes to text in the token cache, and mark its text as already printed.
 
-        Some decoders strip the leading space of the first token. Without the kept token they would strip a space that
-        belongs to the new line.
+        Some decoders strip the leading space of the first token. Without the kept token, such a decoder would strip a
+        space that belongs to the new line.
         """
         for start in range(len(tokens) - 1, -1, -1):
             text = self.tokenizer.decode(tokens[start:], **self.decode_kwargs)
@@ -63,7 +63,10 @@ class Streamer(TextStreamer):
                 return
 
     def _shorten(self) -> None:
-        """Drop first tokens whose text was passed on, if the others alone decode to the same end of the text."""
+        """Drop as many first tokens of the token cache as possible.
+
+        The text of the remaining tokens must be the end of the text of all tokens, and longer than the pending text.
+        """
         text, waiting = self._decoded(0), len(self.pending())
         for start in range(len(self.token_cache) - 1, 0, -1):
             end = self._decoded(start)
@@ -80,8 +83,8 @@ class Streamer(TextStreamer):
 def ending_tokens(index: OpenIndex) -> set[int]:
     """Return the ids of the tokens that end an answer: the EOS tokens of the model's `generation_config`.
 
-    If the index has a chat frame, the end-of-turn token of the chat template is added. Without it the model would
-    continue with invented turns.
+    If the index has a chat frame, the end-of-turn token of the chat template is added. Without this token the model
+    would continue with invented turns.
     """
     ends = index.model.generation_config.eos_token_id
     found = {ends} if isinstance(ends, int) else set(ends or ())
@@ -98,7 +101,7 @@ def finish_reason(answer: Sequence[int], ends: set[int]) -> str:
 def unshown_endings(index: OpenIndex) -> set[int]:
     """Return the ending tokens that are not shown as text.
 
-    These are the tokenizer's added tokens, including added tokens that it does not mark as special.
+    They are the ending tokens among the tokenizer's added tokens, special or not.
     """
     return ending_tokens(index) & index.tokenizer.added_tokens_decoder.keys()
 
@@ -115,8 +118,8 @@ class Answer:
 
     Times are wall-clock seconds. `kv_fraction` covers all decode steps.
     `finish_reason` is `stop` if the model ended the answer, `length` if the token limit was reached, `interrupted` if
-    the caller stopped it, and empty for an empty line.
-    `layers` has the missed-mass figures of each layer, if the cache measures them.
+    the caller stopped the answer, and empty for an empty line.
+    `layers` has the missed mass of each layer if the cache measures the missed mass.
     """
 
     text: str
@@ -165,7 +168,7 @@ def answer_of(
 def question_ids(index: OpenIndex, question: str, *, raw: bool = False, special_tokens: bool = False) -> torch.Tensor:
     """Encode a question as the token ids [Q] that follow the stored prompt.
 
-    If the index has a chat frame, they include the rest of the chat template around the question.
+    If the index has a chat frame, the ids include the rest of the chat template around the question.
 
     Args:
         raw: encode the question alone, without the chat template.

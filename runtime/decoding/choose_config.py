@@ -32,14 +32,14 @@ def choose_config(
     Args:
         parameters: method parameters by name; None for a parameter that the user did not set.
         budget: the budget as the user wrote it; by default the method's own.
-        residual: let centroids represent the tokens that the method does not choose.
-        prefill: what a question's tokens attend to: `own`, a method's name, or `dense`. The default is dense attention.
+        residual: let centroids represent the tokens that the method does not select.
+        prefill: attention of a question's tokens: `own` (the answer's method), a method's name, or `dense` (default).
         prefill_budget: the budget of the method that `prefill` names.
         others: other fields of the config.
 
     Raises:
-        UsageError: the method, budget or parameter does not exist; one of them is given with `dense`, which reads
-            everything; the index has no centroids for a residual; or `DecodeConfig` raises it.
+        UsageError: the method, budget or parameter does not exist; a budget, parameter or residual is given with
+            `dense`; the index has no centroids for a residual; or `DecodeConfig` refuses the values.
         ArtifactError: the method of the index's default cannot run any more.
     """
     parameters, prefilling = parameters or {}, prefill_method(artifact, prefill)
@@ -66,7 +66,7 @@ def choose_config(
 
 
 def attention_of(artifact: Artifact, name: str | None) -> tuple[str, type[Method] | type[Dense]]:
-    """Return the name and class of a method or of dense attention; without a name, those of the index's first method.
+    """Return the name and class of a method or of dense attention. Without a name, take the index's first method.
 
     Raises:
         UsageError: the index cannot be used with the method.
@@ -87,9 +87,9 @@ def refuse_beside_dense(given: Mapping[str, Any]) -> None:
 
 
 def prefill_method(artifact: Artifact, name: str | None) -> dict[str, type[Method]]:
-    """Return the method class that `--prefill` names, keyed by the name to use in errors.
+    """Return a dict with the class of the method that `--prefill` names. Its key is the method's name for errors.
 
-    The result is empty without a name, and for `dense` and `own`.
+    The dict is empty without a name, and for `dense` and `own`.
     """
     if name in (None, Own.name, DENSE):
         return {}
@@ -110,7 +110,7 @@ def question_prefill(
     """Make the prefill config of a question's tokens; dense if `name` is None.
 
     Args:
-        named: the method of this name, if there is one, as `prefill_method` returns it.
+        named: the result of `prefill_method` for `name`.
         options: the command-line options of `name` and `budget`, for errors.
 
     Raises:

@@ -1,7 +1,7 @@
 """Compile decode steps: torch.compile compiles a model's layers, except their attention.
 
-The compiler sees our attention as one opaque operator (`sparsekv::attend`). All layers of a model share one piece of
-code, so the compiler compiles a single layer and not the whole model.
+To the compiler, this project's attention is one opaque operator (`sparsekv::attend`). All layers of a model run the
+same code, so the compiler compiles one layer and not the whole model.
 """
 
 import os
@@ -23,26 +23,27 @@ MODES = ("auto", "on", "off")
 WORTH_IT = 4096
 """Minimum number of steps for which `auto` compiles on a GPU.
 
-Compiling makes a step of an 8B model 2.6 ms shorter. It takes about ten seconds, as does loading compiled code.
+Compiling makes a step of an 8B model 2.6 ms shorter. Compiling, or loading compiled code, takes about ten seconds.
 """
 
 _COMPILED = WeakSet["PreTrainedModel"]()
 
 
 def is_compiled(model: "PreTrainedModel") -> bool:
-    """Whether some of the model's steps run as compiled by torch.compile."""
+    """Whether torch.compile has compiled some of the model's steps."""
     return model in _COMPILED
 
 
 def worth_compiling(mode: str, device: torch.device, steps: int) -> bool:
-    """Whether compiling pays for `steps` decode steps, counted over all answers, or the mode requires it."""
+    """Whether to compile for `steps` decode steps in all: the mode is `on`, or it is `auto` and compiling pays."""
     return mode == "on" or (mode == "auto" and device.type == "cuda" and steps >= WORTH_IT)
 
 
 def compile_layers(model: "PreTrainedModel", backend: str = "inductor", *, tokens: int = 1) -> RemovableHandle:
     """From now on run the model's layers compiled in calls with `tokens` tokens per row, and eagerly in other calls.
 
-    The first such call compiles. Compiled code is kept in the user's cache folder, for other processes.
+    The first call with `tokens` tokens per row compiles. Compiled code is kept in the user's cache folder, for other
+    processes.
 
     Args:
         tokens: number of tokens in a row of `input_ids`: 1 in the decode step of one sequence. Sequences that share a
@@ -52,7 +53,8 @@ def compile_layers(model: "PreTrainedModel", backend: str = "inductor", *, token
         A handle of the hook that switches between both modes. After its `remove` the mode of the last call stays.
     """
     _name_caches()
-    # Layers differ only in their index. By default the compiler would treat it as a constant and compile each layer.
+    # Layers differ only in their number. By default the compiler would treat the number as a constant and compile each
+    # layer.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     _COMPILED.add(model)
     names = set(model._no_split_modules or ())
@@ -80,7 +82,7 @@ def _name_caches() -> None:
 
 
 def compile_steps(model: "PreTrainedModel", step: Callable[[], None], *, tokens: int = 1) -> float:
-    """Compile decode steps with `tokens` tokens per row, by running one such step; return the seconds that this took.
+    """Compile decode steps with `tokens` tokens per row by running `step` once; return the seconds of this run.
 
     Raises:
         SparsekvError: steps cannot be compiled here, for example without a C++ compiler; the model then runs eagerly.

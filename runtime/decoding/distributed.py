@@ -1,4 +1,4 @@
-"""Open an index as one of several ranks, which divide the model and the KV heads among themselves."""
+"""Open an index in one of several processes (ranks). Each rank has a part of the model and of the KV heads."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
@@ -19,7 +19,7 @@ from sparsekv.runtime.decoding.open import OpenIndex
 
 @dataclass
 class OpenShare(OpenIndex):
-    """A rank's share of an index and of its model; all ranks must make the same calls.
+    """One rank's part of an index and of its model. All ranks must make the same calls.
 
     Each rank captures and replays its own CUDA graph of a step, which includes the all-reduces over ranks.
     """
@@ -28,17 +28,17 @@ class OpenShare(OpenIndex):
     ranks: Ranks
 
     def agreed(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the first rank's logits on all ranks, whose devices may round differently."""
+        """Return the first rank's logits on all ranks, because the ranks' devices may round differently."""
         logits = logits.contiguous()
         self.ranks.spread(logits)
         return logits
 
 
 def open_share(artifact: Artifact, loaded: LoadedModel, ranks: Ranks, *, hold: bool) -> OpenShare:
-    """Open this rank's share of an index, with the checks of `open_index`; raises what `open_index` raises.
+    """Open this rank's part of an index, with the checks and errors of `open_index`.
 
     Raises:
-        ArtifactError: another process changed the index while the ranks opened it.
+        ArtifactError: another process changed the index while the ranks opened the index.
     """
     if len(set(ranks.collect(artifact.manifest.manifest_sha256))) > 1:
         raise ArtifactError(f"{artifact.folder} was changed meanwhile by another process; run the same command again")
@@ -52,15 +52,15 @@ def open_share(artifact: Artifact, loaded: LoadedModel, ranks: Ranks, *, hold: b
 
 
 def heads_here(model: PreTrainedModel) -> dict[int, int]:
-    """Return the number of KV heads in this process of each layer that attends; all ranks must call it together."""
+    """Return this rank's number of KV heads for each layer that attends. All ranks must call this function together."""
     keys = keys_of_one_token(model, torch.zeros(1, dtype=torch.int64), 0)
     return {layer: len(of_layer) for layer, of_layer in keys.items()}
 
 
 def join_answer(ranks: Ranks, own: Answer) -> Answer:
-    """Return the answer with figures over the heads of all ranks.
+    """Return an answer with the KV fraction and the missed mass over the heads of all ranks.
 
-    These are the means of the ranks' figures, because all ranks have the same number of heads.
+    Both are means over ranks, because all ranks have the same number of heads.
     """
     found = ranks.collect((own.kv_fraction, own.layers))
     layers = [_mean_stats(of_layer) for of_layer in zip(*(stats for _, stats in found), strict=True)]

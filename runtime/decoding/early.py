@@ -1,4 +1,4 @@
-"""Read an index early: a thread reads files and prepares the method while libraries and the model load."""
+"""Read an index early: a thread reads the index's files and prepares the method while libraries and the model load."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -25,15 +25,15 @@ With sixteen the threads that read the weights would wait.
 class EarlyReading:
     """Reads an index early: a thread checks checksums, maps the pages of keys and values, and prepares a method.
 
-    Errors are ignored here: the code that needs the data reads it again and raises. For a GPU the thread only checks
-    checksums, and only after `begin_loading`. Before that the thread and the importing thread would take turns, so the
-    command would not become faster.
+    Errors in the thread are ignored, because the code that needs the data reads the data again and raises. For a GPU
+    the thread only checks checksums, and only after `begin_loading`. Before, the thread and the importing thread would
+    take turns, so the command would not become faster.
 
     Args:
         device: a device name, as `choose_device` takes it.
         files: files of the index whose checksums are checked.
         hold: map the rows of all layers without a sliding window, and prepare the method.
-        form: the variant of a method that will answer; it is only prepared if the index has tensors of it.
+        form: the method's variant that will answer. The variant is only prepared if the index has the method's tensors.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class EarlyReading:
         form: MethodSpec | None = None,
     ):
         self.rows: dict[int, LayerRows] = {}
-        """Rows by layer whose pages are being mapped."""
+        """Keys and values by layer whose pages are being mapped."""
         self.prepared: PreparedMethod | None = None
-        """The method, once all of its layers are prepared."""
+        """The method, if all of its layers are prepared."""
         self._artifact, self._files, self._later = artifact, files, not _is_cpu(device)
         self._loading = False
         if self._later or _is_prepared(artifact, form):
             return
         if hold:
             self.rows = {layer: LayerRows(artifact, layer) for layer in artifact.manifest.indexed_layers}
-        # get_num_threads is called in this thread first: that fixes its number before the other thread sets its own.
+        # Calling get_num_threads in this thread first fixes this thread's number before the other thread sets its own.
         self._begin(
             self._read(form if form and form.name in artifact.manifest.methods else None, torch.get_num_threads())
         )
@@ -70,8 +70,8 @@ class EarlyReading:
     def begin_loading(self) -> Self:
         """Report that all modules are imported and that the model is loaded next; for a GPU, start the thread.
 
-        If the method is not prepared by then, preparation stops and opening the index prepares it. While the model
-        loads, torch's default dtype is the model's, which would affect the preparation.
+        A method that is not prepared by then is prepared when the index is opened. While the model loads, torch's
+        default dtype is the model's dtype, which would affect the preparation.
         """
         self._loading = True
         if self._later:
@@ -106,7 +106,7 @@ class EarlyReading:
 
 
 def _is_prepared(artifact: Artifact, form: MethodSpec | None) -> bool:
-    """Whether a server has checked an index's files and prepared its method already."""
+    """Whether a server has already checked the index's files and prepared the method."""
     kept = kept_index(artifact)
     if kept is None or form is None or kept.prepared is None:
         return kept is not None and form is None
@@ -121,7 +121,7 @@ def _is_cpu(device: str) -> bool:
 
 
 def _as_far_as_can_be(steps: Iterator[None]) -> Iterator[None]:
-    # Errors are suppressed: the code that needs the data meets the same error and raises it.
+    # Errors are suppressed, because the code that needs the data raises the same error.
     with suppress(Exception):
         yield from steps
 
@@ -129,7 +129,7 @@ def _as_far_as_can_be(steps: Iterator[None]) -> Iterator[None]:
 def _check(artifact: Artifact, files: Sequence[str], together: int) -> Iterator[None]:
     """Check the checksums of files, `together` files at a time, yielding after each group.
 
-    Files that are not checked when the index is used are checked then, by all cores.
+    Files that are not yet checked when the index is used are checked then, by all cores.
     """
     for first in range(0, len(files), together):
         artifact.check_sums(files[first : first + together])

@@ -1,9 +1,8 @@
 """The engine that decodes answers over an open index, one at a time or several in shared steps.
 
-Several questions are answered by continuous batching: each finished answer frees its slot. The tokens of all sequences
-in a step go through the model as one row. They are one token of each sequence that is answering, and all tokens of the
-questions that begin. So nothing is padded, and the model's weights and the document's rows are read once for all
-sequences.
+Several questions are answered by continuous batching: each finished answer frees its slot. A step feeds one token of
+each sequence that is answering, and all tokens of the questions that begin. All these tokens go through the model as
+one row. Nothing is padded, and the model's weights and the document's keys and values are read once for all sequences.
 """
 
 import time
@@ -39,14 +38,15 @@ from sparsekv.runtime.decoding.threads import FreeCores, all_cores, exclusive, f
 from sparsekv.runtime.selection.interface import MethodSpec
 
 QUESTION_TOKENS = 2048
-"""Maximum number of tokens of the questions that begin in one step; a longer question is the only one to begin.
+"""Maximum number of tokens of the questions that begin in one step. A longer question begins alone.
 
-With a maximum of 512 a GPU would wait for the host, which launches the same number of operations for fewer tokens.
+With a maximum of 512 a GPU would wait for the host, because the host launches the same number of operations for fewer
+tokens.
 """
 
 
 def why_alone(index: OpenIndex, attention: MethodSpec | Dense, cache: IndexCache) -> str:
-    """Return the reason why several questions cannot share a step; empty if they can."""
+    """Return the reason why several questions cannot share a step; an empty string if they can."""
     if rope_depends_on_length(index.artifact.manifest.rope.parameters):
         return "this model turns keys by the length of a sequence, and sequences in a step have several lengths"
     plans = [layer.plan for layer in cache.stored_layers if isinstance(layer, SparseLayer)]
@@ -75,7 +75,10 @@ class NotFiniteError(SparsekvError):
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """A token's log-probability, and the likeliest tokens with theirs; of the logits in float32, at temperature 1."""
+    """Log-probability of a token, and the likeliest tokens at its position as pairs (id, log-probability).
+
+    Log-probabilities are computed in float32 at temperature 1.
+    """
 
     token: int
     logprob: float
@@ -86,9 +89,9 @@ class TokenLogprobs:
 class Request:
     """A question's token ids [Q], how its answer is sampled, and the caller's callbacks.
 
-    `on_text` is called with each piece of text as it is decoded, and `on_token` before that with each token. `stop` is
-    called after each token, in the thread that generates; the answer ends when it returns True. `logprobs` is the
-    number of likeliest tokens that `on_token` gets with each token's log-probability; None: it gets None.
+    `on_token` is called with each token, and then `on_text` with the decoded text. `stop` is called after each token,
+    in the thread that generates; the answer ends when `stop` returns True. `logprobs` is the number of likeliest tokens
+    in the log-probabilities that `on_token` gets; None: `on_token` gets no log-probabilities.
     """
 
     question: torch.Tensor
@@ -102,9 +105,10 @@ class Request:
 class Sequence:
     """One question and its answer so far.
 
-    `used` is the number of the sequence's own tokens in the cache, and `asked` the number of the question's tokens that
-    were fed; `kept` of them were not computed again. `longest` is the maximum number of answer tokens. `started`,
-    `first` and `last` are clock readings in seconds. `read_before` are the counts of rows read when the question began.
+    `used` is the number of the sequence's own tokens in the cache. `asked` is the number of the question's tokens in
+    the cache; `kept` of these tokens were restored from an earlier sequence. `longest` is the maximum number of answer
+    tokens. `started`, `first` and `last` are clock readings in seconds. `read_before` are the counts of rows read when
+    the question began.
     """
 
     def __init__(self, index: OpenIndex, request: Request, used: int, longest: int):
@@ -122,12 +126,12 @@ class Sequence:
         self.read_before = (0.0, 0)
 
     def fed(self, slot: int, most: int | None) -> Fed:
-        """Return the tokens to feed next: first the question, in parts of up to `most`, later the newest token."""
+        """Return the tokens to feed next: the next part of the question, up to `most` tokens, or the newest token."""
         tokens = self.answer[-1:] or self.question[self.asked :][:most]
         return Fed(slot, self.used, tokens, asks=not self.answer)
 
     def feed(self, fed: Fed) -> bool:
-        """Count tokens that were fed; return whether the whole question was, so that an answer token follows."""
+        """Count fed tokens; return whether the whole question has been fed. The logits then give an answer token."""
         self.used += len(fed.tokens)
         self.asked += len(fed.tokens) if fed.asks else 0
         return self.asked == len(self.question)
@@ -139,7 +143,7 @@ class Sequence:
         self.last = time.perf_counter()
         self.first = self.first or self.last
         ended = token in ends or len(self.answer) == self.longest
-        # The first token's text is streamed before the next step, which may be captured, and then takes long.
+        # The text of the first token is streamed before the next step, because a capture makes that step slow.
         if ended or len(self.answer) == 1 or self.request.stop is not None:
             self.stream()
         if self.request.stop is not None:
@@ -150,7 +154,7 @@ class Sequence:
         return ended or self.stopped
 
     def stream(self) -> None:
-        """Pass the tokens that were not streamed yet on, and then their text."""
+        """Pass the new tokens to `on_token`, and their text to `on_text`."""
         for token, logprobs in zip(self.answer[self.streamed :], self.logprobs[self.streamed :], strict=True):
             if self.request.on_token is not None:
                 with calling_back():
@@ -160,27 +164,27 @@ class Sequence:
         self.streamed = len(self.answer)
 
     def end_text(self) -> None:
-        """Pass on the text that waits for more tokens."""
+        """Pass on all tokens and all text, including text that waits for more tokens."""
         self.stream()
         if self.streamer is not None:
             self.streamer.end()  # type: ignore[no-untyped-call]
 
 
 Ended = tuple[Sequence, "Answer | NotFiniteError"]
-"""A sequence that has ended, and its answer, or the error that ended it."""
+"""A sequence that has ended, and its answer or the error that ended the sequence."""
 
 
 class Engine:
     """Decodes questions over one index, as many at a time as its cache has slots.
 
-    Requests that are added wait for a slot, and take part from the next step on. In each step allocates the logits of
-    all sequences.
+    Sequences in `waiting` wait for a slot, and get a free slot at the next step. Each step allocates the logits of all
+    sequences.
 
     Args:
-        cache: a cache of the index. If it is packed, `why_alone` returns no reason for the cache that it shares. No
-            other code may use its rows meanwhile.
-        chunk: maximum number of tokens of questions in a step, where the cache can take a question in several steps;
-            None: questions are never divided.
+        cache: a cache of the index. No other code may use the cache meanwhile. For the cache that a packed cache was
+            made from, `why_alone` must return an empty string.
+        chunk: maximum number of question tokens in a step, if the cache can prefill a question in several steps; None:
+            questions are never divided.
         turns: keeps the rows of ended sequences for questions that continue them; only for a packed cache.
         own_tokens: maximum number of a sequence's tokens, question and answer, for which memory is planned.
     """
@@ -206,7 +210,7 @@ class Engine:
     def warm_up(self) -> None:
         """Run one decode step for all slots over the stored context, then rewind the cache.
 
-        Kernels that this step compiles and the graph that it captures stay.
+        Compiled kernels and the captured graph are kept for later steps.
         """
         model, last = self.index.model, self.index.input_ids[-1:]
         with exclusive(model), route_attention(model, self.cache.attend), all_cores(model):
@@ -240,7 +244,7 @@ class Engine:
             yield from ((numbers[one], answer) for one, answer in done)
 
     def answer(self, request: Request, before: int) -> Answer:
-        """Answer one question after the first `before` tokens, which the cache holds. Call it within `exclusive`.
+        """Answer one question after the `before` tokens in the cache. Call this method within `exclusive`.
 
         All tokens except the last one of the answer stay in the cache. Raises what `answers` raises.
         """
@@ -268,7 +272,7 @@ class Engine:
         return Sequence(self.index, request, before - self.index.split.tokens, longest)
 
     def recount(self) -> None:
-        """Count rows read from now on: another question over the same stored context has reset the counts."""
+        """Restart the counts of rows read, because another question over the same stored context has reset them."""
         self.read = None
         for sequence in self.active.values():
             sequence.read_before = self._read()
@@ -285,7 +289,7 @@ class Engine:
 
     @contextmanager
     def running(self) -> Iterator[FreeCores]:
-        """Route the model's attention to the cache within the context, in which steps are run."""
+        """Route the model's attention to the cache within the context. Call `run_step` within this context."""
         model = self.index.model
         with route_attention(model, self.cache.attend), free_cores(model) as cores, all_cores(model):
             try:
@@ -294,7 +298,7 @@ class Engine:
                 self.cache.release()
 
     def _until_answered(self) -> list[tuple[Sequence, Answer]]:
-        """Run steps until one completes answers; return the completed sequences and their answers."""
+        """Run steps until at least one answer is complete; return the completed sequences and their answers."""
         done = list[tuple[Sequence, Answer]]()
         with self.running() as cores:
             while not done:
@@ -307,7 +311,10 @@ class Engine:
 
     @torch.inference_mode()
     def run_step(self) -> list[Ended]:
-        """Run one step within `running`, of at least one sequence; return the sequences that it ends."""
+        """Run one step; return the sequences that end in this step.
+
+        Call this method within `running`, with at least one active or waiting sequence.
+        """
         passes = self.cache.passes(self._fed())
         parts = [self._logits(fed) for fed in passes]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -353,7 +360,7 @@ class Engine:
         return left == QUESTION_TOKENS or len(self.waiting[0].question) <= left
 
     def _begin(self, slot: int) -> Sequence:
-        """Give a slot to the next question, and the rows that are kept of its first tokens."""
+        """Give a slot to the next question. Kept keys and values of the question's first tokens are restored."""
         sequence = self.waiting.popleft()
         self.cache.expect_prompt(sequence.prompt_tokens)
         sequence.started, sequence.read_before = time.perf_counter(), self._read()
@@ -364,7 +371,7 @@ class Engine:
         return sequence
 
     def _end(self, slot: int) -> tuple[Sequence, Answer]:
-        """Free a slot, and keep its rows for a question that continues the answer."""
+        """Free a slot. With `turns`, its keys and values are kept for a question that continues the answer."""
         sequence = self.active.pop(slot)
         if self.turns is not None:
             tokens = [*sequence.question, *sequence.answer][: sequence.used]
@@ -372,7 +379,7 @@ class Engine:
         return sequence, self._answer(sequence)
 
     def _logits(self, fed: list[Fed]) -> torch.Tensor:
-        """Run a forward pass; return the logits [B, V] of its sequences, which the next decode step may overwrite."""
+        """Run a forward pass; return the logits [B, V] of its sequences. The next decode step may overwrite them."""
         if any(one.asks for one in fed):
             return self._ask(fed)
         newest = torch.tensor([one.tokens[0] for one in fed])
@@ -393,7 +400,8 @@ class Engine:
     def _choose(self, logits: torch.Tensor, slots: list[int]) -> tuple[list[int | None], list[TokenLogprobs | None]]:
         """Choose the next token of each sequence from its logits [B, V], by sampling or as the argmax.
 
-        Returns the tokens, None where the logits are not finite, and the log-probabilities of those that want them.
+        Returns the tokens, and the log-probabilities for requests with `logprobs`. A token is None if the sequence's
+        logits are not finite.
         """
         scores = self.index.agreed(logits.to(torch.float32, copy=True))
         highest, best = scores.max(-1)
@@ -462,13 +470,13 @@ def generate(
     on_text: Callable[[str], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Answer:
-    """Answer one question; the cache is rewound first, so one cache serves many questions.
+    """Answer one question. The cache is rewound first, so one cache serves many questions.
 
     Other threads that use the model wait until the answer is complete. A failed question does not affect the answer to
     the next question.
 
     Args:
-        question: [Q] token ids after the stored prompt; only these are prefilled.
+        question: [Q] token ids after the stored prompt. Only these tokens are prefilled.
         on_text, stop: as in `Request`.
 
     Raises:
@@ -486,8 +494,8 @@ def answer_after(index: OpenIndex, cache: IndexCache, before: torch.Tensor, requ
     All tokens except the last one of the answer stay in the cache.
 
     Args:
-        before: [N] token ids of the stored prompt and of everything after it. If the cache lacks the last of them, it
-            is prefilled with the question.
+        before: [N] token ids of the stored prompt and of all earlier turns. If the cache lacks the last token, that
+            token is prefilled with the question.
 
     Raises:
         SparsekvError: the number of tokens in the cache does not match `before`.

@@ -1,4 +1,4 @@
-"""Indices that a server has opened for the processes that it forks. A fork takes one if its files are unchanged."""
+"""Indices that a server has opened for its forks. A fork uses such an index if the index's files are unchanged."""
 
 from copy import copy
 from dataclasses import dataclass
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class KeptIndex:
     """An index whose probe and checksums have been checked with a model.
 
-    prepared: the default config's method; None for dense attention.
-    config, cache: the index's default config, and an unused cache for it, which shares selectors with `prepared`.
+    prepared: the method of the default config; None for dense attention.
+    config: the index's default config.
+    cache: an unused cache for `config`. The cache and `prepared` share selectors.
     """
 
     artifact: Artifact
@@ -36,7 +37,7 @@ _taken: list[KeptIndex] = []
 
 
 def open_kept(folder: Path) -> Artifact | None:
-    """Open an index that is kept; None if there is none, or its files are not those that were checked."""
+    """Return the kept index of a folder; None if the index is not kept, or if its files have changed."""
     kept = kept_indices.take(folder.absolute(), None)
     if kept is None:
         return None
@@ -47,5 +48,5 @@ def open_kept(folder: Path) -> Artifact | None:
 
 
 def kept_index(artifact: Artifact) -> KeptIndex | None:
-    """Return the kept index from which an index was opened; None if it was opened from its files."""
+    """Return the kept index from which an index was opened; None if the index was opened from its files."""
     return next((kept for kept in _taken if kept.artifact.manifest is artifact.manifest), None)

@@ -26,7 +26,7 @@ from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.prepare import PreparedMethod, files_read
 from sparsekv.runtime.selection.interface import MethodSpec
 
-if TYPE_CHECKING:  # only needed with several ranks: it imports torch.distributed
+if TYPE_CHECKING:  # the module imports torch.distributed, which only several ranks need
     from sparsekv.formats.distributed.group import Ranks
 
 
@@ -49,7 +49,7 @@ def load_and_open(
     in the index's dtype.
 
     Args:
-        model: a local folder or a hub id; it is remembered, so that an index that names it may load it later.
+        model: a local folder or a hub id. The name is remembered: indices that name this model may load it later.
         dtype: `auto` is the index's dtype.
         weights: the precision that the index must have been built with; `auto` is any.
         progress: called with one line at the start of each step that takes a while.
@@ -106,7 +106,7 @@ def load_and_open(
 def keep_index(folder: Path) -> None:
     """Load the model of an index on the CPU, and prepare the index's default method, for the forks of this process.
 
-    The probe is not computed: check it before. An index whose model has rounded weights is not kept.
+    The probe is not checked, so check it before. An index whose model has rounded weights is not kept.
 
     Raises:
         SparsekvError: the model may not or cannot be loaded, or the index is damaged.
@@ -134,17 +134,17 @@ def keep_index(folder: Path) -> None:
 
 
 LAID_OUT = 1 << 30
-"""Bytes of an index's keys and values up to which a server copies them to memory in the order that steps read."""
+"""Maximum bytes of an index's keys and values that a server copies to memory, in the order in which steps read them."""
 
 BITS: dict[Weights, int] = {"int8": 8, "int4": 4}
 MOST = 0.9
-"""Share of a model's weights; if fewer are rounded, the user is told."""
+"""Share of rounded weights below which the user gets a note."""
 
 
 def with_weights(loaded: LoadedModel, weights: Weights | None, progress: Callable[[str], None]) -> LoadedModel:
-    """Round the weights of a loaded model's linear layers, in place; None leaves them as they are.
+    """Round the weights of a loaded model's linear layers in place; None leaves them as they are.
 
-    Layer by layer the rounded weights replace the loaded ones, so the peak is the loaded model and one layer.
+    Peak memory is the loaded model and one layer, because rounded weights replace loaded weights layer by layer.
 
     Args:
         progress: called with a line if many of the model's weights are in other layers.
@@ -154,7 +154,7 @@ def with_weights(loaded: LoadedModel, weights: Weights | None, progress: Callabl
     """
     if weights is None:
         return loaded
-    from sparsekv.formats.models.quantised import checkpoint_of  # it imports transformers
+    from sparsekv.formats.models.quantised import checkpoint_of  # imported here, because it imports transformers
 
     if checkpoint_of(loaded.model) is not None:
         raise UsageError(f"--weights {weights}: model '{loaded.name}' is quantised already; leave the option out")
@@ -172,6 +172,6 @@ def with_weights(loaded: LoadedModel, weights: Weights | None, progress: Callabl
 
 
 def refuse_rounded(weights: Weights | None, ranks: int) -> None:
-    """Raise UsageError for rounded weights on several ranks, whose shares are rows or columns of a layer's weights."""
+    """Raise UsageError for rounded weights on several ranks, because a rank has only rows or columns of a layer."""
     if weights is not None and ranks > 1:
         raise UsageError(f"--weights {weights} is for one GPU: leave --gpus out, or use the checkpoint's weights")

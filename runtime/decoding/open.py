@@ -40,11 +40,11 @@ REMEDY = (
 
 
 def document_bytes(artifact: Artifact, itemsize: int) -> tuple[int, int]:
-    """Return the bytes of an index's keys and values, and those of its states, in the memory of one cache.
+    """Return the bytes of keys and values, and the bytes of recurrent states, in the memory of one cache of an index.
 
-    Keys and values have `itemsize` bytes a number, or are in int8 if the index stores int8. A layer with a sliding
-    window needs only the rows in the window, in the model's dtype. Of states there are the stored one and the one that
-    steps change.
+    Keys and values have `itemsize` bytes per element, or are in int8 if the index stores int8. A layer with a sliding
+    window needs only the rows in the window, in the model's dtype. Each state needs two copies: the stored state, and
+    the state that steps change.
     """
     tokens, rows = artifact.manifest.split.tokens, 0
     for layer, facts in artifact.manifest.attending.items():
@@ -74,15 +74,15 @@ def compare_probe(
 ) -> None:
     """Compute the logits after the last prompt token and compare them with the stored logits.
 
-    The model runs its own attention and not ours, so a model with a mask of its own is refused even if our attention
-    would ignore the mask. The model attends to the stored rows of all tokens. The last token's stored rows are also
-    compared with the keys and values that the model computes for it, and the stored state after the token, from which
-    answers begin, with the model's.
+    The model runs its own attention and not this project's. A model with a mask of its own is therefore refused even if
+    this project's attention would ignore the mask. The model attends to the stored rows of all tokens. The stored rows
+    of the last token are also compared with the keys and values that the model computes for this token. The stored
+    state after the last token, from which answers begin, is compared with the model's state.
 
     Args:
         last: id of the last prompt token.
         rows: returns a layer's stored keys and values of all tokens.
-        state, after: the stored states before and after the last token, if layers keep one.
+        state, after: the stored states before and after the last token, if the model has layers with a state.
 
     Raises:
         IdentityError: logits or rows differ beyond rounding, so the index was built with another model, or with a
@@ -118,9 +118,10 @@ def _check_probe_logits(manifest: Manifest, model: PreTrainedModel, logits: torc
 
 
 def _check_state(artifact: Artifact, model: PreTrainedModel, own: State, stored: State) -> None:
-    """Raise ArtifactError if the stored state after the last token is not the one that the model has there.
+    """Raise ArtifactError if the stored state after the last token differs from the model's state beyond rounding.
 
-    Int8 rounding may route the token to another expert, which changes some layers' states: then their median counts.
+    With int8 keys and values the median distance of the layers counts, because rounding may route the token to another
+    expert, which changes the states of some layers.
     """
     if not stored:
         return
@@ -158,14 +159,14 @@ def _apart(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
 
 
 def _distance(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """Return the distance of a tensor from the stored one, relative to the stored one's norm."""
+    """Return the norm of the difference of two tensors, divided by the norm of the stored tensor."""
     expected = stored.float()
     apart: torch.Tensor = (own.float() - expected).norm() / expected.norm().clamp(min=torch.finfo(torch.float32).tiny)
     return apart
 
 
 def _check_layers(artifact: Artifact, kinds: LayerKinds) -> None:
-    """Raise ArtifactError if other layers of an index attend or keep a state than of the model."""
+    """Raise ArtifactError if index and model differ in the layers that attend or in the layers that keep a state."""
     manifest = artifact.manifest
     compared = (
         ("layers", range(len(manifest.layers)), range(kinds.layers)),
@@ -180,7 +181,7 @@ def _check_layers(artifact: Artifact, kinds: LayerKinds) -> None:
 
 @contextmanager
 def _states_fit(artifact: Artifact) -> Iterator[None]:
-    """Convert a model's error over an index's states, whose sizes no manifest tells, into an ArtifactError."""
+    """Convert a model's error about an index's states to an ArtifactError. The manifest does not have states' sizes."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -193,7 +194,7 @@ def _states_fit(artifact: Artifact) -> Iterator[None]:
 
 
 def _check_heads(artifact: Artifact, layer: int, keys: torch.Tensor) -> None:
-    """Raise ArtifactError if a layer's tensors have other sizes than the model's, because files are not trusted."""
+    """Raise ArtifactError if index and model differ in a layer's number of KV heads or channels."""
     heads, _, channels = keys.shape
     if (found := artifact.heads_and_channels(layer)) != (heads, channels):
         has, wants = f"{found[0]} heads of {found[1]} channels", f"{heads} of {channels}"
@@ -201,7 +202,7 @@ def _check_heads(artifact: Artifact, layer: int, keys: torch.Tensor) -> None:
 
 
 AHEAD = 2
-"""Number of layers that are read to a GPU concurrently: the next read begins before the previous one has finished."""
+"""Number of layers that are read to a GPU concurrently. A read begins before the previous read has finished."""
 
 
 @dataclass
@@ -209,10 +210,10 @@ class OpenIndex:
     """An index together with the model that it was built with.
 
     Args:
-        rows: rows by layer whose reading has already begun, for the probe.
-        prepared: a method that is already prepared. The first sparse cache uses it, if that cache needs this method.
-        tokenizer_files: the hash of the files that the tokenizer was loaded from; None if it is not known.
-        kept: the index as a server keeps it. Its cache is the first one, if the config is the same.
+        rows: keys and values by layer whose reading has already begun, for the probe.
+        prepared: a method that is already prepared. The first sparse cache with this method uses it.
+        tokenizer_files: the hash of the files that the tokenizer was loaded from; None: unknown.
+        kept: the kept index of a server. `cache` returns the kept cache at its first call if the configs are equal.
     """
 
     artifact: Artifact
@@ -260,11 +261,11 @@ class OpenIndex:
         """Make a cache that decodes by a config; layers with a sliding window stay dense.
 
         Allocates the context in the model's dtype on the model's device or in host memory (page-locked for a GPU).
-        With placement `disk` it does not allocate the middle, because chosen rows are read from the index's files.
-        Dense attention has no placement; its cache is made by `dense_cache`.
+        With placement `disk` the keys and values between sinks and tail are not allocated, because selected rows are
+        read from the index's files. A config with dense attention gets the cache of `dense_cache`, without a placement.
 
         Args:
-            tail: False: the stored context ends with the middle, and the tokens fed next replace the tail.
+            tail: False: the stored context ends before the tail, and the tokens fed next replace the tail.
             gather_makers: returns for each layer a maker of the executor that runs all of the layer's steps.
 
         Raises:
@@ -272,7 +273,7 @@ class OpenIndex:
         """
         kept, self.kept = self.kept, None
         if kept is not None and kept.config == config and tail and gather_makers is None:
-            self.prepared = None  # the two share selectors
+            self.prepared = None  # it shares selectors with the kept cache
             return kept.cache
         if isinstance(config.attention, Dense):
             return self.dense_cache()
@@ -335,9 +336,9 @@ class OpenIndex:
     def _probed_rows(self, layer: int, ahead: Executor | None, *, hold: bool) -> Callable[[], Pair]:
         """Return a function that returns a layer's rows; with `hold` the rows are kept for the next cache.
 
-        With an executor `ahead`, held rows are read by it ahead of the call; otherwise the call reads them. In a layer
-        with a sliding window only the rows of the last two windows are read, and rows before them are zeros. A model
-        that lost its window attends to these zeros, which changes its logits.
+        An executor `ahead` reads held rows before the call; otherwise the call reads the rows. In a layer with a
+        sliding window only the rows of the last two windows are read, and the rows before are zeros. A model that lost
+        its window attends to the zeros, which changes its logits.
         """
         rows, window = self.rows.pop(layer, None) or LayerRows(self.artifact, layer), self._window(layer)
         early = None
@@ -367,7 +368,7 @@ class OpenIndex:
     def _rows(self, rows: LayerRows, tokens: slice) -> Pair:
         """Return some tokens' keys and values in the model's dtype on its device.
 
-        For tokens that do not begin at 0, as in a sliding window, only these tokens' rows are copied to the device.
+        If `tokens` do not begin at 0, as in a sliding window, only their rows are copied to the device.
         """
         keys, values = rows.part(tokens, CPU if tokens.start else self.device)
         return keys.to(self.device, self.dtype), values.to(self.device, self.dtype)
@@ -387,8 +388,8 @@ class OpenIndex:
         if hold:
             check_room(self.artifact, self.model)
         with ThreadPoolExecutor(AHEAD) as threads:
-            # Threads read ahead only to a GPU, into whose memory rows are copied. On a CPU the rows are a mapped file,
-            # whose pages are read when they are accessed.
+            # Threads read ahead only for a GPU, because rows are copied to its memory. On a CPU the rows are a mapped
+            # file, whose pages are read when they are accessed.
             ahead = threads if hold and self.device.type == "cuda" else None
             rows = {layer: self._probed_rows(layer, ahead, hold=hold) for layer in self.artifact.manifest.attending}
             last, tokens = int(self.input_ids[-1]), self.split.tokens
@@ -411,7 +412,7 @@ def open_index(
 
     Args:
         hold: keep the keys and values that the probe reads, copied to a GPU or mapped, for the next cache.
-        early: a reading of the index's files, and a preparation of its method, that has already begun.
+        early: reading of the index's files and preparation of its method that have already begun.
         files: the hash of the files that the tokenizer was loaded from.
 
     Raises:

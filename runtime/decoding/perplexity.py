@@ -27,9 +27,9 @@ def losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor, after: int) -
     """Return the negative log-likelihoods [T], float64, of tokens after the first `after` tokens of the stored prompt.
 
     Each token is conditioned on all tokens before it. The cache is rewound first. With sparse layers tokens are fed one
-    by one, as in generation, so that each query makes its own selection. Without sparse layers they are fed in chunks,
-    which does not change the result. The first token is predicted from the prompt's last token. The attention of that
-    token is dense, as it was when the index was built.
+    by one, as in generation, so that each query makes its own selection. Without sparse layers tokens are fed in
+    chunks; the result is the same. The first token is predicted from the prompt's last token, which attends densely as
+    in the build of the index.
 
     Args:
         cache: a cache of this index, over the prompt's first `after` tokens.

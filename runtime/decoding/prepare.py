@@ -31,7 +31,7 @@ def files_read(artifact: Artifact, attention: MethodSpec | Dense) -> list[str]:
 def stored_context(
     rows: LayerRows, name: str, device: torch.device = CPU, shared: dict[str, Any] | None = None
 ) -> MiddleContext:
-    """Read the tensors that the method called `name` built for the layer of `rows`, and make a selector's context.
+    """Return a selector's input for the layer of `rows`, with the index's tensors of the method `name`.
 
     Keys and values are read at first use.
 
@@ -63,7 +63,7 @@ def stored_context(
 
 @dataclass(frozen=True)
 class PreparedLayer:
-    """A selector, the context it was prepared with, and the views of the index's files that it may read."""
+    """A selector, the context that the selector was prepared with, and the views of index files that it may read."""
 
     selector: Selector
     context: MiddleContext
@@ -83,8 +83,8 @@ def prepare_layer(
     Raises:
         UsageError: a residual is requested, but no method of the index has value centroids, or the method appends
             tokens, which are in no cluster.
-        ArtifactError: parameters or calibration in the manifest are not valid, or tensors are missing. This holds for
-            the method, and for the method whose clusters the residual uses.
+        ArtifactError: parameters or calibration in the manifest are not valid, or tensors are missing, of the method or
+            of the method whose clusters the residual uses.
     """
     artifact, context = rows.artifact, stored_context(rows, form.name, device, shared)
     with _told_of(form.name, artifact):
@@ -105,7 +105,7 @@ def prepare_layer(
 
 @dataclass
 class PreparedMethod:
-    """A method for the layers of one cache; layers may be prepared before the cache takes them.
+    """A method for the layers of one cache. Layers may be prepared before the cache takes them.
 
     Args:
         device: the device that searches the method's tensors.
@@ -118,7 +118,7 @@ class PreparedMethod:
     _prepared: dict[int, PreparedLayer] = field(default_factory=dict)
 
     def is_like(self, other: "PreparedMethod") -> bool:
-        """Whether its layers are prepared in the same way as the other's: same method, residual and device."""
+        """Whether both have the same method, residual and device, so that prepared layers are interchangeable."""
         mine, theirs = ((one.form.name, one.form.method, one.form.residual, one.device) for one in (self, other))
         return mine == theirs
 
@@ -127,11 +127,11 @@ class PreparedMethod:
         return replace(self, _prepared=dict(self._prepared))
 
     def prepare(self, rows: LayerRows) -> None:
-        """Prepare the layer of `rows`, and hold it until `take`; raises what `prepare_layer` raises."""
+        """Prepare the layer of `rows`, and hold the layer until `take`. Raises what `prepare_layer` raises."""
         self._prepared[rows.layer] = self.take(rows)
 
     def take(self, rows: LayerRows) -> PreparedLayer:
-        """Return the prepared layer of `rows`, and drop the reference to it. Prepare it now if it is not held.
+        """Return the prepared layer of `rows`, and drop the reference to it. A layer that is not held is prepared now.
 
         Raises what `prepare_layer` raises.
         """
@@ -143,7 +143,7 @@ class PreparedMethod:
 def _told_of(name: str, artifact: Artifact) -> Iterator[None]:
     """Within the context, convert errors of preparing a method to an ArtifactError that names the method.
 
-    A method checks its tensors, parameters and calibration only by using them.
+    Methods use tensors, parameters and calibration without checking them first.
     """
     try:
         yield
@@ -154,7 +154,7 @@ def _told_of(name: str, artifact: Artifact) -> Iterator[None]:
 
 
 def residual_source(artifact: Artifact) -> str:
-    """Return the name of the index's method with the fewest value centroids, which cost least to read.
+    """Return the name of the index's method with the fewest value centroids, because these cost least to read.
 
     Raises:
         UsageError: no method has value centroids.

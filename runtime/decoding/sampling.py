@@ -55,8 +55,8 @@ def warpers(sampling: Sampling) -> LogitsProcessorList:
 def draw(scores: torch.Tensor, sampling: Sampling, randoms: Sequence[torch.Generator]) -> list[int]:
     """Draw a token for each row of scores [B, V].
 
-    The random numbers are those of `torch.manual_seed(seed)`. They come from generators of the answers' own, because
-    all threads of the process share torch's global generator.
+    Each answer has its own generator, because all threads of the process share torch's global generator. The random
+    numbers equal those after `torch.manual_seed(seed)`.
     """
     nothing = torch.empty(len(scores), 0, dtype=torch.int64, device=scores.device)
     probability = warpers(sampling)(nothing, scores).softmax(-1)  # type: ignore[arg-type]  # any tensors will do

@@ -32,7 +32,7 @@ from sparsekv.runtime.decoding.threads import all_cores, exclusive, free_cores
 
 @dataclass(frozen=True)
 class Session:
-    """An open index, a config and its cache, which holds the document's keys and values."""
+    """An open index, a decode config, and a cache for the config with the document's keys and values."""
 
     index: OpenIndex
     config: DecodeConfig
@@ -80,7 +80,7 @@ class Session:
                 less than 1.
         """
         if isinstance(questions, str):
-            raise UsageError("questions is a text; give a list of them, or ask it alone")
+            raise UsageError("questions is a single text; give a list of texts, or use ask")
         if together < 1:
             raise UsageError(f"{together} questions together: give at least 1")
         with exclusive(self.index.model):
@@ -103,8 +103,8 @@ class Session:
 class Turn:
     """The token ids of a question [Q], chat frame included, and of its answer.
 
-    `closed` means that the chat frame of the next question begins with the end of this turn. The answer's last token is
-    then left out of the conversation.
+    `closed`: the chat frame of the next question begins with the end of this turn, so the answer's last token is left
+    out of the conversation.
     """
 
     question: torch.Tensor
@@ -141,8 +141,8 @@ class Place:
 class Conversation:
     """A conversation over an open index: each question follows the earlier questions and answers.
 
-    `turns` are the answered questions, `place` is the place of the next question, and `config` is its decode config.
-    Allocates the config's cache; errors are those of `OpenIndex.cache`.
+    `turns` are the answered questions. `place` and `config` are the place and the decode config of the next question.
+    Allocates the config's cache. Errors are those of `OpenIndex.cache`.
 
     Args:
         raw: encode questions without a chat frame.
@@ -182,9 +182,9 @@ class Conversation:
     ) -> Answer:
         """Answer the next question; question and answer become a turn of the conversation.
 
-        A failure or an interruption leaves the conversation as it was before the question. Threads that call this wait
-        for each other, and their questions become turns in the order in which they acquire the model. Raises what
-        `question_ids` and `generate` raise.
+        A failure or an interruption leaves the conversation as it was before the question. Threads that call this
+        method wait for each other. Their questions become turns in the order in which the threads acquire the model.
+        Raises what `question_ids` and `generate` raise.
         """
         with exclusive(self.index.model):
             chat, border = None if self.raw else self.place.chat, self.place.border
@@ -223,7 +223,7 @@ class Conversation:
                 raise
 
     def _cache(self) -> IndexCache:
-        """Return the config's cache over the document and all turns; make it if there is none."""
+        """Return the config's cache over the document and all turns; make the cache if there is none."""
         if self._asker is None:
             asker, prefill = Session.open(self.index, self.config), self.config.question
             if isinstance(prefill, QuestionPrefill) and appends(asker.cache.stored_layers):
@@ -240,7 +240,7 @@ class Conversation:
 
     @torch.inference_mode()
     def _feed(self, cache: IndexCache, ids: torch.Tensor) -> None:
-        """Prefill token ids [T]. They attend as a question's tokens do."""
+        """Prefill token ids [T] with the attention of a question's tokens."""
         model, known = self.index.model, cache.get_seq_length()
         positions = torch.arange(known, known + len(ids), device=model.device)[None]
         cache.expect_prompt(known + len(ids))

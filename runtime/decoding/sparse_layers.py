@@ -1,4 +1,4 @@
-"""Make the sparse layers of one cache over an index, each with its selector, its rows and its plan."""
+"""Make the sparse layers of one cache over an index. Each layer has a selector, keys and values, and a plan."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ from sparsekv.runtime.selection.interface import Method, MethodSpec, Selector
 def search_device(method: Method, placement: str, device: torch.device) -> torch.device:
     """Return the device that searches a method's tensors.
 
-    It is the CPU if the method asks for that and the placement is not `device`; otherwise it is the model's device.
+    The result is the CPU if `searched_on_host` is set and the placement is not `device`; otherwise the model's device.
     """
     return CPU if method.searched_on_host and placement != "device" else device
 
@@ -41,7 +41,7 @@ class SparseLayers:
     """Makes the sparse layers of one cache.
 
     Args:
-        take_rows: returns a layer's stored keys and values, which are released once the layer is made.
+        take_rows: returns a layer's stored keys and values. They are released when the layer is made.
         split: the split of the prompt, possibly with an empty tail.
         gather_makers: returns for each layer a maker of the executor that runs all of the layer's steps.
         question_shared: the state that the layers of the question's method share.
@@ -58,7 +58,7 @@ class SparseLayers:
     question_shared: dict[str, Any] = field(default_factory=dict)
 
     def make(self, layer: int) -> SparseLayer:
-        """Make one layer with its plan. The placement decides where its rows between sinks and tail are stored."""
+        """Make one layer with its plan. The placement decides where the rows between sinks and tail are stored."""
         rows, on_disk = self.take_rows(layer), self.config.placement == "disk"
         prepared = self.prepared.take(rows)
         exact, middle = self._exact(rows), self._middle(rows, prepared)
@@ -75,7 +75,7 @@ class SparseLayers:
             question=self._question_search(rows, prepared.selector),
             gather_maker=None if self.gather_makers is None else self.gather_makers(layer),
         )
-        # The selector may keep the file mapped, so release the pages that were read so far.
+        # The pages that were read are released, because the selector may keep the file mapped.
         for tensor in (*rows.stored.tensors.values(), *parts.mapped) if on_disk else ():
             release_pages(tensor)
         rows.release()
@@ -97,14 +97,14 @@ class SparseLayers:
         return keys.to(self.device, self.dtype), values.to(self.device, self.dtype)
 
     def _placed(self) -> torch.device:
-        """Return the device on which the rows between sinks and tail are kept or from which they are read."""
+        """Return the device that keeps the rows between sinks and tail; the CPU for rows in files."""
         return self.device if self.config.placement == "device" else CPU
 
     def _middle(self, rows: LayerRows, prepared: PreparedLayer) -> MiddleRows:
         """Make the storage of the rows between sinks and tail (the middle), according to placement and device.
 
-        Rows kept on a GPU stay in int8 if they are stored in int8. Other rows share their keys with the selector if
-        both need the keys in order of position on the same device.
+        Rows on a GPU stay in int8 if the index stores int8. Other rows on a GPU share the keys with the selector if
+        both need the keys in the order of positions on the same device.
         """
         layout, where = prepared.selector.layout, self._placed()
         if self.config.placement == "disk":

@@ -12,11 +12,11 @@ from sparsekv.runtime.cache.index_cache import Fed, SequenceCache
 
 
 class DecodeStep:
-    """Feeds the newest token of each sequence to a model; call it within `route_attention`.
+    """Feeds the newest token of each sequence to a model. Call a step within `route_attention`.
 
-    Graphs are captured for all of the cache's slots, for a quarter of them, and so on. If a step has fewer sequences
-    than its graph, the last sequence is fed several times, which does not change the result. The cache keeps the
-    graphs, and steps are captured again when the cache's buffers have changed.
+    Graphs are captured for all of the cache's slots, for a quarter of the slots, for a sixteenth, and so on. If a step
+    has fewer sequences than its graph, the last sequence is fed several times, which does not change the result. The
+    cache keeps the graphs. Steps are captured again when the cache's buffers have changed.
 
     Args:
         tokens: number of tokens of the stored context; a sequence's own tokens follow them.
@@ -24,13 +24,13 @@ class DecodeStep:
 
     def __init__(self, model: PreTrainedModel, cache: SequenceCache, tokens: int):
         self.model, self.cache, self.tokens = model, cache, tokens
-        # The last step's graph, if its buffers were still the cache's. A next step of its size replays it without
-        # comparing again.
+        # The graph of the last step, if its buffers were the cache's buffers after the step. The next step of the same
+        # size replays this graph without comparing buffers again.
         self._valid: ModelGraph | None = None
 
     @torch.inference_mode()
     def __call__(self, fed: Sequence[Fed], newest: torch.Tensor, most: int) -> torch.Tensor:
-        """Feed one token of each of B sequences; return the logits [B, V], which the next call may overwrite.
+        """Feed one token of each of B sequences; return the logits [B, V]. The next call may overwrite the logits.
 
         Args:
             newest: token ids [B], on any device.
@@ -49,7 +49,7 @@ class DecodeStep:
             return logits
         graph.graph.replay()
         cache.advance()
-        # Compared while the device computes this step, so that the next replay can start at once.
+        # Buffers are compared while the device computes this step, so that the next replay can start at once.
         self._valid = graph if graph.buffers == cache.buffers() else None
         return graph.logits[: len(fed)]
 
@@ -71,7 +71,10 @@ class DecodeStep:
         return logits
 
     def _graph(self, size: int) -> ModelGraph | None:
-        """Return the captured step; capture it if there is none. After a failure capture is not tried again."""
+        """Return the graph of a step of this size; capture the step if there is none. None if steps cannot be captured.
+
+        After a failure, capturing is not tried again.
+        """
         cache = self.cache
         if self._valid is not None and self._valid is cache.graphs.get(size):
             return self._valid
@@ -89,7 +92,7 @@ class DecodeStep:
     def _captured(self, step: Step) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
         """Capture a step as a CUDA graph; return the graph and its logits.
 
-        Returns None if the step syncs with the GPU or cannot be captured. The counters that trial runs of the step
+        Returns None if the step synchronises with the GPU or cannot be captured. Counters that trial runs of the step
         change are restored.
         """
         changed, device = self.cache.counters(), self.model.device
@@ -111,8 +114,8 @@ class DecodeStep:
 
 @contextmanager
 def _experts_for_few_tokens(model: PreTrainedModel, tokens: int) -> Iterator[None]:
-    """Within the context, a model on a GPU computes its mixtures of experts for a single token with batched_mm instead
-    of grouped_mm, as transformers does when it decodes few tokens."""
+    """Within the context, a model on a GPU computes mixtures of experts with batched_mm instead of grouped_mm if
+    `tokens` is 1. Transformers makes the same choice when it decodes few tokens."""
     before = model.get_experts_implementation() if tokens == 1 and model.device.type != "cpu" else {}
     if "grouped_mm" not in before.values():
         yield

@@ -1,4 +1,4 @@
-"""CPU threads: how many a model's steps use, linear layers split among all cores, and exclusive use of a model."""
+"""CPU threads: number of threads of a model's steps, linear layers split among all cores, exclusive use of a model."""
 
 import math
 import os
@@ -24,7 +24,8 @@ from sparsekv.kernels.common.mask import UnsupportedAttentionError
 from sparsekv.runtime.decoding.compiled import is_compiled
 
 WORTH_IT = 1 << 16
-"""Minimum number of weights in a layer for which a second core saves more time than handing work to it costs."""
+"""Minimum number of weights in a layer that is split among cores. In smaller layers starting a second core costs more
+time than it saves."""
 
 GAIN = 1.8
 """Minimum speedup of the split product at which it replaces torch's product.
@@ -35,7 +36,8 @@ Measured speedups are about 3 or about 0.5, depending on the processor.
 FEW = 4
 """Maximum number of rows for which the split product is used.
 
-It makes a step with one row faster by half or more, with four rows by a tenth, and with eight rows not at all.
+The split product makes a step with one row faster by half or more, with four rows by a tenth, with eight rows not at
+all.
 """
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -46,8 +48,8 @@ class FewRowsLinear(TorchFunctionMode):
     """Within this mode, a float32 linear layer with few input rows is split among torch's threads, by its outputs.
 
     On AMD processors MKL multiplies few rows on a single core, which cannot read memory as fast as several cores. With
-    two cores MKL's product is a third as fast as the split one. On Intel processors MKL uses all cores. All other
-    operations are computed as without this mode.
+    two cores MKL's product is a third as fast as the split product. On Intel processors MKL uses all cores. The mode
+    does not change other operations.
     """
 
     def __torch_function__(
@@ -63,7 +65,7 @@ class FewRowsLinear(TorchFunctionMode):
 
 
 def all_cores(model: PreTrainedModel) -> AbstractContextManager[object]:
-    """Return the context in which to run a model's steps: `FewRowsLinear` on a CPU where splitting pays.
+    """Return the context for a model's steps: `FewRowsLinear` on a CPU that multiplies faster with split layers.
 
     The context does nothing on a GPU, for compiled steps, or if torch's own product is as fast. It applies to the whole
     thread, so a generator must not hold it across a yield.
@@ -76,8 +78,8 @@ def all_cores(model: PreTrainedModel) -> AbstractContextManager[object]:
 def split_pays(threads: int) -> bool:
     """Whether this machine multiplies few rows faster if the layer is split among `threads` threads.
 
-    This is measured once, on 4 MiB of weights in about 2 ms, because MKL's behaviour depends on the processor and on
-    MKL's version.
+    The function measures once, on 4 MiB of weights in about 2 ms, because MKL's behaviour depends on the processor and
+    on MKL's version.
     """
     if threads == 1:
         return False
@@ -124,8 +126,8 @@ def exclusive(model: PreTrainedModel) -> Iterator[None]:
     """Hold exclusive use of a model within the context; other threads wait, and this thread may enter again.
 
     Raises:
-        UsageError: this was called from a callback of an answer, of this model or of another. Two threads whose
-            callbacks ask each other's model would deadlock.
+        UsageError: the caller is a callback of an answer, by this model or by another. Two threads whose callbacks ask
+            each other's model would deadlock.
         SparsekvError: the model attends in a way that no index supports, for example because its code has changed
             since the build.
     """
@@ -142,7 +144,7 @@ def exclusive_process() -> Iterator[None]:
     """Hold exclusive use of all models within the context; other threads wait.
 
     Raises:
-        UsageError: this was called from a callback of an answer.
+        UsageError: the caller is a callback of an answer.
     """
     _refuse_callback()
     with all_alone():
@@ -165,9 +167,9 @@ CHOSEN_BY_USER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 COUNTERS = Path("/proc/stat")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 IDLE = (3, 4)
-"""Columns of a core's line in /proc/stat that count time not busy: idle, and waiting for a disk."""
+"""Columns of a core's line in /proc/stat that count idle time and time spent waiting for a disk."""
 COUNTED = 8
-"""Number of columns that add up to a core's total time; later columns, of guests, are included in user time."""
+"""Number of columns that add up to a core's total time. Later columns count guests, whose time is in the user time."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ class Usage:
 
 
 def usage() -> Usage | None:
-    """Measure the use of the cores that this process may use, up to now; None if /proc/stat cannot be read."""
+    """Return the use so far of the cores that this process may use; None if /proc/stat cannot be read."""
     try:
         text = COUNTERS.read_text()
     except OSError:
@@ -209,7 +211,7 @@ def quota(text: str) -> float:
 
 
 def left_free(before: Usage, now: Usage, cores: int) -> float:
-    """Return how many of `cores` cores other processes left free, on average, between two measurements."""
+    """Return the mean number of cores, of `cores`, that other processes left free between two measurements."""
     others = (now.busy - before.busy - (now.own - before.own)) / (now.moment - before.moment)
     return cores - max(0.0, others)
 
@@ -225,7 +227,7 @@ def threads_for(free: float, most: int) -> int:
 class _Meter:
     """State that all threads of this process share: the last measurement, and torch's thread count before any change.
 
-    torch keeps one thread count for threads that have not begun, and a separate count in each thread that has begun.
+    Torch has one thread count for new threads, and a separate count in each thread that has begun.
     """
 
     def __init__(self) -> None:
@@ -233,7 +235,7 @@ class _Meter:
         self.last, self.free = usage(), math.inf
 
     def enter(self) -> int:
-        """Register a user until `leave`; return torch's thread count from before the first user's change."""
+        """Register a user of torch's threads until `leave`; return torch's thread count before any user changed it."""
         with self.lock:
             self.most = torch.get_num_threads() if not self.users else self.most
             self.users += 1
@@ -265,23 +267,23 @@ _meter = _Meter()
 
 
 def restart_meter() -> None:
-    """Measure the use of cores anew, in a process that was forked long before its work begins."""
+    """Start a new measurement of the use of cores, for a process that was forked long before its work begins."""
     global _meter
     _meter = _Meter()
 
 
 class FreeCores:
-    """Adjusts torch's thread count in the thread that made it: `follow` lowers it to the number of free cores.
+    """Limits torch's thread count, in the thread that made this object, to the number of free cores.
 
     Args:
-        most: torch's own thread count, which is never exceeded; 1: leave the count as it is.
+        most: torch's own thread count, which is the maximum; 1: never change the count.
     """
 
     def __init__(self, most: int):
         self.most = self.threads = most
 
     def follow(self) -> None:
-        """Set the thread count from the last measurement; measure again if that is older than `INTERVAL`."""
+        """Set the thread count from the last measurement, or from a new one if the last is older than `INTERVAL`."""
         if self.most > 1 and (threads := _meter.threads(self.most)) != self.threads:
             self.threads = threads
             torch.set_num_threads(threads)
@@ -293,11 +295,11 @@ class FreeCores:
 
 @contextmanager
 def free_cores(model: PreTrainedModel) -> Iterator[FreeCores]:
-    """Within the context torch uses at most as many threads as cores are free; `follow` updates the number.
+    """Within the context, torch uses at most as many threads as cores are free; `follow` updates the thread count.
 
-    The number stays unchanged for a model on a GPU and for compiled steps, which are compiled for a fixed number of
-    threads. It also stays unchanged if the user has set a variable of `CHOSEN_BY_USER`, or if the kernel does not
-    report the use of cores.
+    The thread count stays unchanged for a model on a GPU, and for compiled steps, which have a fixed thread count. It
+    also stays unchanged if the user has set a variable of `CHOSEN_BY_USER`, or if the kernel does not report the use of
+    cores.
     """
     fixed = model.device.type != "cpu" or is_compiled(model) or any(os.environ.get(one) for one in CHOSEN_BY_USER)
     most = _meter.enter()

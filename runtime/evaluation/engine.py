@@ -1,4 +1,4 @@
-"""Answer every question with each method, budget and prefill, over one index per document and prefill."""
+"""Answer each question with each combination of method, budget and prefill. A document has one index per prefill."""
 
 import math
 import shutil
@@ -38,7 +38,8 @@ Progress = Callable[[str, int, int], None]
 
 
 class Builder(Protocol):
-    """Builds an index of each context. The caller passes it in, so that this module does not depend on indexing."""
+    """Builds the indices of contexts. Callers pass an implementation, because this package must not import
+    `indexing`."""
 
     @property
     def prefills(self) -> Iterable[str]:
@@ -56,8 +57,10 @@ class Builder(Protocol):
         """Return the settings that determine an index, in addition to its prompt and the model."""
 
     def sample_of(self, name: str) -> dict[str, int]:
-        """Return the size of the query sample, as `{"queries": n}`, if another method makes it larger than this one
-        needs. Otherwise the dict is empty."""
+        """Return the size of the query sample, as `{"queries": n}`, if the sample is larger than method `name` needs.
+
+        All methods share one sample. The dict is empty if the method needs the whole sample, or no queries.
+        """
 
     def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:
         """Build the index of a prompt, or resume an interrupted build. Raises the errors of `indexing.build_index`."""
@@ -87,17 +90,17 @@ class Comparison:
     together: int = 1
 
     def count(self, text: str) -> int:
-        """Count the tokens of a document's prompt, as it is indexed."""
+        """Return the number of tokens of a document's prompt. The prompt is the indexed text with its chat template."""
         return len(self.prompt(text, bare=False).input_ids)
 
     def prompt(self, text: str, *, bare: bool) -> FixedPrompt:
-        """Encode a document's prompt, as it is indexed."""
+        """Encode the prompt of a document for its index. `bare`: without a chat template."""
         return encode_prompt(self.loaded.tokenizer, text, raw=self.raw or bare)
 
     def question_ids(self, context: Context, question: Question, prompt: FixedPrompt) -> torch.Tensor:
-        """Encode the tokens after the document [Q]: the question, in the chat template if there is one, and the prefix.
+        """Return the token ids [Q] after the document: the question in its chat template, if any, and the prefix.
 
-        For a `continuation` metric: the first tokens of the text that follows the document.
+        For a `continuation` metric the ids are the first tokens of the text that follows the document.
         """
         tokenizer, border = self.loaded.tokenizer, prompt.border
         if METRICS[question.metric].continuation:
@@ -117,12 +120,12 @@ class Comparison:
         return self.max_new_tokens
 
     def room(self, context: Context, document: int | None = None) -> int | None:
-        """Return the largest number of tokens of a document after which each question with its answer still fits.
+        """Return the maximum number of document tokens that leaves positions for each question with its answer.
 
         Returns None if the model has no limit.
 
         Args:
-            document: number of tokens of the document, on which the positions of some models depend; None: unknown.
+            document: number of tokens of the document; None: unknown. The positions of some models depend on it.
         """
         config = self.loaded.model.config
         positions = positions_of(config) if document is None else positions_after(config, document)
@@ -133,7 +136,7 @@ class Comparison:
         return positions - max(asked)
 
     def ways(self) -> list[Variant]:
-        """Return all variants with which a question is answered: per prefill, dense attention first."""
+        """Return all variants that answer a question. Dense attention is the first variant of each prefill."""
         found, variants = [], ["", "residual"] if self.residual else [""]
         for prefill in self.builder.prefills:
             sparse = product(self.methods, variants, self.budgets)
@@ -201,7 +204,7 @@ def unanswered(comparison: Comparison, contexts: list[Context], answers: Answers
 
 @dataclass
 class _Asking:
-    """Answers the questions of one context with one prefill. Its index is built only if an answer is not cached."""
+    """Answers the questions of one context with one prefill. Builds the index only if an answer is not stored."""
 
     comparison: Comparison
     context: Context
@@ -237,8 +240,9 @@ class _Asking:
     ) -> Iterator[tuple[Question, str, ScoredAnswer]]:
         """Yield the answers that are not stored yet, in order of completion, one for each distinct question.
 
-        Several questions are answered in one batch if the comparison and the method allow it. If the questions of a
-        batch share selections, an answer depends on the other questions. Then all of them are asked again.
+        Several questions are answered in one batch if the comparison and the method allow batches. In a batch with a
+        sparse method, questions share selections, so an answer depends on the other questions. All questions are then
+        answered again, also those with stored answers.
         """
         asked = list({one[1]: one for one in asked}.values())
         self.opened = self.opened or self._open(show)
@@ -309,14 +313,14 @@ class _Asking:
     def _shares(self, question: Question, method: Method | None) -> bool:
         """Whether the answer depends on the other questions of its batch.
 
-        It does not with dense attention, or for a continuation.
+        An answer by dense attention and the score of a continuation do not depend on other questions.
         """
         return method is not None and self.comparison.together > 1 and not METRICS[question.metric].continuation
 
     def _question_prefill(self, sparse: bool) -> dict[str, Any] | None:
-        """Settings with which a question is prefilled, as a part of the answer's key.
+        """Return the settings of the question's prefill, as a part of the answer's key.
 
-        Returns None if the answering method prefills the question itself, and for dense attention.
+        The result is None if the answering method prefills the question, and for answers by dense attention.
         """
         question, builder = self.comparison.question, self.comparison.builder
         if isinstance(question, Own) or not sparse:
@@ -369,12 +373,12 @@ FOLDER = "parts"
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an evaluation in a work folder, one per context, which other processes may evaluate."""
+    """Parts of an evaluation: one subfolder per context, in which another process can evaluate the context."""
 
     work: Path
 
     def of(self, context: Context) -> Path:
-        """Return the folder of a context's answers. It is the same in each run, so that a later run can resume."""
+        """Return the folder of a context's answers. The path is equal in all runs, so a later run can resume."""
         return self.work / FOLDER / hash_json([context.name, context.task, context.length, context.text])[:16]
 
     def take(self, context: Context, answers: Answers) -> None:

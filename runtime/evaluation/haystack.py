@@ -126,7 +126,10 @@ def rotated(units: list[str], random_numbers: random.Random) -> list[str]:
 
 
 def largest(fits: Callable[[int], bool], upper: int) -> int:
-    """Find the largest number from 0 to `upper` that fits, by bisection; -1 if none does. `fits` must be monotone."""
+    """Return the largest number from 0 to `upper` for which `fits` is True, by bisection; -1 if it never is.
+
+    `fits` must be True up to some number and False above it.
+    """
     low, high = -1, upper
     while low < high:
         middle = (low + high + 1) // 2
@@ -171,13 +174,13 @@ def insert(units: list[str], needles: list[tuple[float, str]]) -> list[str]:
 
 
 def depth_of(text: str, part: str) -> float:
-    """Return the place where a part begins in a text, from 0 to 1."""
+    """Return the position of a part's first character in a text, as a fraction of the text's length."""
     return text.index(part) / len(text)
 
 
 @dataclass(frozen=True)
 class Wording:
-    """The sentences in which needles are hidden and asked for, and the function that draws different keys."""
+    """Templates of a task's introduction, needles, questions and answers, and the function that draws its keys."""
 
     introduction: str
     needle: str
@@ -220,7 +223,7 @@ class Needles(DrawnTask):
     """A needle task: sentences that give a key a value are hidden in a text, and questions ask for the values of keys.
 
     Attributes:
-        keys: least number of keys of a context, which has at least one key for each question.
+        keys: minimum number of keys of a context. A context has at least one key for each question.
         values: number of values of a key.
         asked: number of keys that a question asks for.
         alone: a context has only one needle and one question.
@@ -307,7 +310,10 @@ ZETA = 1.6449340668482264  # zeta(ALPHA), which normalises the frequencies
 
 
 class CommonWords(DrawnTask):
-    """Lists words, of which ten are common: they occur ten times as often as the others; six times in short lists."""
+    """Lists words of which ten are common. A common word occurs ten times as often as another word.
+
+    In a list below LONG tokens a common word occurs six times as often.
+    """
 
     def draw(self, request: Request, number: int) -> Context:
         known = sorted({*re.findall(r"\b[a-z]{4,10}\b", request.text), *ADJECTIVES, *NOUNS})

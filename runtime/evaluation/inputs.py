@@ -19,9 +19,9 @@ DEFAULT_TASKS, DEFAULT_LENGTH = ["niah-facts"], 4096
 
 @dataclass(frozen=True)
 class Inputs:
-    """A text and the tasks to generate from it, or published contexts. They are checked before a model is loaded.
+    """A text with the tasks to generate from it, or published contexts. `read` checks them without a model.
 
-    `request` is the request of every task. Its length and its token counter are set later, for each of `lengths`.
+    `request` is passed to each task. Its length and its token counter are set later, for each of `lengths`.
     """
 
     name: str
@@ -128,14 +128,14 @@ def _fit(context: Context, inputs: Inputs, comparison: Comparison) -> Context:
     if any(_is_cut_out(question, context, short) for question in context.questions):
         needed = comparison.count(context.text)
         raise UsageError(
-            f"--data, {context.name}: what its question asks for would be cut out of its {needed:,} tokens, of which "
-            f"{limit:,} are kept; give --length {needed}, with a model that has room for so many"
+            f"--data, {context.name}: the answer to its question would be cut out of its {needed:,} tokens, of which "
+            f"{limit:,} are kept; give --length {needed}, with a model that has this many positions"
         )
     return short
 
 
 def _is_cut_out(question: Question, context: Context, short: Context) -> bool:
-    """Whether the only place of the answer is in the middle that was cut out of the shorter context."""
+    """Whether the answer's only known position is in the middle that was cut out of the context."""
     if question.depth is None or short.text == context.text:
         return False
     first, half = round(question.depth * len(context.text)), len(short.text) // 2

@@ -71,7 +71,7 @@ def _rouge_l(answer: list[str], expected: list[str]) -> float:
 def classification(answer: str, question: Question) -> float:
     """Compute LongBench's classification score of the answer's first line.
 
-    It is 1 / the number of labels in the line if the expected label is among them, else 0.
+    The score is 1 / the number of labels in the line if the expected label is one of these labels, else 0.
     """
     line = first_line(answer)
     return max(_class(line, expected, question.classes) for expected in question.answers)
@@ -83,7 +83,7 @@ def _class(line: str, expected: str, classes: tuple[str, ...]) -> float:
 
 
 def retrieval(answer: str, question: Question) -> float:
-    """Compute LongBench's retrieval score: the share of the answer's numbers that are the right paragraph's."""
+    """Compute LongBench's retrieval score: the share of the answer's numbers that equal the right paragraph's."""
     numbers = [number for expected in question.answers for number in re.findall(r"\d+", expected)[:1]]
     return max((_share_of_numbers(answer, number) for number in numbers), default=0.0)
 
@@ -118,7 +118,7 @@ def first_line(text: str) -> str:
 
 
 def _of_first_line(score: ScoreFunction) -> ScoreFunction:
-    """Restrict a score to the answer's first line, because after a few-shot prompt a model continues with examples."""
+    """Restrict a score to the answer's first line. After a few-shot prompt, a model's next lines are more examples."""
     return lambda answer, question: score(first_line(answer), question)
 
 

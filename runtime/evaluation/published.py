@@ -32,7 +32,7 @@ _ARTICLE = (
 
 @dataclass(frozen=True)
 class Dataset:
-    """A published dataset: its prompt, with the placeholders {context} and {input}, and how its answers are scored.
+    """A published dataset: a prompt with the placeholders {context} and {input}, the answer's length and the metric.
 
     With `bare`, no chat template is used, because the prompt has few-shot examples or code.
     """
@@ -140,7 +140,7 @@ CONTINUATION_TOKENS = 64
 
 
 def ask(question: str, answers: tuple[str, ...], text: str, metric: str = "f1") -> Question:
-    """Create a question about a document. Its depth is that of the first answer that occurs literally in the text."""
+    """Create a question about a document. Its depth is the position of the first expected answer found in the text."""
     found = next((answer for answer in answers if answer and answer in text), None)
     return Question(
         text=f"{INSTRUCTION}\n\nQuestion: {question}",
@@ -153,7 +153,7 @@ def ask(question: str, answers: tuple[str, ...], text: str, metric: str = "f1") 
 
 
 class QuestionAnswering(Task):
-    """Asks many questions about one context, the beginning of the text (as in PreFixQA, arXiv 2411.09688).
+    """Asks many questions about one context. The context is the beginning of the text (PreFixQA, arXiv 2411.09688).
 
     A question is left out if its answer occurs in the text only after the end of the context.
     """
@@ -181,7 +181,7 @@ def _inside(answers: tuple[str, ...], text: str, request: Request) -> bool:
 
 
 class Continuation(DrawnTask):
-    """Cuts windows out of the text. Each is scored by the perplexity of the words that follow it."""
+    """Cuts windows out of the text. The score of a window is the perplexity of the words that follow the window."""
 
     def draw(self, request: Request, number: int) -> Context:
         pieces = re.findall(r"\s*\S+", request.text)
@@ -218,8 +218,7 @@ RULER_ENDS = (
     ("\nWhat are all the special magic", "match-all", 128, "niah", " The special magic"),
     ("\nWhat is the special magic", "match-all", 128, "niah", " The special magic"),
 )
-"""For each of RULER's tasks: start of its question, metric, largest number of answer tokens, name, start of its answer.
-"""
+"""For each RULER task: start of the question, metric, maximum number of answer tokens, name, start of the answer."""
 
 CHOICES = (
     "What is the correct answer to this question: {question}\nChoices:\n(A) {choice_A}\n(B) {choice_B}\n"
@@ -229,10 +228,10 @@ CHOICES = (
 
 
 def read_published(file: str, form: str) -> list[Context]:
-    """Read the contexts of a jsonl file, one per line. Each has one question or, for `prefixqa`, several.
+    """Read the contexts of a jsonl file, one per line. A context has one question, in the format `prefixqa` several.
 
     Raises:
-        UsageError: the format is unknown, the file is unreadable, or a line is not in this format.
+        UsageError: the format is unknown, the file is unreadable, or a line does not have the format.
     """
     check_choice("--format", form, FORMATS)
     return [_read(record, number, FORMATS[form], f"--data {file} --format {form}") for number, record in _lines(file)]
@@ -258,7 +257,8 @@ def shorten(text: str, count: CountTokens, limit: int) -> str:
     def halves(kept: int) -> str:
         return text[: kept // 2] + text[len(text) - kept // 2 :]
 
-    # The fit is not exactly monotone, because a cut can change the tokens next to it; bisection is close enough.
+    # The number of tokens is not exactly monotone in the cut, because a cut changes the tokens beside it.
+    # Bisection is close enough.
     return halves(max(0, largest(lambda kept: count(halves(kept)) <= limit, len(text))))
 
 
@@ -300,7 +300,7 @@ def _guarded(reader: Callable[[Record], T], record: Record, where: str) -> T:
 
 
 def _strings(value: Any) -> tuple[str, ...]:
-    """Return one or several answers as texts, without empty ones, because every text contains the empty text."""
+    """Return the answers as strings. Empty answers are left out, because every text contains an empty string."""
     given = value if isinstance(value, list) else [value]
     values = tuple(str(one) for one in given if one is not None and str(one).strip())
     if not values:
@@ -311,7 +311,7 @@ def _strings(value: Any) -> tuple[str, ...]:
 def _measurable_pair(record: Record) -> tuple[str, tuple[str, ...]]:
     """Read a question with its answers. Raises ValueError if the answers have only punctuation and articles.
 
-    F1 ignores these, so no answer of a model could match.
+    F1 ignores punctuation and articles, so no answer of a model could match.
     """
     question, answers = _pair(record)
     if not any(normalise(one) for one in answers):

@@ -36,7 +36,7 @@ def interval(scores: Scores, summary: Callable[[float], float] = float, *, seed:
     """Compute the confidence interval of the mean over all questions, by bootstrap.
 
     Args:
-        summary: increasing function of the mean, whose value and interval are returned.
+        summary: increasing function of the mean. The value and the interval of this function are returned.
     """
     means = _means([scores], seed)[0]
     return _interval(summary(_mean_score(scores)), np.vectorize(summary)(means))
@@ -47,7 +47,7 @@ def paired_difference(
 ) -> Interval:
     """Compute the confidence interval of the difference of two means, scores minus baseline, on the same questions.
 
-    Each bootstrap replicate draws the same questions for both, so that a question's difficulty cancels.
+    Each bootstrap replicate draws the same questions for both means, so that a question's difficulty cancels.
 
     Raises:
         ValueError: the scores are not for the same questions.
@@ -69,7 +69,10 @@ def _interval(value: float, replicates: NDArray[np.float64]) -> Interval:
 
 
 def _means(paired: Sequence[Scores], seed: int) -> list[NDArray[np.float64]]:
-    """Draw contexts and questions with replacement; return the means [replicates] of each of `paired` over them."""
+    """Return the bootstrap means [replicates] of each of `paired`.
+
+    A replicate draws contexts and their questions with replacement, the same draws for all of `paired`.
+    """
     sizes = np.array([len(one) for one in paired[0]])
     tables = [np.zeros((len(sizes), sizes.max())) for _ in paired]
     for table, scores in zip(tables, paired, strict=True):
@@ -90,7 +93,7 @@ FILE = "answers.jsonl"
 class ScoredAnswer:
     """A model's answer to one question: a text, or for a continuation the mean loss per token, in nats.
 
-    `kv_fraction` is None for an answer of one token by a sparse method, because it takes no decode step.
+    `kv_fraction` is None for a one-token answer by a sparse method, because such an answer needs no decode step.
     """
 
     text: str
@@ -129,7 +132,7 @@ class Answers:
             self._lock.release()
 
     def add(self, key: str, given: ScoredAnswer, told: dict[str, Any]) -> None:
-        """Write an answer to disk at once (fsync). `told` are extra fields for people who read the file.
+        """Write an answer to disk at once (fsync). `told` has extra fields for human readers of the file.
 
         Raises:
             SparsekvError: the disk is full or gone.
@@ -138,7 +141,7 @@ class Answers:
         self.known[key] = given
 
     def take_over(self, other: "Answers") -> None:
-        """Copy the answers of another open folder that this folder does not have.
+        """Copy from another open folder the answers that this folder does not have.
 
         Raises:
             SparsekvError: the disk is full or gone.
@@ -159,7 +162,7 @@ class Answers:
             raise SparsekvError(f"cannot write {self._path}: {error.strerror or error}") from None
 
     def _load(self, file: IO[bytes]) -> None:
-        """Read all answers, and remove an incomplete last line, which a killed run left."""
+        """Read all answers. An incomplete last line of a killed run is removed from the file."""
         file.seek(0)
         data = file.read()
         whole = data.rfind(b"\n") + 1
@@ -178,9 +181,9 @@ class Answers:
 
 @dataclass(frozen=True)
 class Variant:
-    """How questions are answered: the context's prefill, and the decoding method with variant and budget.
+    """Configuration that answers questions: the context's prefill, and the decoding method with variant and budget.
 
-    No budget means dense attention.
+    `budget` is None for dense attention.
     """
 
     prefill: str
@@ -215,8 +218,9 @@ class Result:
 class Score:
     """Score of one variant on one task at one length, in the metric's unit, with the bounds of its 95% interval.
 
-    `difference` is the score minus that of dense attention; it is None for dense attention itself. `length` is the
-    requested number of tokens. `tokens` is the mean number of a context, which ends with a sentence and may be shorter.
+    `difference` is the score minus the score of dense attention; None for dense attention itself. `length` is the
+    requested number of tokens. `tokens` is the mean number of tokens of the contexts. A context has only whole
+    sentences, so it may be shorter than `length`.
     """
 
     task: str
@@ -256,10 +260,10 @@ class Cell:
 
 
 def rows(results: Iterable[Result], seed: int = 0) -> list[Score]:
-    """Compute the table, grouped by task, length and metric. In a group, variants are in order of their first result.
+    """Compute the rows of the table, grouped by task, length and metric. A group has one row per variant.
 
-    Questions that some variant of the group has not answered are left out, so that all variants are scored on the same
-    questions.
+    Only questions that all variants of the group have answered are counted. Rows are in the order in which the
+    variants first occur.
     """
     groups: dict[tuple[str, int | None, str], list[Result]] = {}
     for result in results:
@@ -319,7 +323,7 @@ def _shared(ways: list[dict[Context, dict[Question, Result]]]) -> dict[Context, 
 
 
 def cells(results: Iterable[Result]) -> list[Cell]:
-    """Compute mean scores by length and depth, of the questions whose answer has a depth."""
+    """Compute the mean score of the questions at each length and depth. Questions without a depth are left out."""
     found: dict[tuple[Any, ...], list[float]] = {}
     for result in results:
         depth, length = result.question.depth, result.context.length

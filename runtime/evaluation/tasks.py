@@ -23,7 +23,7 @@ class Question:
         metric: name in `metrics.METRICS`.
         max_new_tokens: largest number of tokens of an answer.
         prefix: beginning of the answer, which the model continues.
-        depth: place of the answer in the document, from 0 to 1; None if it is in no single place.
+        depth: position of the answer in the document, from 0 to 1; None if the answer has no single position.
         classes: labels of a classification.
     """
 
@@ -38,7 +38,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Context:
-    """One document, which is indexed once, and the questions about it.
+    """One document with the questions about it. The document is indexed once for all its questions.
 
     `length` is the requested number of tokens, or None for a document of published data. With `bare` no chat template
     is used.
@@ -56,9 +56,9 @@ class Context:
 class Request:
     """The contexts to generate: `contexts` contexts of `length` tokens, with up to `questions` questions each.
 
-    `pairs` are the user's questions and answers about the text, for tasks that need them. By default a context has five
-    questions, or all of these pairs. Needles are placed at each of `depths`, from 0 to 1, in turn. Without `depths`
-    they are placed evenly.
+    `pairs` are the user's questions and answers about the text, for tasks that need pairs. By default a context has
+    five questions, or all pairs. Needles are placed at each of `depths`, from 0 to 1, in turn. Without `depths` needles
+    are placed evenly.
     """
 
     text: str
@@ -80,16 +80,16 @@ class Request:
                 raise UsageError(f"--depth {100 * depth:g}: give a percentage from 0 to 100")
 
     def asked(self) -> int:
-        """Return the number of questions of a context, for a task that can generate any number of them."""
+        """Return the number of questions of a context, for a task that can generate any number of questions."""
         return QUESTIONS if self.questions is None else self.questions
 
     def depth(self, number: int, of: int) -> float:
-        """Depth, from 0 to 1, of needle `number` out of `of` needles, counted from 0."""
+        """Return the depth, from 0 to 1, of needle `number` of `of` needles. Numbers count from 0."""
         return self.depths[number % len(self.depths)] if self.depths else (number + 0.5) / of
 
 
 class Task(ABC):
-    """Generates the contexts and questions of one kind."""
+    """Generates the contexts and questions of one kind of task."""
 
     @abstractmethod
     def make(self, request: Request) -> list[Context]:
@@ -108,7 +108,7 @@ class DrawnTask(Task):
 
     @abstractmethod
     def draw(self, request: Request, number: int) -> Context:
-        """Draw the context of an index, counted from 0. Raises the errors of `make`."""
+        """Draw context `number`, counted from 0. Raises the errors of `make`."""
 
 
 tasks: Registry[Task] = Registry("task", "sparsekv.runtime.evaluation")

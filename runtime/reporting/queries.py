@@ -1,4 +1,4 @@
-"""Queries, keys and values of each layer for reports, with verified checksums of their files."""
+"""Queries, keys and values of each layer for reports. Checksums of the files are verified."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ CHECKED_AHEAD = 8  # layers whose files are checked while one is measured
 def checked_rows(
     artifact: Artifact, names: Iterable[str], layers: list[int], device: torch.device
 ) -> Iterator[LayerRows]:
-    """Yield keys and values of each layer on a device, and prefetch those of the next layer.
+    """Yield the keys and values of each layer on a device. The next layer is prefetched.
 
     Threads verify the checksums of several layers at once, because a GPU measures a layer faster than one core hashes
-    its keys.
+    the layer's keys.
 
     Args:
         names: methods whose files are checked too.
@@ -42,17 +42,22 @@ def checked_rows(
 
 
 def measured_files(artifact: Artifact, names: Iterable[str], layers: Iterable[int]) -> list[str]:
-    """Return the names of the files that are read to measure methods on some layers."""
+    """Return the names of the index's files that a measurement of methods on some layers reads."""
     folders = ["context", "queries", *(name for name in names if name in artifact.manifest.methods)]
     return [layer_file(folder, layer) for folder in folders for layer in layers]
 
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """Queries [Hq, Q, D] of one layer, with keys and values [Hk, E, D] of their own tokens (E = 0 for the tail).
+    """Queries of one layer.
 
-    Every query sees all sinks and the whole middle. `visible` [Q] is the number of tail and new tokens that each query
-    sees in addition.
+    Each query attends to all sinks and to all tokens between sinks and tail (the middle).
+
+    Attributes:
+        queries: [Hq, Q, D].
+        keys, values: [Hk, E, D], of new tokens after the tail. Queries of the tail have none (E = 0).
+        visible: [Q], number of tail and new tokens that each query attends to.
+        sink_logits: logits of learned attention sinks; None if the model has none.
     """
 
     queries: torch.Tensor
@@ -68,7 +73,7 @@ class QueryBlock:
 
 
 def tail_block(artifact: Artifact, layer: int, *, calibration: bool = False) -> QueryBlock:
-    """Queries of the tail's second half, which are held out; with `calibration` those of its first half."""
+    """Return the queries of the tail's second half (held out), or with `calibration` of the tail's first half."""
     stored, tail = artifact.queries(layer), artifact.manifest.split.tail
     keys, values = artifact.context_rows(layer).part(slice(0, 0))
     first, stop = (0, tail // 2) if calibration else (tail // 2, tail)
@@ -82,9 +87,9 @@ def tail_block(artifact: Artifact, layer: int, *, calibration: bool = False) -> 
 
 
 def seen_block(artifact: Artifact, layer: int) -> QueryBlock | None:
-    """Read the last document queries from which the index was built, as many as a report measures on.
+    """Read the last of the document queries from which the index was built, half as many as the tail has tokens.
 
-    They are treated as if they followed the middle. Returns None if the index stores no queries.
+    Measurements place these queries directly after the middle. Returns None if the index stores no queries.
     """
     name = layer_file("samples", layer)
     if name not in artifact.manifest.files:
@@ -101,10 +106,10 @@ def seen_block(artifact: Artifact, layer: int) -> QueryBlock | None:
 
 
 class MeasuredQueries:
-    """The queries of a report: those of the tail, or those of questions. `blocks(layer)` returns one layer's queries.
+    """The queries of a report, from the tail or from questions. `blocks(layer)` returns the queries of one layer.
 
     Args:
-        given: the queries of each question, by layer; None: the queries of the tail.
+        given: the queries of each question, by layer; None: the held-out queries of the tail.
     """
 
     def __init__(self, artifact: Artifact, given: Mapping[int, Sequence[QueryBlock]] | None = None):

@@ -1,4 +1,4 @@
-"""Runs the user's questions through the model and records their queries, on which a report measures methods."""
+"""Run the user's questions through the model and record their queries. A report measures methods on these queries."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,14 +16,14 @@ from sparsekv.runtime.reporting.queries import MeasuredQueries, QueryBlock
 def question_queries(
     index: OpenIndex, questions: Iterable[str], *, special_tokens: bool = False, last: bool = False
 ) -> MeasuredQueries:
-    """Record the queries of questions, prefilled one after another with dense attention.
+    """Record the queries of questions. Questions are prefilled one after another with dense attention.
 
-    Without questions the queries are those of the document's tail.
+    Without questions, return the held-out queries of the document's tail.
 
     Args:
-        last: record one query of each question: that of the last token before the tokens with which all questions end,
-            such as a chat template's end. All queries are in one block, so that they can share a selection. Keys and
-            values of the questions' own tokens are left out.
+        last: record only one query of each question, in one block, so that the queries can share a selection. The query
+            is that of the last token before the common end of all questions, such as a chat template's end. Keys and
+            values of the questions' tokens are left out.
 
     Raises:
         UsageError: the model has too few positions for a question.
@@ -38,7 +38,7 @@ def question_queries(
 
 
 def _same_end(questions: Sequence[torch.Tensor]) -> int:
-    """Count the tokens at the end that all questions share; at least one token of each question is not counted."""
+    """Return the number of equal tokens at the end of all questions, at most the shortest question's length - 1."""
     shortest = min((len(one) for one in questions), default=1)
     if len(questions) < 2:
         return 0
@@ -55,7 +55,7 @@ def _joined(each: list[QueryBlock]) -> QueryBlock:
 class _QuestionRecorder:
     """Runs questions with dense attention and records the queries and the new keys and values of each layer.
 
-    With `but` it records only one query of each question: that of the token with `but` tokens after it.
+    With `but`, the recorder keeps only the query of the token that has `but` tokens after it.
     """
 
     index: OpenIndex

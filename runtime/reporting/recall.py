@@ -1,4 +1,4 @@
-"""Measures recall, attention mass and output error of methods against dense attention on one layer."""
+"""Measure recall, attention mass and output error of methods on one layer, compared with dense attention."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,8 +32,8 @@ class MeasuredSetting:
 
     Attributes:
         guard: limits the missed mass of a head.
-        reference: budget of the oracle's tokens that recall and `list_coverage` count; None: `budget`.
-        outputs: compute attention outputs. Otherwise output error and missed estimate are NaN.
+        reference: recall and `list_coverage` count the oracle's tokens at this budget; None: at `budget`.
+        outputs: compute attention outputs. If False, output error and missed estimate are NaN.
         together: number of queries that share the union of their selections.
     """
 
@@ -47,13 +47,13 @@ class MeasuredSetting:
 
 @dataclass
 class Measures:
-    """Sums of each measure over queries, by name, per KV head [Hk] float64."""
+    """Sums over queries of each measure, by name; each sum is [Hk] float64."""
 
     queries: int = 0
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def add(self, **per_query: torch.Tensor) -> None:
-        """Add values [Hk, Q] of each measure. A measure that is not known has the value NaN."""
+        """Add values [Hk, Q] of each measure. An unknown value is NaN."""
         self.queries += next(iter(per_query.values())).shape[1]
         for name, values in per_query.items():
             self.sums[name] = self.sums.get(name, 0) + values.double().sum(1)
@@ -65,21 +65,20 @@ class Measures:
 
 
 LOGITS_AT_ONCE = 64 * 2**20  # elements of [Hq, Q, N] float32 logits: 256 MB
-PIECE = 4096  # tokens that one matrix product of a long sum covers on a GPU
+PIECE = 4096  # tokens per matrix product when a GPU computes a long sum
 
 
 @dataclass(frozen=True)
 class Truth:
-    """Queries and their dense attention.
+    """Queries and their dense attention. Sinks, tail and later tokens are the exact rows.
 
     Attributes:
-        logits: [Hk, G, Q, M], logits on the tokens between sinks and tail (the middle).
-        exact_logsumexp: [Hk, G, Q], log-sum-exp of the logits on the exact rows (sinks, tail and later tokens) and
-        learned
-            sinks alone.
-        exact_output: [Hk, G, Q, D], output of attention to the exact rows and learned sinks alone.
-        probability: [Hk, Q, M], attention probability of the middle's tokens, mean over the group.
+        logits: [Hk, G, Q, M], logits of the tokens between sinks and tail (the middle).
+        exact_logsumexp: [Hk, G, Q], log-sum-exp of the logits of the exact rows and of learned attention sinks.
+        exact_output: [Hk, G, Q, D], output of attention to the exact rows and learned attention sinks alone.
+        probability: [Hk, Q, M], attention probability of the middle's tokens, mean over the query heads of a group.
         output: [Hk, G, Q, D], output of dense attention.
+        values: [Hk, M, D], values of the middle.
         oracles: cache of the oracle's selections by number of tokens.
     """
 
@@ -94,7 +93,7 @@ class Truth:
     oracles: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def oracle(self, tokens: int) -> torch.Tensor:
-        """Mark the `tokens` tokens of highest probability: [Hk, Q, M] bool."""
+        """Return a mask [Hk, Q, M] bool of the `tokens` tokens with the highest probability."""
         if tokens not in self.oracles:
             best = self.probability.topk(tokens, -1).indices
             self.oracles[tokens] = torch.zeros_like(self.probability, dtype=torch.bool).scatter_(-1, best, True)
@@ -102,9 +101,9 @@ class Truth:
 
 
 def truths(rows: LayerRows, blocks: Iterable[QueryBlock], device: torch.device, at_least: int = 1) -> Iterator[Truth]:
-    """Compute dense attention of all blocks' queries, batch by batch, with batch numbers from 0.
+    """Compute dense attention of the queries of all blocks, batch by batch. Batches are numbered from 0.
 
-    A batch has as many queries of a block as `LOGITS_AT_ONCE` allows, but at least `at_least` queries.
+    A batch has as many queries of one block as `LOGITS_AT_ONCE` allows, but at least `at_least` queries.
     """
     batches, tokens = count(), rows.artifact.manifest.split.tokens
     for block in blocks:
@@ -144,21 +143,21 @@ def _truth(rows: LayerRows, block: QueryBlock, batch: int) -> Truth:
 
 
 def joint_softmax(parts: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Compute one softmax over several parts [..., T] of the logits; return each part's weights and the log-sum-exp."""
+    """Compute one softmax over parts [..., T] of the logits; return each part's weights, and the log-sum-exp [...]."""
     weights, total = softmax_with_logsumexp(torch.cat(parts, -1))
     return weights.split([part.shape[-1] for part in parts], -1), total
 
 
 def weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Sum values [Hk, T, D] with weights [Hk, G, Q, T] in float32: [Hk, G, Q, D]."""
+    """Return the sums [Hk, G, Q, D] of values [Hk, T, D] with weights [Hk, G, Q, T], in float32."""
     Hk, G, Q, tokens = weights.shape
-    # A GPU computes one long sum on about a dozen of its many multiprocessors.
+    # A GPU computes one long sum on only about a dozen of its multiprocessors, so the sum is split into pieces.
     piece = PIECE if weights.is_cuda else tokens
     return sum_in_pieces(weights.flatten(1, 2), values.float(), piece).view(Hk, G, Q, -1)
 
 
 def sum_in_pieces(weights: torch.Tensor, values: torch.Tensor, piece: int) -> torch.Tensor:
-    """Sum values [Hk, T, D] with weights [Hk, R, T] over pieces of `piece` tokens, then add these sums: [Hk, R, D]."""
+    """Return the sums [Hk, R, D] of values [Hk, T, D] with weights [Hk, R, T], added up in pieces of `piece` tokens."""
     whole = values.shape[1] // piece * piece if piece < values.shape[1] else 0
     sums = torch.bmm(weights[..., whole:], values[:, whole:])
     if whole:
@@ -168,7 +167,7 @@ def sum_in_pieces(weights: torch.Tensor, values: torch.Tensor, piece: int) -> to
 
 
 SharedStates = dict[tuple[str, str], dict[str, Any]]
-"""State that all layers share, by method and variant."""
+"""State of a method that all layers share, by method name and variant."""
 
 
 def measure_layer(
@@ -180,7 +179,7 @@ def measure_layer(
 ) -> dict[MeasuredSetting, Measures]:
     """Measure all methods and budgets on one layer, on a device.
 
-    Allocates 256 MB of logits at a time, a few times over. On a GPU it also allocates the layer's keys and values.
+    Allocates several tensors of 256 MB for logits. On a GPU, also allocates the layer's keys and values.
 
     Args:
         states: state shared with the layers that were measured before this one.
@@ -220,7 +219,7 @@ def _measure(one: MeasuredSetting, selector: Selector, truth: Truth, into: Measu
 
 
 def step_measures(attempt: Attempt, truth: Truth, wanted: int) -> dict[str, torch.Tensor]:
-    """Compute the measures of one attempt against dense attention, by name, [Hk, Q] each.
+    """Return the measures [Hk, Q] of one attempt by name, compared with dense attention.
 
     Args:
         attempt: the result of `attempt_of`.
@@ -243,7 +242,7 @@ def step_measures(attempt: Attempt, truth: Truth, wanted: int) -> dict[str, torc
 
 
 def _coverage(selector: Selector, truth: Truth, wanted: int) -> torch.Tensor:
-    """Compute the share [Hk, Q] of the oracle's tokens that the selector scores; NaN if it scores all tokens."""
+    """Return the share [Hk, Q] of the oracle's tokens that the selector scores; NaN for a selector of all tokens."""
     report = selector.report
     if report is None or report.covered is None:
         return torch.full_like(truth.probability[..., 0], torch.nan)
@@ -258,10 +257,11 @@ def _attempt(selector: Selector, truth: Truth, budget: Budget, *, outputs: bool,
 
 
 def attempt_of(selection: Selection, layout: torch.Tensor | None, truth: Truth, *, outputs: bool = True) -> Attempt:
-    """Compute the selected tokens [Hk, Q, M] bool, by position, and the attention output [Hk, Q, G, D] of a selection.
+    """Compute the result of a selection: selected tokens [Hk, Q, M] bool, and attention output [Hk, Q, G, D].
 
-    The selection is for the queries of `truth`. Without `outputs`, the output and the missed mass are NaN. The missed
-    mass is also NaN if the selection has no centroids of the unselected tokens.
+    The selection is for the queries of `truth`. Selected tokens are in the order of positions. Without `outputs`, the
+    output and the missed mass are NaN. The missed mass is also NaN if the selection has no centroids of the unselected
+    tokens.
     """
     positions = chosen_positions(selection.rows, layout, truth.logits.shape[-1])
     chosen = _chosen(positions, truth.probability)
@@ -295,7 +295,7 @@ def chosen_positions(rows: RowSet, layout: torch.Tensor | None, middle: int) -> 
 
 
 def _chosen(positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Mark the tokens at the selected positions: [Hk, Q, M] bool, in order of position."""
+    """Return a mask [Hk, Q, M] bool, in the order of positions, of the selected tokens."""
     chosen = like.new_zeros(*like.shape[:-1], like.shape[-1] + 1, dtype=torch.bool)
     return chosen.scatter_(-1, positions.expand(-1, like.shape[1], -1), True)[..., :-1]
 
@@ -307,9 +307,9 @@ def _sparse_output(
     positions: torch.Tensor,
     rest: Sequence[CentroidSegment],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute one softmax over selected tokens, exact rows (sinks, tail, later tokens) and centroids of the rest.
+    """Attend with one softmax to selected tokens, exact rows (sinks, tail, later tokens) and centroids of the rest.
 
-    Returns its output [Hk, G, Q, D] and its log-sum-exp [Hk, G, Q].
+    Returns the output [Hk, G, Q, D] and the log-sum-exp [Hk, G, Q] of the logits.
     """
     logits = truth.logits.masked_fill(~chosen[:, None], -torch.inf)
     if log_weights is not None:

@@ -1,4 +1,4 @@
-"""Recall report: measures every method, variant and budget on all layers, and finds the Pareto front."""
+"""Recall report: measures of each method, variant and budget on all layers, and the Pareto front."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from sparsekv.runtime.selection.registry import methods
 
 @dataclass(frozen=True)
 class LayerDescription:
-    """Statistics of one layer's clusters and posting lists for one method; None where the method has none."""
+    """Statistics of one layer's clusters and posting lists for one method; None if the method has none."""
 
     layer: int
     clusters: Clustering | None
@@ -34,9 +34,9 @@ class LayerDescription:
 def describe_layers(
     artifact: Artifact, name: str, biggest: int, device: torch.device = CPU
 ) -> Iterator[LayerDescription]:
-    """Describe each indexed layer for the method `name`, computed on a device.
+    """Yield the statistics of each indexed layer for the method `name`, computed on a device.
 
-    Reads the whole context and the method's tensors, one layer at a time.
+    Reads all values of the context and the tensors of the method, one layer at a time.
     """
     method = methods()[name]
     for layer in artifact.manifest.indexed_layers:
@@ -53,13 +53,11 @@ GROUPS = ("layer", "kv_head")
 
 @dataclass(frozen=True)
 class RecallRow:
-    """One method at one budget. Layer and kv_head are None in a row that averages over all of them.
-
-    Some measures are None for methods that lack them.
+    """Measures of one method at one budget. `layer` is None in a mean over layers, `kv_head` in a mean over KV heads.
 
     Attributes:
         missed_estimate: estimated missed mass; None without centroids of the unselected tokens.
-        recall_seen: recall on the document queries from which the index was built; None if it was built without them.
+        recall_seen: recall on the document queries from which the index was built; None for an index without queries.
         list_coverage: share of the oracle's tokens that are in the posting lists read; None without posting lists.
         raised: share of a head's queries whose budget the guard raised; None without a guard.
         dense: share of a head's queries to which the guard gave dense attention; None without a guard.
@@ -93,15 +91,15 @@ class RecallRow:
 
 
 MEASURES = tuple(one.name for one in fields(RecallRow) if one.type in (float, float | None))
-"""The measures: fields of a row that are averaged."""
+"""Names of the measures: the fields of a row that are averaged."""
 
 
 @dataclass(frozen=True)
 class RecallReport:
     """A whole report, with one row per method, variant, budget, layer and KV head.
 
-    `prefill` is the method with which the index's context was prefilled. `kv_storage` is the error of storing keys and
-    values in fewer bits, None if they are stored exactly.
+    `prefill` names the attention with which the context was prefilled. `kv_storage` is the error of storing keys and
+    values in fewer bits; None if keys and values are stored exactly.
     """
 
     index: str
@@ -114,7 +112,7 @@ class RecallReport:
     rows: list[RecallRow]
 
     def by(self, *names: str) -> list[RecallRow]:
-        """Average rows per `layer`, per `kv_head`, or per both; without names, over everything."""
+        """Return mean rows per `layer`, per `kv_head`, or per both; without names, means over all layers and heads."""
         groups: dict[RecallRow, list[RecallRow]] = {}
         for row in self.rows:
             group: dict[str, Any] = dict.fromkeys(MEASURES, 0.0)
@@ -123,17 +121,14 @@ class RecallReport:
         return [_mean(group, rows) for group, rows in groups.items()]
 
     def best_within(self, kv_fraction: float) -> RecallRow | None:
-        """Return the averaged row of lowest output error with at most this KV fraction, or None.
+        """Return the mean row of lowest output error with at most this KV fraction; None if there is no such row.
 
-        Bounds and rows in which several queries share a selection are excluded.
+        Bounds such as the oracle, and rows in which several queries share a selection, are excluded.
         """
         return next(iter(self.ranked_within(kv_fraction)), None)
 
     def ranked_within(self, kv_fraction: float) -> list[RecallRow]:
-        """Return the averaged rows with at most this KV fraction, sorted by output error.
-
-        Rows that `best_within` excludes are left out.
-        """
+        """Return the mean rows with at most this KV fraction, sorted by output error, with the same exclusions."""
         alone = [row for row in self.by() if row.together == 1 and not methods()[row.method].is_bound]
         return sorted((row for row in alone if row.kv_fraction <= kv_fraction), key=lambda row: row.output_error)
 
@@ -165,14 +160,13 @@ def recall_report(
 
     Args:
         queries: queries of the held-out tail, or of the user's questions. Every method is measured on the same queries.
-        progress: called with the number of layers done and the total.
-        residual: measure each variant a second time with centroids for the tokens that it does not select.
+        progress: called with the number of measured layers and the total.
+        residual: measure each variant a second time with centroids for the tokens that the variant does not select.
         guard: measure each variant whose missed mass can be estimated a second time under this guard.
-        together: numbers of queries that share the union of their selections. The queries of a group are the furthest
-            apart of the tail. Methods that cannot share, and variants under a guard, are measured only with 1.
-        configured: for some methods, by name, a label and the only variant to measure. Of other methods all variants
-        are
-            measured.
+        together: numbers of queries that share the union of their selections. The queries of a group are evenly spread
+            over the measured queries. Methods that cannot share, and variants under a guard, are measured only with 1.
+        configured: for some methods, by name, a label and the only variant to measure. All variants of other methods
+            are measured.
 
     Raises:
         UsageError: `residual` is set, and the index has no value centroids.
@@ -214,10 +208,10 @@ def recall_report(
 def forms(
     artifact: Artifact, name: str, configured: tuple[str, Method] | None = None, *, residual: bool
 ) -> list[MethodSpec]:
-    """Return the variants of a method to compare: the configured one, or else the method's own.
+    """Return the variants of a method to compare: the configured variant, or else all variants of the method.
 
-    With `residual`, the list also has each variant with a residual, unless one of the variants itself represents the
-    tokens that it does not select.
+    With `residual`, the list also has each variant with a residual, unless a variant has its own representation of the
+    unselected tokens.
     """
     record = artifact.manifest.methods.get(name)
     variants = dict([configured]) if configured else methods()[name].variants(record)
@@ -228,7 +222,7 @@ def forms(
 
 
 def _measured(compared: list[MethodSpec], budgets: list[Budget], guard: Guard | None) -> list[MeasuredSetting]:
-    """List each variant at each budget, and again under the guard if its missed mass can be estimated."""
+    """Return each variant at each budget, and again under the guard if the variant's missed mass can be estimated."""
     measured: list[MeasuredSetting] = []
     for _, of_method in groupby(compared, lambda form: form.name):
         plain = list(of_method)
@@ -246,7 +240,7 @@ def _measured(compared: list[MethodSpec], budgets: list[Budget], guard: Guard | 
 def _recall_seen(
     rows: LayerRows, measured: list[MeasuredSetting], device: torch.device
 ) -> dict[MeasuredSetting, torch.Tensor]:
-    """Measure recall [Hk] on the document queries of which the index was built, for methods that learn from them."""
+    """Return the recall [Hk] of methods that learn from queries, on the document queries used to build the index."""
     learned = [one for one in measured if one.form.method.learns_queries]
     block = seen_block(rows.artifact, rows.layer) if learned else None
     if block is None:
@@ -284,7 +278,7 @@ def pareto_front(rows: Sequence[RecallRow]) -> list[RecallRow]:
     """Return the Pareto front in KV fraction and output error: the rows that no other row dominates.
 
     Only rows of the same layer, KV head and number of queries together are compared. Bounds such as the oracle are left
-    out, because no one can use them.
+    out, because decoding cannot use them.
     """
     groups: dict[tuple[int | None, int | None, int], list[RecallRow]] = {}
     for row in rows:

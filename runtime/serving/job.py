@@ -1,4 +1,4 @@
-"""One request in the scheduler: the callbacks of its sequence, its stop strings, and the pieces that it delivers."""
+"""State of one request in the scheduler: callbacks for the engine, stop strings, and delivered pieces of the answer."""
 
 import time
 from collections.abc import Callable
@@ -11,16 +11,16 @@ from sparsekv.runtime.serving.submission import Finish, Piece, Submission, Usage
 
 
 class StoppedText:
-    """The text of an answer up to the first of some stop strings.
+    """The text of an answer up to the first stop string.
 
-    A text's end with which a stop string may begin is held back until more text follows.
+    The end of the text is held back while it may be the beginning of a stop string.
     """
 
     def __init__(self, stops: tuple[str, ...]):
         self.stops, self.found, self._held = stops, False, ""
 
     def put(self, text: str) -> str:
-        """Add text; return the text that can be delivered."""
+        """Append text; return the text that can be delivered now."""
         if self.found:
             return ""
         self._held += text
@@ -36,11 +36,11 @@ class StoppedText:
         return out
 
     def stops_with(self, text: str) -> bool:
-        """Whether a stop string would be found in the text so far if `text` followed; the text is not added."""
+        """Whether the text so far, followed by `text`, contains a stop string. `text` is not appended."""
         return self.found or any(stop in self._held + text for stop in self.stops)
 
     def _may_begin(self) -> int:
-        """Return the number of last characters with which a stop string begins."""
+        """Return the length of the longest end of the held text that is the beginning of a stop string, or 0."""
         longest = min(max(map(len, self.stops), default=1) - 1, len(self._held))
         ends = (length for length in range(longest, 0, -1) if self._ends_like_stop(length))
         return next(ends, 0)
@@ -50,7 +50,7 @@ class StoppedText:
 
 
 class Job:
-    """A request, and what is delivered of its answer. `ended` is called once, before the end is delivered."""
+    """State of one request. `ended` is called once, before the last piece or the error is delivered."""
 
     def __init__(self, request: Submission, index: OpenIndex, ended: Callable[["Job"], None]):
         self.request, self.index, self._ended = request, index, ended
@@ -73,7 +73,7 @@ class Job:
         )
 
     def due(self) -> Finish | None:
-        """Return why the request must end before the next step; None if it need not."""
+        """Return the finish of a request that was cancelled or whose timeout has passed; None for other requests."""
         if self.channel.cancelled:
             return "cancelled"
         timeout = self.request.timeout
@@ -85,8 +85,8 @@ class Job:
         """Deliver the last piece.
 
         Args:
-            answer: None if the request ends before it has a sequence.
-            reason: why the request ends; None: the answer is complete.
+            answer: the answer so far; None if the request ends before it has a sequence.
+            reason: why the request ends early; None: the answer is complete.
         """
         if reason is None:
             stopped = self.text.found or (answer is not None and answer.finish_reason == "stop")

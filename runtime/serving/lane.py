@@ -18,22 +18,22 @@ from sparsekv.runtime.serving.job import Job
 from sparsekv.runtime.serving.submission import Finish
 
 CHUNK = 512
-"""Maximum number of tokens of questions in a step beside running answers."""
+"""Maximum number of question tokens in a step that also decodes answers."""
 SHARE = 0.25
-"""Share of a GPU's free memory, or of a machine's memory, that is planned for the keys and values of a lane's questions
-and answers when it is opened."""
+"""Fraction of the memory that a lane plans for the keys and values of its questions and answers when the lane opens.
+The memory is the GPU's free memory, or on the CPU the machine's memory, minus the plans of the other open lanes."""
 GROWTH = 2
-"""Their buffers have up to this many times the rows that are used, because they double when they grow."""
+"""Maximum ratio of a buffer's rows to its used rows: a buffer of keys or values doubles when it grows."""
 OWN_TOKENS = 2048
-"""Number of tokens of a question and its answer for which a lane has memory at least; it has fewer slots otherwise."""
+"""Minimum number of question and answer tokens that each slot has memory for. Less memory gives a lane fewer slots."""
 
 
 class Lane:
     """The requests over one index with one config, and the engine that answers them together.
 
     All methods are called in the scheduler's thread. `slots` is the maximum number of requests that decode together;
-    1 if the config does not let requests share steps. While `drains` is true, no requests get a slot. `document_bytes`
-    are those that the document's keys and values take while the lane is open.
+    1 if the config does not let requests share steps. While `drains` is true, no request gets a slot. `document_bytes`
+    is the size of the document's keys and values in an open lane.
     """
 
     def __init__(self, index: OpenIndex, config: DecodeConfig, slots: int, store: TurnStore):
@@ -46,7 +46,7 @@ class Lane:
         self._rewinds, self._most_slots = 0, slots
 
     def open(self, make_cache: Callable[[OpenIndex, DecodeConfig], IndexCache], planned: int) -> Exception | None:
-        """Make the engine; return the error if that fails.
+        """Make the engine; return the error if making the engine fails.
 
         Args:
             planned: bytes that other lanes plan for the keys and values of their questions and answers.
@@ -70,7 +70,7 @@ class Lane:
         return Engine(self.index, pack(cache, self.slots), chunk=CHUNK, turns=turns, own_tokens=own_tokens)
 
     def warm_up(self) -> None:
-        """Answer two tokens to the document's last one, so that the first request finds all that is made once."""
+        """Generate two tokens after the document's last token. Kernels and buffers are then ready for the requests."""
         assert self.engine is not None
         last = Request(self.index.input_ids[-1:], Sampling(max_new_tokens=2))
         with exclusive(self.index.model), self.engine.running():
@@ -79,7 +79,7 @@ class Lane:
                 pass
 
     def close(self) -> None:
-        """Free the engine and the rows that are kept for it."""
+        """Free the engine, and the keys and values of the turns that it kept."""
         if self.engine is not None and self.engine.turns is not None:
             self.engine.turns.forget()
         self.engine, self.running, self.drains, self.own_bytes = None, {}, False, 0
@@ -101,9 +101,9 @@ class Lane:
         return bool(self.running)
 
     def run(self, goes_on: Callable[[], bool]) -> Exception | None:
-        """Run a step, and more as long as `goes_on` returns True and there is work.
+        """Run one step, then more steps while `goes_on` returns True and there is work.
 
-        A failure ends the requests that take part; it is returned.
+        An error ends the running requests and is returned.
         """
         assert self.engine is not None
         try:
@@ -144,7 +144,7 @@ class Lane:
         job.finish(answer, reason)
 
     def fail(self, error: Exception) -> None:
-        """End the requests that take part in steps, or all if none does, with an error; close the engine."""
+        """End the running requests with an error, or all requests if none is running; close the engine."""
         jobs = list(self.running.values()) or list(self.jobs)
         self.close()
         for job in jobs:
@@ -152,7 +152,7 @@ class Lane:
 
 
 def _without_tensors(error: Exception) -> Exception:
-    """Remove the traceback of an error for want of memory, because its frames hold tensors."""
+    """Remove the traceback of an out-of-memory error, because the frames of the traceback hold tensors."""
     return error.with_traceback(None) if isinstance(error, torch.OutOfMemoryError) else error
 
 

@@ -1,4 +1,4 @@
-"""Token ids of a conversation's messages behind a stored document."""
+"""Token ids of the messages of a conversation about a stored document."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,17 +24,17 @@ class Message:
 
 
 def conversation_tokens(index: OpenIndex, messages: Sequence[Message], *, raw: bool = False) -> torch.Tensor:
-    """Return the token ids [Q] behind the document of a conversation that ends with a user's message.
+    """Return the token ids [Q] that follow the document in a conversation whose last message is a user's.
 
-    They are those of a chat over the same index, except where a tokenizer reads an answer's text as other tokens than
-    the model has generated. Control tokens in messages are plain text.
+    A chat over the same index has equal token ids, unless the tokenizer splits the text of an answer into other tokens
+    than the model generated. Control tokens in messages are encoded as plain text.
 
     Args:
         raw: encode messages without the chat template.
 
     Raises:
-        UsageError: roles do not alternate from user to user, a user's message is empty, there is another system message
-            than before the document, or the chat template has only one turn.
+        UsageError: roles do not alternate from user to user, a user's message is empty, a system message is not the one
+            before the document, or the chat template has only one turn.
     """
     place = Place.behind(index.artifact.manifest.prompt)
     place = Place(None, place.border) if raw else place
@@ -76,7 +76,7 @@ def _check_roles(messages: Sequence[Message]) -> None:
 
 
 def _answer_ids(index: OpenIndex, place: Place, question: torch.Tensor, text: str) -> torch.Tensor:
-    """Encode an answer's text as it follows its question."""
+    """Encode the text of an answer with the tokens [Q] of its question before the text."""
     if place.chat is None:
         lead = border_behind(index.tokenizer, question.tolist()).lead
     else:
@@ -85,7 +85,7 @@ def _answer_ids(index: OpenIndex, place: Place, question: torch.Tensor, text: st
 
 
 def _next_place(index: OpenIndex, place: Place, answer: torch.Tensor, number: int) -> Place:
-    """Return the place of the question after an answer [A], which is message `number`."""
+    """Return the place of the question that follows an answer [A]. `number` is the answer's index in the messages."""
     border = border_behind(index.tokenizer, answer.tolist())
     if place.chat is None:
         return Place(None, border)

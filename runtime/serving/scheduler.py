@@ -1,4 +1,4 @@
-"""The scheduler, which answers requests over several open indices of one model by continuous batching."""
+"""The scheduler: continuous batching of requests over several open indices of one model."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -26,16 +26,16 @@ KEPT_BYTES = 256 << 20
 SLICE = 0.1
 """Seconds after which the scheduler lets other threads use the model."""
 PAUSE = 0.0005
-"""Seconds for which it then waits: a thread that releases a lock and takes it again at once leaves it to no other."""
+"""Seconds that the scheduler then sleeps without the model's lock, so that another thread can take the lock."""
 LONGEST_WAIT = 60.0
-"""Maximum of the estimated seconds until the queue has room."""
+"""Upper bound, in seconds, on the estimate of the time until the queue has room."""
 
 
 @dataclass(frozen=True)
 class Measures:
-    """Numbers of a scheduler's requests at this moment, and its totals since it was made.
+    """Current numbers of waiting and running requests, and totals since the scheduler was made.
 
-    `kv_fraction` is the mean share of the document's keys and values that a decode step read.
+    `kv_fraction` is the mean fraction of the document's keys and values that a decode step read.
     """
 
     waiting: int
@@ -55,17 +55,17 @@ def _new_cache(index: OpenIndex, config: DecodeConfig) -> IndexCache:
 class Scheduler:
     """Answers requests over several open indices of one model by continuous batching, in a thread of its own.
 
-    Requests of one index and one config share steps; several of these lanes take turns, step by step. The thread begins
-    with the first request and ends when there is nothing to do.
+    A lane is the requests with the same index and config. The requests of a lane share steps. Lanes take turns, one
+    step each. The thread starts with the first request and ends when no request is left.
 
     Args:
         indices: open indices by name; all of the same model.
         slots: maximum number of requests that decode together over one index with one config.
         queue: maximum number of requests that wait for a slot.
-        kept_bytes: maximum size of the keys and values that are kept of ended requests, for next turns.
-        lanes: maximum number of pairs of index and config whose caches are in memory.
-        memory: maximum number of bytes of the documents' keys and values in these caches, but for one of them; None:
-            any number. Beyond both the cache that was used longest ago is freed, if no request is answered over it.
+        kept_bytes: maximum bytes of keys and values that are kept of ended requests, for the next turns.
+        lanes: maximum number of lanes whose caches are in memory.
+        memory: maximum bytes of the documents' keys and values in these caches; None: no limit. A single cache may be
+            larger. Above one of the two limits, the least recently used cache without running requests is freed.
         make_cache: makes the cache of an index for a config; by default `OpenIndex.cache`.
     """
 
@@ -84,7 +84,7 @@ class Scheduler:
         self.memory = inf if memory is None else memory
         self._indices: dict[str, OpenIndex] = {}
         self._changed = Condition()
-        """Guards the fields below, which threads that submit read and change; notified when a request has ended."""
+        """Lock of the fields below, which several threads read and change. Notified when a request has ended."""
         self._lanes: list[Lane] = []
         self._jobs: dict[Job, Lane] = {}
         self._thread: Thread | None = None
@@ -96,10 +96,10 @@ class Scheduler:
             self.add(name, index)
 
     def add(self, name: str, index: OpenIndex) -> None:
-        """Serve one more index. It replaces an index of this name, over which running requests still end.
+        """Serve another index. An index of the same name is replaced; requests over the replaced index still finish.
 
         Raises:
-            UsageError: the index has another model than those that are served.
+            UsageError: the index has another model than the served indices.
         """
         with self._changed:
             if any(one.model is not index.model for one in self._indices.values()):
@@ -108,15 +108,15 @@ class Scheduler:
             self._close_unused_at_rest()
 
     def remove(self, name: str) -> None:
-        """Serve an index no longer. Its running requests end as usual; then its memory is freed."""
+        """Stop serving an index. Its requests end as usual; then its memory is freed."""
         with self._changed:
             self._indices.pop(name, None)
             self._close_unused_at_rest()
 
     def warm_up(self, name: str, config: DecodeConfig) -> None:
-        """Make the cache of an index for a config, if there is room, so that its first request need not wait for that.
+        """Make the cache of an index for a config, if there is room, and generate two tokens with the cache.
 
-        Call it before the first request. Raises what making the cache raises.
+        Call this method before the first request. Raises the errors of `make_cache`.
         """
         lane = self._lane(self._indices[name], config)
         if not self._has_room(lane):
@@ -158,10 +158,12 @@ class Scheduler:
         return Stream(job.channel)
 
     def close(self, drain: float) -> bool:
-        """Refuse new requests, wait up to `drain` seconds for those that run, cancel the rest, and free the caches.
+        """Refuse new requests, wait up to `drain` seconds for the others, cancel the rest, and free the caches.
+
+        A second call from another thread, with a shorter `drain`, shortens the wait of the first call.
 
         Returns:
-            Whether all requests ended by themselves. A second call, by another thread, shortens the wait of the first.
+            Whether all requests ended without being cancelled.
         """
         with self._changed:
             self._closed = True
@@ -187,11 +189,11 @@ class Scheduler:
             )
 
     def _waiting(self) -> int:
-        """Return the number of requests for which there is no slot."""
+        """Return the number of requests that have no slot because all slots of their lane are taken."""
         return sum(max(0, len(lane.jobs) - lane.slots) for lane in self._lanes)
 
     def _retry_after(self) -> float:
-        """Estimate the seconds until a request ends, from the time that earlier ones took."""
+        """Estimate the seconds until a request ends, from the durations of earlier requests."""
         running = len(self._jobs) - self._waiting()
         return min(max(1.0, self._seconds / max(1, running)), LONGEST_WAIT)
 
@@ -216,7 +218,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        """Answer requests until there are none."""
+        """Answer requests until no request is left."""
         try:
             while self._goes_on():
                 self._open_lanes()
@@ -246,7 +248,7 @@ class Scheduler:
             lane.end(job, reason)
 
     def _close_unused(self) -> None:
-        """Remove lanes without requests that have failed, or whose index is not served any more."""
+        """Remove each lane that has no requests and no engine, or no requests and an index that is no longer served."""
         served = {id(index) for index in self._indices.values()}
         for lane in [one for one in self._lanes if not one.jobs]:
             if lane.engine is None or id(lane.index) not in served:
@@ -254,14 +256,14 @@ class Scheduler:
                 self._lanes.remove(lane)
 
     def _close_unused_at_rest(self) -> None:
-        """Do what `_close_unused` does if the thread, which does it before each step, does not run."""
+        """Call `_close_unused` if the thread does not run. A running thread calls `_close_unused` itself."""
         if self._thread is None:
             self._close_unused()
 
     def _open_lanes(self) -> None:
-        """Open the lanes that have requests, first those that wait longest; make room by closing idle lanes.
+        """Open the lanes that have requests, the longest-waiting lane first; close idle lanes to make room.
 
-        If no lane is idle, the lane that was opened first takes no new requests until it is.
+        If no lane is idle, the lane that was opened first gets no new requests until that lane is idle.
         """
         with self._changed:
             closed = [lane for lane in self._lanes if lane.engine is None and lane.jobs]
@@ -278,7 +280,7 @@ class Scheduler:
             self._open(lane)
 
     def _has_room(self, lane: Lane) -> bool:
-        """Whether a lane can be opened beside those that are open; a single one always can."""
+        """Whether a lane can be opened beside the open lanes. A lane can always be opened if no lane is open."""
         opened = [one.document_bytes for one in self._lanes if one.engine is not None]
         return not opened or (len(opened) < self.most_lanes and sum(opened) + lane.document_bytes <= self.memory)
 
@@ -312,7 +314,7 @@ class Scheduler:
                 self._lanes.remove(lane)
 
     def _take_turns(self) -> None:
-        """Let the lanes with work take steps in turn, until other threads should have the model."""
+        """Run steps of the lanes with work in turn, until the time slice is over or a new lane has requests."""
         model = next(iter(self._lanes)).index.model
         with exclusive(model), route_attention(model, _attend_to_nothing):  # each lane routes to its own cache
             until = time.monotonic() + SLICE
@@ -327,7 +329,7 @@ class Scheduler:
                     return
 
     def _goes_on_with(self, lane: Lane, until: float) -> bool:
-        """Whether the only lane with work can take one more step at once."""
+        """Whether a lane runs another step: no other lane has requests, no request is due, `until` has not passed."""
         with self._changed:
             alone = all(one is lane for one in self._jobs.values())
             return alone and time.monotonic() < until and not any(job.due() for job in self._jobs)

@@ -1,4 +1,4 @@
-"""A session whose answers can be streamed, to many threads and asyncio tasks at once."""
+"""A session with streamed answers for many threads and asyncio tasks at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,10 +22,10 @@ WAITING = 1 << 20
 
 @dataclass(frozen=True)
 class StreamingSession(Session):
-    """A session whose answers can be streamed, to many threads and asyncio tasks at once.
+    """A session with streamed answers for many threads and asyncio tasks at once.
 
-    Questions that are streamed at the same time share steps if the config allows it. Otherwise they are answered one
-    after another, over a second cache.
+    Concurrent questions share steps if the config allows shared steps. Otherwise the questions are answered one after
+    another, over a second cache.
     """
 
     _schedulers: list[Scheduler] = field(default_factory=list, repr=False, compare=False)
@@ -40,9 +40,10 @@ class StreamingSession(Session):
         logprobs: int | None = None,
         timeout: float | None = None,
     ) -> Stream:
-        """Ask a question, greedily by default; return an iterator over the pieces of its answer, `for` or `async for`.
+        """Ask a question; return an iterator of the pieces of the answer, for `for` and for `async for`.
 
-        Leaving the loop ends the answer. Raises what `question_ids` raises; the iterator raises what `generate` raises.
+        Decoding is greedy by default. Leaving the loop ends the answer. This method raises the errors of
+        `question_ids`; the iterator raises the errors of `generate`.
 
         Args:
             question: as for `ask`.
@@ -61,5 +62,5 @@ class StreamingSession(Session):
             return self._schedulers[0]
 
     def _cache(self, index: OpenIndex, config: DecodeConfig) -> IndexCache:
-        """Return the session's cache, whose stored rows streamed answers share, if it has none of their own rows."""
+        """Return the session's cache if streamed answers share steps and thus its stored rows; else a new cache."""
         return index.cache(config) if why_alone(index, config.attention, self.cache) else self.cache

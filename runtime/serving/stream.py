@@ -1,4 +1,4 @@
-"""The stream of an answer's pieces, from the thread that decodes to a thread or an asyncio task that reads them."""
+"""The stream of an answer's pieces from the decoding thread to a reading thread or asyncio task."""
 
 import asyncio
 from collections import deque
@@ -12,7 +12,7 @@ from sparsekv.runtime.serving.submission import Piece
 class Channel:
     """Passes the pieces of one answer from the scheduler's thread to the reader of its `Stream`.
 
-    `cancelled` is set by the reader, and read by the scheduler before each step.
+    The reader sets `cancelled`; the scheduler reads it before each step.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Channel:
             return self._items.popleft()
 
     async def get_async(self) -> Piece | BaseException:
-        """Do what `get` does, in an asyncio task."""
+        """Wait for the next piece, or for the error that ends the answer, in an asyncio task."""
         loop = asyncio.get_running_loop()
         while True:
             with self._changed:
@@ -51,7 +51,7 @@ class Channel:
 
 _LOCK = Lock()
 _waking: WeakKeyDictionary[asyncio.AbstractEventLoop, list["asyncio.Future[None]"]] = WeakKeyDictionary()
-"""Futures that a loop was told to complete. It is told once for all pieces that come before it wakes up."""
+"""Futures that each event loop must complete. A loop is woken once for all pieces that are put before it wakes up."""
 
 
 def _wake_soon(loop: asyncio.AbstractEventLoop, waiter: "asyncio.Future[None]") -> None:
@@ -76,10 +76,10 @@ def _wake(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class Stream:
-    """The answer to one request as it comes: an iterator of pieces for one thread or one asyncio task.
+    """The answer to one request: an iterator of pieces for one thread or one asyncio task, during the decoding.
 
-    An iteration that ends early, by `break`, an error or a cancelled task, cancels the request. So does dropping the
-    last reference to the stream.
+    The request is cancelled when the iteration ends early, by `break`, an error or a cancelled task. The request is
+    also cancelled when the last reference to the stream is dropped.
     """
 
     def __init__(self, channel: Channel):
@@ -107,7 +107,7 @@ class Stream:
         return item
 
     def cancel(self) -> None:
-        """End the answer; its slot is free from the next step on. Does nothing after the end."""
+        """End the answer; its slot is free from the next step on. Does nothing if the answer has ended."""
         self._channel.cancelled = True
 
     def __del__(self) -> None:

@@ -12,7 +12,7 @@ from sparsekv.runtime.decoding.engine import TokenLogprobs
 from sparsekv.runtime.decoding.sampling import Sampling
 
 Finish = Literal["stop", "length", "timeout", "waited", "cancelled"]
-"""Why an answer ended. `waited`: its time was over before it got a slot."""
+"""Why an answer ended. `timeout`: the timeout passed in the answer; `waited`: before the request got a slot."""
 
 
 class QueueFullError(SparsekvError):
@@ -29,11 +29,11 @@ class Submission:
 
     Args:
         index: the name of the index.
-        config: requests of equal config over one index share steps.
-        tokens: [Q] int64, all token ids behind the document: earlier turns, the question, and their chat frames.
+        config: options of the decode steps. Requests with the same index and equal configs share steps.
+        tokens: [Q] int64, all token ids after the document: earlier turns, the question, and their chat frames.
         stop: strings that end the answer; the text from the first one on is not delivered.
         logprobs: number of alternatives to return for each token with its log-probability; None: none are returned.
-        timeout: seconds after which the answer ends with the finish `timeout`, or `waited`; None: no limit.
+        timeout: seconds after which the answer ends with the finish `timeout` or `waited`; None: no limit.
     """
 
     index: str
@@ -49,9 +49,9 @@ class Submission:
 class Usage:
     """Cost of an answer.
 
-    `prompt_tokens` includes the document and earlier turns. `cached_tokens` are those of them that were not prefilled:
-    the document and the kept turns. `kv_fraction` is the share of the document's keys and values that its decode steps
-    read. `layers` are the missed-mass figures of each layer, if the config measures them.
+    `prompt_tokens` includes the document and earlier turns. `cached_tokens` is the number of prompt tokens that were
+    not prefilled: the document and the kept turns. `kv_fraction` is the fraction of the document's keys and values that
+    the decode steps read. `layers` has the missed mass of each layer if the config measures the missed mass.
     """
 
     prompt_tokens: int
@@ -63,9 +63,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of an answer: its text, and the token ids since the last piece, with their log-probabilities if asked.
+    """A piece of an answer: the text and the token ids since the previous piece.
 
-    The last piece has `finish` and `usage`. Its text may be empty.
+    `logprobs` is empty unless the request has `logprobs`. Only the last piece has `finish` and `usage`; its text may be
+    empty.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""Search for the cheapest setting: a coarse search on samples of layers and queries, then a fine one on all layers."""
+"""Search for the cheapest setting: a coarse search on samples of layers and queries, a fine search on all layers."""
 
 import math
 from dataclasses import dataclass, field
@@ -14,19 +14,23 @@ from sparsekv.runtime.selection.registry import methods, methods_of
 from sparsekv.runtime.tuning.goals import Halves, Tuned
 from sparsekv.runtime.tuning.meter import AttentionMeter, Point
 
-# Limits of a budget, as a share of the tokens: about six tokens of a short document, and nearly everything, where
+# Smallest and largest budget, as a share of the tokens. LEAST is about six tokens of a short document. Above MOST
 # selection saves nothing.
 LEAST, MOST = 0.001, 0.95
 
 
 @dataclass
 class BudgetSearch:
-    """Proposes budgets to measure, on the assumption that the gain mostly rises with the budget.
+    """Search for the smallest budget whose gain reaches a target. The gain should mostly rise with the budget.
 
-    A budget is a share of the tokens between sinks and tail. The search walks from `start` by growing factors until a
-    budget reaches the target and a smaller budget fails it. Then it bisects until these two budgets are within a factor
-    `ratio`. It ends early at a budget whose gain is at most `slack` above the target. The target may be changed between
-    two proposals; measurements are kept.
+    A budget is a share of the tokens between sinks and tail. The search multiplies or divides the budget `start` by
+    growing factors until one budget reaches the target and a smaller budget misses it. Then the search bisects until
+    the larger budget is at most `ratio` times the smaller budget. The search ends early at a budget whose gain is at
+    most `slack` above the target. Callers may change the target between two proposals; measured gains are kept.
+
+    Attributes:
+        step: smallest factor between the first budgets.
+        gains: measured gain of each budget.
     """
 
     target: float
@@ -38,31 +42,28 @@ class BudgetSearch:
 
     @property
     def high(self) -> float | None:
-        """Smallest budget measured so far, as a share of the tokens, whose gain reaches `target`.
-
-        None if no measured budget does.
-        """
+        """The smallest measured budget whose gain reaches `target`; None if there is none."""
         return min((share for share, gain in self.gains.items() if gain >= self.target), default=None)
 
     @property
     def best(self) -> float:
-        """The budget `high`, or the measured budget of most gain if none reaches the target."""
+        """The budget `high`, or the measured budget of largest gain if no budget reaches the target."""
         return max(self.gains, key=self.gains.__getitem__) if self.high is None else self.high
 
     @property
     def low(self) -> float | None:
-        """Largest measured budget below `high` whose gain does not reach `target`; None if there is none."""
+        """The largest measured budget below `high` whose gain misses `target`; None if there is none."""
         high = self.high
         failing = (share for share, gain in self.gains.items() if gain < self.target)
         return max((share for share in failing if high is None or share < high), default=None)
 
     def propose(self) -> float | None:
-        """Propose the budget to measure next; None when the search is done."""
+        """Return the budget to measure next; None when the search is done."""
         share = rounded(self._next())
         return None if share in self.gains or self._is_close() else share
 
     def guess(self) -> float:
-        """Interpolate the budget that probably just reaches the target; return `best` if it is not bracketed."""
+        """Interpolate the budget that just reaches the target; return `best` if `low` or `high` is None."""
         low, high = self.low, self.high
         return self.best if low is None or high is None else self._between(low, high)
 
@@ -82,14 +83,17 @@ class BudgetSearch:
         return max(self.gains) * stride if high is None else high / stride
 
     def _between(self, low: float, high: float) -> float:
-        """Interpolate on a log scale, but well inside the two budgets, because the slope may change between them."""
+        """Interpolate a budget on a log scale, in the inner half of the interval from `low` to `high`."""
         below, above = self.gains[low], self.gains[high]
         part = (self.target - below) / (above - below)
         return low * math.pow(high / low, min(0.75, max(0.25, part)))
 
 
 def rounded(share: float) -> float:
-    """Clamp a budget to LEAST and MOST. Round it up to three digits, so that a target that is just met stays met."""
+    """Return a budget clamped to LEAST and MOST, and rounded up to three digits.
+
+    A budget that is rounded down might no longer reach its target.
+    """
     share = min(MOST, max(LEAST, share))
     digits = 2 - math.floor(math.log10(share))
     scale = math.pow(10, digits)
@@ -98,9 +102,10 @@ def rounded(share: float) -> float:
 
 @dataclass
 class Candidate:
-    """A variant of a method that is searched on all layers.
+    """A variant of a method whose budget is searched on all layers.
 
-    `hopeless`: no variant of its method met the target on the sample. `raised`: how many times its target was raised.
+    `hopeless`: no variant of the method met the target on the sample. `raised`: number of times that the target was
+    raised.
     """
 
     form: MethodSpec
@@ -109,15 +114,15 @@ class Candidate:
     raised: int = 0
 
     def propose(self) -> float | None:
-        """Propose the budget to measure next. A hopeless variant gets only one budget in all."""
+        """Return the budget to measure next; None when the search is done. A hopeless variant has only one budget."""
         return None if self.hopeless and self.search.gains else self.search.propose()
 
 
 def candidates(artifact: Artifact, names: list[str], *, residual: bool) -> list[MethodSpec]:
-    """List every variant of the named methods; without names, of all methods that can run on the index.
+    """Return all variants of the named methods; without names, of all methods that can run on the index.
 
     Args:
-        residual: list each variant with a residual, too, if the index has value centroids.
+        residual: also return each variant with a residual, if the index has value centroids.
 
     Raises:
         UsageError: a method cannot run, or is a bound such as the oracle.
@@ -140,9 +145,9 @@ def _has_centroids(artifact: Artifact) -> bool:
 
 
 CONTENDERS, CONTENDING_WITHIN = 2, 1.25
-"""Number of settings that are searched more closely, and their largest reads as a multiple of the best setting's."""
+"""Maximum number of settings that are searched more closely, and maximum ratio of their KV fraction to the smallest."""
 RAISES = 2
-"""Number of times that a target is raised when the held-out queries miss it."""
+"""Maximum number of times that a target is raised when the held-out queries miss the target."""
 
 
 class FineSearch:
@@ -152,7 +157,7 @@ class FineSearch:
         self.halves, self.found = halves, found
 
     def run(self) -> list[Candidate]:
-        """Search all candidates, then the cheapest ones more closely; return the cheapest ones."""
+        """Search all candidates, then search the cheapest candidates more closely; return the cheapest candidates."""
         self._verified(self.found)
         contenders = self.contenders(self.found)
         for one in contenders:
@@ -162,7 +167,7 @@ class FineSearch:
         return contenders
 
     def contenders(self, found: list[Candidate]) -> list[Candidate]:
-        """Return the few candidates that meet the target and read least."""
+        """Return the candidates of smallest KV fraction among those that meet the target, at most CONTENDERS."""
         held_out = self.halves.held_out
         costs = [
             (held_out.mean(one.form, shares).kv_fraction, one)
@@ -173,7 +178,7 @@ class FineSearch:
         return [one for cost, one in costs if cost <= CONTENDING_WITHIN * costs[0][0]]
 
     def settings(self) -> list[Tuned]:
-        """Return each candidate's setting with one budget for all layers, with recall and error among its measures."""
+        """Return each candidate's setting with one budget for all layers, and measure its recall and error."""
         shares = [(one.form, self.halves.everywhere(one.search.best)) for one in self.found]
         self.halves.measure(self.halves.attention, shares)
         return [uniform(self.halves, one) for one in self.found]
@@ -181,7 +186,7 @@ class FineSearch:
     def _verified(self, found: list[Candidate]) -> None:
         """Search candidates and measure them on held-out queries.
 
-        Candidates that miss the goal there are searched again, with a target that is raised by the gap.
+        A candidate that misses the goal on held-out queries is searched again, with a target raised by the gap.
         """
         self._search(found)
         while found:
@@ -209,7 +214,7 @@ class FineSearch:
 
 
 def uniform(halves: Halves, one: Candidate) -> Tuned:
-    """Return a candidate's setting with one budget for all layers, as measured on both halves."""
+    """Return a candidate's setting with one budget for all layers, and its measures on both halves of the tail."""
     share = one.search.best
     return halves.tuned(one.form, share, halves.everywhere(share), one.search.target, by_layer=False)
 
@@ -218,12 +223,12 @@ LAYER_STRIDE, QUERY_STRIDE = 3, 2
 COARSE_START, COARSE_STEP, COARSE_RATIO = 0.1, 4.0, 1.3
 FINE_STEP, FINE_RATIO = 1.2, 1.2
 FORMS_KEPT, KEPT_WITHIN = 2, 1.05
-"""Number of a method's variants that are searched on all layers, and their largest reads as a multiple of the best
-variant's."""
+"""Maximum number of a method's variants that are searched on all layers, and maximum ratio of their KV fraction to the
+smallest."""
 
 
 class CoarseSearch:
-    """Rough search over all variants. A variant that cannot be its method's cheapest is dropped."""
+    """Search over all variants on samples of layers and queries. Drops variants that cannot be a method's cheapest."""
 
     def __init__(self, artifact: Artifact, halves: Halves, device: torch.device):
         self.halves, self.goal, self.rough = halves, halves.goal, halves.goal.rough()
@@ -238,7 +243,8 @@ class CoarseSearch:
         )
 
     def promising(self, forms: list[MethodSpec]) -> list[Candidate]:
-        """Return each method's cheapest variants on the sample, or that of most gain if none meets the target."""
+        """Return each method's cheapest variants on the sample. If none meets the target, return the one of largest
+        gain."""
         searches = self._searched(forms)
         by_method: dict[str, dict[MethodSpec, BudgetSearch]] = {}
         for form, search in searches.items():
@@ -246,7 +252,7 @@ class CoarseSearch:
         return [one for of_method in by_method.values() for one in self._best(of_method)]
 
     def _searched(self, forms: list[MethodSpec]) -> dict[MethodSpec, BudgetSearch]:
-        # The search aims slightly above the target, so that the first guess on all layers mostly meets it.
+        # The search aims slightly above the target, so that the first budget on all layers mostly meets the target.
         target = self.rough.gain(self.rough.value) + self.rough.tolerance / 2
         searches = {form: BudgetSearch(target, COARSE_START, COARSE_STEP, COARSE_RATIO) for form in forms}
         while wanted := self._wanted(searches):
@@ -259,7 +265,8 @@ class CoarseSearch:
     def _wanted(self, searches: dict[MethodSpec, BudgetSearch]) -> list[tuple[MethodSpec, float]]:
         """Return the next budget to measure for each variant that is still searched.
 
-        A variant is dropped when a budget that fails the target already reads more than its method's best variant.
+        A variant is dropped when a budget that misses the target has a larger KV fraction than the method's best
+        variant.
         """
         best: dict[str, float] = {}
         for form, search in searches.items():

@@ -1,4 +1,5 @@
-"""Goals and results of a tuning search, which measures on one half of the tail's queries and verifies on the other."""
+"""Goals and results of a tuning search. The search measures on one half of the tail's queries, and verifies on the
+other half."""
 
 import math
 from abc import ABC, abstractmethod
@@ -15,19 +16,19 @@ from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
 from sparsekv.runtime.tuning.meter import AttentionMeter, Meter, ModelMeter, Point, Shares
 
-if TYPE_CHECKING:  # it imports transformers, which only perplexity needs
+if TYPE_CHECKING:  # the module imports transformers, which only perplexity needs
     from sparsekv.runtime.decoding.open import OpenIndex
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """One method's cheapest setting that meets the target, or its setting nearest to the target if none meets it.
+    """One method's cheapest setting that meets the goal, or its setting nearest to the goal if none meets the goal.
 
     Attributes:
-        budget: share of the middle; the mean of `layer_budgets`, if these are set.
-        aim: target of the search. It is tighter than the goal if held-out queries missed the goal.
-        calibration: the goal's measure on the half of the tail on which settings are chosen.
-        held_out: the goal's measure on the other half. `recall`, `error` and `kv_fraction` are of that half, too.
+        budget: share of the tokens between sinks and tail; the mean of `layer_budgets` if these are set.
+        aim: target of the search. The target is tighter than the goal if held-out queries missed the goal.
+        calibration: the goal's measure on the first half of the tail. Settings are chosen by this value.
+        held_out: the goal's measure on the second half. `recall`, `error` and `kv_fraction` are of this half too.
         holds: whether the setting meets the goal.
         step_ms: time of a decode step of one layer. None if times are not compared, or the setting misses the target.
     """
@@ -52,24 +53,24 @@ class Tuned:
 
 REFERENCE = Budget(0.05)
 ROUGH_ERROR = 0.05
-"""Output error at which a method's variants are first compared, if the goal is the model's perplexity."""
+"""Output error at which the coarse search compares a method's variants if the goal is the model's perplexity."""
 
 
 @dataclass(frozen=True)
 class Goal(ABC):
-    """A bound on one measure of a setting; recall counts the oracle's best tokens at the `reference` budget."""
+    """A bound `value` on one measure of a setting. Recall counts the oracle's best tokens at the `reference` budget."""
 
     measure: ClassVar[str]
     """Name of the field of `Point` that the goal bounds."""
     bound: ClassVar[str] = "at most"
     beside: ClassVar[str] = "recall"
-    """Second measure to report to the user for a setting that meets the goal."""
+    """Name of the second measure in the table of settings."""
     residual: ClassVar[bool] = True
     """Whether a residual can help to meet the goal."""
     outputs: ClassVar[bool] = True
     """Whether attention outputs are computed in the search."""
     precision: ClassVar[float] = 1.03
-    """The factor within which the smallest budget that meets the goal can be determined."""
+    """Final ratio of the smallest budget that meets the goal to the largest budget that misses the goal."""
 
     value: float
     reference: Budget = REFERENCE
@@ -77,18 +78,18 @@ class Goal(ABC):
     @property
     @abstractmethod
     def tolerance(self) -> float:
-        """Largest amount by which the gain on held-out queries may lie below the target."""
+        """Largest amount by which the gain on held-out queries may be below the target."""
 
     def meters(self, artifact: Artifact, device: torch.device) -> tuple[Meter, Meter]:
-        """Create a meter for the half of the tail on which settings are chosen, and a meter for the held-out half.
+        """Return a meter for the tail's calibration queries and a meter for its held-out queries.
 
-        Attention is measured on `device`.
+        Meters of attention compute on `device`.
         """
         chosen_on = AttentionMeter(artifact, self.reference, calibration=True, outputs=self.outputs, device=device)
         return chosen_on, AttentionMeter(artifact, self.reference, calibration=False, device=device)
 
     def gain(self, value: float) -> float:
-        """Convert a value of the measure to a gain, of which more is better."""
+        """Convert a value of the measure to a gain. A larger gain is better."""
         return -value
 
     def of(self, point: Point) -> float:
@@ -96,7 +97,7 @@ class Goal(ABC):
         return float(getattr(point, self.measure))
 
     def rough(self) -> "Goal":
-        """Return the goal on attention by which a method's variants are compared on a sample of layers."""
+        """Return the goal of the coarse search. This goal bounds recall or output error, not perplexity."""
         return self
 
     def target(self) -> TuneTarget:
@@ -113,7 +114,7 @@ class Goal(ABC):
 
 @dataclass(frozen=True)
 class RecallGoal(Goal):
-    """At least this share of the oracle's best tokens at the reference budget is attended to."""
+    """Lower bound on recall, the share of the oracle's best tokens at the reference budget that is selected."""
 
     measure = "recall"
     bound = "at least"
@@ -137,7 +138,7 @@ class RecallGoal(Goal):
 
 @dataclass(frozen=True)
 class ErrorGoal(Goal):
-    """The relative error of attention's output is at most this."""
+    """Upper bound on the relative error of the attention output."""
 
     measure = "error"
 
@@ -148,7 +149,7 @@ class ErrorGoal(Goal):
 
 @dataclass(frozen=True)
 class PerplexityGoal(Goal):
-    """The model's perplexity on the document's own tail is at most this many times dense attention's."""
+    """Upper bound on the model's perplexity on the document's tail, divided by the perplexity of dense attention."""
 
     measure = "perplexity"
     beside = "error"
@@ -181,10 +182,10 @@ Progress = Callable[[str, int, int], None]
 
 
 class Halves:
-    """The two halves of the tail, calibration and held-out queries, on which each setting is measured once.
+    """Measures settings on the two halves of the tail: calibration queries and held-out queries.
 
     Args:
-        progress: called with a round's name, the number of layers or settings done, and the total.
+        progress: called with a round's name, the number of measured layers or settings, and the total.
     """
 
     def __init__(self, artifact: Artifact, goal: Goal, progress: Progress, device: torch.device):
@@ -220,11 +221,11 @@ class Halves:
         return self.goal.gain(self.goal.of(point))
 
     def gap(self, form: MethodSpec, shares: Shares) -> float:
-        """Return by how much the gain on held-out queries is below the target."""
+        """Return the target minus the gain on held-out queries."""
         return self.target - self.gain_at(self.held_out.mean(form, shares))
 
     def holds(self, form: MethodSpec, shares: Shares) -> bool:
-        """Whether a setting meets the goal on both halves and reads less than everything."""
+        """Whether a setting meets the goal on both halves with a KV fraction below 1."""
         return (
             self.gain(form, shares) >= self.target - ROUNDING
             and self.gap(form, shares) <= self.goal.tolerance
@@ -239,7 +240,7 @@ class Halves:
         return self.tuned(form, config.budget.value, shares, self.target, by_layer=bool(config.layer_budgets))
 
     def tuned(self, form: MethodSpec, budget: float, shares: Shares, aim: float, *, by_layer: bool) -> Tuned:
-        """Return a setting with its measures on both halves; `aim` is the gain that the search aimed at."""
+        """Return a setting with its measures on both halves; `aim` is the target gain of the search."""
         calibration, held_out = self.calibration.mean(form, shares), self.held_out.mean(form, shares)
         attention = self.attention.mean(form, shares)
         return Tuned(

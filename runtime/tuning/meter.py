@@ -1,4 +1,4 @@
-"""Meters of settings on one half of the document's tail, by attention or by perplexity."""
+"""Meters, which measure settings on one half of the document's tail, by attention or by perplexity."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ from sparsekv.runtime.reporting.queries import QueryBlock, tail_block
 from sparsekv.runtime.reporting.recall import MeasuredSetting, SharedStates, measure_layer
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
 
-if TYPE_CHECKING:  # it imports transformers, which only perplexity needs
+if TYPE_CHECKING:  # the module imports transformers, which only perplexity needs
     from sparsekv.runtime.decoding.open import OpenIndex
 
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # it imports transformers, which only perplexity needs
 class Point:
     """Measures of a setting: KV fraction, recall and output error as means over KV heads and queries, and perplexity.
 
-    Perplexity is the ratio to that of dense attention. A measure that the meter does not compute is NaN.
+    `perplexity` is divided by the perplexity of dense attention. A measure that the meter does not compute is NaN.
     """
 
     kv_fraction: float
@@ -34,16 +34,16 @@ class Point:
 
 
 Shares = dict[int, float]
-"""Budget of each indexed layer, by layer index, as a share of the middle."""
+"""Budget of each indexed layer, by layer number, as a share of the tokens between sinks and tail."""
 Progress = Callable[[int, int], None]
 
 
 class AttentionMeter:
-    """Measures each layer's attention against dense attention, on one half of the tail's queries.
+    """Measures each layer's attention, compared with dense attention, on one half of the tail's queries.
 
     Args:
         reference: recall counts the oracle's best tokens at this budget.
-        calibration: the tail's first half; False: the held-out second half.
+        calibration: measure on the tail's first half; False: on the held-out second half.
         stride: measure every `stride`-th query.
         outputs: also measure the error of attention's output.
     """
@@ -62,7 +62,7 @@ class AttentionMeter:
         self.reference, self.outputs = reference, outputs
         self.layers = artifact.manifest.indexed_layers
         self.shared: set[MethodSpec] = set()
-        """Variants whose layers share state. They are measured on all layers or on none."""
+        """Variants whose layers share state. Such a variant is measured on all layers or on none."""
         self._known: dict[tuple[MethodSpec, float, int], Point] = {}
 
     def measure(
@@ -70,11 +70,11 @@ class AttentionMeter:
     ) -> None:
         """Measure variants of methods at each layer's budget, a share of the tokens between sinks and tail.
 
-        Skips what was measured before. Needs the memory of one layer.
+        Skips layers and budgets that were measured before. Needs the memory of one layer.
 
         Args:
-            progress: called with the number of layers done and the total.
-            layers: measure only these layers, except for variants whose layers share state; None: all.
+            progress: called with the number of measured layers and the total.
+            layers: layers to measure; None: all. Variants whose layers share state are always measured on all layers.
         """
         states, asked = SharedStates(), self.layers if layers is None else layers
         wanted = [
@@ -93,12 +93,12 @@ class AttentionMeter:
             progress(done, len(self.layers))
 
     def mean(self, form: MethodSpec, shares: Shares, layers: Sequence[int] | None = None) -> Point:
-        """Return the measures of a setting that was measured, as means over `layers`, by default over all."""
+        """Return the measures of a measured setting, as means over `layers`; None: over all layers."""
         points = [self.at(form, shares[layer], layer) for layer in layers or self.layers]
         return Point(*(fmean(values) for values in zip(*map(astuple, points), strict=True)))
 
     def at(self, form: MethodSpec, share: float, layer: int) -> Point:
-        """Return the measures of a variant in one layer, at a budget that was measured."""
+        """Return the measures of a variant in one layer at a measured budget."""
         return self._known[form, share, layer]
 
     def _measure_layer(self, layer: int, here: list[tuple[MethodSpec, float]], states: SharedStates) -> None:
@@ -120,11 +120,11 @@ class AttentionMeter:
 
 
 class ModelMeter:
-    """Measures the perplexity of one half of the tail.
+    """Measures the perplexity of one half of the tail by running the model, with a new cache for each setting.
 
-    Each token is predicted from sinks, selected middle tokens and the tail before it. The tail is fed token by token,
-    as in generation. For calibration only its first half is fed. Otherwise all of it is fed, and only the second half
-    counts. The meter opens a cache for each setting and runs the model.
+    The tail is fed token by token, as in generation. A token is predicted from the sinks, the selected middle tokens
+    and the earlier tail tokens. With `calibration`, the tail's first half is fed and counted. Otherwise the whole tail
+    is fed, and its second half is counted.
     """
 
     def __init__(self, index: "OpenIndex", *, calibration: bool):
@@ -145,7 +145,7 @@ class ModelMeter:
         """Measure settings that were not measured before.
 
         Args:
-            progress: called with the number of settings done and the total.
+            progress: called with the number of measured settings and the total.
         """
         new = [(form, shares) for form, shares in wanted if (form, tuple(shares.values())) not in self._known]
         for done, (form, shares) in enumerate(new, 1):
@@ -169,4 +169,4 @@ class ModelMeter:
 
 
 Meter = AttentionMeter | ModelMeter
-"""Measures settings on one half of the tail."""
+"""Meter of settings on one half of the tail."""

@@ -1,4 +1,4 @@
-"""Tuning: search of the cheapest setting that meets a target, with a budget for each layer.
+"""Tuning: search for the cheapest setting that meets a goal, with one budget or a budget for each layer.
 
 Settings are chosen on one half of the tail's queries and verified on the other half.
 """
@@ -31,7 +31,7 @@ SLACK = 1e-12  # relative; rounding error allowed in the sums that are compared 
 
 @dataclass(frozen=True)
 class Option:
-    """One setting of one layer: its `cost` is its KV fraction, `gain` the measure, of which more is better."""
+    """One setting of one layer. `cost` is the KV fraction; `gain` is the goal's measure, and larger is better."""
 
     cost: float
     gain: float
@@ -40,9 +40,10 @@ class Option:
 def allocate(layers: Sequence[Sequence[Option]], target: float) -> list[int] | None:
     """Choose an option for each layer, at low mean cost, so that the mean gain reaches the target.
 
-    The search starts with every layer's cheapest option. It takes steps up the layers' convex hulls, in order of gain
-    per cost, until the target is reached. Then it uses cheaper options while the gain still suffices. The result costs
-    at most one such step more than the optimum, and never more than the same option in all layers.
+    The search starts with the cheapest option of every layer. Steps to the next option on a layer's convex hull follow,
+    in the order of gain per cost, until the target is reached. Cheaper options then replace options while the gain
+    still suffices. The result costs at most one step more than the optimum, and never more than the same option in all
+    layers.
 
     Args:
         layers: the options of each layer, in the same order in all layers.
@@ -72,7 +73,7 @@ def _cost(layers: Sequence[Sequence[Option]], chosen: list[int]) -> float:
 
 
 def _hull(options: Sequence[Option]) -> list[int]:
-    """Return the upper convex hull: options from the cheapest to that of most gain, with falling gain per cost."""
+    """Return the options on the upper convex hull of gain over cost, from the cheapest option to the largest gain."""
     hull: list[int] = []
     for number in sorted(range(len(options)), key=lambda number: (options[number].cost, -options[number].gain)):
         if hull and options[number].gain <= options[hull[-1]].gain:
@@ -89,7 +90,7 @@ def _slope(options: Sequence[Option], first: int, second: int) -> float:
 
 
 def _steps(layers: Sequence[Sequence[Option]]) -> list[tuple[int, int]]:
-    """List layer and option of every step up the layers' hulls, in order of falling gain per cost."""
+    """Return (layer, option) of all steps along the layers' hulls, in the order of falling gain per cost."""
     steps = []
     for layer, options in enumerate(layers):
         hull = _hull(options)
@@ -98,7 +99,7 @@ def _steps(layers: Sequence[Sequence[Option]]) -> list[tuple[int, int]]:
 
 
 def _cheaper(layers: Sequence[Sequence[Option]], chosen: list[int], needed: float) -> list[int]:
-    """Take the cheaper option that saves most, repeatedly, as long as the gain still suffices."""
+    """Replace one option after another by the cheaper option that saves most, while the gain still suffices."""
     chosen = list(chosen)
     while True:
         spare = _gain(layers, chosen) - needed
@@ -115,16 +116,17 @@ def _cheaper(layers: Sequence[Sequence[Option]], chosen: list[int], needed: floa
 
 
 CURVE = (0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 6.0)
-"""The budgets that a single layer may get, as multiples of the budget for all layers."""
+"""Budgets that one layer may get, as multiples of the common budget of all layers."""
 LEAST_SAVING = 0.97
-"""Budgets by layer are kept if they read at most this share of what one budget for all layers reads."""
+"""Maximum ratio of the KV fraction with budgets by layer to the KV fraction with a common budget."""
 
 
 def by_layer(halves: Halves, one: Candidate) -> Tuned | None:
-    """Find a candidate's setting with a budget for each layer; return None if that does not pay.
+    """Find a candidate's setting with a budget for each layer.
 
-    This needs a curve of the measure for each layer. Variants whose layers share state have no such curve, and neither
-    has a goal on perplexity. Both return None.
+    The result is None if no such setting meets the goal at a KV fraction of at most LEAST_SAVING times the KV fraction
+    with a common budget. The search needs the measure of each layer at several budgets. The result is therefore also
+    None for a variant whose layers share state, and for a goal on perplexity.
     """
     same, meter = uniform(halves, one), halves.calibration
     if not same.holds or not isinstance(meter, AttentionMeter) or one.form in meter.shared:
@@ -159,17 +161,16 @@ def tune(
     time: Callable[[MethodSpec, float], float] | None = None,
     present: DecodeConfig | None = None,
 ) -> tuple[list[Tuned], Tuned | None]:
-    """Find each method's cheapest setting that meets a goal, sorted by reads, or by the time of a step.
+    """Find each method's cheapest setting that meets a goal, sorted by KV fraction or by the time of a step.
 
-    Needs the memory of one layer, with all methods prepared for it.
+    Needs the memory of one layer and of all methods' tensors for that layer.
 
     Args:
         names: names of methods; empty: all methods that can run on the index.
-        progress: called with a round's name, the number of layers or settings done, and the total.
-        time: returns the milliseconds of a decode step of a variant at a budget, by which settings are ranked. None:
-        they
-            are ranked by reads.
-        present: the index's present config, with shares as budgets. If it uses a method, it is measured too.
+        progress: called with a round's name, the number of measured layers or settings, and the total.
+        time: returns the milliseconds of a decode step of a variant at a budget, for sorting settings. None: settings
+            are sorted by KV fraction.
+        present: the index's present config, with shares as budgets. A sparse config is measured too.
 
     Returns:
         One setting per method, and the present setting as measured. Settings that miss the goal are last, the nearest
@@ -194,7 +195,7 @@ def tune(
 
 
 def _best_of_each(tuned: list[Tuned], goal: Goal) -> list[Tuned]:
-    """Return each method's best setting: first those that meet the goal, by cost, then the others by distance to it."""
+    """Return each method's best setting. Settings that meet the goal come first, by cost, then others by distance."""
 
     def rank(one: Tuned) -> tuple[bool, float]:
         return not one.holds, one.cost if one.holds else -goal.gain(one.held_out)

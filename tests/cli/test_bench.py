@@ -122,14 +122,14 @@ def test_questions_over_one_document(place: Path) -> None:
 def test_what_questions_cannot_share_has_no_row() -> None:
     refused = run_here(*BENCH, "--shared", "--batch", "3", "--method", "magicpig")
     assert refused.code == 1
-    assert "magicpig over 600 tokens, batch 3, leaves what differs from question to question" in refused.stderr
+    assert "magicpig over 600 tokens, batch 3, cannot be shared: each question represents" in refused.stderr
 
 
 def test_a_search_every_few_steps_is_of_one_question() -> None:
     options = ("--method", "csattention", "--step", "4", "--shared", "--batch", "3")
     refused = run_here(*BENCH, *options)
     assert refused.code == 1
-    assert "keeps something of one question, which others cannot share" in refused.stderr
+    assert "cannot be shared: the method keeps state of one question" in refused.stderr
 
 
 def test_a_layer_of_an_index(place: Path) -> None:

@@ -51,7 +51,7 @@ def test_questions_over_one_document(folders: Path) -> None:
     assert "a batch over one document" in " ".join(outcome.stdout.split())
     assert "multipole" in outcome.stdout
     assert "magicpig" not in outcome.stdout
-    assert "a model's step with MagicPIG leaves what differs from question to question" in outcome.stderr
+    assert "a model's step with MagicPIG cannot be shared: each question represents" in outcome.stderr
 
 
 def test_a_table_says_that_layers_take_turns(folders: Path) -> None:

@@ -110,7 +110,7 @@ def test_a_wrong_argument_is_named(index: api.Index) -> None:
         index.recall_report(["nonsense"])
     with pytest.raises(UsageError, match="by: no rows of head; give layer or kv_head, or both"):
         index.recall_report(["window"], by=["head"])
-    with pytest.raises(UsageError, match="questions is a text; give a list of them"):
+    with pytest.raises(UsageError, match="questions is a single text; give a list of texts"):
         index.asker("squeezed").ask_all(QUESTION)
     with pytest.raises(UsageError, match="budgets: there is none"):
         index.recall_report(["window"], [])

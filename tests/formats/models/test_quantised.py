@@ -138,5 +138,5 @@ def test_the_bytes_of_a_model_are_those_of_its_stored_tensors(tmp_path: Path) ->
 
 
 def test_several_ranks_refuse_latent_attention() -> None:
-    with pytest.raises(UsageError, match=r"^model 'tiny' attends to keys made of latents, which are not split"):
+    with pytest.raises(UsageError, match=r"^model 'tiny' has latent attention \(MLA\), which is not split"):
         shares_of(tiny_config("deepseek_v2"), "tiny", 2)
