@@ -1,15 +1,15 @@
 """Choice of the best clusters within a budget by their logits, in Triton.
 
-No sort is needed, only the rank of the last cluster that is taken. A rank is the leading bits of a score. A head's
-clusters are split into parts.
+The kernels find the rank of the last cluster that is taken, without a sort. A rank is the leading bits of a score. A
+head's clusters are split into parts.
 
 1. The first kernel counts each part's tokens by the exponent of the score.
-2. The second kernel counts the tokens with the last cluster's exponent by the rest of the rank.
+2. The second kernel counts the tokens with the last cluster's exponent by the fraction bits of the rank.
 3. In the third kernel, each part finds the last rank and the number of members that earlier parts take. Then it writes
    its own members.
 
-Clusters to open are ranked by the exponent alone, without the second kernel. All sums are of integers, and so the order
-of execution does not change the result.
+Clusters to open are ranked by the exponent alone, without the second kernel. All sums are sums of integers, and so the
+order of execution does not change the result.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ from sparsekv.kernels.clusters.types import (
 from sparsekv.kernels.common import tiles_triton as common
 from sparsekv.kernels.common.launch import ALIGNED, aligned, count_sms, dependent_launch, power_of_two
 
-# Extra integers after a part's counts. With three, row lengths are not multiples of 4. Otherwise Triton would load four
-# counts at once, and convert their layout before it sums them.
+# Unused integers after a part's counts. With three of them, row lengths are not multiples of 4. Otherwise Triton would
+# load four counts at once, and convert their layout before the sum.
 LIMITS = tl.constexpr(3)
 
 
@@ -84,8 +84,9 @@ def last_place(
 ):
     """Find the lowest histogram bin of ranks from which clusters are taken; 0 if the budget is not reached.
 
-    Also return the number of tokens in the bins above it plus `held`, and of members above it plus `had`. The last
-    three results are counts of the parts before this one: members above the bin, members in it, and tokens in it.
+    Also return `held` plus the number of tokens in higher bins, and `had` plus the number of members in higher bins.
+    The last three results are counts over the parts before this part: members above the bin, members in it, and tokens
+    in it.
     """
     place = tl.arange(0, SIZE)
     if OPEN:
@@ -115,8 +116,8 @@ def _write_members(
 ):  # fmt: skip
     """Write the rows of the first `lengths` members of each cluster in `known` to slots from `begins` on.
 
-    Usually few clusters are taken. They are first compacted in scratch memory. Each thread then reads the clusters
-    whose members it writes.
+    Usually few clusters are taken. The taken clusters are first compacted in scratch memory. Each thread then reads the
+    clusters whose members it writes.
     """
     tl.store(scratch + 4 * order, starts, mask=known)
     tl.store(scratch + 4 * order + 1, begins, mask=known)
@@ -143,11 +144,12 @@ def take_members(
     """Write the members taken from a part's clusters.
 
     All clusters above the last rank are taken, then clusters of the last rank until the budget is reached. `held` and
-    `had` are the numbers of tokens and members in all clusters above the last rank. The other counts are of the parts
-    before this one: `above` members above the last rank, `equal` members at it, and `equal_size` tokens at it.
+    `had` are the numbers of tokens and members in all clusters above the last rank. The other counts are over the parts
+    before this part: `above` members above the last rank, `equal` members of the last rank, and `equal_size` tokens of
+    the last rank.
     """
     above_number, equal_number = tl.where(rank > last, number, 0), tl.where(rank == last, number, 0)
-    # If the parts before this one leave some of the budget, this part takes clusters of the last rank, too. The scan
+    # If the parts before this part leave some of the budget, this part also takes clusters of the last rank. The scan
     # below finds how many.
     room = (held + equal_size < budget) | (had + equal < wanted) if OPEN else held + equal < budget
     known = above_number + tl.where(room, equal_number, 0) > 0
@@ -181,7 +183,7 @@ def take_members(
 
 
 # Measured limits of the number of clusters in a part. There are three minima: in general, for opening clusters, and for
-# listed clusters, of whose slots about half are filled. The maximum MOST is exceeded where there would otherwise be
+# listed clusters, about half of whose slots are filled. A part exceeds the maximum MOST if there would otherwise be
 # more than MOST_PARTS parts.
 FEWEST, FEWEST_OPENED, FEWEST_LISTED, MOST, MOST_PARTS = 512, 256, 256, 1024, 64
 CLUSTERS_A_WARP = 256
@@ -302,7 +304,7 @@ def _count_kernel(
     ranked, known, coarse, fine, stride, budget,
     PART: tl.constexpr, OTHERS: tl.constexpr, KNOWN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Count the tokens of a part's clusters that have the last taken cluster's exponent, by the rest of their rank."""
+    """Count the tokens of a part's clusters with the last taken cluster's exponent, by fraction bits of the rank."""
     part, others, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     c, inside, _ = _share(part, others, known, head, stride, PART, KNOWN)
     place = fine + (head * others + part) * (FINE + LIMITS)
@@ -332,7 +334,8 @@ def _take_kernel(
     c, inside, stop = _share(part, others, known, head, stride, PART, KNOWN)
     lengths, log_left = lengths + head * stride, log_left + head * stride
     if KNOWN:
-        # Slots after the valid clusters, to the end of the row, are written as empty clusters. No other launch does so.
+        # The slots from the last valid cluster to the end of the row are written as empty clusters. No other kernel
+        # writes them.
         empty, g = part * PART + tl.arange(0, PART), tl.arange(0, GROUP)
         after = (empty >= stop) & (empty < stride)
         tl.store(starts + head * starts_stride + empty, tl.zeros([PART], tl.int32), mask=after)
@@ -345,8 +348,8 @@ def _take_kernel(
         number = tl.load(children + head * clusters + c, mask=inside & (c < clusters), other=0)
     if KEEP or OPEN:
         common.wait_for_previous_kernel(EARLY)
-    # Without KEEP and OPEN this load may precede the wait below: `_count_kernel` ran before this kernel, and let it
-    # launch only after its own wait for `_rank_kernel`.
+    # Without KEEP and OPEN, this load may precede the wait below, because `_rank_kernel` is done: `_count_kernel` waits
+    # for `_rank_kernel` before it lets this kernel launch.
     packed = tl.load(ranked + head * stride + c, mask=inside, other=0, cache_modifier=".cg").to(tl.uint32, bitcast=True)
     size, rank = _size(packed), _rank(packed)
     if KEEP:

@@ -10,7 +10,8 @@ from sparsekv.kernels.common.on_gpu import on_gpu
 CHANNELS = (2, 4, 8)
 """Numbers of channels for which faiss keeps centres in registers.
 
-It then takes half the time of a matrix product. For other numbers of channels it takes four times as long.
+For these numbers, faiss takes half the time of a matrix product. For other numbers, faiss takes four times as long as a
+matrix product.
 """
 CENTRES = 256
 
@@ -134,7 +135,7 @@ def lloyd(
     """Run Lloyd iterations of assignment and means; a centre without points does not move.
 
     Args:
-        points: [Hk, M, D] float32; centres: [Hk, C, D], the initial ones.
+        points: [Hk, M, D] float32; centres: [Hk, C, D], initial centres.
         weights: [Hk, M] float32, 0 for points to ignore.
 
     Returns:

@@ -106,7 +106,7 @@ def rank_rows_triton(query, keys, rows, logsumexp, wanted, softmax_scale, softca
     return TokenRanks(ranks, coarse, logsumexps, S)
 
 
-FEWEST_ROWS, MOST_ROWS = 32, 128  # fewest and most rows of counts in one load, whose rows arrive together
+FEWEST_ROWS, MOST_ROWS = 32, 128  # fewest and most rows of counts that a program loads at once
 # From MANY programs per SM on, the kernels are bound by instructions. One warp per program is then best, because each
 # of four warps would repeat the work that is common to a program. From MOST programs per SM on, `_count_kernel` is
 # fastest with two warps: as measured, one warp takes 50% longer, and four take 20% longer.

@@ -6,7 +6,7 @@ from torch.nn.functional import normalize
 from sparsekv.kernels.common.on_gpu import on_gpu
 from sparsekv.kernels.scores.logits import products
 
-# Limits of the kernels, which hold in registers the directions that keys are compared with, and the queries of a group.
+# Limits of the GPU kernels, which hold the directions and the queries of a group in registers.
 MOST_DIRECTIONS, MOST_QUERIES = 64, 2**14
 
 
@@ -50,7 +50,7 @@ def _few_queries(query: torch.Tensor, count: int) -> bool:
 def far_directions(query: torch.Tensor, count: int) -> torch.Tensor:
     """Compute `directions` of the queries that `subselect_queries` keeps, with the least similar to the mean first.
 
-    On a GPU there are two kernels, which may order queries of equal similarity differently from torch.
+    On a GPU there are two kernels, which may order queries of equal similarity differently than torch does.
 
     Args:
         query: [Hk, G, B, D].
