@@ -195,8 +195,7 @@ def _attention(
 
 
 def equal_channels(*rows: torch.Tensor) -> list[torch.Tensor]:
-    """Return tensors [..., D] with the channels of the largest; the others are padded with zeros, which add nothing to
-    logits."""
+    """Pad tensors [..., D] with zeros to the largest D; zero channels do not change logits."""
     most = max(each.shape[-1] for each in rows)
     return [each if each.shape[-1] == most else pad(each, (0, most - each.shape[-1])) for each in rows]
 
