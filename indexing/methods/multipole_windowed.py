@@ -41,8 +41,8 @@ class WindowedMultipoleIndexer(MultipoleIndexer):
         rope, keys = layer.facts.rope, layer.keys[:, tokens]
         if rope is None:
             raise UsageError(
-                "windowed RoPE needs to know how each layer rotates its keys, which this index does not record: build it "
-                "again with --force, or leave the method out if the model does not rotate keys by RoPE frequencies"
+                "windowed RoPE needs to know how each layer rotates its keys, which this index does not record: build "
+                "it again with --force, or leave the method out if the model does not rotate keys by RoPE frequencies"
             )
         first = layer.split.sinks + tokens.start
         positions = torch.arange(first, first + keys.shape[1], device=keys.device)
