@@ -53,9 +53,9 @@ class Segment:
     """Keys and values [Hk, T, D] of a part of the rows that a query attends to.
 
     `mask` broadcasts to [Hk, G, Q, T] and is True where a row is attended. None attends to all rows. Masked keys may
-    hold anything. Masked values must be finite, because they are multiplied by a weight of 0. `bias` broadcasts like
-    the mask and is added to the logits. It is the logarithm of the number of tokens that a row represents. Keys and
-    values may differ from the query in dtype: centroids have the index's dtype, not the model's.
+    hold anything. Masked values must be finite, because they are multiplied by a weight of 0. `bias`, the log of the
+    number of tokens that a row represents, broadcasts like the mask and is added to the logits. Keys and values may
+    differ from the query in dtype: centroids have the index's dtype, not the model's.
     """
 
     keys: torch.Tensor

@@ -221,8 +221,8 @@ Layer = TypeVar("Layer", StepClusters, StepCodes)
 class FusedStep(Generic[Layer]):
     """A decode step with a plain-torch implementation, `reference`, and a compiled kernel.
 
-    The kernel runs in place of the reference on float32 tensors that it supports, if numba is installed. It reads rows
-    in place. With the same number of torch threads, it returns the same result in every run.
+    The kernel replaces the reference on float32 tensors that it supports, if numba is installed. The kernel reads rows
+    in place. With the same number of torch threads, its result is the same in every run.
     """
 
     def __init__(self, reference: Callable[..., torch.Tensor]):
@@ -259,8 +259,8 @@ def attend_to_best(
 ) -> torch.Tensor:
     """Attend to the rows of `best_clusters`, to exact rows and, with `replace`, to centroids, in one softmax.
 
-    Exact rows are those that every query attends to: sinks, tail and new tokens. The centroids represent all rows that
-    are not chosen. The plain-torch implementation copies the chosen rows.
+    Every query attends to the exact rows: the document's first tokens (sinks), its last tokens (tail), and new tokens.
+    The centroids represent all rows that are not chosen. The plain-torch implementation copies the chosen rows.
 
     Args:
         query: [H, G, D].
@@ -299,10 +299,10 @@ def attend_by_codes(
 ) -> torch.Tensor:
     """Attend to the rows of `choose_by_codes`, to exact rows and, with `replace`, to centroids, in one softmax.
 
-    Exact rows are those that every query attends to: sinks, tail and new tokens. The centroids represent all rows that
-    are not chosen. A centroid's weight is the weight of its whole cluster, times the share of the cluster's keys that
-    are not chosen. The plain-torch implementation copies the chosen rows, and gathers the products for the codes of all
-    keys.
+    Every query attends to the exact rows: the document's first tokens (sinks), its last tokens (tail), and new tokens.
+    The centroids represent all rows that are not chosen. A centroid's weight is the weight of its whole cluster, times
+    the share of the cluster's keys that are not chosen. The plain-torch implementation copies the chosen rows, and
+    gathers the products for the codes of all keys.
 
     Args:
         query: [H, G, D].

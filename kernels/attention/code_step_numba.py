@@ -1,7 +1,7 @@
 """Compiled decode step over product codes on a CPU.
 
-It computes tables of query-centroid products, scores all keys by their codes, chooses the best keys and attends to
-them.
+One function computes tables of query-centroid products, scores all keys by their codes, chooses the best keys and
+attends to them.
 """
 
 import math

@@ -1,9 +1,9 @@
 """`decode_attention` in Triton: flash-decoding over chosen rows, exact rows and centroids.
 
-Exact rows are those that every query attends to: sinks, tail and new tokens. In the first kernel, each program computes
-a partial softmax over an equal share of a head's centroids, exact rows and chosen rows. A second kernel merges the
-partial softmaxes. Logits are in units of log 2. Chosen rows are read by a list of row indices, and their tiles are
-prefetched. For runs, an earlier launch writes this list.
+Every query attends to the exact rows: the document's first tokens (sinks), its last tokens (tail), and new tokens. In
+the first kernel, each program computes a partial softmax over an equal share of a head's centroids, exact rows and
+chosen rows. A second kernel merges the partial softmaxes. Logits are in units of log 2. Chosen rows are read by a list
+of row indices, and their tiles are prefetched. For runs, an earlier launch writes this list.
 """
 
 from dataclasses import dataclass

@@ -237,7 +237,7 @@ def _packed(logits, numbers, peaks, totals, head, c, inside, stride, parts, leas
     """
     g = tl.arange(0, GROUP)
     size = tl.load(numbers + c, mask=inside, other=0)
-    # Loaded here, so that this load overlaps with those of the log-sum-exp.
+    # This load precedes the loads of the log-sum-exp, so that they overlap.
     known = inside[:, None] & (g < G)
     logit = tl.load(logits + g * stride + c[:, None], mask=known, other=-float("inf"))
     score = tl.sum(tl.exp(logit - _logsumexp(peaks, totals, head, g, parts, G, PARTS)), 1)
@@ -251,7 +251,7 @@ def _packed(logits, numbers, peaks, totals, head, c, inside, stride, parts, leas
 
 @triton.jit
 def _share(part, parts, used, head, stride, PART: tl.constexpr, USED: tl.constexpr):
-    """Return the clusters [PART] from a part's first on, a mask of those in the part, and the end of the last part."""
+    """Return a part's clusters [PART], a mask of the valid clusters, and the end of the last part."""
     size, stop = PART, stride
     if USED:
         # Only the valid clusters are split evenly over the parts.
@@ -329,7 +329,7 @@ def _take_kernel(
     PART: tl.constexpr, OTHERS: tl.constexpr, KEEP: tl.constexpr, OPEN: tl.constexpr, KNOWN: tl.constexpr,
     SEEN: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write the members that a part takes, after those of the parts before it."""
+    """Write the members that a part takes, after the members of earlier parts."""
     part, others, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     c, inside, stop = _share(part, others, known, head, stride, PART, KNOWN)
     lengths, log_left = lengths + head * stride, log_left + head * stride

@@ -98,8 +98,8 @@ def best_clusters(
     else:
         logits = attention_logits(query.unsqueeze(2), clusters.centroids, softmax_scale, softcap).squeeze(2)
         logits = logits + clusters.log_counts
-    # The softmax of cluster i is N_i S_i, so it is divided by the token count N_i. The sum over the group orders
-    # clusters like the mean.
+    # The softmax of cluster i is N_i S_i, and so it is divided by the token count N_i. The sum over the group gives the
+    # same order as the mean.
     scores = logits.softmax(-1).sum(1).mul_(clusters.shares)
     several = clusters.expected(budget)
     while True:

@@ -293,7 +293,7 @@ def _scan_kernel(
     common.only_wait(EARLY)
     if PIECES > 1:
         common.let_next_launch(EARLY)
-    # Loaded before the look-ups, so that these loads overlap with those of the look-ups.
+    # These loads precede the look-ups, so that they overlap with the loads of the look-ups.
     part_peaks, part_totals = _partial_sums(peaks, totals, head, sums, g, G, SUMS)
     best = tl.load(tops + (head * G + g[:, None]) * PARTS + p, mask=(g < G)[:, None] & (p < PARTS), other=0.0)
     WORDS: tl.constexpr = (G + 3) // 4

@@ -54,8 +54,8 @@ RowPair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 Rows: TypeAlias = Callable[[int, RowPair], RowPair]
 """Callback that returns a layer's keys and values [Hk, T, D] of all tokens up to the last of the pass.
 
-They are on the model's device. Its arguments are the layer's index, and the keys and values [Hk, Q, D] of the tokens of
-the pass, which the model has just computed.
+The returned tensors are on the model's device. The callback's arguments are the layer's index, and the keys and values
+[Hk, Q, D] of the tokens of the pass, which the model has just computed.
 """
 
 

@@ -62,8 +62,8 @@ def make_mask(
 
     Sequences are never padded here, and so the padding mask is all ones and is ignored. A mask function that depends
     only on constants is evaluated once, on the CPU, over all positions of the model. A mask function that depends on
-    tensors may change between passes. It is evaluated in each pass, over the pass's own positions, which synchronises
-    with the device.
+    tensors may change between passes. Such a function is evaluated in each pass, over the pass's own positions, which
+    synchronises with the device.
 
     Args:
         mask_function: maps the indices of batch, head, query and key to whether the query attends to the key.

@@ -188,8 +188,8 @@ def random_points(
     which is above 0.
     """
     random = torch.rand(points.shape[:2], generator=generator, device=points.device)
-    # Each point draws an exponential variable with its weight as rate, and the smallest are chosen (Efraimidis and
-    # Spirakis, 2006).
+    # Each point draws an exponential variable with its weight as rate. The points with the smallest variables are
+    # returned (Efraimidis and Spirakis, 2006).
     random = random if weights is None else -random.log() / weights
     random = random if valid is None else random.masked_fill(~valid, torch.inf)
     chosen = random.argsort(dim=-1)[:, :number]

@@ -128,7 +128,7 @@ def _sum_runs(
 class NearestCentres:
     """Search for the nearest centres of fixed points, with centres that change between calls.
 
-    The head's mean point is subtracted from points and centres. They are scaled so that no coordinate of a point
+    The head's mean point is subtracted from points and centres. Both are scaled so that no coordinate of a point
     exceeds 1, and rounded to float16. Products are summed in float32. Rounding moves a point or centre by 2^-11 of its
     distance to the mean. Therefore the chosen centre is further away than the nearest by at most 2^-10 of the two
     distances to the mean. bfloat16 has the same cost and eight times the error; tf32 has the same error and twice the

@@ -33,7 +33,7 @@ def add_exact(
 ):  # fmt: skip
     """Write the peak logit, in units of log 2, and the sum of exponentials of a program's share of the exact keys.
 
-    They are written after those of the tiles. The first program's share includes the learned sinks.
+    The results follow the results of the tiles in memory. The first program's share includes the learned sinks.
     """
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     of_group = g < G
@@ -91,8 +91,8 @@ def _look_up_kernel(
         q = tl.load(query + (head * G + g[:, None]) * D + channel, mask=of_query, other=0.0).to(tl.float32)
         place = ((head * PARTS + part) * C + c[:, None]) * SIZE + j
         centroid = tl.load(centroids + place, mask=(c < C)[:, None] & (j < SIZE), other=0.0)
-        # Steps and origins of all lists are read, because reading only those of the nearest list would wait for memory
-        # once more.
+        # Steps and origins of all lists are read, because reading only the values of the nearest list would wait for
+        # memory once more.
         place = (head * PARTS + part) * C + c
         step, origin = tl.load(steps + place, mask=c < C, other=0.0), tl.load(origins + place, mask=c < C, other=0.0)
         products = tl.sum(q[:, None, :] * centroid[None, :, :], 2)

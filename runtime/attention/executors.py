@@ -109,7 +109,7 @@ class GatherExecutor:
         """Attend to a selection, whose rows are in this executor's layout.
 
         Args:
-            selector: the selector that made the selection. It differs from `self.selector` if a question has its own
+            selector: the selector that made the selection, which is not `self.selector` if a question has its own
                 method.
         """
         fetched = self.fetch(selection, step.query.device)

@@ -285,7 +285,7 @@ class DiskRows(MiddleRows):
 def lay_out(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
     """Return rows [Hk, M, ...] in an order [Hk, M or fewer], for example with each cluster's rows consecutive.
 
-    The result is contiguous. It is a copy, unless `order` is None and the rows are already contiguous.
+    The result is contiguous. The rows are copied, unless `order` is None and the rows are already contiguous.
     """
     if order is None:
         return rows.contiguous()

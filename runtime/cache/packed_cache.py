@@ -285,7 +285,7 @@ class PackedCache(SequenceCache):
         return (self.packed[0].own.capacity,)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of rows of a mask, those of the context and of one sequence, and the index of the first, 0.
+        """Return a mask's number of rows, of the context and of one sequence, and the mask's first index, which is 0.
 
         The query has tokens of all sequences, and so its length only bounds the number of own rows. In a captured step,
         `longest` is the capacity of the buffers, which exceeds the rows of any sequence.

@@ -1,7 +1,7 @@
 """SampleAttention (arXiv 2406.15486): one selection for a whole question by the attention of a few of its queries.
 
-SampleAttention is a method for prefills. In decoding, with one query, it ranks all keys by exact attention. It reads
-every key.
+SampleAttention is a method for prefills. In decoding, with one query, it ranks all keys by exact attention. Every
+selection reads every key.
 """
 
 from dataclasses import dataclass, field, replace

@@ -17,7 +17,7 @@ class ListShape:
         keys_listed: share of the middle's keys that are in at least one list of their head.
         in_lists: share of a head's lists that contain a given key; the (lower) median over all keys.
         subspace_shares: share of each subspace in the ranking (see the function `subspace_shares`), as means over
-            queries and heads. They add up to 1.
+            queries and heads. The shares add up to 1.
         ranked_shares: the same shares, sorted from highest to lowest for each query before the mean is taken.
     """
 

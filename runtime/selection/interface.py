@@ -313,8 +313,9 @@ class LayerPosition:
 class MiddleContext:
     """Inputs of a selector in one layer: keys, values, attention settings, and tensors built by a method's indexer.
 
-    Keys and values are those of the M tokens between sinks and tail (the middle). Positions in the tensor `token_order`
-    are counted from the first middle token. Positions in other tensors are as the indexer stored them.
+    Keys and values are those of the middle: the M tokens between the document's first tokens (sinks) and its last
+    tokens (tail), to which every query attends exactly. Positions in the tensor `token_order` are counted from the
+    first middle token. Positions in other tensors are as the indexer stored them.
 
     Attributes:
         load_keys: reads the keys [Hk, M, D], in order of position, to the device of `tensors`.
