@@ -49,7 +49,7 @@ def later(place, a, b, c, d, e, other, f, g, h, i, j):
 
 @triton.jit
 def by_place(place, size, number, SIZE: tl.constexpr, OPEN: tl.constexpr):
-    """Sum cluster sizes by histogram bin (`place`), [SIZE]; with OPEN, sums of the member numbers, [SIZE], follow."""
+    """Sum cluster sizes by histogram bin `place`, [SIZE]; with OPEN, sums of member numbers follow, [2 SIZE] in all."""
     column = tl.arange(0, 2 * SIZE if OPEN else SIZE)[None, :]
     amount = tl.where(column < SIZE, size[:, None], number[:, None]) if OPEN else size[:, None]
     return tl.sum(tl.where(place[:, None] == column % SIZE, amount, 0), 0)
@@ -200,7 +200,7 @@ class Scored:
     `logits` is [H, G, stride], minus infinity for empty clusters. `numbers` [H, stride] int32 counts the clusters'
     tokens. `peaks` and `totals` [H, G, parts] are the maxima and the sums of exponentials of the softmax over parts of
     the clusters. `used` and `queue` [H] int32 are counters, initially zero. The first `known` [H] int32 clusters are
-    valid, or all of them if it is None.
+    valid, or all if `known` is None.
     """
 
     logits: torch.Tensor

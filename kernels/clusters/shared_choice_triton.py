@@ -99,7 +99,7 @@ def _sums_kernel(
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     q = _query_rows(query, q_head, q_group, q_token, head, tl.program_id(2) * (ROWS // GROUP), tokens, D, BLOCK_D, G,
                     GROUP, ROWS)  # fmt: skip
-    # With room for appended tokens, the stride between heads is larger than the size of their clusters.
+    # With room for appended tokens, the stride between heads is larger than the size of a head's clusters.
     centroids, counts = centroids + head * centroids_stride, counts + head * counts_stride
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)

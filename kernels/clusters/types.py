@@ -71,7 +71,7 @@ def child_scores(
 
 
 def fewest_tokens(counts: torch.Tensor) -> torch.Tensor:
-    """Compute the fewest tokens that any n + 1 non-empty clusters of a head hold, for each n below C.
+    """Compute, for each n below C, the least number of tokens in any n + 1 non-empty clusters of a head.
 
     The result is [C] on the CPU, the minimum over heads. Its entries are at most the head's token count M.
     """

@@ -34,7 +34,7 @@ def cache_argument(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
 def tokens_at(model: PreTrainedModel, input_ids: torch.Tensor, first: int) -> dict[str, torch.Tensor]:
     """Return the keyword arguments of a forward pass over tokens [T] whose first position is `first`.
 
-    Bamba of transformers up to 5.24 would count their positions from 0, even over a cache.
+    Without `position_ids`, Bamba in transformers up to 5.24 counts positions from 0, even over a cache.
     """
     ids = input_ids[None].to(model.device)
     return {"input_ids": ids, "position_ids": torch.arange(first, first + ids.shape[1], device=ids.device)[None]}

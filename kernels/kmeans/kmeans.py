@@ -118,8 +118,8 @@ def cluster_means(
         points: [Hk, M, D]; labels: [Hk, M]; weights: [Hk, M], ones when None.
 
     Returns:
-        means [Hk, C, D] float32 (zeros for an empty cluster) and weights [Hk, C] float32. Both are deterministic; the
-        plain-torch implementation is deterministic only on a CPU.
+        means [Hk, C, D] float32 (zeros for an empty cluster) and weights [Hk, C] float32. Both are deterministic,
+        except in plain torch on a GPU.
     """
     weights = points.new_ones(labels.shape, dtype=torch.float32) if weights is None else weights.float()
     total = torch.zeros(len(points), clusters, device=points.device).scatter_add_(1, labels, weights)

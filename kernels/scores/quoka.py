@@ -66,7 +66,7 @@ def far_directions(query: torch.Tensor, count: int) -> torch.Tensor:
     "sparsekv.kernels.scores.quoka_triton:nearest_keys_triton", fits=lambda some, *_: some.shape[1] <= MOST_DIRECTIONS
 )
 def nearest_keys(some: torch.Tensor, keys: torch.Tensor, count: int, first: int = 0, last: int = 0) -> torch.Tensor:
-    """Choose `count` keys per head: the first and last keys, and those with the highest cosine to any direction.
+    """Choose `count` keys per head: the first and last keys, and the keys with the highest cosine to any direction.
 
     On a GPU, two kernels read the keys once and return indices in ascending order. If cosines agree to 2 ** -15, the
     lower index wins.
@@ -84,7 +84,7 @@ def nearest_keys(some: torch.Tensor, keys: torch.Tensor, count: int, first: int 
 
 
 def best_keys(scores: torch.Tensor, count: int, first: int = 0, last: int = 0) -> torch.Tensor:
-    """Choose the first and last keys and those with the highest scores [Hk, T]; return indices [Hk, count] int64.
+    """Choose the first and last keys, and the keys with the highest scores [Hk, T]; return indices [Hk, count] int64.
 
     Overwrites the scores.
     """

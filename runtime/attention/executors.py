@@ -48,9 +48,9 @@ class LayerOutput:
 class Fetched:
     """Selected rows on the model's device: keys and values [Hk, R, D], and their log_weights [Hk, G, Q or 1, R].
 
-    valid [Hk, 1, R]: False for padding; None: all rows are valid. `rest` are centroids of the tokens that were not
-    selected. With `rest_attended`, queries attend to these centroids. Otherwise the centroids are used only to estimate
-    the missed attention mass.
+    `valid` [Hk, 1, R] bool is False for padding; None: all rows are valid. `rest` are centroids of the tokens that were
+    not selected. With `rest_attended`, queries attend to these centroids. Otherwise the centroids are used only to
+    estimate the missed attention mass.
     """
 
     keys: torch.Tensor
@@ -184,7 +184,7 @@ GatherMaker = Callable[..., GatherExecutor]
 
 
 class InPlaceExecutor:
-    """Attends for one query with kernels that read the chosen rows in place, without copying them.
+    """Attends for one query with kernels that read the selected rows in place, without a copy of the rows.
 
     Args:
         counter: [Hk] int64, to which kernels add counts that the host does not know.

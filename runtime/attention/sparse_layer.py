@@ -95,7 +95,8 @@ def appends(layers: Iterable[StoredLayer]) -> bool:
 def divides_questions(layers: Iterable[StoredLayer]) -> bool:
     """Whether a question may be fed in several steps, without an effect on the rows that its tokens attend to.
 
-    If a question's tokens select by a method, or if a method observes them, the tokens of a step are treated together.
+    If a question's tokens select by a method, or if a method observes them, the selection depends on which tokens are
+    in a step.
     """
     sparse = (layer for layer in layers if isinstance(layer, SparseLayer))
     return all(layer.plan.prefills_densely and layer.conversation is None for layer in sparse)

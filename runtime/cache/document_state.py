@@ -22,7 +22,7 @@ class DocumentState:
     stored: State = field(default_factory=dict)
 
     def cache_layers(self, rows: Sequence[CacheLayerMixin]) -> list[Any]:
-        """Make all layers of a cache from the layers with rows; the made layers keep copies of the state."""
+        """Make all layers of a cache, given its layers with rows; layers with a state get copies of the state."""
         return self.kinds.cache_layers(rows, self.stored)
 
     def copy_to(self, live: Mapping[str, torch.Tensor]) -> None:

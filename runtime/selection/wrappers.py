@@ -106,7 +106,7 @@ class ResidualClusters:
 
         Args:
             clusters: [Hk, Q or 1, K], the cluster of each selected token.
-            chosen: [Hk, Q or 1, K] bool, which of these tokens are valid; None: all are.
+            chosen: [Hk, Q or 1, K] bool, mask of the valid selected tokens; None: all are valid.
         """
         each = torch.ones_like(clusters, dtype=torch.float32) if chosen is None else chosen.float()
         counts = self.counts[:, None].expand(-1, clusters.shape[1], -1).float()
