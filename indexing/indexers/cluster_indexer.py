@@ -18,7 +18,7 @@ from sparsekv.kernels.kmeans.kmeans import SPACES, random_kmeans, to_space
 def kmeans(
     points: torch.Tensor, clusters: int, iterations: int, seed: int, valid: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Cluster the points of each head by k-means; return their labels, as assigned to the final centroids.
+    """Cluster the points of each head by k-means; return the labels of the assignment to the final centroids.
 
     Args:
         points: [Hk, M, D] float32.
@@ -38,7 +38,8 @@ def kmeans(
         return _kmeans_faiss(head[mask], clusters, iterations, seed)
 
     labels = torch.zeros(points.shape[:2], dtype=torch.int64)
-    # One thread per head. Only one call of faiss's BLAS library at a time can use several threads; others would wait.
+    # One thread per head. Only one call of faiss's BLAS library at a time can use several threads, and other calls
+    # would wait.
     with ThreadPoolExecutor(min(len(points), torch.get_num_threads())) as threads:
         for of_head, mask, found in zip(labels, valid, threads.map(cluster, points, valid), strict=True):
             of_head[mask] = found
@@ -49,7 +50,7 @@ def _kmeans_faiss(points: torch.Tensor, clusters: int, iterations: int, seed: in
     import faiss  # imported here, because it is not needed on a GPU
 
     faiss.omp_set_num_threads(1)  # only for calls from this thread
-    # The two bounds keep faiss from subsampling the points, and its C++ code from printing warnings to the terminal.
+    # The two bounds prevent faiss from subsampling the points, and from printing warnings to the terminal.
     data = points.contiguous().numpy()
     trained = faiss.Kmeans(
         data.shape[1],
@@ -69,8 +70,8 @@ T = TypeVar("T")
 MOST = 8
 """Largest number of items that are processed at a time."""
 MOST_TOKENS = 1 << 18
-"""Largest number of tokens of these items together. Memory grows with it: by about 20 KB per token for `codes` and the
-heads of an 8B model."""
+"""Largest number of tokens of all items that are processed at a time. Memory grows by about 20 KB per token for `codes`
+and the heads of an 8B model."""
 
 
 def share_cores(
@@ -79,27 +80,28 @@ def share_cores(
     """Yield `work(item)` for each item, in order; several items run at a time and share torch's threads.
 
     Args:
-        tokens: the number of tokens of one item.
-        of: number of items among which the threads are divided, if `items` are only a part of them; None: the number of
-            `items`. The rounding of sums depends on an item's threads, so it must not depend on how many are left.
+        tokens: number of tokens of one item.
+        of: number of all items, among which the threads are divided, if `items` are only a part of them; None: the
+            number of `items`. The rounding of sums depends on the threads of an item. Therefore the threads of an item
+            must not depend on the number of remaining items.
     """
     threads = torch.get_num_threads()
     together = max(1, min(threads, MOST, of or len(items), MOST_TOKENS // max(1, tokens)))
 
     def begin() -> None:
         torch.set_num_threads(threads // together)
-        # The gradient mode is per thread, so the caller's mode does not hold here.
+        # The gradient mode is set per thread, and so the caller's mode does not apply here.
         torch.set_grad_enabled(False)
 
     try:
         yield from read_ahead(items, work, together, begin)
     finally:
-        # `begin` has changed MKL's number of threads for all threads, and torch's for threads that start later.
+        # `begin` has changed MKL's number of threads for all threads, and torch's number for threads that start later.
         torch.set_num_threads(threads)
 
 
 def split_blocks(tensors: Tensors) -> list[Tensors]:
-    """Split joined tensors into those of each block, the inverse of `join_blocks`.
+    """Split joined tensors into the tensors of each block; the inverse of `join_blocks`.
 
     In each block clusters are numbered from 0. The result has no token_offsets.
 
@@ -129,8 +131,8 @@ def split_blocks(tensors: Tensors) -> list[Tensors]:
 def _first_clusters(counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Return the first cluster of each block in one level, followed by the level's number of clusters.
 
-    Empty clusters come last in their block. So a block's first cluster is the first whose tokens end after the block's
-    offset. All heads have the same number of clusters in a block.
+    Empty clusters come last in their block. Therefore a block's first cluster is the first cluster whose tokens end
+    after the block's offset. All heads have the same number of clusters in a block.
 
     Args:
         counts: [Hk, C], token counts of the level's clusters.
@@ -141,7 +143,7 @@ def _first_clusters(counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor
 
 
 def finest_labels(block: Tensors) -> torch.Tensor:
-    """Return the finest cluster of each token, [Hk, T] int64 in the order of the prompt, in one block or in all."""
+    """Return the finest cluster of each token of one block or of all blocks, [Hk, T] int64 in order of position."""
     order = block["token_order"].long()
     ends = block["level0.counts"].long().cumsum(1)
     rows = torch.arange(order.shape[1], device=order.device).expand_as(order).contiguous()

@@ -1,4 +1,4 @@
-"""Define the interface and registry of indexers, which build a method's tensors, and calibrate score thresholds."""
+"""Interface and registry of indexers, which build a method's tensors, and calibration of score thresholds."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -19,9 +19,9 @@ SHARES: list[float] = torch.logspace(-3, 0, 61, dtype=torch.float64).tolist()
 
 
 class KeepCurve:
-    """Accumulates cluster scores over layers, heads and queries, weighted by the tokens of each cluster.
+    """Distribution of cluster scores over layers, heads and queries, weighted by the token count of each cluster.
 
-    Stores a histogram of log2 scores in steps of 0.01, so its size does not grow with the context.
+    The distribution is a histogram of log2 scores, whose size does not grow with the context.
     """
 
     def __init__(self) -> None:
@@ -29,23 +29,23 @@ class KeepCurve:
         self.tokens = 0.0
 
     def add(self, scores: torch.Tensor, counts: torch.Tensor, tokens: float) -> None:
-        """Add scores [Hk, Q, C] of clusters with counts [Hk, Q or 1, C]; every query selects from `tokens` tokens."""
+        """Add scores [Hk, Q, C] of clusters with counts [Hk, Q or 1, C]; each query selects among `tokens` tokens."""
         bins = _bins(scores)
         weights = counts.expand_as(scores).double()
-        # Summed on the scores' device, because there may be millions of scores. The order of atomic additions does not
-        # matter, because sums of whole numbers are exact.
+        # The counts are summed on the scores' device, because there may be millions of scores. The order of atomic
+        # additions does not matter, because sums of integers are exact.
         added = torch.zeros(BINS, dtype=torch.float64, device=scores.device)
         self.weight += added.scatter_add_(0, bins.flatten(), weights.flatten()).cpu()
         self.tokens += tokens * scores.shape[0] * scores.shape[1]
 
     def threshold(self, keep: float) -> float:
-        """Return the score threshold at which the kept clusters hold the share `keep` of all tokens; 0 keeps all."""
+        """Return the score threshold whose kept clusters hold the share `keep` of all tokens; 0 keeps all clusters."""
         return self._thresholds([keep])[0]
 
     def _thresholds(self, shares: list[float]) -> list[float]:
         kept = self.weight.flip(0).cumsum(0) / self.tokens
         passed = torch.searchsorted(kept, torch.tensor(shares, dtype=torch.float64)).tolist()
-        # The lowest bin also counts all smaller scores, so only a threshold of 0 keeps all of its clusters.
+        # The lowest bin also counts all smaller scores, and so only a threshold of 0 keeps all clusters of this bin.
         return [
             0.0 if bins >= BINS - 1 or keep >= 1 else 2.0 ** (LOWEST + (BINS - 1 - bins) * (-LOWEST / BINS))
             for bins, keep in zip(passed, shares, strict=True)
@@ -66,7 +66,7 @@ def _bins(scores: torch.Tensor) -> torch.Tensor:
     return ((logs - LOWEST) * (BINS / -LOWEST) + 1e-6).long().clamp(0, BINS - 1)
 
 
-LARGEST_SEED = 2**31 - 1  # the largest that faiss accepts
+LARGEST_SEED = 2**31 - 1  # the largest seed that faiss accepts
 MOST_ITERATIONS = 10_000
 
 
@@ -78,14 +78,14 @@ def check_iterations(iterations: int) -> None:
 
 @dataclass(frozen=True)
 class LayerInput:
-    """Input of an indexer: one layer's keys and values [Hk, M, D], and facts about the layer's attention.
+    """Input of an indexer: one layer's middle keys and values [Hk, M, D], and facts about the layer's attention.
 
-    The rows are those of the M tokens between sinks and tail (the middle).
+    The middle is the M tokens between sinks and tail.
 
     Args:
         queries: [Hq, P, D], a sample of the middle's queries; None unless the method's `queries_wanted` is above 0.
         positions: [P], ascending, the positions of these queries.
-        sink_keys: [Hk, S, D], the keys before the middle.
+        sink_keys: [Hk, S, D], the keys of the sinks, before the middle.
         sink_logits: [Hq], the learned attention-sink logits of models that have them.
     """
 
@@ -110,17 +110,17 @@ class BuiltLayer:
 
 @dataclass(frozen=True)
 class Indexer(ABC):
-    """Builds one method's tensors: a frozen dataclass whose fields are its parameters and command-line options."""
+    """Builder of one method's tensors: a frozen dataclass whose fields are its parameters and command-line options."""
 
     revision: ClassVar[int] = 1
-    """Increased when the same parameters give other tensors than before. Builds reuse no files of another revision."""
+    """Revision, increased when the same parameters give other tensors. Builds reuse no files of other revisions."""
     takes_tokens: ClassVar[bool] = False
-    """Whether the method implements `append_layer`, so that an append adds tokens to its existing tensors."""
+    """Whether the indexer implements `append_layer`, so that an append adds tokens to the existing tensors."""
     learns: ClassVar[bool] = False
-    """Whether appended tokens use codebooks or similar that were learned from earlier tokens and may fit worse. Appends
-    then build the method again at certain lengths of the text (`append.learning_again`)."""
+    """Whether appended tokens use codebooks or similar tensors that were learned from earlier tokens, and that may fit
+    new tokens worse. Appends then build the method again at certain lengths of the text (`append.learning_again`)."""
     by_default: ClassVar[bool] = False
-    """Whether the method is built if the user names none."""
+    """Whether the method is built if the user names no method."""
     seed: int = field(default=0, metadata={"help": "Seed of everything random in a build."})
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class Indexer(ABC):
             raise UsageError(f"--seed {self.seed}: give a number from 0 to {LARGEST_SEED}")
 
     def queries_wanted(self) -> int:
-        """Return the size of the query sample that the method asks for, in queries per KV head; 0 if it needs none."""
+        """Return the size of the query sample that the method needs, in queries per KV head; 0 for no sample."""
         return 0
 
     def check_channels(self, head_dim: int) -> None:
@@ -137,29 +137,29 @@ class Indexer(ABC):
 
     @property
     def needs_rope(self) -> bool:
-        """Whether the method builds from each layer's RoPE, so that `check_rope` is called before the prefill."""
+        """Whether the method needs the RoPE of each layer. If so, `check_rope` is called before the prefill."""
         return False
 
     def check_rope(self, rope: RopeFacts | None) -> None:
-        """Raise UsageError if the method cannot be built for layers with this RoPE; None is an unknown rotation."""
+        """Raise UsageError if the method cannot be built for layers with this RoPE; None: the RoPE is unknown."""
         return
 
     def bytes_per_token(self, head_dim: int) -> float:
-        """Return the method's bytes per indexed token and KV head if they are many next to keys and values, else 0."""
+        """Return the method's bytes per indexed token and KV head; 0 if they are few beside keys and values."""
         return 0.0
 
     @abstractmethod
     def build_layer(self, layer: LayerInput) -> Tensors:
         """Build the method's tensors for one layer, by name.
 
-        On a CPU several threads call it at a time, each for another layer and with gradients off. It must not change
-        shared state.
+        On a CPU, several threads call `build_layer` at a time, for different layers and with gradients off.
+        `build_layer` must not change shared state.
         """
 
     def append_layer(self, tensors: Tensors, layer: LayerInput, old_middle: int) -> Tensors:
         """Build the method's tensors for one layer after tokens were appended to the indexed ones (the middle).
 
-        Only methods with `takes_tokens` have this.
+        Only indexers with `takes_tokens` implement this.
 
         Args:
             tensors: the tensors built for the first `old_middle` tokens of the middle, with the same parameters.
@@ -175,7 +175,7 @@ indexers: Registry[type[Indexer]] = Registry("indexer", "sparsekv.indexing.metho
 
 
 def indexer_of(kind: type[Indexer], parameters: Mapping[str, Any]) -> Indexer:
-    """Make an indexer from a manifest's parameters; parameters that this version does not have are ignored.
+    """Make an indexer from a manifest's parameters; parameters that are unknown to this version are ignored.
 
     Raises:
         UsageError: a parameter has an invalid value.
@@ -194,7 +194,7 @@ def choose_indexers(names: list[str]) -> list[str]:
     for name in names:
         if name not in known and name != "all":
             raise UsageError(
-                f"no index is built for '{name}' (methods that need none are used as they are); these have one: "
+                f"no index is built for '{name}' (methods without an index need no build); these have one: "
                 f"{', '.join(known)}{suggestion(name, known)}"
             )
     if not names:

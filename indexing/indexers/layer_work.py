@@ -1,4 +1,4 @@
-"""Build a method's tensors layer by layer: one layer at a time on a GPU, several at a time on a CPU."""
+"""Build of a method's tensors layer by layer: one layer at a time on a GPU, several layers at a time on a CPU."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -15,16 +15,16 @@ from sparsekv.indexing.indexers.cluster_indexer import share_cores
 from sparsekv.indexing.indexers.interface import Indexer, LayerInput, Tensors
 
 Read = Callable[[str], Mapping[str, torch.Tensor]]
-"""Returns the tensors of a build's file by its name, on the device that builds the methods."""
+"""Function that returns the tensors of a build's file, given its name, on the device that builds the methods."""
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Everything that is needed to build one method's tensors of any layer. It can be sent to another process.
+    """Inputs for building one method's tensors of any layer; a `LayerWork` can be sent to another process.
 
     Args:
         dtype: the index's dtype, such as `bfloat16`.
-        in_8_bits: the index stores keys, values and the finest clusters' centroids in int8.
+        in_8_bits: whether the index stores keys, values and the finest clusters' centroids in int8.
     """
 
     name: str
@@ -35,8 +35,7 @@ class LayerWork:
     in_8_bits: bool
 
     def sources(self, layer: int) -> list[str]:
-        """List the input files of the method's file of a layer: the layer's context, and the query sample if the method
-        needs one."""
+        """List the files from which a layer's tensors are built: its context and, if needed, its query sample."""
         folders = ["context", "samples"] if self.indexer.queries_wanted() else ["context"]
         return [layer_file(folder, layer) for folder in folders]
 
@@ -45,10 +44,10 @@ class LayerWork:
         return [*self.sources(layer), layer_file("queries", layer)]
 
     def input(self, layer: int, read: Read) -> LayerInput:
-        """Read a layer's input for the indexer. On a CPU a file's tensors are copied to memory, unless they are aligned
-        there."""
+        """Read a layer's input for the indexer. On a CPU, tensors that are not aligned in memory are copied."""
         stored = context_rows(_lent(read(layer_file("context", layer))), getattr(torch, self.dtype))
-        # Methods are built from stored rows, not captured rows: a resumed build and a converted index have no others.
+        # Methods are built from stored rows, not from captured rows, which a resumed build or a converted index does
+        # not have.
         keys, values = stored.part(slice(self.split.sinks + self.split.middle))
         lend([keys, values])
         middle = slice(self.split.sinks, self.split.sinks + self.split.middle)
@@ -65,16 +64,16 @@ class LayerWork:
         )
 
     def build(self, layer: int, rows: LayerInput) -> Tensors:
-        """Build the method's tensors of a layer, by name, as they are stored."""
+        """Build the method's tensors of a layer, by name, in their stored form."""
         return self.stored(self.indexer.build_layer(rows))
 
     def stored(self, tensors: Tensors, before: Tensors | None = None) -> Tensors:
-        """Convert an indexer's tensors of a layer to their stored form; they extend the stored tensors `before`."""
+        """Convert an indexer's tensors of a layer to their stored form; `before`: stored tensors that they extend."""
         return with_centroids_in_8_bits(tensors, before) if self.in_8_bits else tensors
 
 
 def lend(tensors: Iterable[torch.Tensor]) -> None:
-    """Let the default stream use tensors that were allocated on a thread's stream."""
+    """Make tensors that were allocated on a thread's stream safe to use on the default stream."""
     for tensor in tensors:
         if tensor.is_cuda:
             # The thread's stream must not reuse the memory before the default stream is done.
@@ -87,14 +86,14 @@ def _lent(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
 
 
 ALIGNMENT = 64
-"""Bytes. Torch aligns its memory on a CPU to it; a tensor of a mapped file lies anywhere."""
+"""Alignment in bytes of CPU memory that torch allocates. A tensor of a mapped file may have any alignment."""
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor, or a copy of it if it is not aligned in the CPU's memory.
+    """Return the tensor, or a copy if the tensor is not aligned in the CPU's memory.
 
-    The rounding of products depends on the alignment. Whether a file's tensors are still in memory depends on how fast
-    it is written, and equal builds must be equal.
+    The rounding of products depends on the alignment. Whether tensors come from memory or from a mapped file depends on
+    the speed of writing. Without aligned copies, repeated builds could differ.
     """
     return tensor if tensor.is_cuda or tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
@@ -105,13 +104,13 @@ AHEAD = 2
 
 
 LayerMaker = Callable[[LayerWork, Sequence[int], ArtifactWriter, torch.device], Generator[Tensors, None, None]]
-"""Yields a method's tensors of each given layer, in order, built on a device from a build's files."""
+"""Function that yields a method's tensors of each layer, in order, built on a device from a build's files."""
 
 
 def make_layers(
     work: LayerWork, layers: Sequence[int], files: ArtifactWriter, device: torch.device
 ) -> Generator[Tensors, None, None]:
-    """Yield a method's tensors of each layer, built in this process alone. This function is a `LayerMaker`."""
+    """Yield a method's tensors of each layer, built in this process alone; the `LayerMaker` without other processes."""
     yield from make_layers_from(work, layers, lambda name: files.read(name, device), device)
 
 
@@ -120,8 +119,9 @@ def make_layers_from(
 ) -> Generator[Tensors, None, None]:
     """Yield a method's tensors of each layer, in order.
 
-    Memory: on a GPU, the keys and values of AHEAD + 2 layers, and what the indexer allocates for one layer. On a CPU,
-    the same for each of the layers that `share_cores` processes at a time.
+    On a GPU, this allocates the keys and values of AHEAD + 2 layers, and the indexer's memory for one layer. On a CPU,
+    it allocates the keys, the values and the indexer's memory for each of the layers that `share_cores` processes at a
+    time.
     """
 
     def read_input(layer: int) -> LayerInput:

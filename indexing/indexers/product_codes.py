@@ -1,6 +1,6 @@
-"""Quantise keys by product quantisation: train codebooks, and fit a linear transform to the document's queries.
+"""Product quantisation of keys: training of codebooks, and a linear transform fitted to the document's queries.
 
-Also fit masses and values of clusters that represent tokens that are not selected.
+Masses and values of clusters, which represent tokens that are not selected, are fitted, too.
 """
 
 import math
@@ -16,14 +16,15 @@ from sparsekv.kernels.scores.logits import attention_logits, best_tokens, softma
 
 TAKEN = 0.04  # share of the tokens that each query selects
 PRIOR = 0.1  # weight of the unfitted centroids in the fit, as a share of the mean mass of a head's clusters
-AT_ONCE = 16  # positions whose logits are in memory
+AT_ONCE = 16  # positions whose logits are in memory at a time
 
 
 def attended(keys: torch.Tensor, queries: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
-    """Compute [Hk, M] float32: the square root of each token's attention weight, averaged over the queries.
+    """Compute the square root of each token's attention weight, averaged over positions: [Hk, M] float32.
 
-    The root gives more weight to tokens that few of the document's queries attend to, which a question may need.
-    Allocates three times the logits of `AT_ONCE` positions on all tokens; with a soft cap, four times.
+    The attention weight is the mean over the group. The root gives more weight to tokens that only few of the
+    document's queries attend to, because a question may need these tokens. Allocates three times the logits of
+    `AT_ONCE` positions on all tokens; with a soft cap, four times.
 
     Args: as for `fit_rest`.
     """
@@ -35,9 +36,9 @@ def attended(keys: torch.Tensor, queries: torch.Tensor, facts: LayerFacts) -> to
 
 
 def _chosen(estimates: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Select the tokens [Hk, P, K] that each position takes by estimated logits [Hk, G, P, M].
+    """Select the best tokens [Hk, P, K] of each position by estimated logits [Hk, G, P, M].
 
-    Logits become probabilities by the exact log-sum-exps [Hk, G, P].
+    The exact log-sum-exps `total` [Hk, G, P] convert logits to probabilities.
     """
     weights, estimated_total = softmax_with_logsumexp(estimates)
     # Estimates can exceed the exact logits by so much that the exponential would overflow.
@@ -54,10 +55,11 @@ def fit_rest(
     labels: torch.Tensor,
     facts: LayerFacts,
 ) -> Tensors:
-    """Fit masses and values of clusters to queries that attend to unselected tokens through the clusters.
+    """Fit masses and values of clusters, by which queries attend to the tokens that they do not select.
 
-    Returns rest_bias [Hk, C] float32, the logarithms of the masses' factors, and rest_values [Hk, C, D] in the dtype of
-    the values. Allocates four times the logits of `AT_ONCE` positions on all tokens; with a soft cap, five times.
+    Returns rest_bias [Hk, C] float32, which is the log of the factor between a cluster's fitted mass and its estimated
+    mass, and rest_values [Hk, C, D] in the dtype of the values. Allocates four times the logits of `AT_ONCE` positions
+    on all tokens; with a soft cap, five times.
 
     Args:
         keys, values: [Hk, M, D].
@@ -67,7 +69,9 @@ def fit_rest(
         labels: [Hk, M], the cluster of each token.
     """
     centroids, counts = clusters["level0.centroids"], clusters["level0.counts"].float()
-    weights = torch.zeros(keys.shape[:2], device=keys.device)  # of each token, over queries that do not select it
+    weights = torch.zeros(
+        keys.shape[:2], device=keys.device
+    )  # attention to each token by queries that do not select the token
     expected = torch.zeros_like(counts)
     for some in queries.split(AT_ONCE, 2):
         shares, total = softmax_with_logsumexp(attention_logits(some, keys, *facts.scaling))
@@ -87,33 +91,34 @@ def fit_rest(
     return {"rest_bias": ((masses + prior) / (expected + prior)).log(), "rest_values": fitted.to(values.dtype)}
 
 
-SHRINK = 0.3  # shrinkage of the queries' second moments to isotropy: a sample estimates rare directions badly
+SHRINK = 0.3  # shrinkage of the queries' second moments to isotropy, because a sample estimates rare directions badly
 
 
 def query_turn(keys: torch.Tensor, queries: torch.Tensor, parts: int, weights: torch.Tensor) -> torch.Tensor:
     """Fit the matrix [Hk, D, D] float16 by which queries are multiplied.
 
-    Keys are multiplied by its `key_turn`, so that products of queries and keys stay the same.
+    Keys are multiplied by `key_turn` of this matrix, so that products of queries and keys do not change.
 
-    Allocates the keys three times more in float32.
+    Allocates three float32 copies of the keys.
 
     Args:
         keys: [Hk, M, D].
         queries: [Hk, P, D], a sample of all heads of a group.
         parts: number of parts of neighbouring channels that a key is cut into.
-        weights: [Hk, M], above 0: how much the error of each key matters.
+        weights: [Hk, M], above 0, weights of the keys' quantisation errors.
     """
     (root, inverse), shares = _roots(queries.float()), weights / weights.sum(1, keepdim=True)
     turned = keys.float() @ root
     turned -= shares[:, None] @ turned
     variances, directions = torch.linalg.eigh(turned.transpose(1, 2) @ (shares[..., None] * turned))
-    # Rounding may change an eigenvector's sign. Its largest component is made positive, so that codes are the same
-    # everywhere.
+    # The sign of an eigenvector may depend on rounding. The largest component of each eigenvector is made positive, so
+    # that codes are the same on every machine.
     largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
     directions = directions * largest.sign()
     dealt = torch.stack([_deal(of_head, parts) for of_head in variances]).to(keys.device)
     directions = directions.gather(2, dealt[:, None].expand_as(directions))
-    # The queries' matrix has the inverse of the root. The directions are orthogonal, and so they are used as they are.
+    # The matrix of the queries contains the inverse of the root. The directions are orthogonal, and so they need no
+    # inverse.
     turn: torch.Tensor = (inverse @ directions).half()
     return turn
 
@@ -133,7 +138,7 @@ def _roots(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     moments = queries.transpose(1, 2) @ queries
     even = torch.eye(queries.shape[2], device=queries.device)
-    # If all queries of a head are 0, its matrix is SHRINK times the identity.
+    # If all queries of a head are 0, the head's matrix is SHRINK times the identity.
     size = moments.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None].clamp(min=1e-12)
     variances, directions = torch.linalg.eigh((1 - SHRINK) * moments / size + SHRINK * even)
     # Variances are at least SHRINK, except for rounding errors.
@@ -145,7 +150,8 @@ def _roots(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _deal(variances: torch.Tensor, parts: int) -> torch.Tensor:
     """Assign components to parts, given their variances [D] in ascending order; return indices [D] part by part.
 
-    The largest remaining component goes to the part with room and the smallest product of variances.
+    Components are assigned in descending order of variance. Each goes to the part with the smallest product of
+    variances among the parts that are not full.
     """
     room = len(variances) // parts
     logs = variances.clamp(min=1e-12).log().tolist()
@@ -157,7 +163,7 @@ def _deal(variances: torch.Tensor, parts: int) -> torch.Tensor:
     return torch.tensor([number for part in dealt for number in part])
 
 
-CODES = 256  # centroids of a part: the values of a byte
+CODES = 256  # centroids of a part, one for each value of a byte
 
 
 def check_parts(option: str, parts: int, head_dim: int) -> None:
@@ -171,17 +177,17 @@ def train_codebooks(
 ) -> torch.Tensor:
     """Train centroids [Hk, m, C, D / m] float16 of each part by k-means over keys [Hk, M, D]; C is min(256, M).
 
-    The parts of all heads are clustered together in batched products. Allocates the keys once more in float32.
+    The parts of all heads are clustered together in batched products. Allocates a float32 copy of the keys.
 
     Args:
-        weights: [Hk, M], above 0: how much the error of each key matters. None for equal weights.
+        weights: [Hk, M], above 0, weights of the keys' quantisation errors; None: equal weights.
     """
     points = _parts(keys, parts)
     of_parts = None if weights is None else weights.repeat_interleave(parts, 0)
     generator = torch.Generator(points.device).manual_seed(seed)
     first = random_points(points, min(CODES, keys.shape[1]), generator, weights=of_parts)
-    # k-means would end with an assignment. Codes are assigned to the rounded centroids later, so one more update of the
-    # centroids replaces it.
+    # k-means usually ends with an assignment. Here one more update of the centroids replaces this assignment, because
+    # codes are later assigned to the rounded centroids.
     _, books = moved_centres(points, first, iterations + 1, of_parts)
     return books.view(len(keys), parts, -1, points.shape[2]).half()
 

@@ -1,8 +1,9 @@
-"""Build the index of the method `codes`: codes of all keys, and clusters that represent unselected tokens.
+"""Indexer of the method `codes`: codes of all keys, and clusters that represent unselected tokens.
 
-Keys are encoded by product quantisation, as in PQCache (arXiv 2407.12820). They are first multiplied by a matrix, so
-that the quantisation error matters least to the document's queries. Keys that these queries attend to have the largest
-weights. The clusters are those of Multipole (arXiv 2506.13059), with fitted masses and values.
+Keys are encoded by product quantisation, as in PQCache (arXiv 2407.12820). Before the quantisation, keys are multiplied
+by a matrix, so that quantisation errors change the logits of the document's queries least. Keys that these queries
+attend to have the largest weights. The clusters are those of Multipole (arXiv 2506.13059), with fitted masses and
+values.
 """
 
 from dataclasses import dataclass, field
@@ -28,8 +29,8 @@ from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.kernels.scores.logits import attention_logits
 
 ATTENDED_EVERY, FIT_EVERY = 2, 6
-"""Strides through the sample's positions for the keys' weights and for the fit of the clusters. With smaller strides,
-output errors are the same to 1%, and a build on a CPU takes longer."""
+"""Strides over the sample's positions, for the keys' weights and for the fit of the clusters. Smaller strides change
+output errors by less than 1%, and a build on a CPU takes longer."""
 FLOOR = 0.3
 """Weight of a key that none of the document's queries attends to, as a share of the mean weight of its head's keys."""
 
@@ -68,16 +69,17 @@ class CodesIndexer(MultipoleIndexer):
         check_parts("--code-bytes", self.code_bytes, head_dim)
 
     def build_layer(self, layer: LayerInput) -> Tensors:
-        """Build the clusters' tensors, the codes and the fitted rest.
+        """Build the clusters' tensors, the codes, and the clusters' fitted masses and values.
 
-        These are query_turn [Hk, D, D] and codebooks [Hk, m, C, D / m] float16, codes [Hk, M, m] uint8, rest_bias
-        [Hk, C] float32 and rest_values [Hk, C, D]. Allocates the keys four times in float32.
+        Besides the clusters' tensors, these are query_turn [Hk, D, D] and codebooks [Hk, m, C, D / m] float16, codes
+        [Hk, M, m] uint8, rest_bias [Hk, C] float32 and rest_values [Hk, C, D]. Allocates the keys four times in
+        float32.
         """
         clusters = super().build_layer(layer)
         return clusters | self._coded_and_rest(layer, clusters)
 
     def append_layer(self, tensors: Tensors, layer: LayerInput, old_middle: int) -> Tensors:
-        """Keep query_turn and codebooks, encode the new keys with them, and fit the clusters' masses and values again.
+        """Keep query_turn and codebooks, encode the new keys with both, and fit the clusters' masses and values again.
 
         Codebooks that were trained on fewer than 256 keys are trained again, because they distinguish few keys.
         """
@@ -107,7 +109,7 @@ def _grouped(layer: LayerInput) -> torch.Tensor:
 
 
 def _rest(layer: LayerInput, clusters: Tensors, coded: Tensors) -> Tensors:
-    """Fit rest_bias and rest_values for the tokens that the codes leave unselected."""
+    """Fit rest_bias and rest_values for the tokens that queries do not select by their codes."""
     labels, some = finest_labels(clusters), _grouped(layer)[:, :, ::FIT_EVERY]
     turn, named = coded["query_turn"].float()[:, None], decode(coded["codes"], coded["codebooks"])
 

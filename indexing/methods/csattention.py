@@ -1,7 +1,7 @@
-"""Build the index of CSAttention: posting lists of keys, one for each centroid of the prompt's queries in a subspace.
+"""Indexer of CSAttention: posting lists of keys, one list for each centroid of the document's queries in a subspace.
 
 For each KV head, the queries of the whole group are clustered by cosine in each subspace, from k-means++ seeds. A
-centroid's posting list holds the L middle keys of highest partial score c k, where L is the share `--alpha` of the
+centroid c's posting list holds the L middle keys k of highest partial score c k. L is the share `--alpha` of the
 middle. Scores are computed with the stored centroids, which are in float16.
 """
 
@@ -26,14 +26,14 @@ from sparsekv.kernels.posting_lists.posting_lists import (
 
 SUBSPACES = ("rope-pairs", "contiguous")
 ENTRY_BYTES = 6  # int32 position, float16 score
-FITTED_POSITIONS = 32  # the last positions of the sample; the subspaces' weights are fitted to their queries
+FITTED_POSITIONS = 32  # number of the sample's last positions, to whose queries the subspaces' weights are fitted
 QUANTILES = 101
 
 
 @indexers.register("csattention")
 @dataclass(frozen=True)
 class CSAttentionIndexer(Indexer):
-    """Builds query-centric posting lists. Not a default method, because the lists are larger than keys and values."""
+    """Builds query-centric posting lists; not by default, because they are larger than keys and values."""
 
     learns: ClassVar[bool] = True
     takes_tokens: ClassVar[bool] = True
@@ -89,7 +89,7 @@ class CSAttentionIndexer(Indexer):
         return self._with_lists(kept, layer)
 
     def append_layer(self, tensors: Tensors, layer: LayerInput, old_middle: int) -> Tensors:
-        """Keep the centroids, and build their lists over all keys. Allocates as `build_layer` does, but no queries."""
+        """Keep the centroids, and build their lists over all keys. Allocates like `build_layer`, but no queries."""
         return self._with_lists({name: tensors[name] for name in ("channels", "centroids")}, layer)
 
     def _with_lists(self, kept: Tensors, layer: LayerInput) -> Tensors:
@@ -110,8 +110,8 @@ class CSAttentionIndexer(Indexer):
     def calibrate(self, layers: Callable[[], Iterator[BuiltLayer]]) -> dict[str, Any]:
         """Compute `cosines`: percentiles 0 to 100 of a query part's cosine to its nearest centroid.
 
-        They are over all layers, heads, subspaces and the first half of the held-out queries. `--backoff` reads its
-        cosine threshold from them.
+        The percentiles are over all layers, heads, subspaces, and the first half of the held-out queries. The cosine
+        threshold of `--backoff` is one of these percentiles.
         """
         found = []
         for layer in layers():
@@ -137,12 +137,12 @@ class CSAttentionIndexer(Indexer):
     def check_rope(self, rope: RopeFacts | None) -> None:
         if rope is None:
             raise UsageError(
-                "--subspaces rope-pairs: how this model turns its keys is not known; give --subspaces contiguous"
+                "--subspaces rope-pairs: how this model rotates its keys is not known; give --subspaces contiguous"
             )
         if rope.frequencies and self.subspace_size % 2:
             raise UsageError(
-                f"--subspace-size {self.subspace_size} splits pairs of channels that RoPE turns together; give an even "
-                "size, or --subspaces contiguous"
+                f"--subspace-size {self.subspace_size} splits pairs of channels that RoPE rotates together; give an "
+                "even size, or --subspaces contiguous"
             )
 
     def _channels(self, layer: LayerInput) -> torch.Tensor:

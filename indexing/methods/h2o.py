@@ -1,7 +1,7 @@
-"""Build the index of H2O (arXiv 2306.14048): the attention that each middle token gets from the prompt's own queries.
+"""Indexer of H2O (arXiv 2306.14048): the attention of the document's own queries to each middle token.
 
-It is a sum over a sample of the prompt's queries. Each query has a causal softmax that includes the sinks. As in the
-paper, the sum favours early tokens, because more queries can attend to them.
+The attention is summed over a sample of the document's queries. Each query has a causal softmax that includes the
+sinks. As in the paper, the sum favours early tokens, because more queries can attend to early tokens.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ LOGITS_AT_ONCE = 16 * 2**20  # elements of [Hq, P, S + M] float32 logits: 64 MB
 @indexers.register("h2o")
 @dataclass(frozen=True)
 class H2OIndexer(Indexer):
-    """Sums the attention to each token. Not a default method, because it needs a sample of the prompt's queries."""
+    """Sums the attention to each token; not built by default, because it needs a sample of the document's queries."""
 
     query_sample: int = field(
         default=4096, metadata={"help": "Queries of the document, per KV head, whose attention is summed."}

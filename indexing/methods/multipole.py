@@ -1,9 +1,8 @@
-"""Build the index of Multipole Attention (arXiv 2506.13059, section 3): blockwise clusters with key and value
-centroids.
+"""Indexer of Multipole Attention (arXiv 2506.13059, section 3): blockwise clusters with key and value centroids.
 
-With blocks, tokens can be appended without clustering all old tokens again. Only the last block changes, which has
-between alpha = W / 2 and W + alpha tokens. RetroInfer (arXiv 2505.02922) also clusters in segments and estimates
-attention from centroids.
+With blocks of W tokens, tokens can be appended without clustering all old tokens again. Only the last block changes,
+which has between alpha = W / 2 and W + alpha tokens. RetroInfer (arXiv 2505.02922) also clusters in segments and
+estimates attention from centroids.
 """
 
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ from sparsekv.kernels.kmeans.hierarchy import (
 from sparsekv.kernels.kmeans.kmeans import to_space
 
 STEP = 128  # largest number of tokens that are appended to a block at once
-AT_ONCE = 16  # blocks that a GPU clusters together, because launching a block's kernels takes longer than running them
+AT_ONCE = 16  # blocks that a GPU clusters together, because launches dominate the time of one block
 MOST_TOKENS = 1 << 17  # largest number of tokens of these blocks in all
 MOST_JOINS = 2  # more steps of STEP tokens would cost more than clustering the block from scratch
 
@@ -55,16 +54,16 @@ class MultipoleIndexer(ClusterIndexer):
     def build_layer(self, layer: LayerInput) -> Tensors:
         """Build the joined levels of all blocks, and block_offsets [blocks + 1] int32, which count indexed tokens.
 
-        Allocates one block's keys twice in float32. On a GPU it allocates this for `AT_ONCE` blocks, and their keys and
-        values.
+        Allocates one block's keys twice in float32. On a GPU, the keys of `AT_ONCE` blocks are allocated twice in
+        float32, and copies of these blocks' keys and values.
         """
         return self._join(layer, [], block_offsets(layer.keys.shape[1], self.block))
 
     def append_layer(self, tensors: Tensors, layer: LayerInput, old_middle: int) -> Tensors:
         """Keep closed blocks; append up to MOST_JOINS * STEP tokens to the clusters of the last block.
 
-        With more tokens, or when the last block closes, its tokens are clustered from scratch, which then costs less
-        and finds better clusters. Allocates what `build_layer` does.
+        With more tokens, or if the last block closes, the last block's tokens are clustered from scratch. This then
+        costs less and gives better clusters. Allocates the same as `build_layer`.
         """
         offsets = block_offsets(layer.keys.shape[1], self.block)
         blocks = split_blocks(tensors)
@@ -75,17 +74,17 @@ class MultipoleIndexer(ClusterIndexer):
         return self._join(layer, blocks, offsets)
 
     def _join(self, layer: LayerInput, blocks: list[Tensors], offsets: list[int]) -> Tensors:
-        """Cluster the blocks of `offsets` that `blocks` lacks, and join all of them."""
+        """Cluster the blocks of `offsets` that follow the given `blocks`, and join all blocks."""
         runs = equal_neighbours(offsets[len(blocks) :], self._together(layer.keys))
         made = [block for run in runs for block in self._cluster_blocks(layer, run)]
         return join_blocks(blocks + made) | {"block_offsets": torch.tensor(offsets, dtype=torch.int32)}
 
     def _together(self, keys: torch.Tensor) -> int:
-        """Return the number of tokens whose blocks are clustered together; a CPU clusters head by head."""
+        """Return the number of tokens of the blocks that are clustered together; on a CPU, those of one block."""
         return min(AT_ONCE * self.block, MOST_TOKENS) if keys.is_cuda else self.block
 
     def _cluster_blocks(self, layer: LayerInput, offsets: list[int]) -> Iterator[Tensors]:
-        """Cluster neighbouring blocks of one length, as if each head of each block was a head of its own."""
+        """Cluster neighbouring blocks of equal length together, with each head of each block as a separate head."""
         tokens, shape = slice(offsets[0], offsets[-1]), (len(layer.keys), len(offsets) - 1)
         looked_up = self.lookup_keys(layer, tokens)
         keys, values, lookup = (
@@ -97,7 +96,8 @@ class MultipoleIndexer(ClusterIndexer):
         found = self.cluster(keys, values, layer.split.sinks, lookup)
         wanted = list(enumerate(level_sizes(self.levels, keys.shape[1])))[1:]
         if shape[1] > 1 and any(found[f"level{level}.counts"].shape[1] < size for level, size in wanted):
-            # A block with few distinct keys may have fewer clusters than the others, so each block is clustered alone.
+            # A block with few distinct keys may have fewer clusters than other blocks. Then each block is clustered
+            # alone.
             for start, stop in pairwise(offsets):
                 yield from self._cluster_blocks(layer, [start, stop])
             return
@@ -111,7 +111,7 @@ class MultipoleIndexer(ClusterIndexer):
         return None
 
     def _extend(self, block: Tensors, layer: LayerInput, tokens: slice, old: int) -> Tensors:
-        """Append the tokens after the first `old` of a block to the block's clusters (section 3.3 of the paper)."""
+        """Append a block's tokens from token `old` on to the block's clusters (section 3.3 of the paper)."""
         keys, values = layer.keys[:, tokens], layer.values[:, tokens]
         generator = torch.Generator(keys.device).manual_seed(self.seed)
         labels, clusters = finest_labels(block), block["level0.counts"].shape[1]

@@ -1,5 +1,4 @@
-"""Build the index of Multipole Attention with windowed RoPE (arXiv 2506.13059, section 3.1, after A2ATS, arXiv
-2502.12665).
+"""Indexer of Multipole Attention with windowed RoPE (arXiv 2506.13059, section 3.1, after A2ATS, arXiv 2502.12665).
 
 Keys are clustered with RoPE undone, so that clusters do not depend on position. Each cluster stores two key centroids.
 The centroid of the keys with RoPE undone is used for lookup. The centroid of the keys with RoPE is attended to, because
@@ -20,7 +19,7 @@ from sparsekv.kernels.common.runs import rotate
 @indexers.register("multipole-windowed")
 @dataclass(frozen=True)
 class WindowedMultipoleIndexer(MultipoleIndexer):
-    """Clusters keys with RoPE undone, block by block; `recall-report` shows whether that is better for a model."""
+    """Clusters keys with RoPE undone, block by block; `recall-report` shows whether this is better for a model."""
 
     @property
     def needs_rope(self) -> bool:
@@ -29,8 +28,8 @@ class WindowedMultipoleIndexer(MultipoleIndexer):
     def check_rope(self, rope: RopeFacts | None) -> None:
         if rope is None:
             raise UsageError(
-                "--method multipole-windowed: the model turns its keys otherwise than by RoPE frequencies, which is "
-                "all that the method can undo; leave the method out"
+                "--method multipole-windowed: the model does not rotate its keys by RoPE frequencies, the only "
+                "rotation that the method can undo; leave the method out"
             )
 
     def lookup_keys(self, layer: LayerInput, tokens: slice) -> torch.Tensor:
@@ -42,8 +41,8 @@ class WindowedMultipoleIndexer(MultipoleIndexer):
         rope, keys = layer.facts.rope, layer.keys[:, tokens]
         if rope is None:
             raise UsageError(
-                "windowed RoPE needs to know how each layer turns its keys, and this index does not say it: build it "
-                "again with --force, or leave the method out if the model turns them otherwise than by RoPE frequencies"
+                "windowed RoPE needs to know how each layer rotates its keys, which this index does not record: build "
+                "it again with --force, or leave the method out if the model does not rotate keys by RoPE frequencies"
             )
         first = layer.split.sinks + tokens.start
         positions = torch.arange(first, first + keys.shape[1], device=keys.device)

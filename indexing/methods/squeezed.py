@@ -1,10 +1,9 @@
-"""Build the index of Squeezed Attention (arXiv 2411.09688): k-means of the keys (section 3.1), and a hierarchy of
-clusters (section 3.3).
+"""Indexer of Squeezed Attention (arXiv 2411.09688): k-means of keys (section 3.1) and a hierarchy (section 3.3).
 
-Keys are clustered by cosine, and a centroid is the mean of its unnormalised keys. The centroids are clustered again for
-each coarser level. The global threshold (appendix C) is calibrated on the first half of the held-out tail's queries.
-Decoding and a question's prefill have separate thresholds, because averaging over a question's queries flattens the
-scores.
+Keys are clustered by cosine, and a centroid is the mean of its cluster's unnormalised keys. The centroids are clustered
+again for each coarser level. The global threshold (appendix C) is calibrated on the first half of the held-out tail's
+queries. Decoding and a question's prefill have separate thresholds, because averaging over a question's queries
+flattens the scores.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,14 +16,14 @@ from sparsekv.indexing.indexers.cluster_indexer import ClusterIndexer
 from sparsekv.indexing.indexers.interface import BuiltLayer, KeepCurve, LayerInput, Tensors, indexers
 from sparsekv.kernels.scores.logits import attention_logits, scores_from_logits
 
-QUESTION_TOKENS = 16  # queries that one calibrated prefill lookup averages over
-REPORTED_KEEP = 0.05  # target whose held-out keep rate the manifest states
+QUESTION_TOKENS = 16  # queries over which one calibrated prefill lookup averages its scores
+REPORTED_KEEP = 0.05  # share of kept tokens at which the manifest states the share kept for held-out queries
 
 
 @indexers.register("squeezed")
 @dataclass(frozen=True)
 class SqueezedIndexer(ClusterIndexer):
-    """Clusters the keys of all tokens between sinks and tail at once, not block by block."""
+    """Clusters the keys of all tokens between sinks and tail as a whole, not block by block."""
 
     revision: ClassVar[int] = 2
 
@@ -40,7 +39,8 @@ class SqueezedIndexer(ClusterIndexer):
             for kind, group in (("decode", 1), ("prefill", QUESTION_TOKENS))
         }
         lookups = [lookup for of_kind in found.values() for lookup in of_kind.values()]
-        # Each pass over the layers handles all lookups, because reading a layer costs more than scoring it.
+        # Each pass over the layers handles all lookups, because reading a layer costs more time than scoring its
+        # clusters.
         for depth in range(deepest + 1):
             for layer in layers():
                 for lookup in lookups:
@@ -52,10 +52,10 @@ class SqueezedIndexer(ClusterIndexer):
 
 @dataclass
 class _Lookup:
-    """Calibrates one kind of lookup, level by level from the coarsest.
+    """Calibration of one kind of lookup, level by level from the coarsest.
 
-    Each coarse level gets a threshold that keeps half of the tokens that the level above has kept. The finest level
-    gets a curve of the share of tokens kept by threshold.
+    Each coarse level gets a threshold that keeps half of the tokens that the level above keeps. The finest level gets a
+    curve: the share of tokens kept at each threshold.
     """
 
     group: int
@@ -90,7 +90,7 @@ class _Lookup:
 def _level_scores(
     layer: BuiltLayer, coarse: int, thresholds: list[float], group: int, *, held_out: bool
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return scores and counts of the first level without a threshold, and M; dropped clusters have a count of 0."""
+    """Return scores and counts of the first level without a threshold, and M; clusters not opened have a count of 0."""
     half = layer.tail_queries.shape[1] // 2
     queries = layer.tail_queries[:, half:] if held_out else layer.tail_queries[:, :half]
     level, alive = coarse, torch.ones((), device=queries.device)

@@ -11,9 +11,10 @@ from sparsekv.kernels.scores.logits import attention_logits, softmax_with_logsum
 
 
 def takes_chunk(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether `chunk_causal` supports these tensors; torch's kernel does not check that itself.
+    """Whether `chunk_causal` supports these tensors.
 
-    It needs CPU tensors with a contiguous last axis, no float64 queries, and queries and values of equal width.
+    `chunk_causal` needs CPU tensors with a contiguous last axis, queries that are not float64, and queries and values
+    of equal width. Torch's kernel does not check this.
     """
     rows = query, keys, values
     alike = query.shape[-1] == values.shape[-1] and query.dtype != torch.float64
@@ -23,10 +24,10 @@ def takes_chunk(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -
 def chunk_causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softmax_scale: float) -> torch.Tensor:
     """Compute causal attention of queries at the last positions of the keys.
 
-    This takes three quarters of the time of torch's attention with a mask. Here torch's kernel runs without a mask,
-    and so it reads no mask for each head. The queries of all heads that share keys are rows of one matrix product. The
-    chunk's own keys and the earlier keys are attended separately. Their log-sum-exps merge the two softmaxes into one.
-    Torch returns these log-sum-exps only from an operator below its public function.
+    The queries of all heads that share keys are rows of one matrix product. Torch's kernel runs without a mask. This
+    function takes three quarters of the time of torch's attention, which reads a mask for each head. The chunk's own
+    keys and the earlier keys are attended separately. Their log-sum-exps merge the two softmaxes into one. Torch's
+    public function does not return log-sum-exps, and so its internal operator is called.
 
     Args:
         query: [Hq, Q, D]; keys, values: [Hk, T, D] of its dtype, T at least Q, as `takes_chunk` allows.
@@ -52,9 +53,9 @@ class Segment:
     """Keys and values [Hk, T, D] of a part of the rows that a query attends to.
 
     `mask` broadcasts to [Hk, G, Q, T] and is True where a row is attended. None attends to all rows. Masked keys may
-    hold anything. Masked values must be finite, because they are multiplied by a weight of 0. `bias` broadcasts like
-    the mask and is added to the logits. It is the logarithm of the number of tokens that a row represents. Keys and
-    values may differ from the query in dtype: centroids have the index's dtype, not the model's.
+    hold anything. Masked values must be finite, because they are multiplied by a weight of 0. `bias`, the log of the
+    number of tokens that a row represents, broadcasts like the mask and is added to the logits. Keys and values may
+    differ from the query in dtype: centroids have the index's dtype, not the model's.
     """
 
     keys: torch.Tensor
@@ -109,8 +110,8 @@ def attend_with_logsumexp(
 class Weighed:
     """Attention output [Hk, G, Q, D] and its softmax weights [Hk, G, Q, sum of T] float32.
 
-    The weights are ordered as the segments and their rows. If there are learned sink logits, their weights come last.
-    The functions that attend with one query leave out the axis Q.
+    The weights are in the order of the segments and of their rows. The weights of learned sink logits, if any, come
+    last. Functions for a single query omit the axis Q.
     """
 
     output: torch.Tensor
@@ -190,7 +191,7 @@ def attend_once(
 ) -> torch.Tensor:
     """Attend like `attend`, for one query on a CPU, in few torch operations.
 
-    With cold caches, the number of torch operations determines the time.
+    With cold CPU caches, the time depends on the number of torch operations.
 
     Args:
         query: [Hk, G, D].
@@ -255,7 +256,7 @@ def causal_attention(
     if softcap is None and sink_logits is None:
         if window is None and takes_chunk(query, keys, values):
             return chunk_causal(query, keys, values, softmax_scale)
-        # Imported here, because it imports torch's compiler, which takes 0.7 s, and `--help` imports this file.
+        # Imported late, because this import loads torch's compiler in 0.7 s, and `--help` imports this file.
         from torch.nn.attention.bias import causal_lower_right
 
         # With a tensor as the mask, torch cannot use its flash kernels on a GPU. With `causal_lower_right` it can.
@@ -271,10 +272,10 @@ def causal_attention(
 
 @dataclass(frozen=True)
 class OwnRows:
-    """Keys and values [S, Hk, T, D] of S sequences, and T' tokens, each of which attends to rows of its own sequence.
+    """Keys and values [S, Hk, T, D] of S sequences, and the rows that each of T' tokens attends to.
 
-    The rows of a head are contiguous. `slots` [T'] int64 is the index of each token's sequence. A token attends to the
-    rows from `first` [T'] int64 up to, but not including, `used` [T'] int64.
+    The rows of a head are contiguous. `slots` [T'] int64 is the index of each token's sequence. A token attends to rows
+    of its own sequence, from `first` [T'] int64 up to, but not including, `used` [T'] int64.
     """
 
     keys: torch.Tensor

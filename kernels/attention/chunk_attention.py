@@ -40,7 +40,7 @@ def sampled_attention(
 ) -> torch.Tensor:
     """Compute each key's attention probability, averaged over the queries and the group.
 
-    The softmax is over these keys alone.
+    The softmax is over the given keys alone.
 
     Args:
         query: [Hk, G, Q, D].
@@ -86,7 +86,8 @@ def padded_attention(
     """Compute `chunk_attention` with dummy queries in front, so that the mask is square and causal.
 
     There is one dummy query for each chosen key. cuDNN's kernel is torch's fastest on Hopper, but supports only square
-    causal masks. It saves more time than the dummy queries cost. The queries are copied as well.
+    causal masks. The time that this kernel saves exceeds the time for the dummy queries. Besides the attended rows, the
+    queries are copied.
     """
     query, keys, values = chunk_rows(query, keys, values, chosen, padded=True)
     output = scaled_dot_product_attention(

@@ -28,7 +28,7 @@ _took: list[float] = []
 
 @lru_cache
 def threads_of_torch() -> Any:
-    """Return GNU OpenMP's function that runs a function on all of torch's threads.
+    """Return `GOMP_parallel`, the GNU OpenMP function that runs a function on all of torch's threads.
 
     Return None where the process does not use GNU OpenMP.
     """
@@ -40,10 +40,10 @@ def threads_of_torch() -> Any:
 
 @lru_cache
 def compiled_kernels(name: str, room: str = "attention") -> ModuleType | None:
-    """Import a module of a room of kernels that numba compiles.
+    """Import the numba module `sparsekv.kernels.ROOM.NAME`.
 
-    The first import compiles for seconds; later imports read the machine code from disk. Return None without numba or
-    without GNU OpenMP's threads.
+    The first import compiles the module for seconds. Later imports read the machine code from disk. Return None without
+    numba or without GNU OpenMP.
     """
     if threads_of_torch() is None:
         return None
@@ -58,7 +58,7 @@ def compiled_kernels(name: str, room: str = "attention") -> ModuleType | None:
 
 
 def compiling_took() -> float:
-    """Return the seconds spent on compiling kernels since the last call; 0 if they were read from disk."""
+    """Return the seconds spent on compiling kernels since the last call; 0 if all kernels were read from disk."""
     seconds = sum(_took)
     _took.clear()
     return seconds
@@ -67,7 +67,8 @@ def compiling_took() -> float:
 class CompiledStep:
     """A compiled decode step over the tensors of one layer.
 
-    It keeps references to the tensors, because the job holds only their addresses.
+    A job is the C structure of a kernel's arguments. The job holds only the addresses of the tensors, and so this
+    object keeps references to the tensors.
 
     Args:
         kernel: the compiled module.
@@ -83,10 +84,10 @@ class CompiledStep:
     def of(
         cls, name: str, tensors: tuple[torch.Tensor | None, ...], dtypes: tuple[torch.dtype, ...], **sizes: float
     ) -> Self | None:
-        """Build the step of a module that numba compiles.
+        """Build the compiled step of the numba module `name`.
 
-        Return None without the compiled module, or if a tensor has another dtype than `dtypes` gives, is not contiguous
-        or is not on the CPU.
+        Return None if the module cannot be compiled, or if a tensor has another dtype than `dtypes` gives, is not
+        contiguous or is not on the CPU.
         """
         there = [(tensor, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True) if tensor is not None]
         if not all(tensor.dtype == dtype and tensor.is_contiguous() and tensor.is_cpu for tensor, dtype in there):
@@ -121,7 +122,7 @@ class CompiledStep:
     def prepare(self, query: torch.Tensor, budget: int) -> Any:
         """Make the job for a contiguous query [H, G, D].
 
-        It is copied from the layer's job, because filling a new structure of thirty fields takes ten times as long.
+        The layer's job is copied, because filling the thirty fields of a new structure takes ten times as long.
         """
         job, G = type(self.job).from_buffer_copy(self.job), query.shape[1]
         job.query, job.G, job.fours, job.budget = query.data_ptr(), G, -(-G // 4), budget
@@ -140,8 +141,8 @@ class CompiledStep:
 class StepClusters:
     """C clusters of each of H heads, with the scale and soft cap of the logits.
 
-    `starts` [H, C] int64 are the clusters' first rows. `values` [H, C, D] are the mean values that can represent the
-    tokens that are not chosen, or None if the step never needs them.
+    `starts` [H, C] int64 are the clusters' first rows. `values` [H, C, D] are the clusters' mean values, or None if
+    centroids never represent tokens.
     """
 
     counted: CountedClusters
@@ -168,9 +169,9 @@ class StepCodes:
     """Product codes [H, M, m] uint8 of the M keys of each of H heads, with their codebooks, and C clusters of the keys.
 
     `turn` [H, D, D] is the rotation by which queries are multiplied. `books` [H, m, 256 or fewer, D / m] are the
-    codebooks: centroids for each of m parts of the rotated channels. Every key belongs to one cluster, and `labels`
-    [H, M] int32 holds its index. The clusters have `centroids` [H, C, D], `counts` [H, C] int32 of keys and `values`
-    [H, C, D]. `masses` [H, C] is added to a centroid's logit where the centroid represents all keys of its cluster.
+    codebooks: centroids for each of m parts of the rotated channels. Every key belongs to one cluster, and `labels` [H,
+    M] int32 holds its index. The clusters have `centroids` [H, C, D], `counts` [H, C] int32 of keys and `values` [H, C,
+    D]. `masses` [H, C] is added to a centroid's logit when the centroid represents all keys of its cluster.
     `softmax_scale` and `softcap` apply to the logits.
     """
 
@@ -220,8 +221,8 @@ Layer = TypeVar("Layer", StepClusters, StepCodes)
 class FusedStep(Generic[Layer]):
     """A decode step with a plain-torch implementation, `reference`, and a compiled kernel.
 
-    The kernel runs in place of the reference on float32 tensors that it supports, if numba is installed. It reads rows
-    in place. With the same number of torch threads, it returns the same result in every run.
+    The kernel replaces the reference on float32 tensors that it supports, if numba is installed. The kernel reads rows
+    in place. With the same number of torch threads, its result is the same in every run.
     """
 
     def __init__(self, reference: Callable[..., torch.Tensor]):
@@ -258,8 +259,8 @@ def attend_to_best(
 ) -> torch.Tensor:
     """Attend to the rows of `best_clusters`, to exact rows and, with `replace`, to centroids, in one softmax.
 
-    Exact rows are those that every query attends to: sinks, tail and new tokens. The centroids represent all rows that
-    are not chosen. The plain-torch implementation copies the chosen rows.
+    Every query attends to the exact rows: the document's first tokens (sinks), its last tokens (tail), and new tokens.
+    The centroids represent all rows that are not chosen. The plain-torch implementation copies the chosen rows.
 
     Args:
         query: [H, G, D].
@@ -298,10 +299,10 @@ def attend_by_codes(
 ) -> torch.Tensor:
     """Attend to the rows of `choose_by_codes`, to exact rows and, with `replace`, to centroids, in one softmax.
 
-    Exact rows are those that every query attends to: sinks, tail and new tokens. The centroids represent all rows that
-    are not chosen. A centroid's weight is the weight of its whole cluster, times the share of the cluster's keys that
-    are not chosen. The plain-torch implementation copies the chosen rows, and gathers the products for the codes of all
-    keys.
+    Every query attends to the exact rows: the document's first tokens (sinks), its last tokens (tail), and new tokens.
+    The centroids represent all rows that are not chosen. A centroid's weight is the weight of its whole cluster, times
+    the share of the cluster's keys that are not chosen. The plain-torch implementation copies the chosen rows, and
+    gathers the products for the codes of all keys.
 
     Args:
         query: [H, G, D].

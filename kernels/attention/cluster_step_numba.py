@@ -1,6 +1,6 @@
 """Compiled decode step over clusters on a CPU: one function chooses clusters and attends to them.
 
-With cold caches, every torch operation has to load its code into the cache again. Here a step is a single function.
+With cold CPU caches, every torch operation loads its code from memory again. Here a step is a single function.
 """
 
 import math
@@ -52,7 +52,7 @@ def lengths_of(job):
 def weights_of(job):
     """View the logits [H, G, C + budget + E] of clusters, chosen rows and exact rows (sinks, tail, new tokens).
 
-    Their exponentials replace them later.
+    The logits are later overwritten by their exponentials.
     """
     return floats(job.scratch + 8 * job.H * job.C, (job.H, job.G, job.C + job.budget + job.E))
 
@@ -96,7 +96,7 @@ def _score(logits, log_counts, counts, scores):
 
 @njit(inline="always")
 def _last_score(ranks, counts, budget):
-    """Find, bit by bit, the highest rank at which clusters of this rank or above hold at least `budget` tokens."""
+    """Find, bit by bit, the highest rank r such that all clusters of rank r or above hold at least `budget` tokens."""
     last = np.int32(0)
     for bit in range(30, -1, -1):
         tried, held = np.int32(last | (1 << bit)), np.int32(0)
@@ -193,7 +193,7 @@ def _attend_head(job, h, query, lengths, starts, weights, part, sums, pieces):
 
 
 def _step(version):
-    """Make the step function; it closes over `version`, so that numba's cache depends on it. See `VERSION`."""
+    """Make the step function; it closes over `version`, so that numba's cache key includes the checksum `VERSION`."""
 
     def step(job):
         _ = version
@@ -209,5 +209,5 @@ def _step(version):
     return step
 
 
-# The object must stay alive as a global, because its machine code is freed with it.
+# The step stays alive as a global, because its machine code is freed together with the object.
 STEP = compiled(_step(VERSION))

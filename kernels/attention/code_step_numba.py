@@ -1,7 +1,7 @@
 """Compiled decode step over product codes on a CPU.
 
-It computes tables of query-centroid products, scores all keys by their codes, chooses the best keys and attends to
-them.
+One function computes tables of query-centroid products, scores all keys by their codes, chooses the best keys and
+attends to them.
 """
 
 import math
@@ -49,7 +49,7 @@ CODES = 256  # rows of a table, one for each value of a byte
 BLOCK = 256  # keys of a block: the logits of all its keys are computed before their exponentials
 SCANNED = BLOCK + BLOCK // LANES  # vectors of four float32 for a block: four logits and one sum for each key
 BINS = 2048  # bins of the score histogram, by the exponent and the first three fraction bits
-BIN_BITS = 20  # low bits of a score, which its bin leaves out
+BIN_BITS = 20  # low bits of a score that its bin ignores
 NUMBER = 4  # bytes of a float32 or an int32
 
 
@@ -103,8 +103,8 @@ def weights_of(job, memory):
 def lanes_of(job, memory, thread):
     """Compute the addresses of a thread's vectors of four float32.
 
-    These are the query [fours, D], one part of the rotated query [fours, size], and the logits [BLOCK] of a block's
-    keys. Behind the logits is room for one float32 for each key.
+    The vectors are the query [fours, D], one part of the rotated query [fours, size], and the logits [BLOCK] of a
+    block's keys. A buffer of one float32 for each key follows the logits.
     """
     query = memory.lanes + NUMBER * LANES * thread * (job.fours * (job.D + job.size) + SCANNED)
     turned = query + NUMBER * LANES * job.fours * job.D
@@ -120,7 +120,7 @@ def scratch_size(job: Any, threads: int) -> int:
 
 @njit
 def lowest_rank(bins, budget):
-    """Return the lowest rank in the bin of the last of the `budget` best keys, from counts [threads, BINS]."""
+    """Return the lowest rank of the bin that holds the `budget`-th best key, from counts [threads, BINS]."""
     held, bin = 0, BINS
     while held < budget and bin > 0:
         bin -= 1
@@ -163,7 +163,7 @@ def last_rank(ranks, number, lowest, budget):
 def keep_best(ranks, number, last, budget, found):
     """Keep `budget` of the listed keys in ascending order.
 
-    These are all keys above the last rank, and the first keys of that rank.
+    The kept keys are all keys above the last rank, and the first keys of the last rank.
     """
     kept, equal = np.int64(0), np.int64(budget)
     for i in range(number):
@@ -194,7 +194,7 @@ def write_table(job, turn, book, part, table, lanes, turned):
     """Write one part's table: the products [fours, CODES, LANES] of the rotated query with the part's centroids.
 
     `book` holds the centroids [CODES, size], and `turn` is the rotation [D, D]. `lanes` is the address of the query
-    [fours, D], and `turned` the address of room for the rotated part.
+    [fours, D], and `turned` the address of a buffer for the rotated part.
     """
     D, size = job.D, job.size
     for four in range(job.fours):
@@ -273,7 +273,8 @@ def add_probabilities(logits, totals, sums, scores, first, number):
     """Add the probabilities of `number` keys to `scores`, from index `first` on; NaN scores become 0.
 
     The probabilities follow from the logits [number * LANES] and the log-sum-exps [LANES]. `sums` is a buffer for
-    `number` values. The compiler vectorises sums of values read with stride 4 only if they are written to a new buffer.
+    `number` values. The compiler vectorises sums of values with stride 4 only if the sums are written to a separate
+    buffer.
     """
     one, two, three, four = totals[0], totals[1], totals[2], totals[3]
     for key in range(number):
@@ -346,8 +347,8 @@ def write_listed_logits(job, query, keys, values, listed, start, stop, logits, a
 def _score(job, memory, thread, threads):
     """Score a thread's share of all heads' keys.
 
-    Threads that share a head each compute its tables, so that no thread waits for another. The thread with the head's
-    first key writes the logits of clusters and exact rows for all threads.
+    Each thread of a shared head computes the head's tables itself, so that no thread waits for another. The thread with
+    the head's first key writes the logits of clusters and exact rows for all threads.
     """
     H, M, parts = job.H, job.M, job.parts
     scores, ranks = floats(memory.scores, (H, M)), ints(memory.scores, (H, M))
@@ -404,7 +405,7 @@ def _write_tables(job, memory, h, thread, table):
 def _write_totals(job, h, logits, totals):
     """Write the log-sum-exps [fours, LANES] that turn the group's logits into probabilities.
 
-    They are infinite past the last head.
+    The entries past the last query head are infinite.
     """
     masses = floats(job.masses, (job.H, job.C))[h]
     for g in range(job.fours * LANES):
@@ -415,7 +416,7 @@ def _write_totals(job, h, logits, totals):
 
 @njit(inline="always")
 def _choose(job, memory, thread, threads):
-    """Choose the best keys of a thread's heads, and reduce each cluster's weight to that of its other keys."""
+    """Choose the best keys of a thread's heads, and subtract the chosen keys from each cluster's weight."""
     H, M, budget = job.H, job.M, job.budget
     ranks, found = ints(memory.scores, (H, M)), ints(memory.found, (H, M))
     bins, labels = ints(memory.bins, (threads, H, BINS)), ints(job.labels, (H, M))
@@ -432,7 +433,7 @@ def _choose(job, memory, thread, threads):
 
 @njit(inline="always")
 def _leave(job, memory, h, found, labels):
-    """Add to the logits of a head's clusters the log weight of their keys that are not chosen."""
+    """Add the log weight of the keys that are not chosen to each cluster's logit, in one head."""
     C, taken = job.C, ints(memory.taken, (job.H, job.C))[h]
     counts, masses = ints(job.counts, (job.H, C))[h], floats(job.masses, (job.H, C))[h]
     weights = weights_of(job, memory)[h]
@@ -483,7 +484,7 @@ def _attend_head(job, memory, h, output, sums, start, stop, first, last):
 
 
 def _step(version):
-    """Make the step function; it closes over `version`, so that numba's cache depends on it. See `VERSION`."""
+    """Make the step function; it closes over `version`, so that numba's cache key includes the checksum `VERSION`."""
 
     def step(address):
         _ = version
@@ -505,5 +506,5 @@ def _step(version):
     return step
 
 
-# The object must stay alive as a global, because its machine code is freed with it.
+# The step stays alive as a global, because its machine code is freed together with the object.
 STEP = compiled(_step(VERSION))

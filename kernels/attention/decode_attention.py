@@ -23,10 +23,10 @@ def decode_attention(
 ) -> torch.Tensor:
     """Attend to chosen runs of rows, exact rows and centroids that represent rows, in one softmax.
 
-    Exact rows are those that every query attends to: sinks, tail and new tokens. On a GPU this is flash-decoding. The
-    rows of a head are split evenly over programs, even if the runs have uneven lengths. Each program attends for the
-    whole group. There are two or three launches, no data-dependent shapes and no synchronisation. The plain-torch
-    implementation copies the rows.
+    Every query attends to the exact rows: the document's first tokens (sinks), its last tokens (tail), and new tokens.
+    On a GPU this is flash-decoding. The rows of a head are split evenly over programs, even if the runs have uneven
+    lengths. Each program attends for the whole group. There are two or three launches, no data-dependent shapes and no
+    synchronisation. The plain-torch implementation copies the rows.
 
     Args:
         query: [H, G, D].

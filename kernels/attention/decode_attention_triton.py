@@ -1,9 +1,9 @@
 """`decode_attention` in Triton: flash-decoding over chosen rows, exact rows and centroids.
 
-Exact rows are those that every query attends to: sinks, tail and new tokens. In the first kernel, each program computes
-a partial softmax over an equal share of a head's centroids, exact rows and chosen rows. A second kernel merges the
-partial softmaxes. Logits are in units of log 2. Chosen rows are read by a list of row indices, and their tiles are
-prefetched. For runs, an earlier launch writes this list.
+Every query attends to the exact rows: the document's first tokens (sinks), its last tokens (tail), and new tokens. In
+the first kernel, each program computes a partial softmax over an equal share of a head's centroids, exact rows and
+chosen rows. A second kernel merges the partial softmaxes. Logits are in units of log 2. Chosen rows are read by a list
+of row indices, and their tiles are prefetched. For runs, an earlier launch writes this list.
 """
 
 from dataclasses import dataclass
@@ -60,11 +60,12 @@ class TileConfig:
     """How a head's rows are split over programs.
 
     `programs` is the number of programs on an SM, each of `warps` warps. A program reads tiles of `tile_bytes` in
-    `stages` pipeline stages. A program with less than two tiles of work reads tiles of `short_tile_bytes`. Otherwise it
-    would wait for a second tile that is nearly empty.
+    `stages` pipeline stages. A program with less than two tiles of work reads tiles of `short_tile_bytes`, so that its
+    second tile is not nearly empty.
 
-    The `fifths` are costs of a centroid, in fifths of the cost of a chosen row: of a plain centroid, of a centroid that
-    the kernel weighs (in short tiles, and in full tiles), and of a listed centroid.
+    The `fifths` are costs of a centroid, in fifths of the cost of a chosen row. `plain_fifths` is for centroids with
+    given log weights. `weighed_fifths` is for centroids whose log weights the kernel computes, in short tiles and in
+    full tiles. `listed_fifths` is for centroids with a list of rows.
     """
 
     tile_bytes: int

@@ -9,7 +9,7 @@ from numba.extending import intrinsic, models, register_model
 
 # The compiler may reorder sums in order to vectorise them. Infinities and NaN keep their meaning.
 SUMS = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
-# A maximum may ignore NaN, because the exponentials that follow propagate NaN again.
+# A maximum may ignore NaN, because the exponentials that are computed next propagate NaN.
 LARGEST = SUMS | {"fastmath": {"reassoc", "nsz", "nnan"}}
 NOTHING = np.float32(-np.inf)
 
@@ -18,7 +18,7 @@ NOTHING = np.float32(-np.inf)
 def exp_of(x):
     """Compute exp(x) for x <= 0 within 2e-7.
 
-    A polynomial is used, because a library call would not be vectorised.
+    The compiler vectorises this polynomial, but would not vectorise a library call.
     """
     x *= np.float32(1.442695041)
     x = np.float32(-127) if x < np.float32(-127) else x

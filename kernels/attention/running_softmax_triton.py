@@ -125,8 +125,8 @@ def add_values(peak, total, first_output, second_output, logits, values, of_valu
     """
     peak, weights, shrink = common.tile_weights(peak, logits)
     total = total * shrink + tl.sum(weights, 1)
-    # Each value is shifted back before the sum. After the sum, the shift would be a thousand times as large as a mean
-    # of many values.
+    # SHIFT is subtracted from each value before the sum. In the sum, SHIFT would be a thousand times as large as the
+    # mean of many values, and rounding would lose the mean.
     first_values = shifted_back(first_of(values, EXACT), EXACT)
     second_values = shifted_back(second_of(values, EXACT), EXACT)
     weights = (weights * of_values[None, :]).to(first_values.dtype)

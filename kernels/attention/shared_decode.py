@@ -50,8 +50,8 @@ def shared_decode(
 ) -> torch.Tensor:
     """Attend with each query to shared chosen rows, exact rows and centroids, and to its own sequence, in one softmax.
 
-    Exact rows are those that all queries attend to, such as sinks and tail. On a GPU there are three launches, no
-    synchronisation and no data-dependent shapes. The plain-torch implementation copies the rows.
+    All queries attend to the exact rows: the document's first tokens (sinks) and its last tokens (tail). On a GPU there
+    are three launches, no synchronisation and no data-dependent shapes. The plain-torch implementation copies the rows.
 
     Args:
         query: [Hk, G, B, D] of B tokens.

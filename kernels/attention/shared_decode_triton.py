@@ -1,8 +1,8 @@
 """`shared_decode` in Triton.
 
-The first kernel computes partial softmaxes over shares of the shared rows. The second computes them over each token's
-own rows. The third merges them. A program holds the queries of as many tokens as fit on an SM, so that tensor cores
-multiply all of them with each row. Logits are in units of log 2.
+The first kernel computes partial softmaxes over shares of the shared rows. The second kernel computes partial softmaxes
+over each token's own rows. The third kernel merges all partial softmaxes. A program holds the queries of as many tokens
+as fit on an SM, so that tensor cores multiply all of them with each row. Logits are in units of log 2.
 """
 
 import torch

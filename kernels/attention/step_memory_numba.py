@@ -58,9 +58,9 @@ SIZES = "H G D C E fours budget replace key_step value_step exact_key_step exact
 
 
 def job_type(addresses: str, sizes: str = "") -> type[ctypes.Structure]:
-    """Build the structure type of a step's job.
+    """Build the C structure type of a job, which holds the arguments of one compiled step.
 
-    Its fields are the addresses of a layer's tensors, the addresses of a step's tensors, sizes, and the scale and soft
+    The fields are the addresses of a layer's tensors, the addresses of a step's tensors, sizes, and the scale and soft
     cap of the logits. Fields named `..._step` are strides between heads, in bytes. `fours` is the number of vectors of
     four query heads that hold a group.
     """

@@ -14,7 +14,7 @@ class RunRows:
 
     For runs, `starts` [H, R] int holds their first rows. `ends` [H, R] int32 holds the running sums of their lengths,
     which are at most `capacity`. For single rows, `starts` holds the row indices and `ends` is None. The first `used`
-    [H] int32 of them are valid, or all of them if `used` is None.
+    [H] int32 indices are valid, or all if `used` is None.
 
     `queue` [H] int32 is a work queue, initially zero: programs that finish early take more rows from it. Each call
     needs a new queue. With `scales`, keys and values are int8, and the scales convert them to real values.
@@ -81,7 +81,8 @@ class ScoredCentroids:
     With `rows` [H, C] int32, `values` [H, V, D] holds the values of all clusters, and `rows` are indices into it. The
     first `used` [H] int32 rows are valid, or all of them if `used` is None. `scales` and `clusters` are used without
     `rows`. With `scales`, the values are int8, and the scales convert them to real values. With `clusters`, the
-    attention itself counts each cluster's remaining rows. Their log is then added to logits + log_counts.
+    attention kernel counts the rows of each cluster that are not attended individually, and adds the log of this count
+    to logits + log_counts.
     """
 
     logits: torch.Tensor

@@ -1,15 +1,15 @@
 """Choice of the best clusters within a budget by their logits, in Triton.
 
-No sort is needed, only the rank of the last cluster that is taken. A rank is the leading bits of a score. A head's
-clusters are split into parts.
+The kernels find the rank of the last cluster that is taken, without a sort. A rank is the leading bits of a score. A
+head's clusters are split into parts.
 
 1. The first kernel counts each part's tokens by the exponent of the score.
-2. The second kernel counts the tokens with the last cluster's exponent by the rest of the rank.
+2. The second kernel counts the tokens with the last cluster's exponent by the fraction bits of the rank.
 3. In the third kernel, each part finds the last rank and the number of members that earlier parts take. Then it writes
    its own members.
 
-Clusters to open are ranked by the exponent alone, without the second kernel. All sums are of integers, and so the order
-of execution does not change the result.
+Clusters to open are ranked by the exponent alone, without the second kernel. All sums are sums of integers, and so the
+order of execution does not change the result.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ from sparsekv.kernels.clusters.types import (
 from sparsekv.kernels.common import tiles_triton as common
 from sparsekv.kernels.common.launch import ALIGNED, aligned, count_sms, dependent_launch, power_of_two
 
-# Extra integers after a part's counts. With three, row lengths are not multiples of 4. Otherwise Triton would load four
-# counts at once, and convert their layout before it sums them.
+# Unused integers after a part's counts. With three of them, row lengths are not multiples of 4. Otherwise Triton would
+# load four counts at once, and convert their layout before the sum.
 LIMITS = tl.constexpr(3)
 
 
@@ -49,7 +49,7 @@ def later(place, a, b, c, d, e, other, f, g, h, i, j):
 
 @triton.jit
 def by_place(place, size, number, SIZE: tl.constexpr, OPEN: tl.constexpr):
-    """Sum cluster sizes by histogram bin (`place`), [SIZE]; with OPEN, sums of the member numbers, [SIZE], follow."""
+    """Sum cluster sizes by histogram bin `place`, [SIZE]; with OPEN, sums of member numbers follow, [2 SIZE] in all."""
     column = tl.arange(0, 2 * SIZE if OPEN else SIZE)[None, :]
     amount = tl.where(column < SIZE, size[:, None], number[:, None]) if OPEN else size[:, None]
     return tl.sum(tl.where(place[:, None] == column % SIZE, amount, 0), 0)
@@ -84,8 +84,9 @@ def last_place(
 ):
     """Find the lowest histogram bin of ranks from which clusters are taken; 0 if the budget is not reached.
 
-    Also return the number of tokens in the bins above it plus `held`, and of members above it plus `had`. The last
-    three results are counts of the parts before this one: members above the bin, members in it, and tokens in it.
+    Also return `held` plus the number of tokens in higher bins, and `had` plus the number of members in higher bins.
+    The last three results are counts over the parts before this part: members above the bin, members in it, and tokens
+    in it.
     """
     place = tl.arange(0, SIZE)
     if OPEN:
@@ -115,8 +116,8 @@ def _write_members(
 ):  # fmt: skip
     """Write the rows of the first `lengths` members of each cluster in `known` to slots from `begins` on.
 
-    Usually few clusters are taken. They are first compacted in scratch memory. Each thread then reads the clusters
-    whose members it writes.
+    Usually few clusters are taken. The taken clusters are first compacted in scratch memory. Each thread then reads the
+    clusters whose members it writes.
     """
     tl.store(scratch + 4 * order, starts, mask=known)
     tl.store(scratch + 4 * order + 1, begins, mask=known)
@@ -143,11 +144,12 @@ def take_members(
     """Write the members taken from a part's clusters.
 
     All clusters above the last rank are taken, then clusters of the last rank until the budget is reached. `held` and
-    `had` are the numbers of tokens and members in all clusters above the last rank. The other counts are of the parts
-    before this one: `above` members above the last rank, `equal` members at it, and `equal_size` tokens at it.
+    `had` are the numbers of tokens and members in all clusters above the last rank. The other counts are over the parts
+    before this part: `above` members above the last rank, `equal` members of the last rank, and `equal_size` tokens of
+    the last rank.
     """
     above_number, equal_number = tl.where(rank > last, number, 0), tl.where(rank == last, number, 0)
-    # If the parts before this one leave some of the budget, this part takes clusters of the last rank, too. The scan
+    # If the parts before this part leave some of the budget, this part also takes clusters of the last rank. The scan
     # below finds how many.
     room = (held + equal_size < budget) | (had + equal < wanted) if OPEN else held + equal < budget
     known = above_number + tl.where(room, equal_number, 0) > 0
@@ -181,7 +183,7 @@ def take_members(
 
 
 # Measured limits of the number of clusters in a part. There are three minima: in general, for opening clusters, and for
-# listed clusters, of whose slots about half are filled. The maximum MOST is exceeded where there would otherwise be
+# listed clusters, about half of whose slots are filled. A part exceeds the maximum MOST if there would otherwise be
 # more than MOST_PARTS parts.
 FEWEST, FEWEST_OPENED, FEWEST_LISTED, MOST, MOST_PARTS = 512, 256, 256, 1024, 64
 CLUSTERS_A_WARP = 256
@@ -198,7 +200,7 @@ class Scored:
     `logits` is [H, G, stride], minus infinity for empty clusters. `numbers` [H, stride] int32 counts the clusters'
     tokens. `peaks` and `totals` [H, G, parts] are the maxima and the sums of exponentials of the softmax over parts of
     the clusters. `used` and `queue` [H] int32 are counters, initially zero. The first `known` [H] int32 clusters are
-    valid, or all of them if it is None.
+    valid, or all if `known` is None.
     """
 
     logits: torch.Tensor
@@ -235,7 +237,7 @@ def _packed(logits, numbers, peaks, totals, head, c, inside, stride, parts, leas
     """
     g = tl.arange(0, GROUP)
     size = tl.load(numbers + c, mask=inside, other=0)
-    # Loaded here, so that this load overlaps with those of the log-sum-exp.
+    # This load precedes the loads of the log-sum-exp, so that they overlap.
     known = inside[:, None] & (g < G)
     logit = tl.load(logits + g * stride + c[:, None], mask=known, other=-float("inf"))
     score = tl.sum(tl.exp(logit - _logsumexp(peaks, totals, head, g, parts, G, PARTS)), 1)
@@ -249,7 +251,7 @@ def _packed(logits, numbers, peaks, totals, head, c, inside, stride, parts, leas
 
 @triton.jit
 def _share(part, parts, used, head, stride, PART: tl.constexpr, USED: tl.constexpr):
-    """Return the clusters [PART] from a part's first on, a mask of those in the part, and the end of the last part."""
+    """Return a part's clusters [PART], a mask of the valid clusters, and the end of the last part."""
     size, stop = PART, stride
     if USED:
         # Only the valid clusters are split evenly over the parts.
@@ -302,7 +304,7 @@ def _count_kernel(
     ranked, known, coarse, fine, stride, budget,
     PART: tl.constexpr, OTHERS: tl.constexpr, KNOWN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Count the tokens of a part's clusters that have the last taken cluster's exponent, by the rest of their rank."""
+    """Count the tokens of a part's clusters with the last taken cluster's exponent, by fraction bits of the rank."""
     part, others, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     c, inside, _ = _share(part, others, known, head, stride, PART, KNOWN)
     place = fine + (head * others + part) * (FINE + LIMITS)
@@ -327,12 +329,13 @@ def _take_kernel(
     PART: tl.constexpr, OTHERS: tl.constexpr, KEEP: tl.constexpr, OPEN: tl.constexpr, KNOWN: tl.constexpr,
     SEEN: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write the members that a part takes, after those of the parts before it."""
+    """Write the members that a part takes, after the members of earlier parts."""
     part, others, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     c, inside, stop = _share(part, others, known, head, stride, PART, KNOWN)
     lengths, log_left = lengths + head * stride, log_left + head * stride
     if KNOWN:
-        # Slots after the valid clusters, to the end of the row, are written as empty clusters. No other launch does so.
+        # The slots from the last valid cluster to the end of the row are written as empty clusters. No other kernel
+        # writes them.
         empty, g = part * PART + tl.arange(0, PART), tl.arange(0, GROUP)
         after = (empty >= stop) & (empty < stride)
         tl.store(starts + head * starts_stride + empty, tl.zeros([PART], tl.int32), mask=after)
@@ -345,8 +348,8 @@ def _take_kernel(
         number = tl.load(children + head * clusters + c, mask=inside & (c < clusters), other=0)
     if KEEP or OPEN:
         common.wait_for_previous_kernel(EARLY)
-    # Without KEEP and OPEN this load may precede the wait below: `_count_kernel` ran before this kernel, and let it
-    # launch only after its own wait for `_rank_kernel`.
+    # Without KEEP and OPEN, this load may precede the wait below, because `_rank_kernel` is done: `_count_kernel` waits
+    # for `_rank_kernel` before it lets this kernel launch.
     packed = tl.load(ranked + head * stride + c, mask=inside, other=0, cache_modifier=".cg").to(tl.uint32, bitcast=True)
     size, rank = _size(packed), _rank(packed)
     if KEEP:

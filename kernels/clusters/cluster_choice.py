@@ -45,9 +45,9 @@ class CountedClusters:
     tokens: int
 
     def expected(self, budget: int) -> int:
-        """Return a number of best clusters that nearly always holds `budget` tokens.
+        """Return how many of the best clusters nearly always hold `budget` tokens.
 
-        It is twice the number of clusters of mean size that hold the budget, plus SPARE, and at most C.
+        The result is twice the number of clusters of mean size that hold the budget, plus SPARE, and at most C.
         """
         C = self.counts.shape[1]
         return min(C, SPARE + 2 * C * budget // max(1, self.tokens))
@@ -55,7 +55,7 @@ class CountedClusters:
 
 @dataclass(frozen=True)
 class BestClusters:
-    """R of C clusters of each of H heads that fill a budget, best first; clusters of equal score are in any order.
+    """R of C clusters of each of H heads, which fill a budget, best first; clusters of equal score are in any order.
 
     `logits` [H, G, C] float32 are the query's logits for all centroids plus the log counts. `clusters` [H, R] int64 are
     the indices of the best clusters. `lengths` [H, R] int64 is the number of tokens to take from each, and `left`
@@ -98,8 +98,8 @@ def best_clusters(
     else:
         logits = attention_logits(query.unsqueeze(2), clusters.centroids, softmax_scale, softcap).squeeze(2)
         logits = logits + clusters.log_counts
-    # The softmax of cluster i is N_i S_i, so it is divided by the token count N_i. The sum over the group orders
-    # clusters like the mean.
+    # The softmax of cluster i is N_i S_i, and so it is divided by the token count N_i. The sum over the group gives the
+    # same order as the mean.
     scores = logits.softmax(-1).sum(1).mul_(clusters.shares)
     several = clusters.expected(budget)
     while True:
@@ -176,7 +176,8 @@ def ranked(scores: torch.Tensor, budget: int, bits: int = SCORE_BITS) -> torch.T
 def best_first(scores: torch.Tensor, budget: int, bits: int = SCORE_BITS) -> torch.Tensor:
     """Sort clusters in the order in which the device's kernels for one query take them; return indices [..., C].
 
-    The order is by rank on a GPU and by score on a CPU. So several questions choose as each does alone.
+    The order is by rank on a GPU and by score on a CPU. Therefore several questions get the same clusters as one
+    question alone.
     """
     return ranked(scores, budget, bits) if scores.is_cuda else scores.argsort(dim=-1, descending=True, stable=True)
 
@@ -203,8 +204,8 @@ def open_clusters(
 ) -> ClusterChoice:
     """Choose whole clusters, best first, until they have `wanted` children and `budget` tokens in each head.
 
-    Among scores between the same powers of two, the cluster with the lower index comes first. Which of these are opened
-    last matters little, and this order saves a launch on a GPU.
+    Among scores between the same powers of two, the cluster with the lower index comes first. The order of such
+    clusters matters little, and this order saves a launch on a GPU.
 
     Args:
         query: [H, G, D]; centroids: [H, C, D]; counts: [H, C] int32 of tokens.
@@ -247,7 +248,7 @@ def choose_listed(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> ListedChoice:
-    """Choose among listed clusters like `choose_clusters`, with scores normalised over these alone.
+    """Choose among listed clusters like `choose_clusters`, with scores normalised over the listed clusters alone.
 
     This is equation 3 of Squeezed Attention. The plain-torch implementation copies the centroids.
 

@@ -53,7 +53,7 @@ def _logits_kernel(
         d, row_numbers = tl.arange(0, BLOCK_D // 2), D // 2
     else:
         row_numbers = D
-    # With room for appended tokens, the stride between heads is larger than the size of their clusters.
+    # With room for appended tokens, the stride between heads is larger than the size of a head's clusters.
     centroids, counts = centroids + head * centroids_stride, counts + head * counts_stride
     first_row += head * first_stride
     logits, numbers, starts = logits + head * G * stride, numbers + head * stride, starts + head * stride

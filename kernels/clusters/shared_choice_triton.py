@@ -99,7 +99,7 @@ def _sums_kernel(
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     q = _query_rows(query, q_head, q_group, q_token, head, tl.program_id(2) * (ROWS // GROUP), tokens, D, BLOCK_D, G,
                     GROUP, ROWS)  # fmt: skip
-    # With room for appended tokens, the stride between heads is larger than the size of their clusters.
+    # With room for appended tokens, the stride between heads is larger than the size of a head's clusters.
     centroids, counts = centroids + head * centroids_stride, counts + head * counts_stride
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -173,7 +173,7 @@ def _scores_kernel(
     logits, number = _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED, D, BLOCK_D)
     common.wait_for_previous_kernel(EARLY)
     total = _logsumexp(peaks, sums, head * tl.num_programs(2) + tl.program_id(2), sum_parts, ROWS, PARTS)
-    # Rows that pad a token's group add 0 to its scores.
+    # Rows that pad a token's group add 0 to the token's scores.
     _, g = _tokens_and_heads(ROWS, GROUP)
     total, present = tl.where(g < G, total, float("inf")), (token < tokens)[:, None]
     _store_scores(place, c, stop, present, logits, number, total, ROWS, GROUP, TILE)
@@ -198,9 +198,9 @@ SIZE_BITS, SIZES = tl.constexpr(TOKEN_BITS), tl.constexpr(MOST_TOKENS)  # low bi
 def _last_rank(clusters, budget):
     """Find the highest rank such that clusters of this rank or above hold the budget; 0 if no rank does.
 
-    A cluster's rank and size are packed in one integer, the rank in the upper bits. Two integers would need the
-    registers of a second program on an SM. The lower bits hold the token count of a whole head. Therefore sums of
-    packed integers have the exact sum of the sizes in their lower bits.
+    A cluster's rank and size are packed in one integer, with the rank in the upper bits. With two integers, a program
+    would need so many registers that a second program would not fit on the SM. The lower bits are wide enough for the
+    token count of a head. Therefore the lower bits of a sum of packed integers are the exact sum of the sizes.
     """
     reached = tl.full([], 0, tl.uint32)
     for step in tl.static_range(BITS):

@@ -47,7 +47,7 @@ def child_scores(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the scores of some clusters of a level, normalised over these alone (Squeezed Attention, equation 3).
+    """Compute the scores of some clusters of a level, normalised over these clusters (Squeezed Attention, equation 3).
 
     Args:
         query: [Hk, G, Q, D].
@@ -71,9 +71,9 @@ def child_scores(
 
 
 def fewest_tokens(counts: torch.Tensor) -> torch.Tensor:
-    """Compute the fewest tokens that any n + 1 non-empty clusters of a head hold, for each n below C.
+    """Compute, for each n below C, the least number of tokens in any n + 1 non-empty clusters of a head.
 
-    The result is [C] on the CPU, and its entries are at most the head's token count M.
+    The result is [C] on the CPU, the minimum over heads. Its entries are at most the head's token count M.
     """
     total = counts.sum(-1, keepdim=True)
     smallest_first = torch.where(counts > 0, counts, total).sort(-1).values.long()
@@ -84,8 +84,8 @@ def fewest_tokens(counts: torch.Tensor) -> torch.Tensor:
 SCORE_BITS = 7
 # Clusters to open are compared by the exponent alone, because their children are scored again.
 OPENED_BITS = 0
-# Scores are probabilities, and so at most `budget` tokens score above 1 / budget. All tokens below 2 ** -16 of that are
-# negligible together. Therefore ranks distinguish only the 16 octaves in between.
+# Scores are probabilities, and so at most `budget` tokens score above 1 / budget. All tokens with scores below 2^-16 /
+# budget are negligible together. Therefore ranks distinguish only the 16 octaves (factors of 2) between both scores.
 EXPONENT_BITS = 4
 TOKEN_BITS = 32 - EXPONENT_BITS - SCORE_BITS
 MOST_TOKENS = 2**TOKEN_BITS - 1
@@ -124,7 +124,7 @@ class ClusterChoice:
 class SharedChoice:
     """Tokens that several questions together take from C clusters of each of H heads.
 
-    The fields have the meaning that they have in `ClusterChoice`.
+    The fields are defined as in `ClusterChoice`.
     """
 
     lengths: torch.Tensor

@@ -87,11 +87,11 @@ def rank_codes(
 ) -> CodeRanks:
     """Rank all keys by their estimated attention probability, averaged over the group.
 
-    Ranks are 0 for probabilities below 1 / (65536 wanted), and equal from about 1 / wanted on.
+    Ranks are 0 for probabilities below 1 / (65536 wanted). Probabilities above about 1 / wanted share the highest rank.
 
     A logit is the sum, over the parts, of the query's products with the centroids that the key's code selects. Each
-    product is rounded to a byte. The exact keys and the clusters' weights give an estimate of the softmax total. It is
-    known before any code is read, and so the codes are read once. On a GPU there are two kernels, no synchronisation.
+    product is rounded to a byte. The softmax total is estimated from the exact keys and the clusters' weights, before
+    any code is read. Therefore the codes are read only once. On a GPU there are two kernels, no synchronisation.
 
     Args:
         query: [H, G, D]; or [H T, G, D], T consecutive queries for each head of codes, clusters and exact keys.

@@ -105,7 +105,7 @@ def _weigh_clusters(
     tl.store(totals + place, total, mask=g < G)
 
 
-# Each of several queries over one document is a head of its own; `each` such heads share a head of the document.
+# Several queries over one document are separate heads; `each` of these heads share one head of the document.
 @triton.jit(do_not_specialize=["exact_rows", "each"])
 def _tables_kernel(
     query, turn, books, centroids, counts, bias, exact_keys, exact_count, sinks, tables, tops, coarse, logits, taken,
@@ -293,7 +293,7 @@ def _scan_kernel(
     common.only_wait(EARLY)
     if PIECES > 1:
         common.let_next_launch(EARLY)
-    # Loaded before the look-ups, so that these loads overlap with those of the look-ups.
+    # These loads precede the look-ups, so that they overlap with the loads of the look-ups.
     part_peaks, part_totals = _partial_sums(peaks, totals, head, sums, g, G, SUMS)
     best = tl.load(tops + (head * G + g[:, None]) * PARTS + p, mask=(g < G)[:, None] & (p < PARTS), other=0.0)
     WORDS: tl.constexpr = (G + 3) // 4
@@ -311,8 +311,8 @@ def _scan_kernel(
             if piece + word == 0:
                 base, logsumexp = tl.sum(best, 1), _logsumexps(part_peaks, part_totals, g, G)
             score += _scores(even, odd, word, base, logsumexp, g, softcap, CAPPED, G, SMALL, PER_OCTAVE)
-        # Here all programs run at once. The next kernel is launched only now, because its programs would otherwise
-        # start early, and spread unevenly over the SMs.
+        # With PIECES == 1, all programs run at once. The next kernel is launched only now, because its programs would
+        # otherwise start early, and spread unevenly over the SMs.
         if PIECES == 1:
             common.let_next_launch(EARLY)
         key = first + i // 8 * 32 + i % 8 + 8 * tl.arange(0, 4)

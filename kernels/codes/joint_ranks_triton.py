@@ -37,7 +37,7 @@ def _list_flags_kernel(
     flags, counts, labels, taken, rows, used, keys, capacity, labels_stride, rows_stride, groups, TILE: tl.constexpr,
     TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """List the flagged keys of a tile, after those of the tiles before it, and count them by group."""
+    """List the flagged keys of a tile, after the keys of earlier tiles, and count the tile's keys by group."""
     tile, tiles, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     key, every = tile * TILE + tl.arange(0, TILE), tl.arange(0, TILES)
     group = tl.load(labels + head * labels_stride + key, mask=key < keys, other=0).to(tl.int32)

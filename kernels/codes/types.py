@@ -13,8 +13,9 @@ from sparsekv.kernels.posting_lists.types import TokenRanks
 
 CENTROIDS = 256  # centroids of a part, one for each value of a byte
 IN_WORD = 4  # codes in an int32 word
-# A product with a centroid is rounded to a byte: its distance below the part's largest product, in steps of about a
-# tenth of an octave. This error is smaller than that of the key's code. Larger distances are clamped to LEVELS.
+# A query-centroid product is stored as a byte: its distance below the part's largest product, in steps of about a tenth
+# of an octave. This rounding error is smaller than the error of the key's code. Distances above LEVELS steps are
+# clamped to LEVELS.
 LEVELS = 255
 PER_OCTAVE = LEVELS / 24
 HEADROOM = 4  # octaves above probability 1 / `wanted` in which joint ranks still distinguish keys

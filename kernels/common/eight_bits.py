@@ -17,8 +17,8 @@ class RowScales:
 
     `rows` [H, M, 2] bfloat16 holds each row's key scale and value scale. They are adjacent, because a kernel can
     prefetch four bytes but not two. `channels` and `offsets` are [H, D]. All are contiguous within a head. `units` [H]
-    float32 are about as large as the value scales of a head. Value scales divided by their unit, up to 65,504, fit in
-    float16.
+    float32 is near the value scales of each head. Therefore a value scale divided by its head's unit fits in float16,
+    whose largest number is 65,504.
     """
 
     rows: torch.Tensor

@@ -1,5 +1,7 @@
-"""Run forward passes of a few tokens over keys and values that a callback returns, and find the name of the argument
-that passes a cache to a model of transformers."""
+"""Forward passes of a few tokens over keys and values that a callback returns.
+
+This file also finds the name of the argument that passes a cache to a model of transformers.
+"""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +34,7 @@ def cache_argument(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
 def tokens_at(model: PreTrainedModel, input_ids: torch.Tensor, first: int) -> dict[str, torch.Tensor]:
     """Return the keyword arguments of a forward pass over tokens [T] whose first position is `first`.
 
-    Bamba of transformers up to 5.24 would count their positions from 0, even over a cache.
+    Without `position_ids`, Bamba in transformers up to 5.24 counts positions from 0, even over a cache.
     """
     ids = input_ids[None].to(model.device)
     return {"input_ids": ids, "position_ids": torch.arange(first, first + ids.shape[1], device=ids.device)[None]}
@@ -52,13 +54,13 @@ RowPair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 Rows: TypeAlias = Callable[[int, RowPair], RowPair]
 """Callback that returns a layer's keys and values [Hk, T, D] of all tokens up to the last of the pass.
 
-They are on the model's device. Its arguments are the layer's index, and the keys and values [Hk, Q, D] of the tokens of
-the pass, which the model has just computed.
+The returned tensors are on the model's device. The callback's arguments are the layer's index, and the keys and values
+[Hk, Q, D] of the tokens of the pass, which the model has just computed.
 """
 
 
 class CalledCache(Cache):
-    """A cache that stores no rows itself: the attention function receives the rows of a call and stores them."""
+    """A cache that stores no rows itself: the attention function receives each layer's new rows and stores them."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -83,7 +85,7 @@ class RowLayer(CacheLayerMixin):
 
 
 class GivenLayer(RowLayer):
-    """A cache layer that stores no rows: the attention function attends to given rows.
+    """A cache layer that stores no rows: the attention function attends to the rows that a callback returns.
 
     Its mask sizes cover all tokens even for a layer with a sliding window, because the model's mask applies the window.
     """
@@ -91,7 +93,7 @@ class GivenLayer(RowLayer):
     is_compileable = hasattr(sdpa_attention, "pack_gqa")
     """Whether the model makes a mask even for a single token, which attends to all rows.
 
-    On a CPU, transformers from 5.23 on takes two thirds of the time with such a mask.
+    With such a mask, transformers 5.23 and later takes two thirds of the time on a CPU.
     """
 
     def __init__(self, before: int):
@@ -124,9 +126,9 @@ def pass_over_rows(
 
     The second result is the state after these tokens.
 
-    The model attends with the implementation that it was loaded with and makes its own masks. That implementation
-    decides the memory for Q queries. Without a mask it allocates nothing of the size of the rows. With a mask it may
-    copy a layer's rows for each query head.
+    The model makes its own masks and attends with the implementation that it was loaded with. This implementation
+    determines the memory. Without a mask it allocates nothing of the size of the rows. With a mask it may copy a
+    layer's rows for each query head.
 
     Args:
         state: the state of the layers that keep one, after the `before` tokens; empty if none does.
@@ -175,7 +177,7 @@ IMPLEMENTATION = "sparsekv-given-rows"
 
 @dataclass(frozen=True)
 class _Given:
-    """Name of the model's own attention implementation, and the rows that it attends to."""
+    """Name of the model's own attention implementation, and the callback that returns the rows to attend to."""
 
     loaded: str
     rows: Rows
@@ -187,7 +189,7 @@ _given: ContextVar[_Given] = ContextVar("sparsekv_given_rows")
 def _attend_to_given_rows(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any, **named: Any
 ) -> Any:
-    """Attend by the model's own implementation to the given rows instead of the rows of the pass's own tokens."""
+    """Attend to the rows that the callback returns, with the model's own implementation."""
     given = _given.get()
     own = equal_channels(key[0], value[0])
     keys, values = given.rows(module.layer_idx, (own[0], own[1]))  # type: ignore[arg-type]
@@ -198,7 +200,7 @@ def _attend_to_given_rows(
 
 
 def _own_mask(*arguments: Any, **named: Any) -> Any:
-    """Make the mask that the model's own implementation takes."""
+    """Make the mask in the form that the model's own implementation takes."""
     return ALL_MASK_ATTENTION_FUNCTIONS[_given.get().loaded](*arguments, **named)
 
 

@@ -91,8 +91,8 @@ AttentionFunction = Callable[[AttentionCall], torch.Tensor]
 class _Route:
     """The attention function of a model, and the thread that set it.
 
-    The function is None within a caller's callback. The thread is stored because a context may be copied to other
-    threads.
+    The function is None within a caller's callback. The thread is stored, because context variables may be copied to
+    other threads.
     """
 
     function: AttentionFunction | None
@@ -126,7 +126,7 @@ def all_alone() -> Iterator[None]:
 
 @contextmanager
 def calling_back() -> Iterator[None]:
-    """Refuse this thread's calls of a routed model within the context; used around callbacks from the caller."""
+    """Refuse this thread's calls of a routed model within the context, which surrounds a callback of the caller."""
     token = _active.set(_Route(None, get_ident()))
     try:
         yield
@@ -144,9 +144,9 @@ def called_back() -> bool:
 def route_attention(model: "PreTrainedModel", function: AttentionFunction) -> Iterator[None]:
     """Make every attention layer of the model call `function`, which returns [Hq, Q, D], within the context.
 
-    The function itself must mask the keys after a query, and the keys before the call's window. This is the window of
-    the mask that transformers would have made. Threads with the same model wait for each other, because the function is
-    set on the model.
+    The function itself must mask the keys after a query, and the keys before the window of the call. The window is that
+    of the mask that transformers would have made. Threads with the same model wait for each other, because the function
+    is set on the model.
 
     Raises:
         UnsupportedAttentionError: `function` cannot reproduce the model's attention; raised before the layer attends.
@@ -195,8 +195,7 @@ def _attention(
 
 
 def equal_channels(*rows: torch.Tensor) -> list[torch.Tensor]:
-    """Return tensors [..., D] with the channels of the largest; the others are padded with zeros, which add nothing to
-    logits."""
+    """Pad tensors [..., D] with zeros to the largest D; zero channels do not change logits."""
     most = max(each.shape[-1] for each in rows)
     return [each if each.shape[-1] == most else pad(each, (0, most - each.shape[-1])) for each in rows]
 
@@ -211,7 +210,7 @@ def _refuse_unfollowed(
         raise UnsupportedAttentionError("drops some of its weights at random")
     causal = more.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise UnsupportedAttentionError("lets tokens see those after them")
+        raise UnsupportedAttentionError("lets tokens attend to later tokens")
     if query.shape[2] > key.shape[2]:
         raise UnsupportedAttentionError("has more queries than keys")
 
@@ -235,8 +234,8 @@ def _attend(
     route = _active.get()
     if route is None or route.function is None or route.thread != get_ident():
         raise RuntimeError(
-            "this model answers over an index just now, with attention that is not its own: call it when that answer "
-            "has come back, or load the model once more"
+            "this model answers over an index just now, with sparsekv's attention in place of its own: call it after "
+            "that answer, or load the model a second time"
         )
     return route.function(call)
 

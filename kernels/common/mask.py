@@ -1,9 +1,9 @@
 """Detection of the mask that transformers would give a layer: causal, or causal within a sliding window.
 
 transformers describes a mask as a function of positions. An attention implementation makes the mask from this function
-(`AttentionMaskInterface`). Our implementation makes no mask. It evaluates the function to find out whether it is causal
-within a window. Then it passes the layer a marker tensor of one element, which represents this window in the layer's
-attention call.
+(`AttentionMaskInterface`). Our implementation makes no mask, but evaluates the function to find out whether the mask
+is causal within a window. Then it passes the layer a marker, a tensor of one element that represents this window in the
+layer's attention call.
 """
 
 from collections.abc import Callable
@@ -62,15 +62,15 @@ def make_mask(
 
     Sequences are never padded here, and so the padding mask is all ones and is ignored. A mask function that depends
     only on constants is evaluated once, on the CPU, over all positions of the model. A mask function that depends on
-    tensors may change between passes. It is evaluated in each pass, over the pass's own positions, which synchronises
-    with the device.
+    tensors may change between passes. Such a function is evaluated in each pass, over the pass's own positions, which
+    synchronises with the device.
 
     Args:
         mask_function: maps the indices of batch, head, query and key to whether the query attends to the key.
         local_size: the sliding window or chunk size that transformers passes with the function.
     """
     constants = _constants(mask_function)
-    # If a pass runs several sequences, it may have more queries in all than one sequence has keys.
+    # A pass over several sequences may have more queries in all than one sequence has keys.
     end = kv_offset + kv_length
     if constants is None:
         stop = min(q_offset + q_length, end)
@@ -103,12 +103,13 @@ def _window(
 def _unless_all(window: Measured, known: int, end: int) -> Measured:
     """Return the window, or None if it covers all `known` positions that the model's config gives.
 
-    If the sequence also ends beyond such a window, return a description of the unsupported mask instead.
+    If the window covers all known positions but the sequence is longer than the window, return a description of the
+    unsupported mask instead.
     """
     if window is None or isinstance(window, str) or not known or window < known:
         return window
     if end > window:
-        return f"has a sliding window of {window} tokens and, beyond its positions, more"
+        return f"has a sliding window of {window} tokens, and the sequence exceeds it and the model's positions"
     return None
 
 

@@ -1,9 +1,9 @@
 """Int8 rows for Triton kernels: the values of two adjacent channels are read together, as one int16.
 
-Tensor cores multiply float16. A 16-bit operand is loaded from shared memory two elements at a time, also transposed as
-the values need it. An 8-bit operand is loaded byte by byte. Therefore the int8 values stay in pairs until they are in
-the registers of the multiplication. A row's channels become two operands of half the width: the first channel of each
-pair, and the second.
+Tensor cores multiply float16. A 16-bit operand is loaded from shared memory two elements at a time, even transposed, as
+the product with values needs it. An 8-bit operand is loaded byte by byte. Therefore the int8 values stay in pairs until
+they are in the registers of the multiplication. A row's channels become two operands of half the width: the first
+channel of each pair, and the second.
 """
 
 import triton
@@ -68,8 +68,8 @@ def scaled_queries(q, channels, offsets, d, in_row, scale, EACH: tl.constexpr, R
     """Multiply queries [R, D] by the scales of the keys' channels, for products with int8 keys.
 
     The scaled queries are divided by their largest magnitude, so that they fit in float16. With EACH, every query has
-    its own largest magnitude. Otherwise all queries share one, which saves a multiplication of each logit, and suits
-    queries of one token.
+    its own largest magnitude. Otherwise all queries share the largest magnitude of all, which saves a multiplication of
+    each logit. This is used for the queries of one token.
 
     Returns:
         the scaled queries in pairs, [R, D / 2] each; the term [R] that SHIFT adds to their products; the largest

@@ -1,4 +1,4 @@
-"""`expand_runs` and `store_in_slots` in Triton; `list_rows` leaves slots past the last row unwritten."""
+"""`expand_runs` (as `list_rows`) and `store_in_slots` in Triton."""
 
 import torch
 import triton

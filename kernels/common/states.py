@@ -1,7 +1,8 @@
-"""The recurrent and convolution states that some layers of a model keep instead of rows, or beside them.
+"""Recurrent and convolution states of layers that keep a state instead of rows, or in addition to rows.
 
-transformers keeps them in cache layers of linear attention. A layer overwrites its state with each token, so a state
-cannot be cropped: it is copied after the tokens that it will be needed at, and put back.
+transformers stores states in cache layers of linear attention. A layer overwrites its state at each token, and so a
+state cannot be cropped to fewer tokens. Instead a state is copied at the tokens from which decoding will continue, and
+is restored from the copy.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,12 +27,12 @@ BOTH = frozenset({"hybrid"})
 NEITHER = frozenset({"moe", "mlp"})
 
 State = dict[str, torch.Tensor]
-"""The states of all of a model's layers after some tokens of one sequence, [1, ...] each, by names such as
-`layer_003.conv_0` and `layer_003.recurrent_0`."""
+"""States of all layers after some tokens of one sequence: tensors [1, ...] named `layer_003.conv_0`,
+`layer_003.recurrent_0`."""
 
 
 class RowStateLayer(LinearAttentionAndFullAttentionLayer):
-    """A cache layer that keeps a state itself, and whose rows are those of another cache layer."""
+    """A cache layer that stores a state itself, and stores keys and values in another cache layer."""
 
     def __init__(self, rows: CacheLayerMixin, states: int):
         super().__init__(number_of_states=states)
@@ -54,12 +55,12 @@ class RowStateLayer(LinearAttentionAndFullAttentionLayer):
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """Which of a model's layers attend and which keep a state.
+    """Indices of a model's layers that attend, and of those that keep a state.
 
     Args:
-        layers: the number of layers.
-        attending, keeping: ascending numbers of the layers that attend, and of those that keep a state.
-        states: the number of states of each kind that a layer keeps.
+        layers: number of all layers.
+        attending, keeping: indices of the layers that attend and of the layers that keep a state, ascending.
+        states: number of states of each kind, recurrent and convolution, that a layer keeps.
     """
 
     layers: int
@@ -68,11 +69,11 @@ class LayerKinds:
     states: int = 1
 
     def cache_layers(self, rows: Sequence[CacheLayerMixin], state: Mapping[str, torch.Tensor]) -> list[Any]:
-        """Make the layers of a cache that continues after some tokens.
+        """Make the layers of a cache for a sequence that continues after some tokens.
 
         Args:
-            rows: the layers that keep the rows of `attending`.
-            state: the state after these tokens; copied. Empty before the first token.
+            rows: cache layers for the rows of the layers in `attending`.
+            state: state after these tokens, which is copied; empty if there are no tokens yet.
         """
         keepers, keeping = dict(zip(self.attending, rows, strict=True)), set(self.keeping)
         made = [self._made(keepers.get(layer), keeps=layer in keeping) for layer in range(self.layers)]
@@ -86,7 +87,7 @@ class LayerKinds:
 
 
 def layer_kinds(config: PreTrainedConfig) -> LayerKinds:
-    """Return the kinds of a model's layers; a layer of a type that is not listed here counts as one that attends."""
+    """Return the kinds of a model's layers; a layer of an unknown type counts as a layer that attends."""
     config = config.get_text_config()
     types = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
     return LayerKinds(
@@ -98,7 +99,7 @@ def layer_kinds(config: PreTrainedConfig) -> LayerKinds:
 
 
 def state_tensors(layers: Iterable[object]) -> State:
-    """Return the states that a cache's layers keep, without copies; the model overwrites them."""
+    """Return the states of a cache's layers without copies; the model overwrites them."""
     found: State = {}
     for number, layer in enumerate(layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -108,17 +109,17 @@ def state_tensors(layers: Iterable[object]) -> State:
 
 
 def copied_state(layers: Iterable[object]) -> State:
-    """Return copies of the states that a cache's layers keep."""
+    """Return copies of the states of a cache's layers."""
     return {name: tensor.clone() for name, tensor in state_tensors(layers).items()}
 
 
 def put_state(layers: Sequence[object], state: Mapping[str, torch.Tensor]) -> None:
-    """Make a cache's layers keep copies of the states, in new tensors."""
+    """Copy states to new tensors, and set the copies as the states of a cache's layers."""
     hold_state(layers, {name: tensor.clone() for name, tensor in state.items()})
 
 
 def hold_state(layers: Sequence[object], state: Mapping[str, torch.Tensor]) -> None:
-    """Make a cache's layers keep these very tensors, [B, ...] for B sequences, which the model then overwrites."""
+    """Set tensors [B, ...] of B sequences as the states of a cache's layers, without copies; steps overwrite them."""
     for name, tensor in state.items():
         number, _, of_layer = name.removeprefix("layer_").partition(".")
         kind, _, at = of_layer.partition("_")

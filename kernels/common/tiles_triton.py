@@ -96,7 +96,7 @@ def exp2_flushed(exponents):
 def log2_of_normal(numbers):
     """Compute log2 of float32 numbers that are neither zero nor subnormal.
 
-    Without handling of these cases it takes one instruction instead of ten.
+    Without these cases the logarithm takes one instruction instead of ten.
     """
     if WIDEN:
         return tl.log2(numbers)

@@ -1,4 +1,4 @@
-"""Memory that the GPUs of all ranks can access; through it, ranks exchange their parts of an all-reduce."""
+"""Memory that the GPUs of all ranks can access, through which ranks exchange their parts of an all-reduce."""
 
 import os
 import socket
@@ -20,7 +20,8 @@ class SharedMemory:
     """One rank's view of the shared memory; a rank's all-reduces must run one after another, in stream order.
 
     A rank's memory has two buffers, which are used in turn. Each buffer has `MOST_BYTES` for the part of every rank.
-    Counters [ranks, PROGRAMS] int32 follow, one for each program of each rank: the number of parts that have arrived.
+    Counters [ranks, PROGRAMS] int32 follow the buffers. The counter of a program of a rank is the number of pieces that
+    this program has sent.
 
     Args:
         number: index of this rank.

@@ -2,8 +2,8 @@
 
 Each program sends its piece of the rank's part to every other rank, waits for the others' pieces and sums all pieces.
 
-A rank may overwrite the part that it sent two all-reduces ago. It has finished the all-reduce in between. In that
-all-reduce, the other ranks sent their parts only after they had read the earlier part.
+Each all-reduce overwrites the parts of the all-reduce before the previous one. This is safe, because all ranks have
+read those parts: a rank reads them before it sends its part of the previous all-reduce, which is complete.
 """
 
 import torch

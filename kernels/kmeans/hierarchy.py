@@ -188,9 +188,9 @@ def join_tokens(
 ) -> torch.Tensor:
     """Recluster a block after tokens were appended to it; return the labels of all its tokens.
 
-    New centres are sampled from the new tokens; they also replace empty centres. Each new token is assigned to its
-    nearest centre, and the centre moves to the mean of its members (a step of sequential k-means). Then a few k-means
-    iterations run over the whole block.
+    New centres are sampled from the new tokens. They are added, and replace the centres of empty clusters. Each new
+    token is assigned to its nearest centre, and the centre moves to the mean of its members (a step of sequential
+    k-means). Then a few k-means iterations run over the whole block.
 
     Args:
         points: [Hk, T, D] float32, the block's keys in the space in which they are clustered, old tokens first.

@@ -10,7 +10,8 @@ from sparsekv.kernels.common.on_gpu import on_gpu
 CHANNELS = (2, 4, 8)
 """Numbers of channels for which faiss keeps centres in registers.
 
-It then takes half the time of a matrix product. For other numbers of channels it takes four times as long.
+For these numbers, faiss takes half the time of a matrix product. For other numbers, faiss takes four times as long as a
+matrix product.
 """
 CENTRES = 256
 
@@ -117,8 +118,8 @@ def cluster_means(
         points: [Hk, M, D]; labels: [Hk, M]; weights: [Hk, M], ones when None.
 
     Returns:
-        means [Hk, C, D] float32 (zeros for an empty cluster) and weights [Hk, C] float32. Both are deterministic; the
-        plain-torch implementation is deterministic only on a CPU.
+        means [Hk, C, D] float32 (zeros for an empty cluster) and weights [Hk, C] float32. Both are deterministic,
+        except in plain torch on a GPU.
     """
     weights = points.new_ones(labels.shape, dtype=torch.float32) if weights is None else weights.float()
     total = torch.zeros(len(points), clusters, device=points.device).scatter_add_(1, labels, weights)
@@ -134,7 +135,7 @@ def lloyd(
     """Run Lloyd iterations of assignment and means; a centre without points does not move.
 
     Args:
-        points: [Hk, M, D] float32; centres: [Hk, C, D], the initial ones.
+        points: [Hk, M, D] float32; centres: [Hk, C, D], initial centres.
         weights: [Hk, M] float32, 0 for points to ignore.
 
     Returns:
@@ -187,8 +188,8 @@ def random_points(
     which is above 0.
     """
     random = torch.rand(points.shape[:2], generator=generator, device=points.device)
-    # Each point draws an exponential variable with its weight as rate, and the smallest are chosen (Efraimidis and
-    # Spirakis, 2006).
+    # Each point draws an exponential variable with its weight as rate. The points with the smallest variables are
+    # returned (Efraimidis and Spirakis, 2006).
     random = random if weights is None else -random.log() / weights
     random = random if valid is None else random.masked_fill(~valid, torch.inf)
     chosen = random.argsort(dim=-1)[:, :number]

@@ -9,7 +9,7 @@ import triton.language as tl
 from sparsekv.kernels.common.launch import power_of_two, unit_stride
 from sparsekv.kernels.kmeans.kmeans import LEAST_WEIGHT
 
-FARTHEST_MEAN = 4096.0  # largest entry of the scaled mean; centres at nearly 16 times this are still finite in float16
+FARTHEST_MEAN = 4096.0  # largest entry of the scaled mean; float16 holds entries of centres up to nearly 16 times this
 REGISTERS = 65_536  # registers of an SM
 ROWS_AT_ONCE = 32  # rows of a tile in the kernels for means and for rounding
 
@@ -128,7 +128,7 @@ def _sum_runs(
 class NearestCentres:
     """Search for the nearest centres of fixed points, with centres that change between calls.
 
-    The head's mean point is subtracted from points and centres. They are scaled so that no coordinate of a point
+    The head's mean point is subtracted from points and centres. Both are scaled so that no coordinate of a point
     exceeds 1, and rounded to float16. Products are summed in float32. Rounding moves a point or centre by 2^-11 of its
     distance to the mean. Therefore the chosen centre is further away than the nearest by at most 2^-10 of the two
     distances to the mean. bfloat16 has the same cost and eight times the error; tf32 has the same error and twice the
@@ -185,7 +185,7 @@ def cluster_means_triton(points, labels, clusters, weights=None):
     """Run `cluster_means` on a GPU, with sums in the order of the points.
 
     Sorting the labels moves 12 bytes per point a few times, while the sums read 4 D bytes per point once. Atomic adds
-    would read as much, write all of it to the L2 cache, and round in an arbitrary order.
+    would read as many bytes, write all of them to the L2 cache, and round in an arbitrary order.
     """
     points, (Hk, count, dims) = unit_stride(points), points.shape
     first = torch.arange(0, Hk * clusters, clusters, dtype=torch.int32, device=points.device)

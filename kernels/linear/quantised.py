@@ -13,13 +13,13 @@ from sparsekv.kernels.common.on_gpu import on_gpu
 GROUP = 32
 """Input channels that share a scale in four bits."""
 PAIR = 2 * GROUP
-"""Input channels of two groups, whose numbers share bytes and whose scales share an int32 word."""
+"""Input channels of a pair of groups: their numbers share bytes, and their scales share an int32 word."""
 FEW = 16
 """Most rows that the kernels multiply; with more rows, the time of dequantising the weights is small."""
 BLOCK = 1 << 24
-"""Weights that are rounded at a time, because rounding takes 16 bytes for each."""
+"""Weights that are rounded at a time, because rounding allocates 16 bytes for each weight."""
 WORTH_IT = 1 << 16
-"""Fewest weights for which a second core of a CPU saves more time than handing work to it costs."""
+"""Fewest weights for which using a second CPU core saves time."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def int4_linear(rows: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | Non
 def multiply(rows: torch.Tensor, weight: Int8Weight | Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """Multiply rows [..., K] by weights [N, K] and add a bias [N]; return [..., N] in the rows' dtype.
 
-    On a CPU, few rows are multiplied by compiled code if there is numba.
+    On a CPU with numba, few rows are multiplied by compiled code.
     """
     flat = rows.reshape(-1, rows.shape[-1])
     found = _on_cpu(flat, weight, bias) if rows.is_cpu and _few(flat) else None

@@ -1,4 +1,4 @@
-"""Linear layers of a model with quantised weights, in place of the layers that were loaded."""
+"""Linear layers with quantised weights, which replace the layers of a loaded model."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ class QuantisedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The dequantised weights [N, K], because some models read weights of their layers, or the dtype of these."""
+        """The dequantised weights [N, K]; some models read a layer's weights or their dtype."""
         return self.rounded.restored(self.dtype)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -68,13 +68,13 @@ def _output_of(
 
 
 def quantise_linears(model: PreTrainedModel, bits: int) -> float:
-    """Replace a model's linear layers by layers with weights of 8 or 4 bits, one after the other, in place.
+    """Replace a model's linear layers in place, one after another, by layers with weights of 8 or 4 bits.
 
-    Allocates the rounded weights of all layers, while the old ones are freed layer by layer. If the output layer shares
-    its weights with the embedding, the embedding keeps them, and the output layer's rounded weights are added.
+    Allocates the rounded weights of all layers; the original weights are freed layer by layer. If the output layer
+    shares its weights with the embedding, the embedding keeps them, and the output layer's rounded weights are added.
 
-    Routers and gates stay, because a small error in them chooses other experts. Fused experts stay, because they are no
-    linear layers.
+    Routers and gates are not rounded, because a small error of their weights selects other experts. Fused experts are
+    not rounded, because they are no linear layers.
 
     Returns:
         the share of the model's weights that were rounded, embedding excluded.

@@ -1,7 +1,7 @@
 """Compiled products of few float32 rows with quantised weights on a CPU; the threads share the outputs.
 
-Weights of OUTPUTS outputs at a time are converted to float32 in the nearest cache, and multiplied by all rows there.
-For a single row, int8 weights are converted in registers.
+The weights of OUTPUTS outputs at a time are converted to float32 in a core's own cache, and multiplied by all rows. For
+a single row, int8 weights are converted in registers.
 """
 
 import ctypes
@@ -99,7 +99,7 @@ def _multiply_int8(row, numbers, sums):
 
 @njit(inline="always")
 def _share(job, thread, threads):
-    """Compute a thread's outputs."""
+    """Compute a thread's share of the outputs."""
     R, N, K, P = job.R, job.N, job.K, job.P
     size = K if job.bits == 8 else P // 2
     rows, output = floats(job.rows, (R, K)), floats(job.output, (R, N))
@@ -129,7 +129,7 @@ def _share(job, thread, threads):
 
 
 def _step(version):
-    """Make the step function; it closes over `version`, so that numba's cache depends on it. See `VERSION`."""
+    """Make the step function; it closes over `version`, so that numba's cache key includes the checksum `VERSION`."""
 
     def step(address):
         _ = version
@@ -138,5 +138,5 @@ def _step(version):
     return step
 
 
-# The object must stay alive as a global, because its machine code is freed with it.
+# The step stays alive as a global, because its machine code is freed together with the object.
 STEP = compiled(_step(VERSION))

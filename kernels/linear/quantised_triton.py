@@ -14,10 +14,11 @@ from sparsekv.kernels.common import tiles_triton as common
 from sparsekv.kernels.common.launch import dependent_launch, power_of_two
 from sparsekv.kernels.common.tiles_triton import WIDEN
 
-PAIR = tl.constexpr(64)  # input channels of two groups: the low and the high four bits of 32 bytes
+PAIR = tl.constexpr(64)  # input channels of a pair of groups: the low and the high four bits of 32 bytes
 
-# A byte becomes a float without the GPU's own conversion, which runs at a quarter of the speed: it is put into the
-# lowest bits of a float whose unit in the last place is 1, from which an integer is then subtracted.
+# Conversion of four int8 to float32. Each byte, with its highest bit flipped, replaces the lowest bits of the float
+# 2^23, whose unit in the last place is 1. Then 2^23 + 128 is subtracted. The GPU's own conversion has a quarter of the
+# speed of other instructions.
 _FLOATS = tl.constexpr(
     """{ .reg .b32 u; xor.b32 u, $4, 0x80808080;
     prmt.b32 $0, u, 0x4B000000, 0x7440; prmt.b32 $1, u, 0x4B000000, 0x7441;
@@ -25,7 +26,8 @@ _FLOATS = tl.constexpr(
     sub.f32 $0, $0, 0f4B000080; sub.f32 $1, $1, 0f4B000080;
     sub.f32 $2, $2, 0f4B000080; sub.f32 $3, $3, 0f4B000080; }"""
 )
-# bfloat16 has 8 bits: 128 plus the byte's low 7 bits, minus 128 or 256 by its highest bit.
+# Conversion of four int8 to bfloat16, which has 8 significant bits: 128 plus the byte's low 7 bits, minus 128, or minus
+# 256 if the byte's highest bit is set.
 _BFLOATS = tl.constexpr(
     """{ .reg .b32 a, b, c, d, one; mov.b32 one, 0x3F803F80;
     prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;
@@ -39,7 +41,8 @@ _HALVES = tl.constexpr(
     sub.f16x2 $0, $0, middle; sub.f16x2 $1, $1, middle; }"""
 )
 
-# A number u of four bits becomes the float 1 + u / 16, or 1 + u / 256 if it is the lower half of its byte.
+# Conversion of eight unsigned numbers u of four bits to float32. The high half of a byte becomes 1 + u / 16, and the
+# low half becomes 1 + u / 256.
 _NIBBLES = tl.constexpr(
     """{ .reg .b32 a, b, c, d; shl.b32 a, $8, 15; shl.b32 b, $8, 7; shr.u32 c, $8, 1; shr.u32 d, $8, 9;
     lop3.b32 $0, a, 0x00078000, 0x3F800000, 0xEA; lop3.b32 $1, b, 0x00078000, 0x3F800000, 0xEA;
@@ -97,7 +100,7 @@ def _int8_row_kernel(
     row, weight, scales, bias, output, N, K, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row [K] by int8 weights [N, K]."""
+    """Multiply one row [K] by int8 weights [N, K]."""
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     inside = n < N
     _prefetch(weight, N, K, AHEAD, BLOCK_N, EARLY)
@@ -122,7 +125,7 @@ def _int8_rows_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Up to ROWS rows [R, K] by int8 weights [N, K]; PARTS warps share the input channels of each output."""
+    """Multiply up to ROWS rows [R, K] by int8 weights [N, K]; PARTS warps share the input channels of each output."""
     n, r = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
     part, j = tl.arange(0, PARTS), tl.arange(0, BLOCK_K)
     inside = n < N
@@ -177,7 +180,7 @@ def _int4_row_kernel(
     row, packed, scales, bias, output, N, K, PAIRS, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, EXACT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row [K] by 4-bit weights [N, PAIRS, 32] and scales [N, PAIRS], BLOCK_K channels at a time."""
+    """Multiply one row [K] by 4-bit weights [N, PAIRS, 32] with scales [N, PAIRS], BLOCK_K channels at a time."""
     BLOCK: tl.constexpr = BLOCK_K // PAIR
     n, j = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK * 32)
     inside = n < N
@@ -210,7 +213,8 @@ def _int4_row_kernel(
             low, high = tl.inline_asm_elementwise(
                 _NIBBLES, "=r,=r,=r,=r,=r,=r,=r,=r,r", [w], (tl.float32, tl.float32), is_pure=True, pack=4
             )
-            # Both halves minus 8 units: 1 + 8 / 256, and 1 + 8 / 16.
+            # A 4-bit number is u - 8, and so 1 + 8 / 256 is subtracted from low halves, and 1 + 8 / 16 from high
+            # halves.
             low = tl.sum(tl.reshape(low * x[None, :], [BLOCK_N, BLOCK * 2, 16]), 2)
             high = tl.sum(tl.reshape(high * y[None, :], [BLOCK_N, BLOCK * 2, 16]), 2)
             of_x, of_y = tl.sum(tl.reshape(x, [BLOCK * 2, 16]), 1), tl.sum(tl.reshape(y, [BLOCK * 2, 16]), 1)
@@ -228,7 +232,7 @@ def _int4_rows_kernel(
     PARTS: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Up to ROWS rows [R, K] by 4-bit weights [N, PAIRS, 32] and scales [N, PAIRS], PARTS pairs of groups at a time."""
+    """Multiply up to ROWS rows [R, K] by 4-bit weights [N, PAIRS, 32] with scales [N, PAIRS], PARTS pairs at a time."""
     n, r = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
     part, j = tl.arange(0, PARTS), tl.arange(0, 32)
     inside = n < N
@@ -269,9 +273,9 @@ def _int4_rows_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    """Outputs of a program, input channels that it reads at a time, its warps, and its stages of loads in flight.
+    """Outputs of a program, input channels that it reads at a time, its warps, and its pipeline stages.
 
-    With `dot` the product is one of tensor cores, and the channels are divided among the warps.
+    With `dot`, tensor cores compute the product, and the channels are divided among the warps.
     """
 
     outputs: int
@@ -287,14 +291,14 @@ TILES: dict[tuple[int, bool], list[tuple[int, Tile]]] = {
     (4, True): [(0, Tile(4, 2048, 4, 4, False)), (2048, Tile(4, 2048, 4, 1, False))],
     (4, False): [(0, Tile(16, 512, 4, 4)), (2048, Tile(32, 512, 4, 4)), (8192, Tile(64, 256, 4, 3))],
 }
-"""Tiles by the bits of a weight and whether there is a single row: from this number of outputs on, this tile."""
+"""Tiles by (bits of a weight, single row): pairs of the fewest outputs and the tile from that number of outputs on."""
 
 AHEAD = 32_768
 """Most bytes that a program prefetches while the previous kernel still runs."""
 
 
 def tile_for(bits, rows, outputs):
-    """Choose the tile of a product."""
+    """Choose the tile for weights of `bits` bits, from the numbers of rows and outputs."""
     return [tile for least, tile in TILES[bits, rows == 1] if outputs >= least][-1]
 
 
@@ -326,12 +330,12 @@ def int4_linear_triton(rows, weight, bias):
 
 
 def _padded(rows):
-    """Return the rows of a tile: the tensor cores' tiles have 8 columns."""
+    """Round the number of rows up to 8 or 16, because tensor cores multiply 8 columns at a time."""
     return 8 if rows <= 8 else 16
 
 
 def _ahead(tile, size):
-    """Return the bytes to prefetch of the weights of a program, of `size` bytes an output."""
+    """Return how many bytes of its weights a program prefetches; `size` is the bytes of an output's weights."""
     return {"AHEAD": max(128, min(power_of_two(tile.outputs * size), AHEAD))}
 
 

@@ -5,7 +5,7 @@ exponentials. The third computes the ranks and their counts.
 
 A word holds the sums of two logits as 12-bit integers: a mask extracts two codes from a list's word, and one
 multiply-add adds both. Exponentials relative to the tile's largest are stored as one byte each, which holds the bits of
-a bfloat16 that vary. When the sum over all tiles is known, a rank takes an instruction or two for each query.
+a bfloat16 that vary. Once the sum over all tiles is known, the rank takes one or two instructions per query.
 """
 
 import torch
@@ -33,7 +33,7 @@ def add_exact(
 ):  # fmt: skip
     """Write the peak logit, in units of log 2, and the sum of exponentials of a program's share of the exact keys.
 
-    They are written after those of the tiles. The first program's share includes the learned sinks.
+    The results follow the results of the tiles in memory. The first program's share includes the learned sinks.
     """
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     of_group = g < G
@@ -91,8 +91,8 @@ def _look_up_kernel(
         q = tl.load(query + (head * G + g[:, None]) * D + channel, mask=of_query, other=0.0).to(tl.float32)
         place = ((head * PARTS + part) * C + c[:, None]) * SIZE + j
         centroid = tl.load(centroids + place, mask=(c < C)[:, None] & (j < SIZE), other=0.0)
-        # Steps and origins of all lists are read, because reading only those of the nearest list would wait for memory
-        # once more.
+        # Steps and origins of all lists are read, because reading only the values of the nearest list would wait for
+        # memory once more.
         place = (head * PARTS + part) * C + c
         step, origin = tl.load(steps + place, mask=c < C, other=0.0), tl.load(origins + place, mask=c < C, other=0.0)
         products = tl.sum(q[:, None, :] * centroid[None, :, :], 2)
@@ -113,8 +113,8 @@ LOGIT_WARPS = 4
 # With many programs, the kernel is bound by instructions. Then one warp is best, because each of four warps would
 # repeat the work that is common to the program.
 WARPS_OF_FEW, WARPS_OF_MANY = 4, 1
-TILES_OF_A_PROGRAM = 2  # if there are enough tiles for all SMs; a query's scale is then computed once for two tiles
-MANY = 16  # number of programs that keep an SM busy
+TILES_OF_A_PROGRAM = 2  # if all SMs stay busy; a query's scale is then computed once for two tiles
+MANY = 16  # programs that keep an SM busy
 TWO_CODES, NEXT_TWO_CODES = tl.constexpr(0x000F000F), tl.constexpr(0x00F000F0)
 BOTH = tl.constexpr(0x00010001)
 

@@ -77,8 +77,8 @@ def add_scaled(sums, word, factor):
 def as_bytes(even, odd):
     """Pack the four bfloat16 in two words, from 0 to 1, in a word of four bytes.
 
-    A byte has five exponent bits and three fraction bits, with fewer fraction bits in the lowest octaves. It is
-    accurate to 8 parts in 100. Numbers below 2 ** -33 become 0.
+    A byte has five exponent bits and three fraction bits, with fewer fraction bits in the lowest octaves. The relative
+    error of a byte is at most 8%. Numbers below 2 ** -33 become 0.
     """
     nothing = tl.zeros_like(even)
     even, odd = add_scaled(nothing, even, nothing + DOWN), add_scaled(nothing, odd, nothing + DOWN)

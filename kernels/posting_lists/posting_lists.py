@@ -331,7 +331,7 @@ class ListCodes:
 
     `codes` is [Hk, m, C, words] int32. Four words, which a GPU thread reads together, hold the codes of 32 consecutive
     tokens. With j = 2 j1 + j0, the code of token 8 j + 2 i + h of the 32 is in word i from bit 16 j1 + 8 h + 4 j0 on.
-    Past the last of `keys` keys, codes are those of keys that are not listed.
+    The codes past the last of `keys` keys are the codes of unlisted keys.
 
     A key's score in a list is origin + step * code, with `origins` and `steps` [Hk, m, C] float32. If `reaching`,
     scores are multiplied by the projection of the query's part on the centroid. `centroids` are [Hk, m, C, D / m]

@@ -106,7 +106,7 @@ def rank_rows_triton(query, keys, rows, logsumexp, wanted, softmax_scale, softca
     return TokenRanks(ranks, coarse, logsumexps, S)
 
 
-FEWEST_ROWS, MOST_ROWS = 32, 128  # fewest and most rows of counts in one load, whose rows arrive together
+FEWEST_ROWS, MOST_ROWS = 32, 128  # fewest and most rows of counts that a program loads at once
 # From MANY programs per SM on, the kernels are bound by instructions. One warp per program is then best, because each
 # of four warps would repeat the work that is common to a program. From MOST programs per SM on, `_count_kernel` is
 # fastest with two warps: as measured, one warp takes 50% longer, and four take 20% longer.
@@ -205,7 +205,7 @@ def _place_kernel(
     GROUPED: tl.constexpr, AT_ONCE: tl.constexpr, WORDS: tl.constexpr, BINS: tl.constexpr, FEW_RANKS: tl.constexpr,
     ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write the chosen keys of a tile, after those of the tiles before it."""
+    """Write the chosen keys of a tile, after the chosen keys of earlier tiles."""
     tile, tiles, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     QUADS: tl.constexpr = WORDS // 4
     token = tile * (8 * WORDS) + 32 * tl.arange(0, QUADS)

@@ -10,8 +10,9 @@ FRACTION_BITS = 4  # fraction bits of a score in its rank; the rounding of codes
 BINS = 16  # number of coarse bins of ranks, and number of ranks in each bin
 RANKS = 2 ** (EXPONENT_BITS + FRACTION_BITS)
 assert BINS * BINS == RANKS
-# With a counter for each rank, there are only FEW_RANKS ranks. A rank is half an octave. In the range of 85 of the 256
-# original ranks that nearly always contains the last chosen key, it is an eighth of an octave.
+# If each rank has a counter, there are only FEW_RANKS ranks instead of RANKS. Such a rank spans half an octave of
+# scores. It spans an eighth of an octave in the FINE original ranks from FINE_FROM on, which nearly always contain the
+# last chosen key.
 FEW_RANKS, FINE_FROM, FINE = 64, 130, 85
 LARGEST = 4095  # largest integer sum of codes, of 12 bits: a sum that is shifted up by four bits fits in 16 bits
 

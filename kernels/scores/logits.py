@@ -108,8 +108,10 @@ def cluster_scores(
 
 
 def scores_from_logits(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Compute the scores S_i [Hk, Q, C] of `cluster_scores` from logits [Hk, G, Q, C] and counts that broadcast to
-    them."""
+    """Compute the scores S_i [Hk, Q, C] of `cluster_scores` from logits [Hk, G, Q, C].
+
+    `counts` broadcasts to the logits.
+    """
     empty = counts == 0
     weights = logits.masked_fill(empty, -torch.inf).softmax(-1).masked_fill(empty, 0)
     # The weights sum to 1, and non-empty clusters have counts of at least 1. A sum below 1 means that all are empty.

@@ -6,7 +6,7 @@ from torch.nn.functional import normalize
 from sparsekv.kernels.common.on_gpu import on_gpu
 from sparsekv.kernels.scores.logits import products
 
-# Limits of the kernels, which hold in registers the directions that keys are compared with, and the queries of a group.
+# Limits of the GPU kernels, which hold the directions and the queries of a group in registers.
 MOST_DIRECTIONS, MOST_QUERIES = 64, 2**14
 
 
@@ -50,7 +50,7 @@ def _few_queries(query: torch.Tensor, count: int) -> bool:
 def far_directions(query: torch.Tensor, count: int) -> torch.Tensor:
     """Compute `directions` of the queries that `subselect_queries` keeps, with the least similar to the mean first.
 
-    On a GPU there are two kernels, which may order queries of equal similarity differently from torch.
+    On a GPU there are two kernels, which may order queries of equal similarity differently than torch does.
 
     Args:
         query: [Hk, G, B, D].
@@ -66,7 +66,7 @@ def far_directions(query: torch.Tensor, count: int) -> torch.Tensor:
     "sparsekv.kernels.scores.quoka_triton:nearest_keys_triton", fits=lambda some, *_: some.shape[1] <= MOST_DIRECTIONS
 )
 def nearest_keys(some: torch.Tensor, keys: torch.Tensor, count: int, first: int = 0, last: int = 0) -> torch.Tensor:
-    """Choose `count` keys per head: the first and last keys, and those with the highest cosine to any direction.
+    """Choose `count` keys per head: the first and last keys, and the keys with the highest cosine to any direction.
 
     On a GPU, two kernels read the keys once and return indices in ascending order. If cosines agree to 2 ** -15, the
     lower index wins.
@@ -84,7 +84,7 @@ def nearest_keys(some: torch.Tensor, keys: torch.Tensor, count: int, first: int 
 
 
 def best_keys(scores: torch.Tensor, count: int, first: int = 0, last: int = 0) -> torch.Tensor:
-    """Choose the first and last keys and those with the highest scores [Hk, T]; return indices [Hk, count] int64.
+    """Choose the first and last keys, and the keys with the highest scores [Hk, T]; return indices [Hk, count] int64.
 
     Overwrites the scores.
     """

@@ -1,4 +1,4 @@
-"""Configs of decoding: which tokens of the document a question and its answer attend to."""
+"""Configs that determine which tokens of the document a question and its answer attend to."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ EVERYTHING = Budget(1.0)
 
 @dataclass(frozen=True)
 class Dense:
-    """Attention to all of the document. Like a method it is a dataclass of its parameters, of which it has none."""
+    """Attention to the whole document. Like a method, `Dense` is a dataclass of its parameters, but it has none."""
 
     name: ClassVar[str] = DENSE
     residual: ClassVar[bool] = False
@@ -27,7 +27,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class Own:
-    """Prefill config: a question's tokens select by the same method and with the same budget as the answer's."""
+    """Prefill config: a question's tokens select by the method and budget of the answer's tokens."""
 
     name: ClassVar[str] = "own"
 
@@ -47,7 +47,7 @@ class QuestionPrefill:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Decode config: how answers attend to a document. `plan_layer` turns it into the plan of each layer.
+    """Decode config: how answers attend to a document. `plan_layer` makes the plan of each layer from this config.
 
     Args:
         attention: a method with its parameters, or dense attention.
@@ -55,15 +55,15 @@ class DecodeConfig:
         layer_budgets: budgets of single layers, by layer index, that replace `budget`.
         question: prefill config of a question's tokens.
         guard: measures the missed mass of attention, and limits it for each KV head.
-        gauge: measures the missed mass. Steps then compute their logits once more, and no step is captured.
+        gauge: measures the missed mass. Each step then computes its logits twice, and no step is captured.
         placement: where the document's keys and values are kept, one of PLACEMENTS.
-        dense_layers: number of the model's first layers that attend to everything, whatever their budgets.
-        ahead: prefetch: search for each step's rows with the previous step's query, during the previous step.
+        dense_layers: number of the model's first layers that attend to all tokens, regardless of their budgets.
+        ahead: prefetch each step's rows, by a search with the previous step's query during the previous step.
         origin: where method and budget come from, if the user did not choose them.
 
     Raises:
-        UsageError: the placement is unknown; the missed mass is to be measured, but the method cannot estimate it; or
-            `dense_layers` is set and the method has a parameter of its own for that.
+        UsageError: the placement is unknown; `guard` or `gauge` is set, but the method cannot estimate the missed mass;
+            or `dense_layers` is set, but the method itself determines its dense layers.
     """
 
     attention: MethodSpec | Dense
@@ -80,13 +80,14 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         check_choice("--placement", self.placement, PLACEMENTS)
         if self.dense_layers and isinstance(getattr(self.attention, "method", None), LayerSharing):
-            raise UsageError(f"--dense-layers {self.dense_layers}: {self.attention.name} has its own; leave it out")
+            name = self.attention.name
+            raise UsageError(f"--dense-layers {self.dense_layers}: {name} has its own dense layers; leave it out")
         if self.measured and isinstance(self.attention, MethodSpec):
             check_estimates_missed(self.measured, self.attention)
 
     @property
     def measured(self) -> str:
-        """The option that requires measuring the missed mass: `--guard` or `--gauge`, or empty."""
+        """Option that requires measuring the missed mass: `--guard`, `--gauge` or an empty string."""
         return "--guard" if self.guard is not None else "--gauge" if self.gauge else ""
 
     def budget_of(self, layer: int) -> Budget:
@@ -97,7 +98,7 @@ class QuestionSearch:
     """Selects one layer's rows for a chunk of a question, as row indices in the decoding method's layout.
 
     Args:
-        layout: [Hk, M] int64, the token's position within the middle for each stored row; None for order of position.
+        layout: [Hk, M] int64, the middle position of each stored row; None: order of position.
     """
 
     def __init__(self, prefill: QuestionPrefill, selector: Selector, device: torch.device, layout: torch.Tensor | None):

@@ -26,16 +26,17 @@ from sparsekv.runtime.selection.interface import (
 )
 
 MOST_LOGITS = 2**26
-"""Maximum number of float32 logits at a time for queries that attend to everything; they are cut into pieces."""
+"""Maximum number of float32 logits at a time; queries that attend to all rows are split into pieces accordingly."""
 
 
 @dataclass(frozen=True)
 class LayerOutput:
-    """Attention output [Hk, G, Q, D], and the D-sized rows that each KV head read.
+    """Attention output [Hk, G, Q, D], and the number of D-sized rows that each KV head read.
 
-    The rows are those of the tokens between sinks and tail (the middle), and of their index.
+    Rows of the tokens between sinks and tail (the middle) and of the index are counted.
 
-    `rows_read` is a number or [Hk, Q or 1]. Each count that kernels added to their counter adds `per_count` rows.
+    `rows_read` is a number or [Hk, Q or 1]. In addition, each count in the kernels' counter stands for `per_count`
+    rows.
     """
 
     output: torch.Tensor
@@ -45,10 +46,11 @@ class LayerOutput:
 
 @dataclass(frozen=True)
 class Fetched:
-    """Chosen rows on the model's device: keys, values [Hk, R, D] and their log_weights [Hk, G, Q or 1, R].
+    """Selected rows on the model's device: keys and values [Hk, R, D], and their log_weights [Hk, G, Q or 1, R].
 
-    valid [Hk, 1, R]: False for padding; None: all rows are valid. `rest` are centroids of the tokens that were not
-    chosen. With `rest_attended` they are attended too; otherwise they only serve to estimate the missed attention.
+    `valid` [Hk, 1, R] bool is False for padding; None: all rows are valid. `rest` are centroids of the tokens that were
+    not selected. With `rest_attended`, queries attend to these centroids. Otherwise the centroids are used only to
+    estimate the missed attention mass.
     """
 
     keys: torch.Tensor
@@ -70,10 +72,10 @@ class Fetched:
         ]
 
     def scored_rest(self) -> list[ScoredCentroids] | None:
-        """Return the rest's centroids with their logits, as `attend_once` takes them.
+        """Return the centroids `rest` with their logits, as `attend_once` takes them.
 
-        Returns None if chosen rows have padding or weights, or if some centroids have no logits: `attend_once` does not
-        support these cases.
+        Returns None if selected rows have padding or weights, or if some centroids have no logits, because
+        `attend_once` does not support these cases.
         """
         scored = [part.scored for part in self.rest if part.scored is not None]
         plain = self.valid is None and self.log_weights is None and len(scored) == len(self.rest)
@@ -87,8 +89,10 @@ class GatherExecutor:
     Allocates the copied rows and the logits.
 
     Args:
-        mapped: views of the index's files that the selector reads; their pages are released after each search.
-        fetch_rest: fetch the centroids of the unselected tokens even if not attended, for the missed-mass meter.
+        mapped: views of the index's files that the selector reads. The pages of the views are released after each
+            search.
+        fetch_rest: copy the centroids of the unselected tokens for the missed-mass meter, even if they are not
+            attended.
     """
 
     selector: Selector
@@ -105,7 +109,8 @@ class GatherExecutor:
         """Attend to a selection, whose rows are in this executor's layout.
 
         Args:
-            selector: the selector that made the selection; not the executor's own if a question has its own method.
+            selector: the selector that made the selection, which is not `self.selector` if a question has its own
+                method.
         """
         fetched = self.fetch(selection, step.query.device)
         return LayerOutput(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read)
@@ -144,9 +149,9 @@ class GatherExecutor:
         return found
 
     def _rows(self, chosen: RowSet) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the chosen keys and values, and which of them are valid.
+        """Return the selected keys and values, and a mask of the valid rows.
 
-        If all rows are chosen, they are returned in the order of the layout, mostly without a copy.
+        If all rows are selected, they are returned in the layout's order, in most placements without a copy.
         """
         if chosen.has_all(self.middle.used):
             return *self.middle.from_row(0), None
@@ -155,15 +160,15 @@ class GatherExecutor:
 
 
 def pieces_of_all(step: Step, rows: int) -> Iterator[Step]:
-    """Yield the step in pieces of queries whose logits on `rows` rows are at most `MOST_LOGITS` numbers.
+    """Yield the step in pieces of queries with at most `MOST_LOGITS` logits on `rows` rows.
 
-    A piece has at least one query, even if its logits are more.
+    A piece has at least one query, even if this query has more logits.
     """
     return step.pieces(max(1, MOST_LOGITS // (step.query.shape[0] * step.query.shape[1] * max(1, rows))))
 
 
 def attend_in_layout(executor: GatherExecutor, step: Step) -> torch.Tensor:
-    """Attend to a selection of all rows in the layout's order, for callers that must know each row's token.
+    """Attend to all rows in the layout's order, for callers that need to know the token of each row.
 
     Returns [Hk, G, Q, D], as `attend_to_everything` does.
     """
@@ -175,15 +180,15 @@ def attend_in_layout(executor: GatherExecutor, step: Step) -> torch.Tensor:
 
 
 GatherMaker = Callable[..., GatherExecutor]
-"""Makes one layer's `GatherExecutor`, or a subclass of it, from the arguments of `GatherExecutor`."""
+"""Function that makes a layer's `GatherExecutor`, or an instance of a subclass, from the same arguments."""
 
 
 class InPlaceExecutor:
-    """Attends for one query with kernels that read the chosen rows in place, without copying them.
+    """Attends for one query with kernels that read the selected rows in place, without a copy of the rows.
 
     Args:
-        counter: [Hk] int64, to which kernels add the counts that only the device knows.
-        gather: the fallback for sampled rows, which carry weights, and for rows that cannot be read in place.
+        counter: [Hk] int64, to which kernels add counts that the host does not know.
+        gather: the fallback for sampled rows, which have weights, and for rows that cannot be read in place.
     """
 
     def __init__(self, selector: Selector, middle: MiddleRows, counter: torch.Tensor, gather: GatherExecutor):
@@ -206,7 +211,7 @@ class InPlaceExecutor:
 class FusedExecutor:
     """Attends for one query on a CPU, in one fused kernel that also selects if the selector has one.
 
-    Otherwise it gathers the chosen rows and attends to the copy, if possible with the few operations of `attend_once`.
+    Without such a kernel, the executor gathers the selected rows and attends to the copy, if possible by `attend_once`.
     """
 
     def __init__(self, selector: Selector, middle: MiddleRows, gather: GatherExecutor):
@@ -231,7 +236,7 @@ Executor = GatherExecutor | InPlaceExecutor | FusedExecutor
 
 
 def _scored(selection: Selection, step: Step) -> tuple[ScoredCentroids, ...]:
-    """Return the rest's attended centroids with their logits for one query."""
+    """Return the attended centroids of unselected tokens, with their logits for one query."""
     if selection.rest is not None and selection.rest.in_place is not None:
         return selection.rest.in_place
     return tuple(part.scored or _score(part, step) for part in selection.attended_segments())
@@ -243,10 +248,11 @@ def _score(part: CentroidSegment, step: Step) -> ScoredCentroids:
 
 
 class QuestionExecutor(GatherExecutor):
-    """Attends for a question's tokens with kernels that read rows in place, once for all tokens.
+    """Attends for a question's tokens with kernels that read rows in place, and only once for all tokens.
 
-    It copies rows, as its base class does, in three cases: the chosen rows carry sampling weights or differ between
-    tokens, the rest's centroids have several levels or differ between tokens, or rows cannot be read in place.
+    Rows are copied, as by the base class, in three cases. The selected rows have sampling weights or differ between
+    tokens. The centroids of unselected tokens have several levels or differ between tokens. Or rows cannot be read in
+    place.
     """
 
     def attend_to(self, step: Step, selection: Selection, selector: Selector) -> LayerOutput:
@@ -272,9 +278,9 @@ class QuestionExecutor(GatherExecutor):
 
 
 def _exact_and_own(step: Step) -> tuple[Pair, OwnRows]:
-    """Split a step's exact rows into those before its first token, which all tokens see, and the tokens' own rows.
+    """Split a step's exact rows into the rows before its tokens, to which all tokens attend, and the tokens' own rows.
 
-    A token sees its own row and those of earlier tokens of the step.
+    A token attends to its own row and to the rows of earlier tokens of the step.
     """
     before, tokens = step.first - step.unstored, step.query.shape[2]
     new = slice(before, before + tokens)
@@ -282,7 +288,7 @@ def _exact_and_own(step: Step) -> tuple[Pair, OwnRows]:
 
 
 def _single_rows(rows: PlacedRows, chosen: RowSet) -> RunRows:
-    """Return chosen rows as references into keys and values in place, one reference per row."""
+    """Return selected rows as single-row references into keys and values, which kernels read in place."""
     places, valid = chosen.expand()
     used = None if valid is None else valid[:, 0].sum(-1, dtype=torch.int32)
     return RunRows(rows.keys, rows.values, places[:, 0], None, chosen.capacity, used, scales=rows.scales)

@@ -1,9 +1,11 @@
-"""Estimate the missed mass: the attention mass of tokens that a step does not attend to individually. A guard limits
-it.
+"""Estimate of the missed mass: the attention mass of tokens that a step does not attend to individually.
 
-The missed mass is estimated from softmax denominators: the sum of N_i exp(q C_i) over the unselected tokens' clusters
-i, with centroid C_i and N_i tokens, divided by the sum over everything (Multipole Attention, equation 1). The estimate
-is usually low: by Jensen's inequality a cluster's N_i tokens weigh at least N_i times their centroid.
+A guard limits the missed mass.
+
+The missed mass is estimated from softmax denominators: the sum of N_i exp(q C_i) over the clusters i of unselected
+tokens, with centroid C_i and N_i tokens, divided by the sum over all rows and clusters (Multipole Attention, equation
+1). The estimate is usually too low, because by Jensen's inequality a cluster's N_i tokens weigh at least N_i times
+their centroid.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.selection.interface import Budget, CentroidSegment, Method, MethodSpec
 
-DOUBLINGS = 2  # how often the guard doubles a budget before a head falls back to dense attention
+DOUBLINGS = 2  # most times that the guard doubles a budget before a head falls back to dense attention
 
 
 def missed_share(
@@ -29,7 +31,7 @@ def missed_share(
     Args:
         rest: centroids of the tokens that were not chosen.
         query: [Hk, G, Q, D].
-        total: [Hk, G, Q], the log-sum-exp of the logits of everything that is attended.
+        total: [Hk, G, Q], the log-sum-exp of the logits of all attended rows and centroids.
         attended: whether the step attends to these centroids, so that `total` includes them.
     """
     if not rest:
@@ -66,7 +68,7 @@ class Attempt:
     results: tuple[torch.Tensor, ...]
 
     def replaced_where(self, over: torch.Tensor, other: "Attempt") -> "Attempt":
-        """Return this attempt with the other's results where `over` [Hk, Q] is True; rows read there are added up."""
+        """Take the results of `other` where `over` [Hk, Q] is True; there the rows read by both attempts are added."""
         results = (
             torch.where(over.view(*over.shape, *[1] * (new.ndim - 2)), new, old)
             for old, new in zip(self.results, other.results, strict=True)
@@ -76,7 +78,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A step's final attempt, with bool masks [Hk, Q]: `raised` budgets, and fallbacks to `dense` attention."""
+    """A step's final attempt, and bool masks [Hk, Q] of `raised` budgets and of fallbacks to `dense` attention."""
 
     attempt: Attempt
     raised: torch.Tensor
@@ -100,7 +102,7 @@ class Guard:
         budget: Budget,
         middle: int,
     ) -> Outcome:
-        """Double the budget for heads over the limit, up to DOUBLINGS times; heads still over it attend to everything.
+        """Double the budget of heads over the limit, up to DOUBLINGS times; then let heads over the limit be dense.
 
         Each attempt costs one sync, because its result decides whether another attempt is needed.
 
@@ -146,7 +148,7 @@ class MissedMeter:
     def means(self) -> tuple[float, float, float]:
         """Return the mean missed mass and the shares of heads with a raised budget and with dense attention; one sync.
 
-        Something must have been measured since `reset`.
+        At least one step must have been measured since `reset`.
         """
         missed, raised, dense = (self.sums / self.heads).tolist()
         return missed, raised, dense

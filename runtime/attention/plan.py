@@ -1,4 +1,4 @@
-"""Choose one layer's executors and policies, once, from its selector's capabilities and the config."""
+"""Choice of one layer's executors and policies from its selector's capabilities and the config."""
 
 from dataclasses import dataclass
 
@@ -35,13 +35,13 @@ from sparsekv.runtime.selection.interface import Appending, Budget, Selector
 class Appender:
     """Moves a layer's oldest tokens after the sinks to the indexed rows (the middle), from which the selector chooses.
 
-    Before, they are among the rows that every query attends to (the exact rows: sinks, tail and new tokens).
+    Before the move, these tokens are among the exact rows, to which every query attends: sinks, tail and new tokens.
 
-    `torn` is True while rows move. If a move is interrupted it stays True, because index and rows may then disagree.
+    `torn` is True while rows move. `torn` stays True after an interrupted move, because index and rows may disagree.
 
     Args:
         sinks: number of sinks, which are the first exact rows and never move.
-        prefetcher: its pending search is discarded at each append, because the index changes.
+        prefetcher: the prefetcher, whose pending search is discarded at each append, because the index changes.
     """
 
     index: Appending
@@ -78,13 +78,15 @@ class Appender:
 
     @torch.inference_mode()
     def remove_appended(self, layer: StoredLayer, tokens: int, exact: Pair) -> None:
-        """Undo all appends: restore the stored index, the layer's stored token count and its exact rows
-        [Hk, E, D] (sinks, tail and new tokens).
+        """Undo all appends.
+
+        Restores the stored index, the layer's stored token count `tokens`, and its exact rows `exact` [Hk, E, D].
 
         Raises:
             SparsekvError: an earlier call or an append was interrupted before it finished.
         """
-        # Needs inference mode: rows that grew while a model decoded are inference tensors, writable in no other mode.
+        # Inference mode is needed, because rows that grew during decoding are inference tensors, which no other mode
+        # can write.
         if self.torn:
             raise SparsekvError(
                 "an answer was interrupted while its tokens moved into the index, and cannot be undone; ask with a new "
@@ -110,10 +112,11 @@ class LayerParts:
         heads: number of KV heads, Hk.
         device: the model's device.
         search_device: the selector's device.
-        mapped: views of the index's files that the selector reads; their pages are released after each search.
-        question: selects for a question's tokens, if the config gives them a method of their own.
-        gather_maker: makes the executor of all steps. That executor gathers rows, and replaces the executors that
-            attend without a copy.
+        mapped: views of the index's files that the selector reads. The pages of the views are released after each
+            search.
+        question: selects for a question's tokens, if the config has a separate method for questions.
+        gather_maker: makes the executor of all steps, which gathers rows. None: executors that attend without a copy
+            are used where possible.
     """
 
     number: int
@@ -134,9 +137,9 @@ class LayerPlan:
     """One layer's policies and the objects they share.
 
     `decode` runs decode steps, and `prefill` runs a question's tokens. `captured` runs decode steps that are captured
-    as a CUDA graph, where a `DynamicSlot` has the new row's index. `own_prefill` means that the config lets the
-    question's tokens select as the answer's do. `steps_alike` means that policies and placement allow a captured step
-    to be replayed for all later steps.
+    as a CUDA graph, in which a `DynamicSlot` has the new row's index. `own_prefill` means that the question's tokens
+    select by the method and budget of the answer's tokens. `steps_alike` means that policies and placement allow a
+    captured step to be replayed for all later steps.
     """
 
     selector: Selector
@@ -160,7 +163,7 @@ class LayerPlan:
 
     @property
     def shareable(self) -> bool:
-        """Whether several sequences can share a step: steps can be replayed, and keep no state of one sequence."""
+        """Whether several sequences can share a step: steps can be replayed, and keep no state of a single sequence."""
         alone = self.appender is not None or self.prefetcher is not None or self.meter is not None
         return not alone and self.selector.graph_state() is not None
 
@@ -181,7 +184,7 @@ def plan_layer(layer: LayerParts, config: DecodeConfig) -> LayerPlan:
     if (index := selector.append) is not None:
         appender = Appender(index, middle, layer.sinks, read, layer.search_device, prefetcher)
     measured = None if meter is None else Metered(gather, prefetcher, budget, layer.facts, meter, middle, read)
-    # Plain steps only select and attend: they measure and prefetch nothing and use no custom executor.
+    # Plain steps only select and attend: nothing is measured or prefetched, and there is no custom executor.
     plain = measured is None and prefetcher is None and layer.gather_maker is None
     captured: Policy
     if measured is not None:
@@ -218,7 +221,7 @@ def _prefill(layer: LayerParts, config: DecodeConfig, asking: GatherExecutor, wi
 
     Args:
         asking: attends to rows for a question's tokens.
-        within: the policy that attends to the rows that the layer's own selector chooses.
+        within: the policy that attends to the rows that the layer's own selector selects.
     """
     if isinstance(config.question, Dense):
         return DensePrefill(asking, layer.middle, within.read)

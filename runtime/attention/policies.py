@@ -1,4 +1,4 @@
-"""Attention policies: select in the same step, one step ahead, under a missed-mass limit, or per question chunk."""
+"""Attention policies: selection in the same step or one step ahead, missed-mass limits, and prefill of questions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -31,11 +31,11 @@ def _worker() -> ThreadPoolExecutor:
 
 def wait_for_searches() -> None:
     """Wait until all submitted searches of all layers are done."""
-    _worker().submit(lambda: None).result()  # the pool has one thread, which runs searches in order
+    _worker().submit(lambda: None).result()  # the pool's only thread runs searches in order
 
 
 class Prefetcher:
-    """One layer's searches, each run one step before its result is used.
+    """Searches of one layer, each of which runs one step before its result is used.
 
     Args:
         search: finds and fetches rows for one decode step's queries.
@@ -49,18 +49,20 @@ class Prefetcher:
     def next(self, queries: Queries) -> Fetched:
         """Return the rows found with the previous step's query, and start a search with this step's query.
 
-        The first step has no previous query, so it searches with its own.
+        The first step has no previous query, and so it searches with its own query.
         """
         pending, self.pending = self.pending, None  # cleared first, so that a failed search raises only once
         if pending is None:
-            wait_for_searches()  # layers may share state with the searches that this step has started
+            wait_for_searches()  # layers may share state with this step's searches
         found = self.search(queries) if pending is None else self._arrived(pending)
         self.pending = _worker().submit(self._run, queries, self._mark(queries.query.device))
         return found
 
     def forget(self) -> None:
-        """Discard the pending search's result, and wait until no layer searches: the index is about to change, or a
-        question's tokens are about to be searched for."""
+        """Discard the pending search's result, and wait until no layer searches.
+
+        This is called before the index changes, and before the selections for a question's tokens.
+        """
         self.pending = None
         wait_for_searches()
 
@@ -79,7 +81,8 @@ class Prefetcher:
                 return self.search(queries)
             self.stream.wait_event(ready)
             found = self.search(queries)
-            # On return the queries are freed and their memory may be reused, so this stream must be done reading them.
+            # On return, the queries are freed and their memory may be reused. Therefore this stream must be done
+            # reading them.
             self.stream.synchronize()
             return found
 
@@ -114,7 +117,7 @@ class Policy(ABC):
         """Return the attention output [Hk, G, Q, D]."""
 
     def count(self, step: Step, rows: torch.Tensor | float) -> None:
-        """Add the D-sized rows that each KV head read in a decode step, a number or [Hk, Q or 1], to the count.
+        """Add the D-sized rows that each KV head read in a decode step, as a number or [Hk, Q or 1], to the count.
 
         A question's prefill is not counted.
         """
@@ -138,7 +141,7 @@ class Direct(Policy):
 
 
 class Prefetching(Policy):
-    """Attends to the rows found with the previous step's query, and meanwhile searches with this step's query.
+    """Attends to the rows found with the previous step's query, and searches with this step's query at the same time.
 
     The next step uses the result of that search.
     """
@@ -154,10 +157,10 @@ class Prefetching(Policy):
 
 
 class Metered(Policy):
-    """Records the missed mass of each step; a guard, if there is one, limits it.
+    """Records the missed mass of each step; a guard, if there is one, limits the missed mass.
 
     Args:
-        prefetcher: finds a decode step's rows at the layer's own budget; None: each step runs its own search.
+        prefetcher: searches for a decode step's rows at the layer's own budget; None: each step searches itself.
     """
 
     def __init__(
@@ -203,7 +206,8 @@ class Metered(Policy):
         if self.prefetcher is not None and not step.joint:
             if budget == self.budget:
                 return self.prefetcher.next(step.queries)
-            # Layers may share state with the searches that this step has started, so wait for these first.
+            # Layers may share state with the searches that this step has started, and so the step waits for these
+            # searches.
             wait_for_searches()
         return self.gather.find(step.queries, budget)
 
@@ -219,7 +223,7 @@ class Metered(Policy):
 
 
 class PiecewisePrefill(Policy):
-    """Attends to a question's tokens piece by piece; a piece's budget is one token's budget times its tokens.
+    """Attends for a question's tokens piece by piece; a piece's budget is one token's budget times the piece's tokens.
 
     Args:
         policy: attends for each piece.
@@ -239,9 +243,9 @@ class PiecewisePrefill(Policy):
 
 
 class ObservedPrefill(Policy):
-    """Base of policies that attend to a question's tokens without the decoding selector.
+    """Base class of policies that attend for a question's tokens without the decoding selector.
 
-    If the decoding selector keeps state of a conversation, it observes the tokens' queries.
+    If the decoding selector keeps a conversation state, the selector observes the queries of the question's tokens.
     """
 
     def __init__(self, gather: GatherExecutor, middle: MiddleRows, read: ReadRows):
@@ -261,17 +265,17 @@ class ObservedPrefill(Policy):
 
 
 class DensePrefill(ObservedPrefill):
-    """Lets a question's tokens attend to everything."""
+    """Lets a question's tokens attend to all rows."""
 
     def attend_observed(self, step: Step) -> torch.Tensor:
         return self.gather.attend_to_everything(step)
 
 
 class ChunkedPrefill(ObservedPrefill):
-    """Attends to a question's tokens chunk by chunk, with a search of its own for each chunk.
+    """Attends for a question's tokens chunk by chunk, with a separate search for each chunk.
 
     Args:
-        gather: attends to rows in the decoding selector's layout, to a copy of them or in place.
+        gather: attends to rows in the decoding selector's layout, in place or in a copy.
     """
 
     def __init__(self, search: QuestionSearch, gather: GatherExecutor, middle: MiddleRows, read: ReadRows):

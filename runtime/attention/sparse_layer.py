@@ -22,7 +22,7 @@ from sparsekv.runtime.selection.wrappers import unite
 
 
 class SparseLayer(StoredLayer):
-    """Attends to sinks, tail and new tokens exactly, and to those rows between sinks and tail that a selector chooses.
+    """Attends exactly to sinks, tail and new tokens, and to the rows between sinks and tail that a selector selects.
 
     Args:
         exact: keys and values [Hk, sinks + tail, D] of the sinks and the tail.
@@ -39,7 +39,8 @@ class SparseLayer(StoredLayer):
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         plan, decodes = self.plan, not self.prefills(call.query.shape[1])
-        # Tokens move only in decode steps: a question's first tokens must not see an index that has its last tokens.
+        # Tokens move into the index only in decode steps. Otherwise a question's first tokens could attend to its last
+        # tokens.
         if decodes and plan.appender is not None:
             plan.appender.append_due(self)
         decode = plan.decode if self.step_row is None else plan.captured
@@ -92,9 +93,10 @@ def appends(layers: Iterable[StoredLayer]) -> bool:
 
 
 def divides_questions(layers: Iterable[StoredLayer]) -> bool:
-    """Whether the tokens of a question may be fed in several steps, without an effect on what they attend to.
+    """Whether a question may be fed in several steps, without an effect on the rows that its tokens attend to.
 
-    Where they select by a method, the tokens of a step select together. So do those that a method observes.
+    If a question's tokens select by a method, or if a method observes them, the selection depends on which tokens are
+    in a step.
     """
     sparse = (layer for layer in layers if isinstance(layer, SparseLayer))
     return all(layer.plan.prefills_densely and layer.conversation is None for layer in sparse)
@@ -110,7 +112,8 @@ class PackedDense(PackedLayer):
     def attend(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
         if call.window is not None or not call.query.is_cuda:
             return super().attend(call, step)
-        # All tokens see the same stored rows, so the tokens of questions and of answers read them in one pass.
+        # All tokens attend to the same stored rows, and so the tokens of questions and of answers read these rows in
+        # one pass.
         self.own.write(call.keys, call.values, step)
         (runs, exact), own = self.layer.shared(), self.own.seen_by(step.everyone, step.longest)
         return shared_decode(call.grouped, runs, exact, (), own, *call.scaling).flatten(0, 1)
@@ -130,9 +133,9 @@ class PackedDense(PackedLayer):
 
 
 class PackedSparse(PackedLayer):
-    """Batched sparse layer: attends exactly to sinks, tail and own tokens, and to chosen rows of the middle.
+    """Batched sparse layer: attends exactly to sinks, tail and each sequence's own tokens, and to selected middle rows.
 
-    All sequences that answer attend to the union of the rows that any of them chooses.
+    All answering sequences attend to the union of the rows that at least one of them selects.
     """
 
     def __init__(self, layer: SparseLayer, slots: int):
@@ -142,11 +145,11 @@ class PackedSparse(PackedLayer):
         self.asked: dict[int, Selector] = {}
         """For each slot, a copy of the selector with the state of the slot's question."""
         self.unasked = layer.plan.selector
-        """The selector before any question; a copy of it if questions change its state."""
+        """The selector in its state before any question; a copy if questions change its state."""
         if self.conversation is not None:
             self.conversation.forget()
             self.unasked = copy(layer.plan.selector)
-        # On a GPU kernels read chosen rows in place, and the host need not sync to learn how many were chosen.
+        # On a GPU, kernels read selected rows in place, and the host needs no sync for the number of selected rows.
         self.in_place = layer.exact[0].is_cuda and layer.plan.middle.reachable
 
     def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
@@ -169,7 +172,7 @@ class PackedSparse(PackedLayer):
         return shared_attention(grouped, shared, own, *how).flatten(0, 1)
 
     def _answer_alone(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
-        """Attend for the only sequence that answers as a single sequence's cache does, with its fused kernels."""
+        """Attend for the only answering sequence, by the policy and fused kernels of a single sequence's cache."""
         own = self.own.of_only(step)
         keys, values = (torch.cat(pair, 1) for pair in zip(self.exact, own, strict=True))
         alone = Step(
@@ -210,7 +213,7 @@ class PackedSparse(PackedLayer):
     def ask_all(self, call: AttentionCall, step: PackedStep, output: torch.Tensor) -> None:
         plan = self.plan
         whole = self.in_place and plan.prefills_densely and self.conversation is None
-        # `in_place()` is called last, because on a CPU it may copy the rows.
+        # `in_place()` is called last, because it may copy the rows on a CPU.
         if not whole or (rows := plan.middle.in_place()) is None:
             return super().ask_all(call, step, output)
         grouped = call.query[:, step.places].unflatten(0, (len(rows.keys), -1))
@@ -233,7 +236,7 @@ class PackedSparse(PackedLayer):
         return unite(self._select(queries, step), selector, middle, middle)
 
     def _select(self, queries: Queries, step: PackedStep) -> Selection:
-        """Return a selection for each query, by its slot's copy of the selector if questions change its state."""
+        """Return a selection for each query, by the selector or, if it keeps state, by the slot's copy of it."""
         if self.conversation is None:
             return self.plan.selector.select(queries, self.plan.budget)
         slots = step.answering.slots.tolist()
@@ -243,10 +246,10 @@ class PackedSparse(PackedLayer):
 
 
 class PackedInPlace(PackedSparse):
-    """Batched sparse layer whose kernels select together for all sequences and read the chosen rows in place.
+    """Batched sparse layer whose kernels select together for all sequences and read the selected rows in place.
 
-    All tokens of a step attend to the union of what the sequences choose. A question's tokens do so too, unless they
-    attend to everything.
+    All tokens of a step attend to the union of the rows that the sequences select. If the config says so, a question's
+    tokens attend to all rows instead.
     """
 
     def attend(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
@@ -262,7 +265,7 @@ class PackedInPlace(PackedSparse):
         """Select and attend for the tokens `tokens` of a step; return [Hq, T, D].
 
         Args:
-            answers: whether some of the tokens belong to answers, so that rows read are counted.
+            answers: whether some of the tokens belong to answers. Only then the rows read are counted.
         """
         plan, kernels, rows = self.plan, self.kernels, self.plan.middle.in_place()
         assert kernels is not None
@@ -281,7 +284,7 @@ class PackedInPlace(PackedSparse):
 
 
 def packed_layer(layer: StoredLayer, slots: int) -> PackedLayer:
-    """Make the layer that attends for several sequences over the stored context of `layer`."""
+    """Make the layer that attends for several sequences over the stored context of a single sequence's `layer`."""
     if isinstance(layer, SparseLayer):
         plan, kernels = layer.plan, layer.plan.selector.kernels
         together = plan.own_prefill or (plan.prefills_densely and layer.conversation is None)

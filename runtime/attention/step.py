@@ -1,4 +1,4 @@
-"""Inputs of one layer's attention in a step: its queries, the rows attended exactly, and the chosen rows in place."""
+"""Inputs of one layer's attention in a step: queries, rows that are attended exactly, and selected rows in place."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,10 +16,10 @@ from sparsekv.runtime.selection.interface import Queries, RowSet, piece_batch
 
 
 def everything(rows: PlacedRows, used: int, exact: Pair) -> tuple[RunRows, Pair]:
-    """Return runs and exact rows for `shared_decode`, which together are the first `used` rows and the `exact` rows.
+    """Return runs and exact rows for `shared_decode`, which together cover the first `used` rows and the rows `exact`.
 
-    `shared_decode` reads runs through row indices, and exact rows without indices. Rows that are not in int8 are
-    therefore passed as its exact rows, and the fewer rows of `exact` are passed as runs. Rows in int8 can only be runs.
+    `shared_decode` reads runs through row indices, and exact rows without indices. Therefore float rows are passed as
+    its exact rows, and the rows `exact`, which are fewer, are passed as runs. Int8 rows can only be passed as runs.
     Allocates the indices of the runs.
     """
     if rows.scales is not None:
@@ -28,10 +28,10 @@ def everything(rows: PlacedRows, used: int, exact: Pair) -> tuple[RunRows, Pair]
 
 
 def in_place_runs(rows: PlacedRows, chosen: RowSet) -> RunRows:
-    """Return chosen rows as references into `rows`, read in place, for one query or several that share them."""
+    """Return selected rows as references into `rows`, for one query or for several queries that share the rows."""
     keys, values = rows.keys, rows.values
     if chosen.indices is not None:
-        # None if all slots are used, so that kernels need not read the count.
+        # `used` is None if all slots are used, so that kernels need not read the count.
         used = None if chosen.total == chosen.capacity else chosen.indices.used
         rest = chosen.capacity, used, chosen.indices.queue
         return RunRows(keys, values, chosen.indices.rows, None, *rest, scales=rows.scales)
@@ -44,11 +44,11 @@ def in_place_runs(rows: PlacedRows, chosen: RowSet) -> RunRows:
 class Step:
     """Inputs of one layer's attention for the tokens that the layer appended last.
 
-    query [Hk, G, Q, D]: the queries of these tokens; `first` is the position of the first token.
-    keys, values [Hk, E, D]: sinks, tail and new tokens, which are attended exactly. `mask` [Q, E] bool: which of these
-    rows each query sees; None: all valid rows. With a `step_row`, only the device knows the number of valid rows and
-    the token's position. `unstored`: the offset from a new token's row index in `keys` to its position.
-    `joint`: the queries belong to a question and share one selection. `batch`: as in `Queries`.
+    `query` [Hk, G, Q, D] are the queries of these tokens, and `first` is the position of the first token. `keys` and
+    `values` [Hk, E, D] are the exact rows: sinks, tail and new tokens. `mask` [Q, E] bool is True where a query attends
+    to an exact row; None: all valid rows. With a `step_row`, only the device knows the number of valid rows and the
+    token's position. `unstored` is the offset from a new token's row index in `keys` to its position. `joint`: the
+    queries belong to a question and share one selection. `how` is the logit scaling. `batch`: as in `Queries`.
     """
 
     query: torch.Tensor
@@ -69,7 +69,7 @@ class Step:
 
     @cached_property
     def exact(self) -> Segment:
-        """Sinks, tail and new tokens, which are attended in every step."""
+        """The exact rows: sinks, tail and new tokens, which are attended in every step."""
         return Segment(self.keys, self.values, self._seen())
 
     def pieces(self, size: int) -> Iterator["Step"]:

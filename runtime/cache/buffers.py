@@ -9,10 +9,10 @@ import torch
 class ReadRows:
     """Counts the D-sized rows that decode steps read, and the rows that dense attention would read.
 
-    Rows of the tokens between sinks and tail (the middle) and of their index are counted. Both are summed over KV
-    heads. Counts that depend on data are summed on the device, and the others on the host. Kernels add to `by_kernels`
-    [Hk] int64, where each count stands for `per_count` rows. A replayed CUDA graph does not run `add`. While `deferred`
-    is True, `add` therefore only records the host's part of a step, and each `advance` counts that part once.
+    Rows of the tokens between sinks and tail (the middle) and of the index are counted, summed over KV heads. Counts
+    that depend on data are summed on the device, and other counts on the host. Kernels add to `by_kernels` [Hk] int64,
+    in which each count stands for `per_count` rows. A replayed CUDA graph does not run `add`. Therefore, while
+    `deferred` is True, `add` only records the host's count of a step, and each call of `advance` adds this count once.
     """
 
     def __init__(self, heads: int, device: torch.device):
@@ -26,8 +26,8 @@ class ReadRows:
         """Count one decode step.
 
         Args:
-            rows: rows read per KV head, a number or [Hk, Q or 1].
-            middle: number of middle tokens; dense attention would read the keys and values of all of them.
+            rows: rows read per KV head, as a number or as [Hk, Q or 1].
+            middle: number of middle tokens; dense attention would read the keys and values of all middle tokens.
         """
         heads, known = len(self.by_kernels), 0.0
         if isinstance(rows, int | float):
@@ -39,12 +39,12 @@ class ReadRows:
             self.advance()
 
     def advance(self) -> None:
-        """Add the host's part of the last step to the counts."""
+        """Add the host's count of the last step to the totals."""
         self.known += self._step[0]
         self.dense += self._step[1]
 
     def counters(self) -> tuple[torch.Tensor, ...]:
-        """The device tensors that a step changes."""
+        """Device tensors that a step changes."""
         return self.counted, self.by_kernels
 
     def total(self) -> float:
@@ -53,7 +53,7 @@ class ReadRows:
 
     @torch.inference_mode()
     def reset(self) -> None:
-        """Set all counts to zero, in place, because captured steps add to these tensors."""
+        """Set all counts to zero, in place, because captured steps add to the device tensors."""
         self.counted.zero_()
         self.by_kernels.zero_()
         self.known, self.dense = 0.0, 0
@@ -63,7 +63,7 @@ def read_share(read: float, dense: float, *, counted: bool) -> float:
     """Return the rows read divided by the rows that dense attention would have read; 0 before the first step.
 
     Args:
-        counted: whether any layer counts rows. False if all layers are dense; the share is then 1.
+        counted: whether any layer counts rows. If not, all layers are dense, and the share is 1.
     """
     if not counted:
         return 1.0
@@ -71,7 +71,7 @@ def read_share(read: float, dense: float, *, counted: bool) -> float:
 
 
 def total_read(reads: Sequence[ReadRows]) -> float:
-    """Return the number of rows that all these layers have read so far; one sync per device."""
+    """Return the number of rows that all layers have read so far; one sync per device."""
     each: dict[torch.device, list[torch.Tensor]] = {}
     for read in reads:
         on_device = read.counted + read.per_count * read.by_kernels.sum()
@@ -83,7 +83,7 @@ Step = Callable[[], torch.Tensor]
 
 
 def waits(run: Step, device: torch.device) -> bool:
-    """Whether a step synchronises with the GPU; the step is run once to test this."""
+    """Run a step once, and return whether it synchronises with the GPU."""
     torch.cuda.synchronize(device)
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -112,7 +112,7 @@ def captured(
     here.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
-        # Mode thread_local, because a prefetch thread may synchronise during the capture.
+        # The mode is thread_local, because a prefetch thread may synchronise during the capture.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             output = run()
     except RuntimeError as error:
@@ -137,8 +137,8 @@ LEAST_ROOM = 1024
 class GrowingRows:
     """Rows [Hk, used, ...] at the front of a buffer.
 
-    Before the first write the buffer is the given tensor, without free space. When the buffer grows, it gets free space
-    for twice the rows added so far, and at least for LEAST_ROOM rows. A write that does not grow it copies only the
+    Before the first write, the buffer is the given tensor, without free space. A buffer that grows gets free space for
+    twice the rows added so far, and for at least LEAST_ROOM rows. A write that does not grow the buffer copies only the
     written rows.
 
     Args:

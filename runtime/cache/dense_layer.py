@@ -17,8 +17,8 @@ from sparsekv.runtime.cache.stored_layer import DynamicSlot, StoredLayer
 class DenseLayer(StoredLayer):
     """Attends to the whole stored context, or to the part of it within a sliding window.
 
-    keys, values [Hk, T, D] are the last rows of the stored context. The `out_of_sight` tokens before them are outside
-    every query's window. `window` is required for a sliding-window layer whose steps are to be captured.
+    `keys` and `values` [Hk, T, D] are the last T rows of the stored context. The `out_of_sight` tokens before these
+    rows are outside every query's window. A sliding-window layer needs `window` for captured steps.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, out_of_sight: int = 0, window: int | None = None):
@@ -31,7 +31,7 @@ class DenseLayer(StoredLayer):
         return self.stored_keys, self.stored_values
 
     def shared(self) -> tuple[RunRows, Pair]:
-        """Return the stored rows as `shared_decode` takes them: runs, and exact rows that all queries attend to."""
+        """Return the stored rows as arguments of `shared_decode`: runs, and exact rows for all queries."""
         keys, values = self.stored_rows()
         nothing = torch.empty(len(keys), 0, dtype=torch.int32, device=keys.device)
         return RunRows(keys, keys, nothing, None, 0), (keys, values)
@@ -60,8 +60,8 @@ class DenseLayer(StoredLayer):
     def attend_before(self, call: AttentionCall, new: Pair) -> torch.Tensor:
         """Attend causally to the stored rows and to new rows [Hk, T, D]; return [Hq, Q, D].
 
-        The last Q new rows belong to the queries' own tokens. On a GPU and without a window this copies no rows;
-        otherwise it allocates the logits twice.
+        The last Q new rows belong to the queries' own tokens. On a GPU without a window, no rows are copied. Otherwise
+        the logits are allocated twice.
         """
         keys, values = new
         if call.window is None and keys.is_cuda:
@@ -78,14 +78,14 @@ class DenseLayer(StoredLayer):
         return attend(call.grouped, segments, *call.scaling).flatten(0, 1)
 
     def attend_in_place(self, call: AttentionCall, new: Pair) -> torch.Tensor:
-        """Do what `attend_before` does, without a window, by a kernel that reads all rows in place."""
+        """Attend like `attend_before`, without a window, by a kernel that reads all rows in place."""
         (runs, exact), own = self.shared(), of_last(*new, call.query.shape[1])
         return shared_decode(call.grouped, runs, exact, (), own, *call.scaling).flatten(0, 1)
 
     def attend_once(self, call: AttentionCall, new_rows: Pair) -> torch.Tensor:
-        """Attend for one query on a CPU to the stored rows and to new rows [Hk, T, D], of which the last is its own.
+        """Attend for one query on a CPU to stored rows and to new rows [Hk, T, D]; the last new row is the query's.
 
-        The query sees all rows or the last rows, so no mask is needed.
+        The query attends to all rows or to the last rows, and so no mask is needed.
         """
         keys, values = new_rows
         first = 0 if call.window is None else max(0, self.stored + keys.shape[1] - call.window)
@@ -95,11 +95,11 @@ class DenseLayer(StoredLayer):
         return attend_once(call.grouped[:, :, 0], rows, (), *call.scaling).flatten(0, 1)[:, None]
 
     def _first_seen(self, call: AttentionCall) -> int:
-        """Return the position of the first token that the first query sees."""
+        """Return the position of the first token to which the first query attends."""
         return 0 if call.window is None else max(0, self.get_seq_length() - call.query.shape[1] - call.window + 1)
 
     def _decode(self, call: AttentionCall) -> torch.Tensor:
-        """Attend for one query to the stored rows and a run of new rows, without copying them."""
+        """Attend for one query to the stored rows and to a run of new rows, without copies of the rows."""
         first, new = self._first_seen(call), self.used
         seen = min(first, self.stored) - self.out_of_sight
         stored_keys, stored_values = (rows[:, seen:] for rows in self.stored_rows())
@@ -108,7 +108,7 @@ class DenseLayer(StoredLayer):
         return attend_to(call, runs, (stored_keys, stored_values))
 
     def _decode_at(self, step_row: DynamicSlot, call: AttentionCall) -> torch.Tensor:
-        """Do what `_decode` does when the number of new rows is on the device, in `step_row`."""
+        """Attend like `_decode`, with the number of new rows on the device, in `step_row`."""
         assert call.window == self.window
         count = step_row.count.expand(len(self.keys), 1)
         if self.window is None:
@@ -125,18 +125,18 @@ def attend_to(call: AttentionCall, runs: RunRows, exact: Pair, exact_count: torc
     """Attend for one query to runs of rows and to the rows `exact`; return [Hq, 1, D].
 
     Args:
-        exact_count: number of rows of `exact` to attend to, the first ones, on the device; None: all of them.
+        exact_count: number of the first rows of `exact` to attend to, on the device; None: all rows.
     """
     output = decode_attention(call.grouped[:, :, 0], runs, exact, (), *call.scaling, exact_count=exact_count)
     return output.flatten(0, 1)[:, None]
 
 
 class DenseLayerIn8Bits(DenseLayer):
-    """Attends to the whole stored context, whose int8 rows kernels read in place, on any device; without a window.
+    """Attends to the whole stored context, without a window; kernels read its int8 rows in place, on any device.
 
     Args:
         numbers: the tensors of a context file in int8, on the model's device.
-        nothing: an empty tensor [Hk, 0, D], on that device and of the model's dtype.
+        nothing: an empty tensor [Hk, 0, D] on the model's device and in the model's dtype.
     """
 
     def __init__(self, numbers: Mapping[str, torch.Tensor], nothing: torch.Tensor):

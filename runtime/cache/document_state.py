@@ -1,4 +1,4 @@
-"""The states after a stored context that answers begin from, and their copies for the sequences of a batch."""
+"""Recurrent and convolution states after a stored context, and copies of the states for the sequences of a batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,30 +12,30 @@ from sparsekv.kernels.common.states import LayerKinds, State, hold_state
 
 @dataclass(frozen=True)
 class DocumentState:
-    """The state after a stored context, which every answer begins from; models without such layers have none.
+    """State after a stored context, from which every answer begins; empty for models without recurrent layers.
 
     Args:
-        stored: [1, ...] each, on the model's device; never changed.
+        stored: tensors [1, ...] on the model's device, which are never changed.
     """
 
     kinds: LayerKinds
     stored: State = field(default_factory=dict)
 
     def cache_layers(self, rows: Sequence[CacheLayerMixin]) -> list[Any]:
-        """Make a cache's layers over those with rows; they keep copies of the state."""
+        """Make all layers of a cache, given its layers with rows; layers with a state get copies of the state."""
         return self.kinds.cache_layers(rows, self.stored)
 
     def copy_to(self, live: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite tensors that a model has changed, in place, because captured steps refer to them."""
+        """Copy the state to the tensors `live`, in place, because captured steps refer to these tensors."""
         for name, tensor in self.stored.items():
             live[name].copy_(tensor)
 
 
 class SlotStates:
-    """The states of S sequences that decode over one stored context, [S, ...] each.
+    """States of S sequences that decode over one stored context: tensors [S, ...].
 
-    A question runs in a pass of its own, over views of its slot. A decode step runs over copies of its sequences'
-    states, which `end_step` writes back.
+    The model's pass over a question updates views of the question's slot. A decode step updates copies of the states of
+    its sequences, which `end_step` writes back.
     """
 
     def __init__(self, document: DocumentState, slots: int):
@@ -44,10 +44,10 @@ class SlotStates:
         self._step: tuple[State, torch.Tensor] | None = None
 
     def begin_question(self, layers: Sequence[object], slot: int, *, continued: bool) -> None:
-        """Let a cache's layers overwrite the state of a slot, which begins at the stored context's end.
+        """Let a cache's layers overwrite the state of a slot, which is first reset to the end of the stored context.
 
         Args:
-            continued: the question's first tokens were in an earlier step, whose end has the state.
+            continued: an earlier step processed the question's first tokens; the slot's state is not reset.
         """
         views = self._views(slot)
         if not continued:
@@ -67,13 +67,13 @@ class SlotStates:
         return {name: of_slots[slot : slot + 1] for name, of_slots in self.slots.items()}
 
     def begin_step(self, layers: Sequence[object], slots: torch.Tensor) -> None:
-        """Let a cache's layers overwrite copies of the states of some slots [B]."""
+        """Let a cache's layers overwrite copies of the states of slots [B]."""
         copies = {name: of_slots[slots] for name, of_slots in self.slots.items()}
         self._step = copies, slots
         hold_state(layers, copies)
 
     def end_step(self) -> None:
-        """Write the states of a decode step back to its slots. If a slot occurs several times, all are the same."""
+        """Write the states of a decode step back to the slots. All states of a repeated slot are equal."""
         assert self._step is not None
         copies, slots = self._step
         for name, tensor in copies.items():

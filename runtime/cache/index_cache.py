@@ -1,4 +1,4 @@
-"""The caches that an engine decodes over, and the one of a single sequence, made of dense and sparse layers."""
+"""Base class of the caches that an engine decodes over, and the cache of a single sequence."""
 
 import math
 from abc import ABC, abstractmethod
@@ -20,18 +20,18 @@ from sparsekv.runtime.cache.stored_layer import DynamicSlot, StoredLayer
 
 
 class BuiltLayers:
-    """Compares each layer's first attention call with the layer's facts in the manifest.
+    """Comparison of each layer's first attention call with the layer's facts in the manifest.
 
-    The probe cannot make this check, because it runs the model's own attention. Our attention gets a layer's scale,
-    soft cap, window and sinks from transformers. Another version of transformers may pass them on differently than the
-    version that the index was built with.
+    The probe cannot make this comparison, because it runs the model's own attention. Our attention gets a layer's
+    scale, soft cap, window and sinks from transformers. Another version of transformers may pass these values
+    differently than the version with which the index was built.
     """
 
     def __init__(self, layers: Sequence[LayerFacts | None] = ()):
         self._left = {layer: facts for layer, facts in enumerate(layers) if facts is not None}
 
     def check(self, call: AttentionCall) -> None:
-        """Raise IdentityError if the layer's first call differs from its facts; a later call is only a dict look-up."""
+        """Raise IdentityError if the layer's first call differs from its facts. Later calls cost one dict look-up."""
         if (facts := self._left.pop(call.layer, None)) is None:
             return
         same_scale = math.isclose(facts.softmax_scale, call.softmax_scale, rel_tol=1e-6)
@@ -54,7 +54,7 @@ class BuiltLayers:
 
 @dataclass(frozen=True)
 class LayerStats:
-    """One layer's missed-mass figures since counting began.
+    """One layer's missed-mass statistics since counting began.
 
     `missed` is the estimated missed mass, a mean over heads and queries. `raised` and `dense` are the shares of heads
     for which a guard raised the budget or fell back to dense attention.
@@ -68,9 +68,9 @@ class LayerStats:
 
 @dataclass(frozen=True)
 class Fed:
-    """The tokens of one sequence that a forward pass feeds; they get rows from index `first` on in the slot's own rows.
+    """Tokens of one sequence that a forward pass feeds; their rows are the slot's own rows from index `first` on.
 
-    `asks`: they are a question's tokens. Otherwise they are the newest token of an answer.
+    `asks`: the tokens are a question's. Otherwise there is one token, the newest of an answer.
     """
 
     slot: int
@@ -84,18 +84,18 @@ ModelInput = tuple[torch.Tensor, torch.Tensor]
 
 
 class SequenceCache(CalledCache, ABC):
-    """A transformers cache of the sequences that an engine decodes, each in a slot; they share one stored context.
+    """A transformers cache of the sequences that an engine decodes, in one slot each, over one stored context.
 
-    `stored_layers` are the layers that attend, and `by_number` has them by their numbers in the model. `states` are
-    the states of the layers that keep one.
+    `stored_layers` are the layers that attend, and `by_number` maps their indices in the model to them. `states` are
+    the states of the layers that keep a state.
 
     `attend` is the attention function to route the model's calls to. `tokens` [slots] int64 on the device are the
-    inputs of a decode step. `graphs` are the captured decode steps, by the number of tokens that they feed; they stay
-    valid as long as `buffers()` does not change. `capturing` is False on a CPU, and once a capture has failed.
+    inputs of a decode step. `graphs` are the captured decode steps, by their number of tokens. A captured step is valid
+    as long as `buffers()` does not change. `capturing` is False on a CPU, and after a failed capture.
     """
 
     ROOM: int
-    """Number of rows that are reserved ahead for captured steps."""
+    """Most rows that are reserved in advance for captured steps."""
 
     def __init__(
         self, layers: Sequence[StoredLayer], built: BuiltLayers | None, slots: int, states: DocumentState | None = None
@@ -112,53 +112,53 @@ class SequenceCache(CalledCache, ABC):
     @property
     @abstractmethod
     def rewinds(self) -> int:
-        """Number of calls of `rewind`, which drop the rows of all sequences over the stored context."""
+        """Number of calls of `rewind`, each of which drops the own rows of all sequences."""
 
     @property
     def capturable(self) -> bool:
-        """Whether a captured decode step can be replayed for all that follow."""
+        """Whether a captured decode step can be replayed for all later steps."""
         return self.capturing
 
     @abstractmethod
     def rewind(self) -> None:
-        """Restore the stored context; works after a failed question too."""
+        """Restore the stored context, also after a failed question."""
 
     @abstractmethod
     def expect_prompt(self, tokens: int) -> None:
-        """Prepare for an answer after a prompt of `tokens` tokens, those of the stored context included."""
+        """Prepare for an answer after a prompt of `tokens` tokens, including the tokens of the stored context."""
 
     @abstractmethod
     def questions_input(self, fed: Sequence[Fed], tokens: int) -> ModelInput:
-        """Begin a forward pass in which questions begin; `tokens` is the number of tokens of the stored context."""
+        """Begin a forward pass with tokens of questions; `tokens` is the number of tokens of the stored context."""
 
     def kept(self, slot: int, tokens: int) -> KeptRows:
-        """Copy the first `tokens` own rows of a slot, and the state after them if they are all its rows."""
+        """Copy the first `tokens` own rows of a slot, and its state, if these are all rows of the slot."""
         raise NotImplementedError
 
     def restore(self, slot: int, kept: KeptRows) -> None:
-        """Overwrite the first own rows of a slot, and its state."""
+        """Overwrite the first own rows of a slot, and the slot's state, with kept rows."""
         raise NotImplementedError
 
     def clear(self, slot: int) -> None:
-        """Remove the rows of a sequence that were not finite; a masked row must be finite too."""
+        """Zero a sequence's own rows, which may not be finite; masked rows must be finite, too."""
 
     @abstractmethod
     def reserve(self, needed: int, most: int, *, capture: bool) -> bool:
         """Reserve `needed` own rows per sequence for a decode step; return whether buffers may have changed.
 
-        If steps are captured, up to ROOM rows are reserved ahead, as far as a sequence may get up to `most` rows.
+        If steps are captured, up to ROOM rows are reserved in advance. `most` is the most own rows of a sequence.
         """
 
     @abstractmethod
     def place(self, fed: Sequence[Fed], size: int) -> None:
-        """Set on the device where the tokens of the next decode step get their rows; it feeds `size` tokens."""
+        """Write the row indices of the next decode step's tokens to the device; the step feeds `size` tokens."""
 
     @abstractmethod
     def step_input(self, size: int, tokens: int) -> ModelInput:
-        """Begin a decode step that feeds the first `size` of `tokens`; may be captured."""
+        """Begin a decode step of `size` tokens, which may be captured; `tokens`: as in `questions_input`."""
 
     def passes(self, fed: Sequence[Fed]) -> list[list[Fed]]:
-        """Divide what a step feeds into forward passes; a pass in which a question begins has no decode step."""
+        """Divide the tokens that a step feeds into forward passes."""
         return [list(fed)]
 
     def end_step(self) -> None:
@@ -166,7 +166,7 @@ class SequenceCache(CalledCache, ABC):
 
     @abstractmethod
     def advance(self) -> None:
-        """Count a decode step on the host, where it was launched or replayed."""
+        """Count a launched or replayed decode step on the host."""
 
     def release(self) -> None:
         """End the decode steps of an answer."""
@@ -180,7 +180,7 @@ class SequenceCache(CalledCache, ABC):
         return [layer.read for layer in self.stored_layers if layer.read is not None]
 
     def counters(self) -> list[torch.Tensor]:
-        """Return the device tensors that a step changes, except the buffers that it writes its rows to."""
+        """Return the device tensors that a step changes, except the buffers of rows."""
         return [one for read in self.reads for one in read.counters()] + list(self.live_states().values())
 
     def live_states(self) -> Mapping[str, torch.Tensor]:
@@ -188,7 +188,7 @@ class SequenceCache(CalledCache, ABC):
         return state_tensors(self.layers)
 
     def stats(self) -> list[LayerStats]:
-        """Return the missed-mass figures of each layer that has measured any; none if sequences share their steps."""
+        """Return the statistics of each layer that measures missed mass; none if sequences share steps."""
         return []
 
     @abstractmethod
@@ -203,12 +203,12 @@ class SequenceCache(CalledCache, ABC):
 class IndexCache(SequenceCache):
     """The cache of a single sequence.
 
-    Between `reserve` and `release` each layer appends one row per step, so that the step can be captured as a CUDA
-    graph. A `DynamicSlot` on the device has the index of that row.
+    Between `reserve` and `release`, each layer appends one row per step, so that the step can be captured as a CUDA
+    graph. A `DynamicSlot` on the device has the index of this row.
 
     Args:
-        batch: number of sequences in lockstep, concatenated along the heads, each with a context of its own.
-        states: the states of the stored context's end; None if every layer attends.
+        batch: number of sequences that decode in lockstep, concatenated along the heads, each with its own context.
+        states: the states after the stored context; None if no layer keeps a state.
     """
 
     ROOM = 1024
@@ -244,7 +244,7 @@ class IndexCache(SequenceCache):
         return self._at_the_end(torch.tensor([list(chain.from_iterable(one.tokens for one in fed))]))
 
     def _at_the_end(self, ids: torch.Tensor) -> ModelInput:
-        """Ids [batch, T] on the device and the positions [1, T] that follow all tokens so far."""
+        """Return ids [batch, T] on the device, and positions [1, T] after all tokens so far."""
         used, device = self.get_seq_length(), self.tokens.device
         return ids.to(device), torch.arange(used, used + ids.shape[1], device=device)[None]
 
@@ -263,7 +263,7 @@ class IndexCache(SequenceCache):
         return True
 
     def place(self, fed: Sequence[Fed], size: int) -> None:
-        """Do nothing: rows follow each other, and the device counts them."""
+        """Do nothing, because each row follows the previous row, and the device counts the rows."""
 
     def step_input(self, size: int, tokens: int) -> ModelInput:
         ids = self.tokens[:, None]
@@ -309,8 +309,8 @@ class IndexCache(SequenceCache):
     def check_length(self, tokens: int) -> None:
         """Raise SparsekvError unless every layer has `tokens` tokens, or every layer has one token less.
 
-        Without this check transformers would prefill the tokens that it considers missing, possibly the whole document,
-        and append rows that the cache already has.
+        Without this check, transformers would prefill the tokens that it considers missing, possibly the whole
+        document, and append rows that the cache already has.
         """
         lengths = {layer.get_seq_length() for layer in self.stored_layers}
         if len(lengths) > 1 or not lengths <= {tokens, tokens - 1}:
@@ -331,14 +331,14 @@ class IndexCache(SequenceCache):
             layer.start_counting()
 
     def kv_fraction(self) -> float:
-        """Return the rows read between sinks and tail, index included, as a share of those that dense attention reads.
+        """Return the middle and index rows that were read, as a share of the middle rows that dense attention reads.
 
-        Both are counted over all decode steps.
-        Returns 1 if all layers are dense, because dense layers count nothing. Needs one sync.
+        The rows of all decode steps are counted. Returns 1 if all layers are dense, because dense layers count nothing.
+        Needs one sync per device.
         """
         return read_share(total_read(self.reads), sum(read.dense for read in self.reads), counted=bool(self.reads))
 
     def stats(self) -> list[LayerStats]:
-        """Return the missed-mass figures of each layer that has measured any; one sync per layer."""
+        """Return the statistics of each layer that has measured missed mass; one sync per layer."""
         measured = ((number, layer.missed()) for number, layer in self.by_number.items())
         return [LayerStats(number, *shares) for number, shares in measured if shares is not None]

@@ -10,14 +10,14 @@ from sparsekv.formats.index.context_rows import Pair
 from sparsekv.kernels.common.states import State
 
 BLOCK = 8
-"""Number of tokens for which a hash is stored; fewer tokens are not looked up."""
+"""Tokens per hashed block; sequences of fewer tokens are not looked up."""
 
 
 @dataclass(frozen=True)
 class KeptRows:
     """The first `tokens` own rows of a sequence: keys and values [Hk, tokens, D] of each layer that attends.
 
-    `state` is the state after these tokens of the layers that keep one.
+    `state` is the state, after these tokens, of the layers that keep a state.
     """
 
     tokens: int
@@ -48,7 +48,7 @@ class _Entry:
 
 
 class TurnStore:
-    """Keeps the rows of ended sequences of several caches, up to `most_bytes`; the least recently used go first."""
+    """Keeps the rows of ended sequences of several caches, up to `most_bytes`; removes the least recently used."""
 
     def __init__(self, most_bytes: int):
         self.most_bytes, self.nbytes = most_bytes, 0
@@ -78,7 +78,7 @@ class TurnStore:
         return self._by_hash.get(number, ())
 
     def forget(self, owner: object = None) -> None:
-        """Remove the rows of one cache, or of all."""
+        """Remove the rows of one cache, or of all caches."""
         for entry in [one for one in self._entries if owner is None or one.owner is owner]:
             self.remove(entry)
 
@@ -87,18 +87,19 @@ class KeptTurns:
     """The kept rows of one cache.
 
     Args:
-        store: keeps the rows, and those of other caches.
-        divided: rows do not depend on the steps in which tokens were fed, and layers keep no state. A question may then
-            continue any of the kept tokens; otherwise only all tokens of a sequence, as in a chat.
+        store: stores the rows of this cache and of other caches.
+        divided: whether rows do not depend on the steps in which tokens were fed, and no layer keeps a state. A
+            question may then continue after any kept token. Otherwise it must continue after all tokens of a sequence,
+            as in a chat.
     """
 
     def __init__(self, store: TurnStore, *, divided: bool):
         self.store, self.divided = store, divided
 
     def find(self, tokens: list[int]) -> KeptRows | None:
-        """Return the rows of the longest kept beginning of some tokens; None if there are none.
+        """Return the rows of the longest kept prefix of `tokens`; None if no prefix is kept.
 
-        The last token is never among them, because the next token follows from its logits.
+        The prefix never includes the last token, because the last token's logits are needed for the next token.
         """
         hashes, best, length = list(self._hashes(tokens[:-1])), None, 0
         for one in reversed(hashes):
@@ -114,7 +115,7 @@ class KeptTurns:
     def keep(self, tokens: list[int], rows: Callable[[], KeptRows]) -> None:
         """Keep the rows of a sequence's tokens; `rows` copies them.
 
-        Sequences that are the beginning of this one are removed where a question can continue this one there.
+        Kept prefixes of this sequence are removed if questions can continue this sequence after these prefixes.
         """
         hashes = list(self._hashes(tokens))
         if not hashes:
@@ -136,7 +137,7 @@ class KeptTurns:
         self.store.forget(self)
 
     def _hashes(self, tokens: list[int]) -> Iterator[int]:
-        """Yield a hash for each whole block, of all tokens up to its end."""
+        """Yield a hash for each whole block, over all tokens up to the end of the block."""
         last = id(self)
         for first in range(0, len(tokens) - BLOCK + 1, BLOCK):
             last = hash((last, *tokens[first : first + BLOCK]))
@@ -144,6 +145,6 @@ class KeptTurns:
 
 
 def _same(first: list[int], second: list[int]) -> int:
-    """Return the number of tokens that both begin with."""
+    """Return the length of the common prefix of two token lists."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))

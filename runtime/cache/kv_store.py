@@ -30,10 +30,10 @@ from sparsekv.runtime.cache.buffers import GrowingRows
 class LayerRows:
     """Keys and values [Hk, N, D] of one layer, held for each device from first use to `release`.
 
-    On a CPU they are views of one mapping of the index's file, so releasing the pages of one view releases the pages of
-    all views. On a GPU they are a copy of the stored rows. For a layer of an 8B model at 131,072 tokens the copy takes
-    0.5 GB in bfloat16, and half of that in int8. Once `on` has dequantised int8 rows to the index's dtype, that copy
-    replaces the int8 copy.
+    On a CPU, the rows are views of one mapping of the index's file, and so releasing the pages of one view releases the
+    pages of all views. On a GPU, the rows are a copy of the stored rows. For a layer of an 8B model at 131,072 tokens,
+    the copy takes 0.5 GB in bfloat16, and half of that in int8. Once `on` has dequantised int8 rows to the index's
+    dtype, the dequantised copy replaces the int8 copy.
     """
 
     artifact: Artifact
@@ -43,18 +43,18 @@ class LayerRows:
 
     @property
     def stored(self) -> ContextRows:
-        """The rows as they are stored, mapped from the index's file."""
+        """The rows in their stored dtype, mapped from the index's file."""
         return self.stored_on(CPU)
 
     def stored_on(self, device: torch.device) -> ContextRows:
-        """Return the rows as they are stored: mapped on a CPU, copied to a GPU."""
+        """Return the rows in their stored dtype: mapped on a CPU, copied to a GPU."""
         if device not in self._stored:
             self._stored[device] = self.artifact.context_rows(self.layer, device)
         return self._stored[device]
 
     @property
     def mapped_keys(self) -> tuple[torch.Tensor, ...]:
-        """The views of the index's file from which keys are read on a CPU."""
+        """Views of the index's file from which keys are read on a CPU."""
         return tuple(rows for name, rows in self.stored.tensors.items() if name.startswith("key"))
 
     def on(self, device: torch.device) -> Pair:
@@ -69,7 +69,7 @@ class LayerRows:
     def part(self, tokens: slice, device: torch.device) -> Pair:
         """Return the keys and values [Hk, T, D] of consecutive tokens on a device, in the index's dtype.
 
-        Of int8 rows only the rows of these tokens are dequantised, and the result is not held.
+        Only the int8 rows of these tokens are dequantised, and the result is not held.
         """
         if device not in self._restored:
             return self.stored_on(device).part(tokens)
@@ -79,7 +79,7 @@ class LayerRows:
     def middle(self, name: Name, device: torch.device) -> torch.Tensor:
         """Return the keys or values [Hk, M, D] between sinks and tail.
 
-        On a GPU they are a copy, so that `release` frees all other rows.
+        On a GPU, the result is a copy, so that `release` frees all other rows.
         """
         split = self.artifact.manifest.split
         tokens = slice(split.sinks, split.sinks + split.middle)
@@ -96,10 +96,10 @@ class LayerRows:
         return first_half.reshape(heads, -1, *first_half.shape[1:])
 
     def method_tensors(self, name: str, device: torch.device) -> dict[str, torch.Tensor]:
-        """Read the tensors that a method of the index built for this layer, and check their values.
+        """Read the tensors that the indexer of a method built for this layer, and check the values of the tensors.
 
         Raises:
-            ArtifactError: they have values that no build writes.
+            ArtifactError: the tensors have values that no build writes.
         """
         tensors = self.artifact.method_tensors(name, self.layer, device)
         what = f"layer {self.layer} of {name} of {self.artifact.folder}"
@@ -131,7 +131,7 @@ class PlacedRows:
 
 
 class MiddleRows(ABC):
-    """Storage of one layer's keys and values between sinks and tail: `used` rows per head, in a selector's layout."""
+    """Storage of one layer's middle keys and values: `used` rows per head, in a selector's layout."""
 
     used: int
     reachable: bool
@@ -154,7 +154,7 @@ class MiddleRows(ABC):
         """
 
     def in_any_order(self) -> Pair:
-        """Return the keys and values [Hk, used, D] of all rows on the model's device, in the order cheapest to read."""
+        """Return the keys and values [Hk, used, D] of all rows on the model's device, in the order fastest to read."""
         return self.from_row(0)
 
     @abstractmethod
@@ -163,7 +163,7 @@ class MiddleRows(ABC):
 
         Args:
             new: keys and values to append; None: drop all rows that were ever appended.
-            order: [Hk, T], indices into the rows from `start` on followed by the new rows. If `new` is None it
+            order: [Hk, T], indices into the rows from `start` on, followed by the new rows. If `new` is None, `order`
                 contains no appended row.
         """
 
@@ -171,7 +171,7 @@ class MiddleRows(ABC):
 class MemoryRows(MiddleRows):
     """Rows in device or host memory, in a selector's layout.
 
-    Allocates a copy of keys and values, or nothing if the given tensors are already in that layout. Rows on the host
+    Allocates a copy of keys and values, or nothing if the given tensors are already in this layout. Rows on the host
     for a model on a GPU are copied to page-locked memory, so that chosen rows are transferred asynchronously.
 
     Args:
@@ -219,10 +219,11 @@ class MemoryRows(MiddleRows):
 
 
 class DiskRows(MiddleRows):
-    """Rows in the index's own files; only chosen rows are read, and dequantised if they are stored in int8.
+    """Rows in the index's own files; only selected rows are read, and dequantised if they are stored in int8.
 
-    The file is mapped again for each read and unmapped after it. Its pages thus count as the system's page cache and
-    not as this process's memory. The layout (8 bytes per token and head) and appended rows are kept in memory.
+    The file is mapped before each read and unmapped after the read. Therefore the file's pages count as the system's
+    page cache and not as this process's memory. The layout (8 bytes per token and head) and appended rows are kept in
+    memory.
 
     Args:
         order: [Hk, M], the layout; None for order of position, in which rows can be appended but not permuted.
@@ -284,7 +285,7 @@ class DiskRows(MiddleRows):
 def lay_out(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
     """Return rows [Hk, M, ...] in an order [Hk, M or fewer], for example with each cluster's rows consecutive.
 
-    The result is contiguous. It is a copy, unless `order` is None and the rows are already contiguous.
+    The result is contiguous. The rows are copied, unless `order` is None and the rows are already contiguous.
     """
     if order is None:
         return rows.contiguous()
@@ -292,7 +293,7 @@ def lay_out(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
         words = _in_words(rows)
         places = order.view(*order.shape, *[1] * (rows.dim() - 2)).expand(-1, -1, *words.shape[2:])
         return words.gather(1, places).view(rows.dtype)
-    # On a CPU index_select, which copies whole rows, is many times as fast as gather, which copies single elements.
+    # On a CPU, `index_select` copies whole rows, and is many times as fast as `gather`, which copies single elements.
     laid_out = rows.new_empty(*order.shape, *rows.shape[2:])
     for of_head, named, out in zip(rows, order, laid_out, strict=True):
         torch.index_select(of_head, 0, named, out=out)
@@ -310,15 +311,15 @@ def _in_words(rows: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class MappedRows(MiddleRows):
-    """Rows on a CPU that are gathered from the mapped file, until a call needs a copy of them in the layout.
+    """Rows on a CPU that are gathered from the mapped file, until a call needs a copy of the rows in the layout.
 
     The first call of `in_place` or `rewrite`, or of `from_row` with a layout, copies all rows of the middle once.
-    Nothing is allocated before that, so an index opens without a copy, and a method whose steps only gather never
-    copies.
+    Nothing is allocated before this call. Therefore an index opens without a copy, and a method whose steps only gather
+    rows never copies the middle.
 
     Args:
         stored: keys and values [Hk, N, D] on the CPU, in order of position; int8 rows are dequantised when gathered.
-        middle: which of the N tokens are the middle.
+        middle: slice of the N tokens that is the middle.
         order: [Hk, M], the layout; None for order of position.
     """
 
@@ -431,16 +432,16 @@ def side_by_side(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def units_of(value_scales: torch.Tensor) -> torch.Tensor:
     """Return the units [Hk] of `RowScales`: each head's mean scale of values.
 
-    One outlier hardly changes the mean, and no token's scale is far from it.
+    One outlier hardly changes the mean, and value scales divided by the mean fit in float16.
     """
-    # The lower bound keeps quotients by the unit finite; values that are not in int8 are divided by it too.
+    # The lower bound keeps quotients by the unit finite; kernels also divide float values by the unit.
     return value_scales.float().abs().mean(1).nan_to_num().clamp(min=LEAST_UNIT)  # the mean over no rows is NaN
 
 
 def read_centroids(
     stored: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], Int8Kernel | None]:
-    """Return a method's tensors of one layer with dequantised centroids, and the int8 centroids as kernels take them.
+    """Return a method's tensors of one layer with dequantised centroids, and the int8 centroids in the kernels' form.
 
     The dequantised centroids have the dtype `dtype`. The second result is None if the centroids are not stored in int8.
     Allocates the dequantised centroids and a copy of the scales.
@@ -448,7 +449,7 @@ def read_centroids(
     numbers, tensors = numbers_of(stored), with_restored_centroids(stored, dtype)
     if numbers is None:
         return tensors, None
-    # A method may have key centroids alone. They then stand in for value centroids, which no kernel reads.
+    # If a method has only key centroids, they are passed as value centroids, too, which no kernel reads.
     both = {"values": numbers["keys"], "value_scales": numbers["key_scales"]} | numbers
     rows = placed(side_by_side(both), both, units_of(both["value_scales"]))
     assert rows.scales is not None
@@ -456,7 +457,7 @@ def read_centroids(
 
 
 def placed(rows: Mapping[str, torch.Tensor], channels: Mapping[str, torch.Tensor], units: torch.Tensor) -> PlacedRows:
-    """Return int8 rows as kernels take them.
+    """Return int8 rows in the form that kernels take.
 
     Args:
         rows: keys, values and scales, as `side_by_side` returns them.

@@ -22,9 +22,9 @@ FIRST_ROWS = 64
 
 @dataclass(frozen=True)
 class Piece:
-    """The tokens of one question in a step: `tokens` tokens of the step, from index `first` on.
+    """The tokens of one question in a step: `tokens` tokens, from token `first` of the step on.
 
-    They belong to the sequence in `slot`, and become its next rows after the first `before` ones.
+    The tokens belong to the sequence in `slot`. Their rows follow the sequence's first `before` own rows.
     """
 
     slot: int
@@ -41,9 +41,10 @@ class Piece:
 class StepTokens:
     """A subset of T' tokens of a step.
 
-    slots, rows [T'] int64: as in `PackedStep`. Each token sees the rows of its sequence from `first` [T'], which is
-    zero, up to but not including `used` [T']. ends [B] int32: the index after the last token of each of B sequences.
-    asks [B] bool: whether the sequence's tokens are a question's; otherwise they are one token of an answer.
+    `slots` and `rows` [T'] int64: as in `PackedStep`. Each token attends to the own rows of its sequence from `first`
+    [T'], which is zero, up to, but not including, `used` [T']. `ends` [B] int32 is the index after the last token of
+    each of B sequences. `asks` [B] bool: whether the sequence's tokens belong to a question; otherwise the sequence has
+    one token, of an answer.
     """
 
     slots: torch.Tensor
@@ -60,12 +61,12 @@ def _tokens(slots: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, asks: t
 
 @dataclass(frozen=True)
 class PackedStep:
-    """The tokens of one forward pass, of all sequences one after another.
+    """The T tokens of one forward pass, one sequence after another.
 
-    slots, rows [T] int64: the slot of each token's sequence, and the token's row index among the sequence's own rows.
-    ends [B] int32: the index after the last token of each of B sequences. `single` int64: the indices of the tokens
-    that continue an answer, one per sequence. `pieces`: the questions, each of one or more tokens. `longest`: the
-    maximum number of own rows of a sequence, including the rows of this step.
+    `slots` and `rows` [T] int64: the slot of each token's sequence, and the token's index among the sequence's own
+    rows. `ends` [B] int32 is the index after the last token of each of B sequences. `single` int64: the indices of the
+    tokens that continue an answer, one per answering sequence. `pieces`: the questions, each of one or more tokens.
+    `longest`: the maximum number of own rows of a sequence, including the rows of this step.
     """
 
     slots: torch.Tensor
@@ -77,7 +78,7 @@ class PackedStep:
 
     @cached_property
     def everyone(self) -> StepTokens:
-        """All tokens of the step; computed once for all layers."""
+        """All tokens of the step, computed once for all layers."""
         asks = torch.zeros_like(self.ends, dtype=torch.bool)
         if self.pieces:  # a step without questions may be captured, and must not copy from the host to a GPU
             ends = torch.tensor([piece.where.stop for piece in self.pieces], dtype=self.ends.dtype)
@@ -110,7 +111,7 @@ class SlotRows:
     """One layer's keys and values [S, Hk, capacity, D] of S sequences; the capacity at least doubles when it grows.
 
     Args:
-        like: keys and values [Hk, any, D] that define sizes, dtype and device.
+        like: keys and values [Hk, any, D] with the sizes, dtype and device of the new buffers.
     """
 
     def __init__(self, slots: int, like: Pair):
@@ -132,7 +133,7 @@ class SlotRows:
         store_in_slots((self.keys, self.values), (keys, values), step.slots, step.rows)
 
     def seen_by(self, tokens: StepTokens, longest: int, window: int | None = None) -> OwnRows:
-        """Return the own rows that each token sees of its sequence, at most `longest`, within the window if any."""
+        """Return the own rows to which each token attends: at most the first `longest`, and within a window if any."""
         keys, values = (rows[:, :, :longest] for rows in (self.keys, self.values))
         first = tokens.first if window is None else (tokens.used - window).clamp(min=0)
         return OwnRows(keys, values, tokens.slots, first, tokens.used)
@@ -144,7 +145,7 @@ class SlotRows:
     def of_only(self, step: PackedStep) -> Pair:
         """Return the keys and values [Hk, used, D] of the only sequence that answers in a step.
 
-        On a GPU this would synchronise.
+        On a GPU, this call synchronises.
         """
         tokens = step.answering
         return self.first_of(int(tokens.slots[0]), int(tokens.used[0]))
@@ -161,7 +162,7 @@ def _grown(rows: torch.Tensor, needed: int) -> torch.Tensor:
 
 
 class PackedLayer(ABC):
-    """One layer for several sequences: the stored layer has the rows that they share, and slots have their own rows."""
+    """One layer for several sequences, which share the rows of a stored layer and have own rows in slots."""
 
     def __init__(self, layer: StoredLayer, slots: int):
         self.own = SlotRows(slots, (layer.keys, layer.values))
@@ -178,7 +179,7 @@ class PackedLayer(ABC):
         return output
 
     def ask_all(self, call: AttentionCall, step: PackedStep, output: torch.Tensor) -> None:
-        """Attend for all questions' tokens, and write the results to the tokens' places in output [Hq, T, D]."""
+        """Attend for the tokens of all questions, and write the results at the tokens' indices to output [Hq, T, D]."""
         for number, piece in enumerate(step.pieces):
             output[:, piece.where] = self.ask(replace(call, query=call.query[:, piece.where]), piece, number)
 
@@ -196,7 +197,7 @@ class PackedCache(SequenceCache):
 
     Args:
         alone: the cache of a single sequence, whose stored context the sequences share.
-        packed: for each of its layers, the layer that attends for several sequences.
+        packed: for each layer of `alone`, the layer that attends for several sequences.
     """
 
     ROOM = 256
@@ -207,7 +208,7 @@ class PackedCache(SequenceCache):
         self.packed_by_number = dict(zip(self.by_number, packed, strict=True))
         self.step: PackedStep | None = None
         self.places = torch.zeros(2, slots, dtype=torch.int64, device=self.tokens.device)
-        """For each token of a decode step its sequence's slot, and the row that it gets in the slot."""
+        """For each token of a decode step, the slot of its sequence, and the index of its row in the slot."""
 
     @property
     def rewinds(self) -> int:
@@ -217,7 +218,7 @@ class PackedCache(SequenceCache):
         self.alone.rewind()
 
     def expect_prompt(self, tokens: int) -> None:
-        """Do nothing: each step says which of its tokens are a question's."""
+        """Do nothing, because each step marks its questions' tokens itself."""
 
     def questions_input(self, fed: Sequence[Fed], tokens: int) -> ModelInput:
         device, lengths = self.tokens.device, torch.tensor([len(one.tokens) for one in fed])
@@ -284,13 +285,13 @@ class PackedCache(SequenceCache):
         return (self.packed[0].own.capacity,)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return a mask's number of rows, which are the context's and one sequence's own rows, and the first index, 0.
+        """Return a mask's number of rows, of the context and of one sequence, and the mask's first index, which is 0.
 
-        The query has tokens of all sequences, so its length only bounds the own rows. In a captured step `longest` is
-        the capacity of the buffers, which is more than any sequence uses.
+        The query has tokens of all sequences, and so its length only bounds the number of own rows. In a captured step,
+        `longest` is the capacity of the buffers, which exceeds the rows of any sequence.
         """
         assert self.step is not None
-        layer = self.by_number.get(layer_idx, self.stored_layers[0])  # transformers may ask of a layer that has no rows
+        layer = self.by_number.get(layer_idx, self.stored_layers[0])  # transformers may pass a layer without rows
         return layer.stored + min(self.step.longest, query_length), 0
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -302,8 +303,8 @@ class PackedCache(SequenceCache):
 class BatchedCache(PackedCache):
     """The cache of several sequences of a model with layers that keep a state.
 
-    Such a layer would take the tokens of a row for one sequence. So each question has a pass of its own, and in a
-    decode step each sequence is a row of the model's batch.
+    A layer that keeps a state treats all tokens of a batch row as one sequence. Therefore each question is fed in a
+    separate pass, and in a decode step each sequence is a row of the model's batch.
     """
 
     def __init__(self, alone: IndexCache, packed: list[PackedLayer], slots: int):

@@ -1,4 +1,4 @@
-"""Base class of cache layers over a stored context, which keep the rows of new tokens."""
+"""Base class of cache layers over a stored context, which store the rows of new tokens."""
 
 from dataclasses import dataclass
 
@@ -16,9 +16,9 @@ MissedShares = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class DynamicSlot:
-    """Where a decode step writes its row: the index `row` [1] int64, and `count` [1] int32, the row count including it.
+    """Index `row` [1] int64 at which a decode step writes its row, and `count` [1] int32 of rows including this row.
 
-    Both are on the device, so that each replay of a captured step writes to another row.
+    Both tensors are on the device, so that each replay of a captured step writes to another row.
     """
 
     row: torch.Tensor
@@ -28,15 +28,15 @@ class DynamicSlot:
 class StoredLayer(RowLayer):
     """One layer with `stored` stored tokens, and a buffer for new tokens that at least doubles when it is full.
 
-    The buffer begins with the rows `first_keys`, `first_values` [Hk, E, D]: sinks and tail of a sparse layer, or none.
-    They are stored rows, and are attended like new rows; `rewind` drops everything after them. The sequences of a batch
-    are concatenated along the heads.
+    The buffer begins with the rows `first_keys` and `first_values` [Hk, E, D]: sinks and tail of a sparse layer, or no
+    rows. These stored rows are attended like new rows. `rewind` drops all rows after them. The sequences of a batch are
+    concatenated along the heads.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     capturable = True
-    """Whether a captured decode step can be replayed for all that follow."""
+    """Whether a captured decode step can be replayed for all later steps."""
 
     read: ReadRows | None = None
     """Counter of the rows that decode steps read; None for a dense layer, which reads all rows."""
@@ -56,7 +56,7 @@ class StoredLayer(RowLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Pair:
         """Append new rows [batch, Hk, Q, D]; the attention function reads the layer itself, not the returned tensors.
 
-        Between `reserve` and `release` each call appends one row, which `advance` then counts.
+        Between `reserve` and `release`, each call appends one row, which `advance` then counts.
         """
         if self.step_row is not None:
             self.keys.index_copy_(1, self.step_row.row, key_states.flatten(0, 1))
@@ -89,25 +89,25 @@ class StoredLayer(RowLayer):
         return self.keys.shape[1] - self.used
 
     def buffers(self) -> tuple[int, ...]:
-        """Return a fingerprint of the buffers' addresses and capacity; a captured step is valid until it changes."""
+        """Return the buffers' addresses and capacity; a captured step is valid until one of them changes."""
         return self.keys.data_ptr(), self.values.data_ptr(), self.keys.shape[1]
 
     def expect_prompt(self, tokens: int) -> None:
         """Treat the sequence's first `tokens` tokens, stored tokens included, as a prompt that is prefilled.
 
-        They may be appended in calls of any length.
+        Prompt tokens may be appended in calls of any length.
         """
         self.prompt_tokens = tokens
 
     def prefills(self, tokens: int) -> bool:
-        """Whether the `tokens` tokens appended last are prefilled, and not a decode step.
+        """Whether the last `tokens` appended tokens are prefilled; otherwise they are a decode step.
 
         Tokens of the expected prompt are prefilled, and so are several tokens appended at once.
         """
         return self.step_row is None and (tokens > 1 or self.get_seq_length() <= self.prompt_tokens)
 
     def missed(self) -> MissedShares | None:
-        """Return the missed-mass figures since counting began, with one sync; None if they are not measured."""
+        """Return the missed-mass statistics since counting began, with one sync; None if they are not measured."""
         return None
 
     def start_counting(self) -> None:

@@ -1,7 +1,7 @@
 """Decoding with the method `codes`: tokens are selected by product-quantisation codes of keys.
 
-The codes of all keys are scanned, or only those in the best clusters. The clusters' centroids, with fitted masses and
-values, represent all other tokens. One softmax covers selected tokens and centroids.
+The codes of all keys are scanned, or only the codes of the keys in the best clusters. The clusters' centroids, with
+fitted masses and values, represent the tokens that are not selected. One softmax covers selected tokens and centroids.
 """
 
 import math
@@ -48,7 +48,7 @@ PIECE = 32  # largest number of a question's tokens that share a selection
 @methods.register("codes")
 @dataclass(frozen=True)
 class Codes(Method):
-    """Ranks all keys, or those of the best clusters, by their codes; centroids replace the tokens not selected."""
+    """Ranks all keys, or the keys of the best clusters, by their codes; centroids represent the tokens not selected."""
 
     needs_index: ClassVar[bool] = True
     learns_queries: ClassVar[bool] = True
@@ -56,7 +56,7 @@ class Codes(Method):
     default_budget: ClassVar[float] = 0.05
     rerank: float = field(
         default=1.0,
-        metadata={"help": "Read so many times the budget's keys, and attend to the best by exact logits; 1: off."},
+        metadata={"help": "Rank this many times the budget's keys by exact logits, and attend to the best; 1: off."},
     )
     scan: float = field(
         default=1.0, metadata={"help": "Share of the tokens whose codes are read: those of the best clusters; 1: all."}
@@ -89,22 +89,23 @@ class Codes(Method):
     def prepare(self, context: MiddleContext) -> "CodesSelector":
         """Create the selector of a layer. Allocates the codebooks in float32 and each token's cluster.
 
-        For `scan` 1 it also allocates a second copy of the codes: in int32 on a CPU; for GPU kernels together with the
-        clusters in int16 or int32. A selection allocates the logits of the scanned keys a few times. With kernels it
-        allocates one byte per token; if several queries select separately, one byte per token and query.
+        With `scan` 1, a second copy of the codes is allocated, too: in int32 on a CPU, or for GPU kernels with the
+        clusters in int16 or int32. A selection without kernels allocates the logits of the scanned keys a few times. A
+        selection with kernels allocates one byte per token. If several queries select separately, it allocates one byte
+        per token and query.
         """
         return CodesSelector(context, self)
 
 
 class CodesSelector(Selector):
-    """One selection for all query heads of a KV head, by codes [Hk, M, m] uint8."""
+    """Selects tokens by codes [Hk, M, m] uint8; all query heads of a KV head share a selection."""
 
     question_piece = PIECE
 
     def __init__(self, context: MiddleContext, method: Codes):
         tensors = context.tensors
         self.facts, self.method = context.facts, method
-        # Keys are loaded only for re-ranking, because loading from an int8 index restores and keeps all of them.
+        # Keys are loaded only for re-ranking, because loading from an int8 index dequantises all keys and keeps them.
         self.keys = context.keys if method.rerank > 1 else None
         self.estimates = CodeEstimates(tensors, context.facts)
         self.codes, self.order = tensors["codes"], tensors["token_order"].long()
@@ -122,7 +123,7 @@ class CodesSelector(Selector):
 
     @cached_property
     def step_codes(self) -> StepCodes:
-        """Inputs of the compiled CPU step, and the step itself if it could be compiled."""
+        """Inputs of the compiled CPU step, and the compiled step if there is one."""
         return StepCodes(
             turn=self.estimates.turn.contiguous(),
             books=self.estimates.codebooks.contiguous(),
@@ -138,7 +139,7 @@ class CodesSelector(Selector):
 
     @cached_property
     def gpu_scan(self) -> CodeScan:
-        """Scan by GPU kernels. It is created when a step first uses it, which needs rows on the same device."""
+        """Scan by GPU kernels, created when a step first uses it."""
         return CodeScan(self.tensors, self.clusters, self.facts)
 
     def replace_by_own(self) -> bool:
@@ -146,9 +147,9 @@ class CodesSelector(Selector):
         return True
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select the tokens of highest estimated probability. With re-ranking, candidates are compared exactly.
+        """Select the tokens of highest estimated probability; with re-ranking, of highest exact probability.
 
-        Reads all clusters.
+        Reads the centroids of all clusters.
         """
         tokens = budget.tokens(self.middle)
         if tokens == self.middle:
@@ -182,7 +183,7 @@ class CodesSelector(Selector):
         return SelectorKernels(self.attend_fused, choose_for_each=self.choose_for_each)
 
     def choose_for_each(self, queries: Queries, budget: Budget, counter: torch.Tensor) -> Selection | None:
-        """Return the union of each query's selection on a GPU; None unless all keys are scanned without re-ranking."""
+        """Return the union of all queries' selections on a GPU; None unless all keys are scanned without re-ranking."""
         tokens = budget.tokens(self.middle)
         if self.method.rerank > 1 or tokens == self.middle or not self.has_gpu_scan:
             return None
@@ -207,15 +208,15 @@ class CodesSelector(Selector):
         return output, 2.0 * tokens + (self._read(self.middle, 0) if tokens < self.middle else 0.0)
 
     def _is_compiled(self, query: torch.Tensor) -> bool:
-        """Whether the compiled step supports a query. Uncompiled, it would look up codes more slowly than torch."""
+        """Whether the compiled step exists and supports a query; without numba, torch's own look-ups are faster."""
         return query.dtype == torch.float32 and not query.is_cuda and self.step_codes.compiled is not None
 
     def _total(self, logits: torch.Tensor, queries: Queries) -> torch.Tensor:
-        """Estimate the log-sum-exp [Hk, G, Q] of the logits on all tokens from the clusters' logits."""
+        """Estimate the log-sum-exp [Hk, G, Q] of the logits on all tokens from the clusters' logits [Hk, G, Q, C]."""
         return torch.logaddexp((logits + self.log_masses[:, None, None]).logsumexp(-1), queries.exact_logsumexp())
 
     def _choose_compiled(self, queries: Queries, tokens: int) -> torch.Tensor | None:
-        """Choose tokens [Hk, Q, K] for each query with the compiled step; None if it does not support the queries.
+        """Select tokens [Hk, Q, K] for each query with the compiled step; None if it does not support the queries.
 
         The step processes one query after another, each on all cores. Torch's look-ups for several queries would take
         many times as long.
@@ -229,7 +230,7 @@ class CodesSelector(Selector):
     def _selection(
         self, chosen: torch.Tensor, logits: Callable[[], torch.Tensor], scanned: int, more: int
     ) -> Selection:
-        """Build the selection of tokens [Hk, Q or 1, K] for which `scanned` codes and `more` keys were read."""
+        """Build the selection of tokens [Hk, Q or 1, K], for which `scanned` codes and `more` keys were read."""
         rest = Residual(lambda: self._rest(chosen, logits()), attended=self.replace)
         return Selection(single_rows(chosen), Cost(self._read(scanned, more)), rest)
 
@@ -273,9 +274,9 @@ class CodesSelector(Selector):
         return Residual(lambda: (self._centroids_left(left),), attended=True)
 
     def _rest(self, chosen: torch.Tensor, logits: torch.Tensor | None = None) -> tuple[CentroidSegment, ...]:
-        """Return the centroids of the tokens other than those selected [Hk, Q or 1, K].
+        """Return the centroids of all tokens except the selected tokens [Hk, Q or 1, K].
 
-        They come with the clusters' logits [Hk, G, Q, C], if these are passed and there is one query.
+        The centroids get the clusters' logits [Hk, G, Q, C], if logits are passed and there is one query.
         """
         labels = self.clusters.labels[:, None].expand(-1, chosen.shape[1], -1)
         part = self._centroids_left(self.clusters.left(labels.gather(-1, chosen)))
@@ -284,5 +285,5 @@ class CodesSelector(Selector):
         return (part,)
 
     def _centroids_left(self, left: torch.Tensor) -> CentroidSegment:
-        """Return the centroids, each for `left` tokens of its cluster [Hk, Q or 1, C]."""
+        """Return the centroids, which represent `left` [Hk, Q or 1, C] tokens of their clusters."""
         return CentroidSegment(self.clusters.keys, left.log() + self.bias[:, None], self.values)

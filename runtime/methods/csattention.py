@@ -1,10 +1,12 @@
 """Decoding with CSAttention: keys are selected through posting lists, one for each centroid of the prompt's queries.
 
-In each subspace the query reads the posting list of its nearest centroid. The listed scores, summed for each key,
-estimate the logits, and the best keys are attended to. In the paper a key that is not in a list scores 0 there, which
-is more than a listed key with a negative score. By default it therefore scores the mean over the keys that the list
-leaves out, and each subspace's scores are multiplied by the query's projection on the centroid. More candidates than
-the budget are then read and re-ranked by exact logits.
+In each subspace, the query reads the posting list of its nearest centroid. The listed scores, summed for each key,
+estimate the logits, and the best keys are attended to.
+
+There are three differences from the paper by default. In the paper, a key that is not in a list scores 0 in the list's
+subspace, which is more than a listed key with a negative score. Here the key scores the mean over all keys that are not
+in the list. Each subspace's scores are multiplied by the query's projection on the centroid. More candidates than the
+budget are read, and re-ranked by exact logits.
 """
 
 from dataclasses import dataclass, field
@@ -41,7 +43,7 @@ class CSAttention(Method):
     )
     rerank: float = field(
         default=2.0,
-        metadata={"help": "Read so many times the budget's keys, and attend to the best by exact logits; 1: off."},
+        metadata={"help": "Rank this many times the budget's keys by exact logits, and attend to the best; 1: off."},
     )
     csattention_weights: str = field(
         default="uniform",
@@ -51,9 +53,7 @@ class CSAttention(Method):
         default=0.0,
         metadata={"help": "Share of lookups, those of lowest cosine to their centroid, that read two posting lists."},
     )
-    step: int = field(
-        default=1, metadata={"help": "Select anew every so many generated tokens, and reuse the selection in between."}
-    )
+    step: int = field(default=1, metadata={"help": "Consecutive generated tokens that share one selection."})
     stream: bool = field(
         default=False,
         metadata={
@@ -75,11 +75,11 @@ class CSAttention(Method):
         check_at_least_one(self, "step", "buffer")
 
     def prepare(self, context: MiddleContext) -> TableSelector:
-        """Create the selector of a layer. It keeps the centroids and all M keys, copied if on another device.
+        """Create the selector of a layer. The selector keeps the centroids and all M keys, copied if on another device.
 
         The posting lists are not copied. Each append allocates new ones, and the first append also copies the keys. On
-        a GPU, posting lists over 16,384 keys or more are also stored by token, unless appending or backoff is on. This
-        takes half a byte per list and key of the middle.
+        a GPU, posting lists over 16,384 keys or more are also stored by token, unless appending or backoff is on. The
+        layout by token takes half a byte per list and key of the middle.
         """
         return TableSelector(
             context,
@@ -96,7 +96,7 @@ class CSAttention(Method):
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """Return the default variant, and without re-ranking one variant per scoring and one with fitted weights."""
+        """Return the default variant, and variants without re-ranking: one per scoring, and one with fitted weights."""
         plain = {scoring: cls(csattention_scoring=scoring, rerank=1.0) for scoring in SCORINGS}
         return {"reranked": cls(), **plain, "mean fitted": cls(rerank=1.0, csattention_weights="fitted")}
 
@@ -106,7 +106,7 @@ class CSAttention(Method):
 
 
 def _backoff_cosine(calibration: dict[str, Any], share: float) -> float | None:
-    """Return the cosine that this share of the calibration lookups is below; None for a share of 0."""
+    """Return the cosine below which `share` of the calibration lookups are; None for a share of 0."""
     if not share:
         return None
     cosines = calibration["cosines"]

@@ -1,7 +1,7 @@
 """KeyDiff (arXiv 2504.15364): keeps the keys that are least similar to the others, independently of the query.
 
-A key's score is minus its cosine with the mean of the normalised keys. The paper evicts block by block during the
-prefill, against the mean of the remaining keys; here the mean is over the whole middle.
+A key's score is minus the cosine of the key and the mean of the normalised keys. The paper evicts keys block by block
+during the prefill, with the mean over the remaining keys. Here the mean is over all keys of the middle.
 """
 
 from dataclasses import dataclass

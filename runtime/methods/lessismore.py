@@ -1,11 +1,11 @@
 """LessIsMore (arXiv 2508.07101): like TidalDecode, with one selection for all heads that includes recent tokens.
 
-A quarter of the budget goes to the most recent tokens. The rest is filled from the rankings of all query heads in turn:
-the best token of each head, then the second best of each, and so on, each token once.
+A quarter of the budget goes to the most recent tokens. The rest of the budget is filled from the rankings of all query
+heads in turn: the best token of each head, then the second best token of each head, and so on. Each token counts once.
 
-There are two differences from the published code. The most recent tokens are the middle's last tokens, because the
-tail is always attended to. They are removed from the ranking after the heads' rankings are merged and not before, so
-that one merged ranking serves every budget.
+There are two differences from the published code. The most recent tokens are the middle's last tokens, because the tail
+is always attended to. Recent tokens are removed after the heads' rankings are merged, not before, so that one merged
+ranking serves every budget.
 """
 
 from dataclasses import dataclass, field
@@ -59,12 +59,12 @@ class LessIsMoreSelector(SharingSelector):
         return turns.amin(0, keepdim=True).argsort(-1)
 
     def best(self, order: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Return the most recent tokens, followed by the best of the other tokens, up to `tokens` in all."""
+        """Return the most recent tokens, followed by the best of the other tokens: `tokens` tokens in all."""
         middle, others = order.shape[-1], int(tokens * (1 - self.recent_share))
         if self.recent_share < 1:
             others = max(1, others)
         oldest_recent = middle - (tokens - others)
-        # Of the first `tokens` in the ranking at most `tokens - others` are recent, so at least `others` are older.
+        # At most `tokens - others` of the first `tokens` in the ranking are recent, and so at least `others` are older.
         first = order[..., :tokens]
         old_first = (first >= oldest_recent).int().argsort(dim=-1, stable=True)
         recent = torch.arange(oldest_recent, middle, dtype=order.dtype, device=order.device)

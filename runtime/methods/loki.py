@@ -1,9 +1,9 @@
 """Loki (arXiv 2406.02542): estimates the logits of all keys from the keys' first principal components.
 
-Keys are used as attended, after RoPE. The paper calibrates the components on another corpus, once per model; here they
-are computed from the document's middle keys, per KV head, when a layer is prepared. The paper ranks keys for each query
-head, so an offset that all keys share does not matter. Here one selection serves the group, so the mean key's logit is
-added to the estimates.
+Keys are used after RoPE. The paper computes the components once per model, from another corpus. Here they are computed
+from the document's middle keys, per KV head, when a layer is prepared. The paper ranks keys for each query head, and so
+a logit offset common to all keys does not matter. Here one selection serves the query heads of a group, and so the mean
+key's logit is added to the estimates.
 """
 
 from dataclasses import dataclass, field
@@ -35,10 +35,10 @@ class Loki(Method):
 
 
 class LokiSelector(Selector):
-    """Selects by estimated logits, from the directions of highest variance among the keys.
+    """Selects by logits that are estimated along the directions of highest variance of the keys.
 
-    `basis` [Hk, D, d] float32 holds these directions, `reduced` [Hk, M, d] the keys' components along them, and `mean`
-    [Hk, 1, D] float32 the mean key.
+    `basis` [Hk, D, d] float32 holds these d directions. `reduced` [Hk, M, d] are the keys' components along the
+    directions. `mean` [Hk, 1, D] float32 is the mean key.
     """
 
     def __init__(self, context: MiddleContext, dims: int):

@@ -1,12 +1,13 @@
 """MagicPIG (arXiv 2410.16179): samples tokens by locality-sensitive hashing, with importance weights.
 
-The hash is SimHash: the K bits of a table's code are the signs of random projections, of the query or of a key minus
-its head's mean key. A query head samples a token if the codes of query and key are equal in at least two of L tables.
-This has the probability u = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L - 1) with p = 1 - angle / pi. Subtracting log u from
-the token's logit makes numerator and denominator of the attention unbiased. Each query head samples for itself, and the
-group reads the union; a head gives weight 0 to tokens that it did not sample. If more tokens are sampled than the
-budget allows, those with the most collisions over the group are kept, which makes the estimate biased. If the budget
-is the whole middle, all tokens are attended to exactly.
+The hash is SimHash: the K bits of a code are the signs of K random projections. Each of L tables has its own
+projections. The head's mean key is subtracted from the keys before hashing. A query head samples a token if the codes
+of query and key are equal in at least two of the L tables. The probability of sampling is u = 1 - (1 - p^K)^L - L p^K
+(1 - p^K)^(L - 1) with p = 1 - angle / pi. Subtracting log u from the token's logit makes numerator and denominator of
+the attention unbiased. Each query head samples its own tokens, and the group reads their union. A head gives weight 0
+to tokens that it did not sample. If more tokens are sampled than the budget allows, the tokens with the most collisions
+over the group are kept. This makes the estimate biased. If the budget is the whole middle, all tokens are attended to
+exactly.
 """
 
 from dataclasses import dataclass, field
@@ -30,8 +31,8 @@ from sparsekv.runtime.selection.registry import methods
 
 MOST_BITS = 15  # a code is a non-negative int16
 LARGEST_SEED = 2**31 - 1
-LAYERS_APART = 1_000_003  # added to the seed per layer; the generator uses a seed's last 32 bits
-TABLES_AT_ONCE = 8  # tables per matrix product: the K columns of one table make too narrow a product
+LAYERS_APART = 1_000_003  # added to the seed for each layer; the generator uses the last 32 bits of a seed
+TABLES_AT_ONCE = 8  # tables per matrix product; the product with one table's K columns would be slow
 
 
 @methods.register("magicpig")
@@ -49,7 +50,7 @@ class MagicPIG(Method):
         if not 1 <= self.hash_bits <= MOST_BITS:
             raise UsageError(f"--hash-bits {self.hash_bits}: give a number from 1 to {MOST_BITS}")
         if self.hash_tables < 2:
-            raise UsageError(f"--hash-tables {self.hash_tables}: give at least 2, for a token has to be found in two")
+            raise UsageError(f"--hash-tables {self.hash_tables}: give at least 2, because a token must be found in two")
         if not 0 <= self.hash_seed <= LARGEST_SEED:
             raise UsageError(f"--hash-seed {self.hash_seed}: give a number from 0 to {LARGEST_SEED}")
 
@@ -83,7 +84,7 @@ class HashSelector(Selector):
         self.index_rows = bits / 8 / (D * self.keys.element_size()) + 1
 
     def _codes(self, rows: torch.Tensor) -> torch.Tensor:
-        """Compute codes [L, ...] int16 of rows [..., D] float32. Allocates the products for a few tables at a time."""
+        """Compute codes [L, ...] int16 of rows [..., D] float32. Allocates the products of a few tables at a time."""
         bits = self.projections.shape[2]
         places = 2.0 ** torch.arange(bits, device=rows.device)
         codes = []

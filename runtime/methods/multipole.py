@@ -1,11 +1,13 @@
-"""Decoding with Multipole Attention (arXiv 2506.13059, section 3): it attends to the tokens of the best clusters, and
-to the centroids of all other clusters.
+"""Decoding with Multipole Attention (arXiv 2506.13059, section 3).
 
-Each token is represented once: by itself, or by the centroid of its cluster. A cluster i of N_i tokens with key
+Queries attend to the tokens of the best clusters, and to the centroids of all other clusters.
+
+Each token counts once: individually, or through the centroid of its cluster. A cluster i of N_i tokens with key
 centroid Kc_i and value centroid Vc_i adds N_i exp(q Kc_i) Vc_i to the numerator and N_i exp(q Kc_i) to the denominator
-of one softmax. In a hierarchy, a coarse cluster that is not opened represents all its tokens. In an opened cluster, the
-children represent them. RetroInfer (arXiv 2505.02922) also estimates attention from centroids. New tokens are first
-attended to exactly, in a buffer, and are then appended to the last block of clusters (section 3.3).
+of one softmax. In a hierarchy, the centroid of a coarse cluster that is not opened represents all tokens of the
+cluster. In an opened cluster, the children represent the tokens. RetroInfer (arXiv 2505.02922) also estimates attention
+from centroids. New tokens are first kept in a buffer and attended to exactly. Then they are appended to the last block
+of clusters (section 3.3).
 """
 
 from dataclasses import dataclass, field
@@ -43,7 +45,7 @@ class Multipole(ClusterMethod):
         check_at_least_one(self, "buffer")
 
     def prepare(self, context: MiddleContext) -> ClusterSelector:
-        """Create the selector of a layer. It keeps each level's centroids and counts, and the order of the tokens."""
+        """Create the selector of a layer, which keeps the centroids and counts of all levels, and the token order."""
         clustering = BlockClustering.from_parameters(context.parameters) if self.stream and context.parameters else None
         return ClusterSelector(
             context,
@@ -56,7 +58,7 @@ class Multipole(ClusterMethod):
         )
 
     def windowed_rope(self, context: MiddleContext) -> WindowedRope | None:
-        """Return the query rotation for clusters of keys with RoPE undone; None: keys were clustered with RoPE."""
+        """Return the query rotation for clusters of keys with RoPE undone; None if keys were clustered with RoPE."""
         return None
 
     def replaces(self) -> bool:

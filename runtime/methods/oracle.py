@@ -1,5 +1,7 @@
-"""The oracle selects the tokens of highest exact attention probability. It is an upper bound for other selections, and
-scores every key."""
+"""The oracle: selection of the tokens of highest exact attention probability, an upper bound for other selections.
+
+The oracle reads every key.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -32,5 +34,5 @@ class OracleSelector(Selector):
         """Select the tokens of highest exact probability."""
         logits = attention_logits(queries.query, self.keys, *self.facts.scaling)
         tokens = budget.tokens(self.keys.shape[1])
-        # The oracle is a bound, so its cost excludes the keys that are read to rank the tokens.
+        # The oracle is an upper bound, and so its cost excludes the keys that are read to rank the tokens.
         return top_tokens(group_probability(logits, queries), tokens, 0.0)

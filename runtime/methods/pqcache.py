@@ -35,7 +35,7 @@ class PQCache(Method):
     needs_index: ClassVar[bool] = True
     rerank: float = field(
         default=1.0,
-        metadata={"help": "Read so many times the budget's keys, and attend to the best by exact logits; 1: off."},
+        metadata={"help": "Rank this many times the budget's keys by exact logits, and attend to the best; 1: off."},
     )
 
     def __post_init__(self) -> None:

@@ -1,5 +1,7 @@
-"""QUEST (arXiv 2406.10774) selects pages of consecutive tokens, by an upper bound of the logits from the page's minimum
-and maximum of each key channel."""
+"""QUEST (arXiv 2406.10774): selection of pages of consecutive tokens by an upper bound of their logits.
+
+The bound is computed from the page's minimum and maximum of each key channel.
+"""
 
 from dataclasses import dataclass, field
 
@@ -27,9 +29,9 @@ from sparsekv.runtime.selection.registry import methods
 @methods.register("quest")
 @dataclass(frozen=True)
 class Quest(Method):
-    """Reads each page's minimum and maximum per key channel, then the pages with the highest bounds."""
+    """Reads each page's minimum and maximum of each key channel, and selects the pages with the highest bounds."""
 
-    page_size: int = field(default=16, metadata={"help": "Tokens a page."})
+    page_size: int = field(default=16, metadata={"help": "Tokens per page."})
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "page_size")

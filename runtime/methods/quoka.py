@@ -1,8 +1,9 @@
-"""QuoKA (decoding: section 4.4 of its paper) selects the keys of highest cosine similarity to the query. It reads every
-key.
+"""QuoKA (section 4.4 of the paper, on decoding): selection of the keys of highest cosine similarity to the query.
 
-The tokens of a question share one selection. As for a chunk of a document's prefill, it is made by the few queries that
-are least similar to the mean query. In a decode step the query itself selects.
+QuoKA reads every key.
+
+The tokens of a question share one selection. The selection uses the few queries that are least similar to the mean
+query, as in a chunk of a document's prefill. In a decode step, the selection uses the step's only query.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class Quoka(QuokaOptions, Method):
 
 
 class QuokaSelector(Selector):
-    """Selects by similarity to the keys [Hk, M, D], with their norms [Hk, M]."""
+    """Selects by the similarity of queries and keys [Hk, M, D], with the keys' norms [Hk, M]."""
 
     def __init__(self, method: Quoka, context: MiddleContext):
         self.method, self.keys, self.norms = method, context.keys, key_norms(context.keys)

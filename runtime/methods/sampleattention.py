@@ -1,6 +1,7 @@
-"""SampleAttention (arXiv 2406.15486): selects for a whole question by the attention of a few of its queries.
+"""SampleAttention (arXiv 2406.15486): one selection for a whole question by the attention of a few of its queries.
 
-Reads every key. It is a method for prefills: in decoding, with one query, it ranks all keys by exact attention.
+SampleAttention is a method for prefills. In decoding, with one query, it ranks all keys by exact attention. Every
+selection reads every key.
 """
 
 from dataclasses import dataclass, field, replace

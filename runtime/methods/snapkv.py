@@ -1,14 +1,14 @@
 """SnapKV (arXiv 2404.14469): keeps the tokens that the prompt's last queries attend to, for all later steps.
 
 The attention probabilities of an observation window of queries are summed and pooled along positions, so that the
-neighbours of an important token are kept with it. In the paper the window is at the end of the prompt, which ends with
-the question. Here the question comes later. Before a question, the window holds the last of the prompt's queries that a
-method may learn from. When a question is prefilled, the window holds the question's last queries, and the tokens that
-they rank highest are kept until `forget_question`.
+neighbours of an important token are kept with it. In the paper, the window is at the end of the prompt, which ends with
+the question. Here the document is prefilled before the question. Before a question, the window holds the last of the
+document's queries that a method may use (`load_observed`). When a question is prefilled, the window holds the
+question's last queries. The ranking by these queries is kept until `forget_question`.
 
 There are two differences from the published code. One selection serves all query heads of a group, by the mean of their
-pooled sums. For the prompt's window the softmax is over the middle alone, because sinks and tail are not available
-there.
+pooled sums. For the document's window, the softmax is over the middle alone, because the keys of sinks and tail are not
+available then.
 """
 
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ class SnapKV(Method):
         check_choice("--pooling", self.pooling, POOLING)
 
     def prepare(self, context: MiddleContext) -> "SnapKVSelector":
-        """Create the selector of a layer. It keeps two int64 per token and head.
+        """Create the selector of a layer. The selector keeps two int64 per token and head.
 
         Ranking allocates the window's logits of all M keys.
         """
@@ -67,9 +67,9 @@ class SnapKVSelector(KeptTokens):
         self.version = 0
 
     def _ranking(self, query: torch.Tensor, exact_logsumexp: torch.Tensor) -> torch.Tensor:
-        """Rank the M tokens between sinks and tail by the last of the queries [Hk, G, Q, D]: [Hk, M].
+        """Rank the M middle tokens by the last of the queries [Hk, G, Q, D]; return [Hk, M].
 
-        `exact_logsumexp` [Hk, G, Q] is the log-sum-exp of their logits on the tokens outside the middle.
+        `exact_logsumexp` [Hk, G, Q] is the log-sum-exp of the queries' logits on the tokens outside the middle.
         """
         window = slice(-self.method.window_queries, None)
         logits = attention_logits(query[:, :, window], self.keys, *self.facts.scaling)
@@ -77,7 +77,7 @@ class SnapKVSelector(KeptTokens):
         return ranking(_pooled(summed, self.method.pool_size, self.method.pooling).mean(1))
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select by the current ranking. A question's queries first replace it, for all tokens that follow, too."""
+        """Select by the current ranking; a question's queries first replace the ranking, also for later tokens."""
         if queries.joint:
             self.observe(queries)
         return super().select(queries, budget)
@@ -87,11 +87,11 @@ class SnapKVSelector(KeptTokens):
         return ConversationState(self.forget_question, self.observe)
 
     def observe(self, queries: Queries) -> None:
-        """Rank tokens by this question's window from now on."""
+        """Replace the ranking by that of the question's window."""
         self.order, self.version = self._ranking(queries.query, queries.exact_logsumexp()), self.version + 1
 
     def forget_question(self) -> None:
-        """Restore the ranking by the prompt's own window."""
+        """Restore the ranking by the document's window."""
         self.order, self.version = self.prompt_order, self.version + 1
 
     def graph_state(self) -> int:

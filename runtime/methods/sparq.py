@@ -1,13 +1,13 @@
-"""SparQ Attention (arXiv 2312.04985) estimates the logits of all keys from the channels where the query is largest.
+"""SparQ Attention (arXiv 2312.04985): logits of all keys are estimated from the channels where the query is largest.
 
-As in the paper, these are the r channels with the largest sum of |q| over the group, so that all heads of a group read
-the same channels. Estimates are multiplied by the softmax scale and divided by the temperature
-sqrt(|q in these channels|_1 / |q|_1).
+As in the paper, the r channels with the largest sum of |q| over the group are read, so that all heads of a group read
+the same channels. Estimates are multiplied by the softmax scale and divided by the temperature sqrt(|q in these
+channels|_1 / |q|_1).
 
 The paper adds the mean of all values with the weight 1 - alpha, the estimated attention to the tokens not selected.
 Here the mean key and value are one row of the softmax, so that the row's weight can differ between the heads of a
-group. The row has one log-weight per group. It is the mean over heads of the log-weight that would give each head its
-own 1 - alpha. With one query head per KV head this is the paper's result, except that alpha includes the rows that are
+group. The row has one log-weight per group: the mean over heads of the log-weight that would give each head its own 1 -
+alpha. With one query head per KV head, the result is that of the paper, except that alpha includes the rows that are
 always attended to (sinks, tail, new tokens).
 """
 
@@ -67,7 +67,7 @@ class SparQ(Method):
 class SparQSelector(Selector):
     """Selects by logits that are estimated from a few channels of the keys [Hk, M, D].
 
-    `by_channel` [Hk, D, M] are the keys channel by channel. `mean_rows` are the mean key and value [Hk, 1, D]; None
+    `by_channel` [Hk, D, M] are the keys in channel-major order. `mean_rows` are the mean key and value [Hk, 1, D]; None
     without `mean_value`.
     """
 
@@ -108,7 +108,7 @@ class SparQSelector(Selector):
 
     @property
     def report(self) -> SelectorReport | None:
-        """Information for reports; None without the mean value. The mean is centroid 0 and represents all tokens."""
+        """Report functions, in which the mean is centroid 0 and represents all tokens; None without the mean value."""
         if self.mean_rows is None:
             return None
         numbers = torch.zeros(self.keys.shape[:2], dtype=torch.int64, device=self.keys.device)

@@ -1,10 +1,11 @@
-"""Decoding with Squeezed Attention (arXiv 2411.09688): flat (section 3.2) and hierarchical (section 3.3) centroid
-lookup.
+"""Decoding with Squeezed Attention (arXiv 2411.09688).
+
+Centroids are looked up flat (section 3.2) or hierarchically (section 3.3).
 
 Clusters are selected by their score S_i, the estimated attention probability of one token of cluster i, averaged over
 the group. With `selection=budget`, the best clusters are selected up to the budget, the last of them in part. With
-`selection=threshold`, all clusters above one threshold for the whole model are selected. It is calibrated so that the
-mean share of tokens selected is the budget. Heads with flat attention select more.
+`selection=threshold`, all clusters above one threshold for the whole model are selected. The threshold is calibrated so
+that the mean share of selected tokens is the budget. Heads with flat attention select more tokens.
 """
 
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ class Squeezed(ClusterMethod):
         check_choice("--selection", self.selection, SELECTIONS)
 
     def prepare(self, context: MiddleContext) -> ClusterSelector:
-        """Create the selector of a layer. It keeps each level's centroids and counts, and the order of the tokens."""
+        """Create the selector of a layer, which keeps the centroids and counts of all levels, and the token order."""
         hierarchical = self.is_hierarchical(context)
         thresholds = Thresholds(context.calibration, self.lookup) if self.selection == "threshold" else None
         return ClusterSelector(context, hierarchical=hierarchical, opened=self.opened, thresholds=thresholds)

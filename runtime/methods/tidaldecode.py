@@ -1,9 +1,8 @@
-"""TidalDecode (arXiv 2410.05076): two layers rank tokens by exact attention, and the layers after them attend to the
-same best tokens.
+"""TidalDecode (arXiv 2410.05076): two layers rank tokens by exact attention, and later layers attend to the best.
 
 As in the paper, a layer that ranks attends to everything, because it reads all keys anyway. In the published code each
-query head selects for itself, with keys repeated per head. Here one selection serves a group, by the mean of its heads'
-probabilities, because the cache has one row per KV head. The tokens of a question share a selection.
+query head selects for itself, with keys repeated per head. Here one selection serves the query heads of a group, by the
+mean of their probabilities, because the cache has one row per KV head. The tokens of a question share a selection.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Attention to sinks and tail only, without any token of the middle. It is the lower bound for other selections."""
+"""Attention to sinks and tail only, without any token of the middle: the lower bound for other selections."""
 
 from dataclasses import dataclass
 

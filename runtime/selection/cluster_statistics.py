@@ -15,9 +15,9 @@ class ListShape:
         lists: number of posting lists.
         entries: length of each list.
         keys_listed: share of the middle's keys that are in at least one list of their head.
-        in_lists: share of its head's lists that contain a key; the (lower) median over all keys.
+        in_lists: share of a head's lists that contain a given key; the (lower) median over all keys.
         subspace_shares: share of each subspace in the ranking (see the function `subspace_shares`), as means over
-            queries and heads. They add up to 1.
+            queries and heads. The shares add up to 1.
         ranked_shares: the same shares, sorted from highest to lowest for each query before the mean is taken.
     """
 
@@ -56,12 +56,12 @@ def describe_lists(
 def subspace_shares(queries: torch.Tensor, keys: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
     """Compute each subspace's share in the ranking of one head's keys: [R, m] float64; each row adds up to 1.
 
-    A logit q k is the sum over subspaces b of q_b k_b. A term that is the same for all keys does not change their
-    order. So a subspace's weight is the standard deviation of q_b k_b over the keys. Its share is this deviation
-    divided by the sum over all subspaces. If all keys are equal, each share is 1 / m.
+    A logit q k is the sum over subspaces b of q_b k_b. A term that is the same for all keys does not change the
+    ranking. Therefore a subspace is weighted by the standard deviation of q_b k_b over the keys. The subspace's share
+    is this deviation divided by the sum of all deviations. If all keys are equal, each share is 1 / m.
 
-    The deviation is sqrt(q_b^T V_b q_b), where V_b is the keys' covariance. So no logits are computed, and one
-    subspace's keys [M, D / m] are allocated twice in float64.
+    The deviation is sqrt(q_b^T V_b q_b), where V_b is the keys' covariance. Therefore no logits are computed. Allocates
+    one subspace's keys [M, D / m] twice in float64.
 
     Args:
         queries: [R, D]; keys: [M, D]; channels: [m, D / m] of each subspace.
@@ -88,9 +88,10 @@ def _named(lists: torch.Tensor, keys: int, first_token: int) -> torch.Tensor:
 def relative_spreads(rows: torch.Tensor, tensors: dict[str, torch.Tensor], name: str) -> list[float]:
     """Compute the relative distance of rows to their clusters' centroids, for each level, finest first.
 
-    It is sqrt(sum |r - c|^2 / sum |r - mean|^2) over all KV heads, where each head has its own mean. The result is 0 if
-    all rows of a cluster are equal, and 1 if centroids are no better than the mean. Its square is the share of the
-    variance that is lost if each row is replaced by its centroid. Allocates a few copies of one head's rows in float32.
+    The relative distance is sqrt(sum |r - c|^2 / sum |r - mean|^2) over all rows r with centroids c of all KV heads.
+    Each head has its own mean. The result is 0 if all rows of a cluster are equal, and 1 if centroids are no better
+    than the mean. The square of the result is the share of the variance that is lost if each row is replaced by its
+    centroid. Allocates a few copies of one head's rows in float32.
 
     Args:
         rows: [Hk, M, D] of the middle, in order of position.
@@ -113,8 +114,9 @@ def relative_spreads(rows: torch.Tensor, tensors: dict[str, torch.Tensor], name:
 def cluster_spreads(keys: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """Compute the relative distance of each finest cluster's keys to its centroid: [Hk, C] float64.
 
-    The distance is relative to the spread of all keys of the head, as in `relative_spreads`. The mean of its square
-    over a head's keys is the square of the head's own relative spread. The result is 0 for a cluster without keys.
+    The distance is relative to the spread of all keys of the head, as in `relative_spreads`. The mean of the squared
+    distance over a head's keys is the square of the head's `relative_spreads`. The result is 0 for a cluster without
+    keys.
 
     Args:
         keys: [Hk, M, D] of the middle, in order of position.
@@ -147,7 +149,8 @@ class LevelShape:
     """Statistics of the clusters of one level of one layer, over all KV heads.
 
     Attributes:
-        clusters, empty, single: number of all clusters, of empty ones, and of those with one token, such as outliers.
+        clusters, empty, single: number of all clusters, of empty clusters, and of clusters of one token, such as
+            outliers.
         min, median, p99, max: tokens per cluster, over the non-empty clusters.
         key_spread, value_spread: quantisation distortion of keys and values (`relative_spreads`); None if the index has
             no such centroids.
@@ -220,7 +223,8 @@ def describe_clusters(
         tensors: tensors of the index, with token positions counted from the first middle token.
         keys, values: [Hk, M, D] of the middle, as attended, in order of position.
         first_token: position in the prompt of the first middle token.
-        biggest: number of the biggest clusters to list, over all KV heads, and of those with the largest spread.
+        biggest: number of the biggest clusters to list, over all KV heads, and number of the clusters of largest
+            spread.
     """
     counts = tensors["level0.counts"]
     own = cluster_spreads(keys, tensors)

@@ -24,7 +24,7 @@ from sparsekv.kernels.posting_lists.types import ExactKeys, KeyGroups
 from sparsekv.kernels.scores.logits import softcapped
 from sparsekv.runtime.selection.wrappers import ResidualClusters
 
-MOST = 60.0  # largest excess of a logit over the log-sum-exp, so that sums of exponentials do not overflow float32
+MOST = 60.0  # upper bound of a logit minus its log-sum-exp, so that sums of exponentials do not overflow float32
 
 
 class CodeEstimates:
@@ -50,7 +50,7 @@ class CodeEstimates:
         return self._capped(logits)
 
     def of_all(self, query: torch.Tensor) -> torch.Tensor:
-        """Estimate logits on all tokens [Hk, G, Q, M]; a CPU uses torch's `embedding_bag`, which sums table rows."""
+        """Estimate logits [Hk, G, Q, M] of queries on all tokens; on a CPU, torch's `embedding_bag` sums table rows."""
         Hk, G, Q, _ = query.shape
         if query.is_cuda:
             return self.of(query, torch.arange(self.codes.shape[1], device=query.device).expand(Hk, 1, -1))
@@ -60,7 +60,7 @@ class CodeEstimates:
 
     @cached_property
     def places(self) -> torch.Tensor:
-        """Row of each token's codes in the concatenated tables of all heads and parts [Hk * M, m] int32."""
+        """Row of each code in the concatenated tables of all heads and parts, [Hk * M, m] int32."""
         (Hk, _, m), C = self.codes.shape, self.codebooks.shape[2]
         tables = C * torch.arange(Hk * m, dtype=torch.int32).view(Hk, 1, m)
         return (self.codes + tables).flatten(0, 1)
@@ -78,21 +78,21 @@ class CodeEstimates:
 def probability(logits: torch.Tensor, total: torch.Tensor, *, joint: bool) -> torch.Tensor:
     """Compute probabilities [Hk, Q, S] from logits [Hk, G, Q, S], as the mean over the group.
 
-    For a joint selection the result is the mean over its queries, too: [Hk, 1, S]. `total` [Hk, G, Q] is the
-    log-sum-exp of the logits on everything that is attended to.
+    For a joint selection, the result [Hk, 1, S] is the mean over the queries, too. `total` [Hk, G, Q] is the
+    log-sum-exp of the logits on all rows and centroids that are attended to.
     """
-    # `total` is an estimate, so that a logit can exceed it.
+    # `total` is an estimate, and so a logit may exceed it.
     probability = (logits - total[..., None]).clamp(max=MOST).exp().mean(1)
     return probability.mean(1, keepdim=True) if joint else probability
 
 
 MOST_PARTS, MOST_CHANNELS = 64, 64  # largest number of parts, and of channels of a part, that kernels support
 MOST_SHORT = 2**15  # largest number of clusters whose indices fit int16
-FEWEST_KEYS = 2**14  # with fewer keys launch overhead dominates a step
+FEWEST_KEYS = 2**14  # with fewer keys, launch overhead dominates the time of a step
 
 
 class CodeScan:
-    """A second copy of one layer's codes in a layout for a scan on a GPU.
+    """Scan of one layer's codes on a GPU, with a second copy of the codes in the kernel's layout.
 
     Args:
         tensors: tensors of the index; see `CodesIndexer.build_layer`.
@@ -104,13 +104,13 @@ class CodeScan:
         self.codes = LaidOutCodes(turn, books, lay_out(codes), codes.shape[1])
         counts, bias = clusters.counts.int().contiguous(), tensors["rest_bias"].float().contiguous()
         self.clusters = WeighedClusters(clusters.keys.contiguous(), counts, bias)
-        # Each step reads the labels of all keys, so they are stored in few bytes.
+        # Each step reads the labels of all keys, and so labels are stored in few bytes.
         short = torch.int16 if counts.shape[1] <= MOST_SHORT else torch.int32
         self.values, self.labels = tensors["rest_values"], clusters.labels.to(short).contiguous()
 
     @staticmethod
     def serves(tensors: dict[str, torch.Tensor]) -> bool:
-        """Whether kernels support these codes, and there are enough keys that a scan pays."""
+        """Whether kernels support these codes, and there are so many keys that a scan by kernels saves time."""
         codes, (_, parts, centroids, size) = tensors["codes"], tensors["codebooks"].shape
         # The kernel unrolls its look-ups over the parts, and holds one part of the rotation in shared memory.
         fits = parts % IN_WORD == 0 and parts <= MOST_PARTS and size <= MOST_CHANNELS
@@ -119,7 +119,7 @@ class CodeScan:
     def choose_for_each(
         self, query: torch.Tensor, beside: torch.Tensor, tokens: int
     ) -> tuple[JoinedKeys, torch.Tensor]:
-        """Select the union of the best tokens of T queries, and count its tokens in each cluster [Hk, C] int32.
+        """Select the union of the best tokens of T queries; also count each cluster's selected tokens, [Hk, C] int32.
 
         Args:
             query: [Hk, G, T, D].
@@ -141,7 +141,7 @@ class CodeScan:
 
         Args:
             query: [Hk, G, D]
-            keys: keys of the middle [Hk, M, D], to re-rank candidates by exact logits; None: no re-ranking.
+            keys: keys [Hk, M, D] for re-ranking candidates by exact logits; None: no re-ranking.
             tokens: number of tokens K to select.
             candidates: number of tokens to re-rank, at least K.
         """
@@ -158,7 +158,7 @@ class CodeScan:
 
 
 class QuestionScan:
-    """Scan of one layer's codes for all tokens of a question together. It reads the stored codes without a copy.
+    """Scan of one layer's codes for all tokens of a question together, without a copy of the stored codes.
 
     Args:
         tensors: tensors of the index; see `CodesIndexer.build_layer`.
@@ -170,8 +170,9 @@ class QuestionScan:
 
     @staticmethod
     def serves(tensors: dict[str, torch.Tensor]) -> bool:
-        """Whether the kernel supports these codes, and there are enough keys that a scan pays."""
-        # A tile of the kernel holds all parts. Its sizes are powers of two, and a product has at least 16 channels.
+        """Whether the kernel supports these codes, and there are so many keys that a scan by the kernel saves time."""
+        # A tile of the kernel holds all parts. The tile's sizes are powers of two, and a product needs at least 16
+        # channels.
         _, parts, _, size = tensors["codebooks"].shape
         fits = all(power_of_two(number) == number for number in (parts, size)) and parts * size >= 16
         return CodeScan.serves(tensors) and fits
@@ -179,7 +180,7 @@ class QuestionScan:
     def choose(self, query: torch.Tensor, totals: torch.Tensor, tokens: int) -> torch.Tensor:
         """Select the best tokens [Hk, K] int32 for queries [Hk, G, T, D] together, in order of position.
 
-        `totals` [Hk, G, T] are the log-sum-exps of each query's logits on everything that it attends to.
+        `totals` [Hk, G, T] are the log-sum-exps of each query's logits on all rows and centroids that it attends to.
         """
         ranks = rank_jointly(query.flatten(1, 2), totals.flatten(1), self.codes, tokens, *self.facts.scaling)
         return top_ranked(ranks, tokens)

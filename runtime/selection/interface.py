@@ -22,7 +22,7 @@ from sparsekv.runtime.selection.cluster_statistics import Clustering, ListShape
 class RowIndices:
     """Row indices that a kernel has written: rows [Hk, capacity] int32, of which the first used [Hk] int32 are valid.
 
-    `queue` [Hk] int32 is a work counter for the attention kernel, initialised to zeros. None: the kernel needs none.
+    `queue` [Hk] int32 is a work queue for the attention kernel, initialised to zeros. None: the kernel needs no queue.
     """
 
     rows: torch.Tensor
@@ -38,10 +38,10 @@ class RowSet:
         starts: [Hk, Q or 1, R], the first row of each run.
         run_lengths: [Hk, Q or 1, R], the length of each run; None if every run is one row.
         capacity: upper bound of the number of rows of any query.
-        total: number of rows of each query, if the host knows it without a sync; 0 if kernels count the rows.
-        indices: the same rows as plain indices, for one query or for several queries that share the rows.
-        log_weights: [Hk, G, Q or 1, capacity] float32, in the order of the runs. They are added to the logits of rows
-            that were sampled instead of ranked.
+        total: number of rows of each query, if the host knows this number without a sync; 0 if kernels count the rows.
+        indices: the same rows as single indices, for one query or for several queries that share the rows.
+        log_weights: [Hk, G, Q or 1, capacity] float32, in the order of the runs: importance weights of sampled rows,
+            which are added to the rows' logits. None for ranked rows.
     """
 
     starts: torch.Tensor
@@ -57,15 +57,15 @@ class RowSet:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Length of each run [Hk, Q or 1, R]; ones if every run is one row."""
+        """Length of each run [Hk, Q or 1, R]; all 1 if every run is one row."""
         return torch.ones_like(self.starts) if self.run_lengths is None else self.run_lengths
 
     def counts(self) -> torch.Tensor | int:
-        """Return the number of rows of each query [Hk, Q or 1], or `total` if it is known."""
+        """Return the number of rows of each query [Hk, Q or 1], or `total` if the host knows it."""
         return self.lengths.sum(-1) if self.total is None else self.total
 
     def expand(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return row indices [Hk, Q or 1, capacity] int64 and a bool mask of the valid ones; None: all are valid."""
+        """Return row indices [Hk, Q or 1, capacity] int64 and a bool mask of the valid indices; None: all are valid."""
         if self.run_lengths is None:
             return self.starts.long(), None
         if self.total == self.capacity and not self.starts.is_cuda:
@@ -80,12 +80,12 @@ def single_rows(rows: torch.Tensor) -> RowSet:
 
 @dataclass(frozen=True)
 class CentroidSegment:
-    """Centroids that represent tokens which are not attended to individually: keys, values [Hk, C, D].
+    """Centroids, keys and values [Hk, C, D], that represent tokens that are not attended to individually.
 
     Attributes:
         log_counts: [Hk, Q or 1, C] float32, logarithm of the number of tokens that each centroid represents.
-        scored: the same centroids with the logits of a decode step's query on their keys, if the selection has computed
-            these logits.
+        scored: the same centroids with the logits of a decode step's query on the key centroids, if the selection has
+            computed these logits.
         clusters: [Hk, C], index of each centroid's cluster. None: the centroids are all clusters of a level, in order.
     """
 
@@ -96,7 +96,7 @@ class CentroidSegment:
     clusters: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "CentroidSegment":
-        """Return the segment on a device. A copy to another device has no `scored`."""
+        """Return the segment on a device. A copy on another device has no `scored`."""
         if self.keys.device == device:
             return self
         clusters = None if self.clusters is None else self.clusters.to(device)
@@ -106,13 +106,13 @@ class CentroidSegment:
 
 @dataclass(frozen=True)
 class Residual:
-    """The tokens that were not selected, each represented by one centroid of `segments()`.
+    """Centroids of the tokens that were not selected; each token is represented by one centroid of `segments()`.
 
     Attributes:
         attended: whether the query attends to the centroids in place of their tokens (Multipole Attention, equation 2).
-            Otherwise the centroids only serve to estimate the missed attention.
+            Otherwise the centroids are used only to estimate the missed attention mass.
         in_place: the same centroids with their logits, for kernels that attend in place.
-        index_rows: D-sized rows read for the centroids, in addition to the rows that scoring has read.
+        index_rows: D-sized rows read for the centroids, in addition to the rows that were read for scoring.
     """
 
     segments: Callable[[], tuple[CentroidSegment, ...]]
@@ -123,10 +123,9 @@ class Residual:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a selection: D-sized index rows that were read per KV head, a number or [Hk, Q or 1].
+    """Cost of a selection: `index_rows`, the D-sized index rows read per KV head, as a number or as [Hk, Q or 1].
 
-    Kernels may count reads on the device in a counter that is passed to them. `per_count` is the number of rows to add
-    for each count.
+    Kernels may count reads in a counter on the device. `per_count` is the number of rows that each count stands for.
     """
 
     index_rows: torch.Tensor | float
@@ -135,7 +134,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Selection:
-    """Rows to attend to, the cost of selecting them, and `rest`, centroids of the unselected tokens, or None."""
+    """Rows to attend to, the cost of their selection, and `rest`, the centroids of the unselected tokens, or None."""
 
     rows: RowSet
     cost: Cost
@@ -146,7 +145,7 @@ class Selection:
 
         It is a number or a tensor [Hk, Q or 1].
         """
-        # Numbers stay Python numbers, because copying one to the GPU as a tensor waits for the GPU's pending work.
+        # Numbers stay Python numbers, because copying a number to the GPU waits for the GPU's pending work.
         return 2 * self.rows.counts() + self.cost.index_rows
 
     def attended_segments(self) -> tuple[CentroidSegment, ...]:
@@ -154,7 +153,7 @@ class Selection:
         return self.rest.segments() if self.rest is not None and self.rest.attended else ()
 
     def of_queries(self, queries: slice) -> "Selection":
-        """Return the selection of a slice of its queries. Tensors that all queries share stay as they are."""
+        """Return the selection for a slice of the queries. Tensors that all queries share are not sliced."""
 
         def some(rows: torch.Tensor, axis: int = 1) -> torch.Tensor:
             return rows[(slice(None),) * axis + (queries,)] if rows.shape[axis] > 1 else rows
@@ -182,10 +181,10 @@ class Selection:
 
 @dataclass(frozen=True)
 class InPlace:
-    """Requests a selection for one query to which kernels on the same device will attend in place.
+    """Inputs of a selection for one query, if kernels on the same device will read the selected rows in place.
 
     Attributes:
-        counter: [Hk] int64. Selection kernels may add counts to it that only the device knows.
+        counter: [Hk] int64, to which selection kernels may add counts that the host does not know.
         exact: the keys that are always attended to.
     """
 
@@ -193,13 +192,14 @@ class InPlace:
     exact: ExactKeys
 
 
-_PIECES = 2**20  # above any batch index of decoding: never so many sequences are decoded together
+_PIECES = 2**20  # above any batch index of decoding, because fewer sequences are decoded together
 
 
 def piece_batch(start: int) -> int:
-    """Return the `batch` of the piece of a question that begins with query `start`.
+    """Return the `batch` key of the piece of a question that begins with query `start`.
 
-    A layer attends to all pieces, one after another, before the next layer does. So each piece needs its own ranking.
+    A layer attends with all pieces, one after another, before the next layer runs. Therefore each piece needs a ranking
+    of its own, under its own key.
     """
     return (start + 1) * _PIECES
 
@@ -216,12 +216,12 @@ class Queries:
     `positions()` and `exact_logsumexp()` are computed only when a method calls them.
 
     Attributes:
-        positions: returns the queries' positions in the sequence, [Q] int64.
-        exact_logsumexp: returns the log-sum-exp of their logits on the rows that are always attended to (sinks, tail,
-            new tokens), and of learned sinks (GPT-OSS), [Hk, G, Q].
+        positions: returns the positions of the queries in the sequence, [Q] int64.
+        exact_logsumexp: returns the log-sum-exp [Hk, G, Q] of each query's logits on the rows that are always attended
+            to (sinks, tail, new tokens) and of learned sink logits (GPT-OSS).
         joint: whether all Q queries share one selection, as in a question's prefill.
-        batch: key of these tokens, the same in every layer, under which layers share a ranking. It is 0 in decoding;
-            see `piece_batch`.
+        batch: key under which layers share a ranking for these tokens; the same in every layer. 0 in decoding; see
+            `piece_batch` for questions.
     """
 
     query: torch.Tensor
@@ -242,24 +242,24 @@ class Queries:
 
 @dataclass(frozen=True)
 class Budget:
-    """Number of tokens that a step may choose between sinks and tail (in the middle).
+    """Number of tokens that a step may select in the middle, which is between sinks and tail.
 
-    `value` is a share of the middle (0 < value <= 1, a float) or a count of tokens (an int of 1 or more).
+    `value` is a share of the middle (a float, 0 < value <= 1) or a count of tokens (an int, at least 1).
     """
 
     value: float | int
     is_share: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        # A field, so that the share 1.0 (everything) and the count 1 (one token) do not compare equal.
+        # `is_share` is a field, so that the share 1.0 (all tokens) and the count 1 (one token) do not compare equal.
         object.__setattr__(self, "is_share", isinstance(self.value, float))
 
     @classmethod
     def parse(cls, text: str, option: str = "--budget") -> "Budget":
-        """Parse a budget: `0.05` and `5%` are shares, `1.0` and `100%` everything, `300` a count of tokens.
+        """Parse a budget: `0.05` and `5%` are shares, `1.0` and `100%` are all tokens, and `300` is a count of tokens.
 
         Args:
-            option: command-line option that an error message names.
+            option: command-line option for the error message.
 
         Raises:
             UsageError: the text is no number, not above 0, or a share above 1.
@@ -281,7 +281,7 @@ class Budget:
         return list(dict.fromkeys(cls.parse(text) for text in texts))
 
     def tokens(self, middle: int) -> int:
-        """Return the number of tokens that the budget allows of the `middle` tokens: at least 1, at most `middle`."""
+        """Return the number of tokens that the budget allows among `middle` tokens: at least 1, at most `middle`."""
         count = self.value if isinstance(self.value, int) else round(self.value * middle)
         return max(1, min(middle, count))
 
@@ -300,8 +300,8 @@ _WANTED = "give a share of the document such as 0.05 or 5%, at most 1.0, or a nu
 class LayerPosition:
     """A layer's index among the indexed layers, counted from 0, and the number of indexed layers.
 
-    `shared` is state that all layers of one cache or report share. An earlier layer writes an entry under its method's
-    name, and later layers read it.
+    `shared` is a dictionary that all layers of one cache or report share. An earlier layer stores an entry under its
+    method's name, which later layers read.
     """
 
     number: int = 0
@@ -311,19 +311,20 @@ class LayerPosition:
 
 @dataclass(frozen=True)
 class MiddleContext:
-    """Inputs of a selector in one layer: keys, values and attention settings, and the results of a method's indexer.
+    """Inputs of a selector in one layer: keys, values, attention settings, and tensors built by a method's indexer.
 
-    Keys and values are those of the M tokens between sinks and tail (the middle). Positions in the tensor `token_order`
-    are counted from the first middle token. Positions in other tensors are as the indexer stored them.
+    Keys and values are those of the middle: the M tokens between the document's first tokens (sinks) and its last
+    tokens (tail), to which every query attends exactly. Positions in the tensor `token_order` are counted from the
+    first middle token. Positions in other tensors are as the indexer stored them.
 
     Attributes:
         load_keys: reads the keys [Hk, M, D], in order of position, to the device of `tensors`.
-        load_values: reads the values in the same way.
-        load_observed: reads the queries [Hk, G, W, D] of the tail's first half to that device. A method may learn from
-            them, because reports measure on the second half.
+        load_values: reads the values [Hk, M, D] in the same way.
+        load_observed: reads the queries [Hk, G, W, D] of the tail's first half to the same device. A method may use
+            these queries, because reports measure only on the second half.
         first_token: position in the prompt of the first middle token.
-        centroids_in_8_bits: int8 centroids of the finest clusters for kernels, if the index stores them. `tensors` has
-            the values that they encode.
+        centroids_in_8_bits: int8 centroids of the finest clusters for kernels, if the index stores int8 centroids.
+            `tensors` has the dequantised centroids.
         mapped: the tensors of this context that are views of memory-mapped index files.
     """
 
@@ -352,10 +353,10 @@ ChooseTogether = Callable[[Queries, torch.Tensor, torch.Tensor, Budget, torch.Te
 
 @dataclass(frozen=True)
 class SelectorKernels:
-    """Kernels that do more than select for one query; None: the selector has no such kernel.
+    """Optional kernels of a selector, as functions; None: the selector has no such kernel.
 
-    `attend` runs on a CPU, the others on a GPU. Those on a GPU cause no sync. They add the number of selected rows to a
-    counter [Hk] int64, if one is passed.
+    `attend` runs on a CPU. The other kernels run on a GPU, cause no sync, and add the number of selected rows to a
+    counter [Hk] int64, if a counter is passed.
 
     Args:
         attend: selects and attends for one query [Hk, G, D]. Takes the query, the middle's keys and values [Hk, M, D]
@@ -366,11 +367,11 @@ class SelectorKernels:
         choose_for_each: returns one selection of all rows that at least one of the queries chooses for itself. Returns
             None if no kernel supports the call.
         choose_together: returns one selection of all rows that at least one of several sequences chooses. Takes queries
-            [Hk, G, T, D], in which the tokens of one sequence follow those of another; the end of each sequence in
-            them, [B] int32; and which sequences are questions, [B] bool. It also takes budget and counter. The tokens
-            of a question share a selection; any other sequence is one token of an answer.
+            [Hk, G, T, D] of all tokens, one sequence after another; the end of each sequence in the T tokens, [B]
+            int32; a mask of the sequences that are questions, [B] bool; the budget; and the counter. The tokens of a
+            question share a selection. Any other sequence is one token of an answer.
         chooses_together: whether `choose_together` supports a budget.
-        rows_in_8_bits: number of centroid keys and values of each head that a step reads in int8.
+        rows_in_8_bits: number of int8 key and value centroids of each head that a step reads.
     """
 
     attend: AttendStep
@@ -382,12 +383,12 @@ class SelectorKernels:
 
 @dataclass(frozen=True)
 class ConversationState:
-    """State that a question and its answer leave in a selector. Sequences decoded together need a copy each.
+    """State of a selector that depends on the current question and answer. Each sequence of a batch needs its own copy.
 
     Args:
-        forget: discards the state, before another question and when the cache is rewound.
-        observe: records a question's queries for the answer that follows, if another method selects for the question
-            itself. None: only decode steps of an answer change the state.
+        forget: discards the state. Called before another question and when the cache is rewound.
+        observe: records a question's queries for its answer. Called if another method selects for the question itself.
+            None: only decode steps of an answer change the state.
     """
 
     forget: Callable[[], None]
@@ -398,7 +399,7 @@ class ConversationState:
 class Appended:
     """Result of `append`.
 
-    `order` [Hk, T] is the permutation in which the rows passed to `append` are now stored, as indices into these rows.
+    `order` [Hk, T] is the new storage order of the rows that were passed to `append`, as indices into these rows.
     `index_rows` is the number of D-sized rows of each head that were read to compute the order.
     """
 
@@ -408,17 +409,17 @@ class Appended:
 
 @dataclass(frozen=True)
 class Appending:
-    """Appends the tokens that follow the indexed ones (the middle) to a layer's index.
+    """Functions that append new tokens to the indexed tokens (the middle) of a layer.
 
-    Queries then need not attend to all of these tokens.
+    Queries need not attend to all appended tokens, because the selector chooses among them.
 
     Args:
         size: number of tokens that one call appends.
-        open_row: returns the first row of the layout that moves when tokens are appended.
+        open_row: returns the first row of the layout that an append may move.
         append: appends `size` tokens to the middle. Takes keys and values [Hk, T, D]: the rows from `open_row` on, in
             layout order, then the `size` new rows.
         remove: restores the stored index. Returns the stored order [Hk, T] of the rows from the restored `open_row` on,
-            as indices into the rows that lay there before the call. Returns None if nothing was appended.
+            as indices into the rows from that row on before the call. Returns None if nothing was appended.
     """
 
     size: int
@@ -429,14 +430,14 @@ class Appending:
 
 @dataclass(frozen=True)
 class SelectorReport:
-    """Facts about a selector's choices for reports and traces; None: the selector does not know the fact.
+    """Functions that describe a selector's choices for reports and traces.
 
     Args:
-        covered: returns [Hk, Q, M] bool, in order of position: which tokens get a score when each query selects for
-            itself, such as the tokens of the posting lists that it reads. None: all tokens get a score.
+        covered: returns a mask [Hk, Q, M] bool, in order of position, of the tokens that each query scores when it
+            selects for itself, such as the tokens of the posting lists that it reads. None: all tokens are scored.
         centroid_of: returns [Hk, M] int64, in order of position: the index of the centroid that represents each token
-            of the middle, counted through the segments of a selection's rest. The index is arbitrary for tokens that
-            were selected.
+            of the middle, counted through the segments of a selection's `rest`. The indices of selected tokens are
+            arbitrary. None: no centroids represent tokens.
     """
 
     covered: Callable[[Queries], torch.Tensor] | None = None
@@ -444,24 +445,24 @@ class SelectorReport:
 
 
 class Selector(ABC):
-    """One method prepared for one layer: selects rows.
+    """A method prepared for one layer, which selects rows.
 
-    Optional abilities are in four properties: `kernels`, `conversation`, `append` and `report`. Each read of such a
-    property creates a new object. The selector does not store it, because a shallow copy of the selector must get
-    objects that refer to the copy.
+    Optional functions are in four properties: `kernels`, `conversation`, `append` and `report`. Each access to such a
+    property creates a new object. The selector does not store the object, because the objects of a shallow copy must
+    refer to the copy.
     """
 
     layout: torch.Tensor | None = None
-    """Middle position of each stored row [Hk, M] int64, ordered to make runs contiguous; None: in order of position."""
+    """Layout, which makes runs contiguous: each stored row's middle position [Hk, M] int64; None: order of position."""
     question_piece: int | None = None
-    """Largest number of a question's tokens that share a selection, whose budget is the sum of their budgets.
+    """Largest number of a question's tokens that share a selection; its budget is the sum of the tokens' budgets.
 
     None: each prefill step has one selection, within the budget of one token.
     """
 
     @abstractmethod
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Choose rows between sinks and tail for queries, within a budget."""
+        """Select rows of the middle for queries, within a budget."""
 
     @property
     def kernels(self) -> SelectorKernels | None:
@@ -484,23 +485,23 @@ class Selector(ABC):
         return None
 
     def graph_state(self) -> int | None:
-        """Version of the captured decode step (a CUDA graph): it changes when decode steps read other tensors.
+        """Version of the captured decode step (a CUDA graph), which changes when decode steps read other tensors.
 
-        Returns None if decode steps launch different kernels, so that no captured step can be replayed.
+        None if decode steps differ in the kernels that they launch, so that no captured step can be replayed.
         """
         return 0
 
     def replace_by_own(self) -> bool:
-        """Represent the tokens that are not selected by the centroids that `select` scores.
+        """Switch to attending to the centroids that `select` scores, in place of the tokens that are not selected.
 
-        Returns False if the index has no value centroids.
+        Returns False if this is not possible, because the index has no value centroids.
         """
         return False
 
     def rest_of(self, chosen: torch.Tensor) -> Residual:
         """Return centroids for the tokens that are False in `chosen` [Hk, M], which is in the layout's order.
 
-        A selector implements this if it attends to centroids in place of these tokens and its method `can_unite`.
+        Selectors that attend to centroids in place of unselected tokens implement this, if their method `can_unite`.
         """
         raise NotImplementedError
 
@@ -513,13 +514,13 @@ class Method(ABC):
     default_budget: ClassVar[float] = 0.1
     """Default budget of answers, as a share of the middle."""
     estimates_missed: ClassVar[bool] = False
-    """Whether its selections have centroids of the unselected tokens, from which the missed mass is estimated."""
+    """Whether selections have centroids of the unselected tokens, from which the missed mass is estimated."""
     learns_queries: ClassVar[bool] = False
-    """Whether its index is built from the document's queries, so that it may do better on these than on others."""
+    """Whether the index is built from the document's queries, and may be less accurate for other queries."""
     searched_on_host: ClassVar[bool] = False
-    """Whether its large index stays in host memory and is searched there if keys and values are in host memory too."""
+    """Whether the index stays in host memory, and is searched there, if keys and values are in host memory."""
     is_bound: ClassVar[bool] = False
-    """Whether it is only an upper bound for other methods: the rows that it counts are known only in hindsight."""
+    """Whether the method is only an upper bound for other methods, because its count of read rows omits the search."""
     reads_all_keys: ClassVar[bool] = False
     """Whether each decode step reads every key to select rows."""
     merges_heads: ClassVar[bool] = False
@@ -536,8 +537,8 @@ class Method(ABC):
     def can_unite(self) -> bool:
         """Whether several queries can share the union of their selections.
 
-        They cannot if the unselected tokens are represented by the weights of one query's sample, or by the mean of the
-        tokens that one query did not select.
+        They cannot share a union if unselected tokens are represented by the weights of one query's sample, or by the
+        mean of the tokens that one query did not select.
         """
         return not self.replaces()
 
@@ -547,7 +548,7 @@ class Method(ABC):
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """Return the variants of the method that a recall report compares, by name, the default variant first.
+        """Return the variants of the method that a recall report compares, by name, with the default variant first.
 
         Args:
             record: the method's record in the manifest; None if the index was built without it.
@@ -576,9 +577,9 @@ class Method(ABC):
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A registered method with its parameters. A decode step needs only a budget in addition.
+    """A registered method with its parameters, without a budget.
 
-    `variant` is the name of these parameters among the method's variants; it is empty for the default variant. With
+    `variant` is the name of the method's variant that has these parameters; it is empty for the default variant. With
     `residual`, centroids represent the tokens that the method does not select.
     """
 

@@ -37,11 +37,13 @@ from sparsekv.runtime.selection.interface import (
 )
 from sparsekv.runtime.selection.token_choice import token_logits
 
-FEWEST_KEYS = 2**14  # with fewer keys launch overhead dominates a step, so the plain posting lists are read instead
+FEWEST_KEYS = 2**14  # with fewer keys, launch overhead dominates, and the lists are read without kernels
 
 
 class ListSearch:
-    """One layer's posting lists in a layout by token: each list has a four-bit code for each of the M keys.
+    """Search by GPU kernels in one layer's posting lists, which are laid out by token.
+
+    Each list has a four-bit code for each of the M keys.
 
     Args:
         tables: the posting lists to encode, and their centroids.
@@ -54,7 +56,9 @@ class ListSearch:
     def select(
         self, query: torch.Tensor, exact: ExactKeys, keys: torch.Tensor, tokens: int, rerank: float = 1.0
     ) -> Selection:
-        """Select the best tokens, in order of position. The cost counts the reads of each query head separately.
+        """Select the best tokens, in order of position.
+
+        The cost counts a list once for each query head that reads it.
 
         Args:
             query: [Hk, G, D].
@@ -73,16 +77,16 @@ class ListSearch:
 
 ENTRY_BYTES = 6  # bytes of a listed key: its position in int32 and its score in float16
 CENTROID_BYTES = 2  # bytes of a centroid per channel, in float16
-NEW_CENTROIDS, NEW_ITERATIONS = 8, 5  # for k-means of the queries of each batch of appended tokens
+NEW_CENTROIDS, NEW_ITERATIONS = 8, 5  # centroids and iterations of k-means over the queries since the last append
 LOGITS_AT_ONCE = 2**25  # elements of [Hk, R, M] float32 estimates: 128 MB
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Piece of a search's queries [Hk, G, Q, D].
+    """Queries [Hk, G, Q, D] of a part of a search.
 
-    `beside` [Hk, G, Q] is the log-sum-exp of their logits on the rows that are always attended to. `shared`: whether
-    the queries select jointly.
+    `beside` [Hk, G, Q] is the log-sum-exp of the queries' logits on the rows that are always attended to. `shared`:
+    whether the queries share one selection.
     """
 
     query: torch.Tensor
@@ -92,7 +96,7 @@ class _Piece:
 
 @dataclass
 class _Held:
-    """The last search's selection, and the number of decode steps that have used it."""
+    """Selection of the last search, and the number of decode steps that have used this selection."""
 
     selection: Selection
     steps: int = 1
@@ -105,7 +109,8 @@ class TableSelector(Selector):
         scoring: see `estimate_part`.
         rerank: number of candidates per token of the budget, which are re-ranked by exact logits; 1: no re-ranking.
         fitted: weight the subspaces by the index's fitted weights.
-        backoff: cosine to the nearest centroid below which a query reads two lists in a subspace; None: always one.
+        backoff: cosine to the nearest centroid below which a query reads two lists in a subspace; None: always one
+            list.
         step: search every `step` decode steps, and reuse the selection in between.
         append_size: number of new tokens that are inserted into the lists at a time; 0: none are inserted.
     """
@@ -129,7 +134,8 @@ class TableSelector(Selector):
         self.stored_keys, self.keys = context.keys, GrowingRows(context.keys)
         self.open_row, self.held = middle, dict[Budget, _Held]()
         self.recent: list[torch.Tensor] = []
-        # The layout by token is fixed and gives each part one list: with appending or backoff it cannot be used.
+        # The layout by token cannot grow and supports one list for each part of a query. Therefore appending and
+        # backoff exclude it.
         reached = self.tables.tokens.is_cuda and backoff is None and not append_size and middle >= FEWEST_KEYS
         self.by_token = ListSearch(self.tables, scoring, self.weights, self.facts) if reached else None
 
@@ -164,7 +170,7 @@ class TableSelector(Selector):
         return replace(held.selection, cost=Cost(0.0))
 
     def _search_some(self, queries: Queries, budget: Budget) -> Selection:
-        """Select for Q consecutive decode steps: every `step`-th step searches, the others reuse its rows."""
+        """Select for Q consecutive decode steps: every `step`-th step searches, the next steps reuse its rows."""
         query, Q = queries.query, queries.query.shape[2]
         some = replace(
             queries,
@@ -190,9 +196,9 @@ class TableSelector(Selector):
         return Selection(single_rows(starts), Cost(rows))
 
     def _choose(self, pieces: list["_Piece"], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose rows [Hk, Q or 1, K], ascending, for the queries of one piece, or jointly for several pieces.
+        """Select rows [Hk, Q or 1, K], ascending, for one piece's queries, or jointly for several pieces.
 
-        Returns the number of D-sized rows read, too.
+        Also returns the number of D-sized rows read.
         """
         estimated = [self._estimate(piece) for piece in pieces]
         probability, lists = (torch.stack(parts).sum(0) for parts in zip(*(one[:2] for one in estimated), strict=True))
@@ -207,8 +213,8 @@ class TableSelector(Selector):
     def _estimate(self, piece: "_Piece") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Estimate probabilities [Hk, Q or 1, M], summed over the group and, if joint, over the queries.
 
-        Also returns the number of lists read [Hk, Q or 1], and the log-sum-exps [Hk, G, Q] of the softmax. These
-        include the rows that are always attended to.
+        Also returns the number of lists read [Hk, Q or 1], and the log-sum-exps [Hk, G, Q] of the softmax, which
+        includes the rows that are always attended to.
         """
         Hk, G, Q, D = piece.query.shape
         lookup = look_up(self.tables, piece.query.transpose(1, 2).reshape(Hk, Q * G, D), self.backoff, self.weights)
@@ -224,10 +230,10 @@ class TableSelector(Selector):
     def _exact(self, piece: "_Piece", totals: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
         """Compute probabilities of candidates [Hk, Q or 1, S] from exact logits.
 
-        They are summed over the group and, if joint, over the queries.
+        The probabilities are summed over the group and, if joint, over the queries.
         """
         logits = token_logits(piece.query, self.keys.rows, candidates, self.facts)
-        # The estimated log-sum-exp may be below the exact one of the candidates alone.
+        # The estimated log-sum-exp of all keys may be below the exact log-sum-exp of the candidates alone.
         totals = torch.maximum(totals, logits.logsumexp(-1))
         probability = (logits - totals[..., None]).exp().sum(1)
         return probability.sum(1, keepdim=True) if piece.shared else probability
@@ -253,10 +259,10 @@ class TableSelector(Selector):
         return by_group
 
     def append_tokens(self, keys: torch.Tensor, values: torch.Tensor) -> Appended:
-        """Insert new keys into each list whose lowest score they beat, and add lists for the queries seen since.
+        """Insert new keys into the lists whose lowest score they exceed, and add lists for the latest queries.
 
-        Without new lists, queries at new positions would match only centroids of older queries. On a real document
-        recall then falls by a sixth within a thousand tokens. Reads all lists and all keys. Allocates new tables.
+        Without new lists, queries at new positions would match only centroids of older queries. On a real document,
+        recall would fall by a sixth within a thousand tokens. Reads all lists and all keys. Allocates new tables.
         """
         old, new = self.tables, keys.shape[1]
         parts = split_channels(keys, old.channels)
@@ -270,7 +276,7 @@ class TableSelector(Selector):
         self.tables = replace(old, tokens=tokens, scores=kept, key_mean=mean, keys=old.keys + new)
         self.keys.write(old.keys, keys)
         self.open_row = self.tables.keys
-        self.held.clear()  # an earlier selection lacks the appended tokens, which are no longer always attended to
+        self.held.clear()  # earlier selections lack the appended tokens, which from now on must be selected
         read = old.tokens[0].numel() * ENTRY_BYTES / self.row_bytes
         if self.recent:
             self.tables = self._with_lists_of(torch.cat(self.recent, 2))
@@ -306,5 +312,5 @@ class TableSelector(Selector):
 
 
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices [..., count], ascending, of the highest scores [..., M]."""
+    """Return the indices [..., count], ascending, of the highest of scores [..., M]."""
     return best_tokens(scores, count).sort(-1).values

@@ -14,16 +14,16 @@ T = TypeVar("T")
 
 
 def configure(method: type[T], parameters: Mapping[str, Any]) -> T:
-    """Create a method with those of `parameters` that are its fields and that the user set (not None)."""
+    """Create a method from the `parameters` that are fields of the method and that the user set (not None)."""
     known = {field.name: field for field in fields(method)}  # type: ignore[arg-type]  # methods are dataclasses
     given = {name: value for name, value in parameters.items() if name in known and value is not None}
     return method(**{name: _parse(known[name], value) for name, value in given.items()})
 
 
 def configured_form(method: type[T], parameters: Mapping[str, Any]) -> tuple[str, T] | None:
-    """Create a method with the parameters that the user set for it, and a name such as `rerank=4`.
+    """Create a method from the parameters that the user set; also return a name for them, such as `rerank=4`.
 
-    Returns None if the user set none of its parameters.
+    Returns None if the user set none of the method's parameters.
     """
     names = {field.name for field in fields(method)}  # type: ignore[arg-type]  # methods are dataclasses
     given = [f"{name}={value}" for name, value in parameters.items() if name in names and value is not None]
@@ -36,7 +36,7 @@ def refuse_unused(
     """Raise UsageError for an option that the user set and that none of the chosen methods has.
 
     Args:
-        among: all methods that could be chosen, from which the error message names those that have the option.
+        among: all available methods; the error message names those of them that have the option.
     """
     used = {field.name for method in chosen.values() for field in fields(method)}
     for name, value in parameters.items():
@@ -52,7 +52,7 @@ def form_options(form: MethodSpec) -> list[str]:
 
 
 def changed_options(*methods: object) -> list[str]:
-    """Return the command-line options by which methods or indexers differ from their defaults; shared options once."""
+    """Return the command-line options of methods or indexers that differ from the defaults; each shared option once."""
     options: dict[str, list[str]] = {}
     for method in methods:
         usual = type(method)()
@@ -68,7 +68,7 @@ def changed_options(*methods: object) -> list[str]:
 
 
 def _parse(field: Field[Any], value: Any) -> Any:
-    """Convert an option's value to its field's type; a tuple of numbers arrives as a text with commas."""
+    """Convert an option's value to its field's type; a tuple of numbers is given as text with commas."""
     if not isinstance(field.default, tuple) or not isinstance(value, str):
         return value
     kind = type(field.default[0])
@@ -88,7 +88,7 @@ def show_default(field: Field[Any]) -> str:
 methods: Registry[type[Method]] = Registry("method", "sparsekv.runtime.methods", "sparsekv.methods", Method)
 
 DENSE = "dense"
-"""The name of dense attention, with which all methods are compared. It is no registered method."""
+"""Name of dense attention, the baseline of all methods. Dense attention is not a registered method."""
 
 
 def methods_of(artifact: Artifact, names: Sequence[str] = (), beside: Sequence[str] = ()) -> list[str]:
@@ -101,7 +101,7 @@ def methods_of(artifact: Artifact, names: Sequence[str] = (), beside: Sequence[s
 
 
 def method_of(artifact: Artifact, name: str, beside: Sequence[str] = ()) -> str:
-    """Check the name of one method as `methods_of` does; raise UsageError for `all`, too."""
+    """Check the name of a single method like `methods_of`; `all` is a UsageError, too."""
     if name == "all":
         raise UsageError(f"name one method, not all; there are: {', '.join([*methods_of(artifact), *beside])}")
     return methods_of(artifact, [name], beside)[0]

@@ -1,4 +1,4 @@
-"""Selection of single tokens by logits, by one fixed ranking, or in a few layers for all layers after them."""
+"""Selection of single tokens by logits, by a fixed ranking, or by the ranking of an earlier layer."""
 
 import math
 from abc import abstractmethod
@@ -54,7 +54,7 @@ Rankings = dict[int, torch.Tensor]
 
 @dataclass(frozen=True)
 class LayerSharing(Method):
-    """A method in which two layers rank tokens for the layers after them; those before them attend to everything."""
+    """A method in which two layers rank tokens for the layers after them; the first layers attend to all rows."""
 
     select_layer: int = field(
         default=0,
@@ -85,8 +85,10 @@ class LayerSharing(Method):
 
 
 class SharingSelector(Selector):
-    """Selector of one layer, with keys [Hk, M, D]. Ranking layers store an int32 ranking per batch, which later layers
-    read."""
+    """Selector of one layer, with keys [Hk, M, D].
+
+    A ranking layer stores an int32 ranking for each `Queries.batch`. Later layers read it.
+    """
 
     def __init__(self, method: LayerSharing, context: MiddleContext, name: str):
         position = context.position
@@ -105,7 +107,7 @@ class SharingSelector(Selector):
         return order[..., :tokens]
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select everything in the first layers and in the ranking layers, else the best tokens of the last ranking."""
+        """Select all tokens in the first layers and in ranking layers, else the best tokens of the latest ranking."""
         if self.ranks:
             self.rankings[queries.batch] = self.rank(queries).int()
         if self.full:
@@ -129,7 +131,7 @@ class SharingSelector(Selector):
 def group_probability(logits: torch.Tensor, queries: Queries) -> torch.Tensor:
     """Compute the softmax probabilities of M tokens, averaged over the group and over queries that select jointly.
 
-    The softmax includes the rows that are always attended to, so that heads and queries are weighted correctly.
+    The softmax includes the rows that are always attended to, so that heads and queries get their correct weights.
 
     Args:
         logits: [Hk, G, Q, M] float32.

@@ -22,13 +22,13 @@ from sparsekv.runtime.selection.interface import (
 
 
 def unite(selection: Selection, selector: Selector, middle: int, capacity: int | None = None) -> Selection:
-    """Unite the selections of all queries to one selection that they share.
+    """Unite the selections of all queries to one selection for all of them.
 
-    If the cost is a number, it is counted once for all queries. If it is a tensor, the costs of the queries are added
-    up. This is an upper bound, because two queries may read the same rows.
+    A cost that is a number is counted once for all queries. A cost that is a tensor is summed over the queries. The sum
+    is an upper bound, because two queries may read the same rows.
 
     Args:
-        selector: the selector that made the selection; its method `can_unite`.
+        selector: the selector that made the selection. Its method must have `can_unite`.
         middle: number of tokens M of the middle.
         capacity: number of row slots to allocate. None: as many as the union needs, which takes a sync.
     """
@@ -62,9 +62,9 @@ def chosen_rows(rows: RowSet, middle: int) -> torch.Tensor:
 
 
 def unite_groups(selection: Selection, selector: Selector, middle: int, together: int) -> Selection:
-    """Unite the selections of Q queries [Hk, Q, ...] in groups of `together` queries that are furthest apart.
+    """Unite the selections of Q queries [Hk, Q, ...] in groups of `together` queries; a group takes every n-th query.
 
-    If Q is no multiple of `together`, some groups are larger.
+    There are n = Q // `together` groups. If Q is no multiple of `together`, some groups are larger.
     """
     Q = selection.rows.starts.shape[1]
     groups = max(1, Q // together)
@@ -106,7 +106,7 @@ class ResidualClusters:
 
         Args:
             clusters: [Hk, Q or 1, K], the cluster of each selected token.
-            chosen: [Hk, Q or 1, K] bool, which of these tokens are valid; None: all are.
+            chosen: [Hk, Q or 1, K] bool, mask of the valid selected tokens; None: all are valid.
         """
         each = torch.ones_like(clusters, dtype=torch.float32) if chosen is None else chosen.float()
         counts = self.counts[:, None].expand(-1, clusters.shape[1], -1).float()
@@ -129,9 +129,9 @@ def residual_clusters(tensors: dict[str, torch.Tensor]) -> ResidualClusters:
 class ResidualSelector(Selector):
     """Adds a residual to another selector: each centroid represents the tokens of its cluster that were not selected.
 
-    Graph state, conversation, coverage and pieces of questions are the inner selector's. This selector cannot append,
-    because new tokens are in no cluster. It has no kernels, because the inner selector's kernels do not attend to the
-    centroids of these clusters.
+    Graph state, conversation, coverage and pieces of questions are those of the inner selector. This selector cannot
+    append, because new tokens are in no cluster. This selector has no kernels, because the inner selector's kernels do
+    not attend to the residual's centroids.
     """
 
     def __init__(self, inner: Selector, clusters: ResidualClusters):
@@ -149,12 +149,12 @@ class ResidualSelector(Selector):
 
     @property
     def report(self) -> SelectorReport:
-        """Facts for reports: each token's centroid is that of its cluster; coverage is the inner selector's."""
+        """Report functions: a token's centroid is that of its cluster; the coverage is that of the inner selector."""
         inner = self.inner.report
         return SelectorReport(None if inner is None else inner.covered, lambda rest: self.clusters.labels)
 
     def __copy__(self) -> "ResidualSelector":
-        """Copy the inner selector too, so that the copy has a conversation state of its own."""
+        """Copy the inner selector too, so that the copy has its own conversation state."""
         return ResidualSelector(copy(self.inner), self.clusters)
 
     def rest_of(self, chosen: torch.Tensor) -> Residual:
@@ -163,7 +163,7 @@ class ResidualSelector(Selector):
         return Residual(lambda: (centroids,), attended=True)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select the same rows as the inner selector; all key and value centroids are read in addition."""
+        """Select the same rows as the inner selector; also read all key and value centroids."""
         chosen = self.inner.select(queries, budget)
         rows, valid = chosen.rows.expand()
         cluster = self.labels[:, None].expand(-1, rows.shape[1], -1).gather(-1, rows)

@@ -203,11 +203,11 @@ def test_help_shows_the_options_of_the_method_that_is_named() -> None:
     plain, quest, every = (
         run_here("generate", *named, "--help").stdout for named in ((), ("--method", "quest"), ("--method", "all"))
     )
-    assert "Tokens a page" not in plain
+    assert "Tokens per page" not in plain
     assert "--page-size" in plain
-    assert "Tokens a page" in quest
+    assert "Tokens per page" in quest
     assert "--hash-bits" not in quest
-    assert all(text in every for text in ("Tokens a page", "Bits of a key's code", "Sampling:"))
+    assert all(text in every for text in ("Tokens per page", "Bits of a key's code", "Sampling:"))
     assert len(plain.splitlines()) < len(every.splitlines())
 
 

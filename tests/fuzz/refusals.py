@@ -93,7 +93,7 @@ DUE = (
         lambda case: case.residual and True in _options(case, "stream"),
     ),
     Due(
-        r"--subspace-size (\d*[13579]) splits pairs of channels that RoPE turns together; give an even size",
+        r"--subspace-size (\d*[13579]) splits pairs of channels that RoPE rotates together; give an even size",
         lambda case: (
             case.deed in DRAWING_INDEXERS
             or any(isinstance(size, int) and size % 2 for size in _options(case, "subspace_size"))
@@ -113,10 +113,10 @@ DUE = (
         lambda case: case.rope in BY_LENGTH,
     ),
     # RoPE of a head's last channels
-    Due("--subspaces rope-pairs: how this model turns its keys is not known", lambda case: case.family in LATENT),
+    Due("--subspaces rope-pairs: how this model rotates its keys is not known", lambda case: case.family in LATENT),
     Due(
-        "(?:--method multipole-windowed: the model turns its keys otherwise than by RoPE"
-        "|windowed RoPE needs to know how each layer turns its keys, and this index does not say it)",
+        "(?:--method multipole-windowed: the model does not rotate its keys by RoPE"
+        "|windowed RoPE needs to know how each layer rotates its keys, which this index does not record)",
         lambda case: case.family in LATENT,
     ),
     # models whose masks are their own

@@ -47,21 +47,24 @@ from sparsekv.runtime.selection.interface import (
     SelectorReport,
 )
 
-OPENED = 4.0  # multiple of the budget's share; as measured, scoring half of the clusters finds hardly more mass
+OPENED = (
+    4.0  # multiple of the budget's share; as measured, scoring half of the clusters hardly increases the attention mass
+)
 OF_LEVELS = ("centroids", "lookup_centroids", "value_centroids", "counts", "parent", "first_child", "children")
 
 
 class ClusterSelector(Selector):
-    """Selects clusters of one layer. Each run of a selection is a cluster, in the artifact's token order.
+    """Selects clusters of one layer. Each run of rows in a selection is a cluster, in the artifact's token order.
 
     Args:
         hierarchical: score only the children of the best coarse clusters, instead of all finest clusters.
         opened: share of a finer level's clusters that a hierarchical lookup scores, as a multiple of the budget's
-            share. It scores at most half of them.
+            share. The lookup scores at most half of each finer level's clusters.
         thresholds: select clusters whose score reaches a threshold; None: the best clusters up to the budget.
         replace: attend to centroids in place of the tokens that are not selected.
-        clustering: how new tokens are clustered, `append_size` at a time; None: they are not appended.
-        windowed_rope: score lookup centroids, those of keys with RoPE undone; None: score centroids of keys with RoPE.
+        clustering: parameters for clustering new tokens; None: new tokens are not appended.
+        windowed_rope: score lookup centroids, which are means of keys with RoPE undone; None: score centroids of keys
+            with RoPE.
 
     Raises:
         ArtifactError: the index's clusters lack centroids that these options need.
@@ -82,7 +85,7 @@ class ClusterSelector(Selector):
         self.facts, self.hierarchical, self.thresholds, self.replace = context.facts, hierarchical, thresholds, replace
         self.stream, self.windowed_rope, self.opened = None, windowed_rope, opened
         self.append_size = append_size
-        # An index from another source may lack tensors that kernels would read without a check.
+        # An index from another source may lack tensors that kernels read without a check.
         taken = {"value_centroids": replace or clustering is not None, "lookup_centroids": windowed_rope is not None}
         for name in (f"level0.{part}" for part, is_taken in taken.items() if is_taken):
             if name not in context.tensors:
@@ -120,7 +123,7 @@ class ClusterSelector(Selector):
         self.open_row = 0 if self.stream is None else self.stream.open.row
         logs, shares = found["level0.log_counts"].unsqueeze(1), found["level0.shares"]
         below = None
-        if len(self.parents) == 1 and self.windowed_rope is None:  # kernels go down two levels, without windowed RoPE
+        if len(self.parents) == 1 and self.windowed_rope is None:  # kernels support two levels, without windowed RoPE
             below = self.tree.children[0].int(), self.tree.first_child[0].int()
         self.steps = ClusterSteps(
             tree=self.tree,
@@ -171,9 +174,9 @@ class ClusterSelector(Selector):
         return self.replace
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select clusters. Up to a budget it needs no sync. By threshold it needs one sync per level.
+        """Select clusters. A selection up to a budget needs no sync. A selection by threshold needs one sync per level.
 
-        Flat in-place selections by threshold need none.
+        A flat in-place selection by threshold needs no sync.
         """
         query = queries.query if self.windowed_rope is None else self.windowed_rope.query(queries)
         flat = self._is_flat(budget)
@@ -205,7 +208,7 @@ class ClusterSelector(Selector):
         if self.thresholds is not None:
             share = budget.share(self.middle)
             answer, question = (self.thresholds.finest(share, joint=joint) for joint in (False, True))
-            # This copies no constant to the GPU, which is not allowed while a step is captured.
+            # This arithmetic copies no constant to the GPU. A copy is not allowed while a step is captured.
             limits = answer + (question - answer) * asks.float()
         query = queries.query if self.windowed_rope is None else self.windowed_rope.query(queries)
         tokens = min(budget.tokens(self.middle), self.middle)
@@ -215,7 +218,8 @@ class ClusterSelector(Selector):
     def rest_of(self, chosen: torch.Tensor) -> Residual:
         """Return the finest clusters' centroids for the tokens that are False in `chosen` [Hk, M].
 
-        With a hierarchical lookup all finest centroids are read, because the united queries have scored different ones.
+        With a hierarchical lookup, all finest centroids are read, because the united queries have scored different
+        centroids.
         """
         before = torch.nn.functional.pad(chosen.cumsum(-1), (1, 0))
         counts = self.tree.counts[0].long()
@@ -238,8 +242,8 @@ class ClusterSelector(Selector):
     def _is_flat(self, budget: Budget) -> bool:
         """Whether all finest clusters are scored.
 
-        A hierarchical lookup scores at most 0.5 ** (levels - 1) of them. It gains nothing for a budget of more than
-        half of that share.
+        A hierarchical lookup scores at most 0.5 ** (levels - 1) of the finest clusters. For a budget of more than half
+        of this share, all finest clusters are scored, because the hierarchy saves nothing.
         """
         return not self.hierarchical or budget.share(self.middle) > 0.5 ** len(self.tree.centroids)
 
@@ -280,19 +284,20 @@ class ClusterSelector(Selector):
     def _open(self, above: Scored, budget: Budget, joint: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Open the best parents and return their children as runs: starts, lengths and an upper bound of their number.
 
-        With thresholds, parents above the coarse threshold are opened. Otherwise they are opened best first until they
-        have enough children and hold the budget.
+        With thresholds, parents above the coarse threshold are opened. Otherwise parents are opened best first, until
+        they have enough children and hold the budget.
         """
         level, depth = above.level - 1, len(self.tree.centroids) - above.level
         bits = SCORE_BITS if self.steps.below is None else OPENED_BITS
         order = best_first(above.scores, budget.tokens(self.middle), bits)
         parents = above.clusters.gather(-1, order)
         starts = of_clusters(self.tree.first_child[level], parents)
-        # Empty clusters are the last children of the last parent, so runs stay contiguous without them.
+        # Empty clusters are the last children of the last parent, and so runs without empty clusters stay contiguous.
         children = of_clusters(self.tree.children[level], parents) * (above.counts.gather(-1, order) > 0)
         if self.thresholds is not None:
             alive = (above.scores >= self.thresholds.coarse(depth, joint=joint)) & (above.counts > 0)
-            # The best parent is always opened: without it a head with no parent above the threshold has no denominator.
+            # The best parent is always opened. Otherwise a head with no parent above the threshold would have an empty
+            # softmax.
             alive = alive.gather(-1, order) | (torch.arange(order.shape[-1], device=order.device) == 0)
             lengths = children * alive
             return starts, lengths, int(lengths.sum(-1).max())
@@ -309,15 +314,15 @@ class ClusterSelector(Selector):
     def _slots(self, level: int, depth: int, budget: Budget) -> int:
         """Upper bound of the number of clusters scored.
 
-        It is more than `_wanted` if that number of clusters may hold less than the budget. It includes all children of
-        the last parent.
+        The bound exceeds `_wanted` if `_wanted` clusters may hold less than the budget. The bound includes all children
+        of the last opened parent.
         """
         enough = int(torch.searchsorted(self.fewest_tokens[level], budget.tokens(self.middle))) + 1
         most = max(self._wanted(level, depth, budget), enough) + self.most_children[level]
         return min(most, self.tree.centroids[level].shape[1])
 
     def _choose(self, scored: Scored, budget: Budget, joint: bool) -> tuple[torch.Tensor, int]:
-        """Compute the number of tokens to select from each scored cluster, and an upper bound of their sum."""
+        """Compute the number of tokens to select from each scored cluster, and an upper bound of their total."""
         if self.thresholds is not None:
             threshold = self.thresholds.finest(budget.share(self.middle), joint=joint)
             kept = scored.counts.long() * (scored.scores >= threshold)

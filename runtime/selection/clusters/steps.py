@@ -36,7 +36,7 @@ from sparsekv.runtime.selection.interface import (
 
 @dataclass(frozen=True)
 class Scored:
-    """Scored clusters of one level: their indices, scores and token counts [Hk, Q or 1, S]; `read` is their number."""
+    """Scored clusters of one level: indices, scores and token counts [Hk, Q or 1, S]; `read` is the number scored."""
 
     level: int
     clusters: torch.Tensor
@@ -50,9 +50,9 @@ class LevelCentroids:
     """Centroids of each level, to which queries attend.
 
     Attributes:
-        keys, values: centroids [Hk, C, D] of each level. Values are empty if the index has none.
+        keys, values: centroids [Hk, C, D] of each level. `values` is empty if the index has no value centroids.
         counts: token counts [Hk, C] of each level's clusters.
-        parents: parent [Hk, C] of each cluster, of all levels but the coarsest.
+        parents: parent [Hk, C] of each cluster, for all levels except the coarsest.
         layout: [Hk, M], position of each row.
         starts: [Hk, C], first row of each finest cluster.
     """
@@ -72,15 +72,15 @@ class LevelCentroids:
         return torch.zeros_like(cluster).scatter_(1, self.layout, cluster)
 
     def remainders(self, scored: list[Scored], taken: torch.Tensor) -> tuple[CentroidSegment, ...]:
-        """Return the centroids that represent the tokens not selected; `taken` counts those selected of each cluster.
+        """Return the centroids of unselected tokens; `taken` [Hk, Q or 1, S] counts each cluster's selected tokens.
 
-        Each token is represented by the finest of its clusters that was scored.
+        Each token is represented by the centroid of its finest scored cluster.
         """
         parts = []
         for above, below in pairwise(scored):
             handed = above.scores.new_zeros(*above.scores.shape[:2], self.counts[above.level].shape[1])
             handed.scatter_add_(-1, of_clusters(self.parents[below.level], below.clusters), below.counts.to(handed))
-            # Unused slots have cluster id 0 and count 0, so for them this difference may be negative.
+            # Unused slots have cluster index 0 and count 0, and so their difference may be negative.
             left = (above.counts - handed.gather(-1, above.clusters)).clamp(min=0)
             parts.append(self._remainder(above, left))
         return (*parts, self._remainder(scored[-1], scored[-1].counts - taken))
@@ -88,8 +88,8 @@ class LevelCentroids:
     def of_tokens(self, rest: Sequence[CentroidSegment]) -> torch.Tensor:
         """Return the index of the centroid that represents each token: [Hk, M] int64, in order of position.
 
-        Indices count through the segments of `remainders`, from the coarsest level on. They are arbitrary for tokens
-        that were selected.
+        Indices count through the segments of `remainders`, from the coarsest level on. The indices of selected tokens
+        are arbitrary.
         """
         if len(rest) == 1:
             return self.labels
@@ -101,7 +101,7 @@ class LevelCentroids:
         return numbers.clamp(min=0).gather(1, self.labels)
 
     def _remainder(self, scored: Scored, left: torch.Tensor) -> CentroidSegment:
-        """Return scored centroids, each for `left` [Hk, Q or 1, S] of its tokens; a joint selection gathers them."""
+        """Return scored centroids that represent `left` [Hk, Q or 1, S] tokens each; gathered for a joint selection."""
         keys = self.keys[scored.level]
         values = self.values[scored.level] if self.values else keys
         if scored.clusters.shape[2] == keys.shape[1]:
@@ -117,7 +117,7 @@ class LevelCentroids:
 
 
 def _own_numbers(part: CentroidSegment, counts: torch.Tensor) -> torch.Tensor:
-    """Return the index in a segment of each cluster [Hk, C] of the segment's level; -1 if it represents no token."""
+    """Return the index of each cluster of a level in the level's segment, [Hk, C]; -1 if it represents no token."""
     places = torch.arange(part.keys.shape[1], device=counts.device).expand(len(counts), -1)
     used = places.where(part.log_counts[:, 0] > -torch.inf, -1)
     if part.clusters is None:
@@ -134,13 +134,13 @@ def of_clusters(values: torch.Tensor, clusters: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Calibrated thresholds of one lookup, for decoding and for a question's prefill, where scores are flatter."""
+    """Calibrated thresholds of one lookup: for decoding, and for a question's prefill, whose scores are flatter."""
 
     calibration: dict[str, Any]
     lookup: str
 
     def __post_init__(self) -> None:
-        """Raise ValueError, KeyError or TypeError for a malformed calibration, which comes from a manifest."""
+        """Raise ValueError, KeyError or TypeError for a malformed calibration; calibrations are read from manifests."""
         for joint in (False, True):
             found = self._of(joint)
             kept, thresholds = np.array(found["curve"], dtype=float).T
@@ -150,7 +150,7 @@ class Thresholds:
                 raise ValueError("a calibration curve is no list of shares and thresholds")
 
     def coarse(self, depth: int, *, joint: bool) -> float:
-        """Threshold of a coarse level; depth 1 is the coarsest. `joint`: for a question's prefill."""
+        """Return the threshold of a coarse level; depth 1 is the coarsest. `joint`: for a question's prefill."""
         return float(self._of(joint)["coarse_thresholds"][depth - 1])
 
     def finest(self, share: float, *, joint: bool) -> float:
@@ -177,7 +177,7 @@ class WindowedRope:
 
     @classmethod
     def of_layer(cls, context: MiddleContext, distance: int) -> Self:
-        """Create it for a layer whose keys were clustered with RoPE undone.
+        """Create a `WindowedRope` for a layer whose keys were clustered with RoPE undone.
 
         Raises:
             ValueError: the index lacks the layer's RoPE frequencies.
@@ -194,7 +194,7 @@ class WindowedRope:
         return turned.to(queries.query.dtype)
 
     def undo(self, keys: torch.Tensor, first: int) -> torch.Tensor:
-        """Rotate keys [Hk, T, D] of indexed tokens from number `first` on back to position 0; float32."""
+        """Rotate the keys [Hk, T, D] of indexed tokens, from index `first` on, back to position 0; return float32."""
         start = self.first_token + first
         positions = torch.arange(start, start + keys.shape[1], device=keys.device)
         return rotate(keys, -positions, self.frequencies, self.interleaved)
@@ -206,14 +206,15 @@ class ClusterSteps:
 
     Attributes:
         tree: the clusters that are scored.
-        keys, values: each level's centroids [Hk, C, D] to which queries attend. Without replacement values may be
-            empty. Then keys are passed in their place, and no kernel reads them.
+        keys, values: each level's centroids [Hk, C, D] to which queries attend. If `replaces` is False, `values` may be
+            empty. Then `keys` are passed instead of values, which no kernel reads.
         starts: [Hk, C] int64, first row of each finest cluster.
-        first_row: the same in int32, for kernels.
-        below: number of children and first child of each cluster [Hk, C] int32, for the level above the finest.
-        own: whether the scored centroids of `tree` are the same as `keys`.
+        first_row: `starts` in int32, for kernels.
+        below: number of children and first child [Hk, C] int32 of each cluster of the level above the finest.
+        own: whether the scored centroids of `tree` are `keys`.
         replaces: whether queries attend to centroids in place of the tokens that are not selected.
-        in_8_bits: int8 keys and values of the finest level for kernels of a flat lookup; None: they read the others.
+        in_8_bits: int8 centroids of the finest level for kernels of a flat lookup; None: kernels read `keys` and
+            `values`.
     """
 
     tree: Tree
@@ -232,8 +233,8 @@ class ClusterSteps:
     def rows(self) -> int:
         """Number of rows read per scored cluster.
 
-        These are the scored centroid and, with replacement, its value centroid. With windowed RoPE the centroid of keys
-        with their true RoPE is read in addition.
+        Rows are the scored centroid and, if `replaces`, its value centroid. With windowed RoPE and `replaces`, the
+        centroid of keys with their true RoPE is read, too.
         """
         if not self.replaces:
             return 1
@@ -254,7 +255,8 @@ class ClusterSteps:
         looked = query[:, :, 0], centroids, counts, self.first_row
         chosen = choose_clusters(*looked, tokens, *self.facts.scaling, threshold, counter)
         values = (self.values or self.keys)[0]
-        # Logits of lookup centroids (windowed RoPE) differ from the attention's, so they are not passed on.
+        # Logits of lookup centroids (windowed RoPE) differ from the logits of the attention, and so they are not passed
+        # on.
         scored = None
         if numbers is not None:
             scored = ScoredCentroids(chosen.logits, chosen.log_left, numbers.values, scales=numbers.scales)
@@ -276,11 +278,11 @@ class ClusterSteps:
         thresholds: torch.Tensor | None,
         counter: torch.Tensor | None,
     ) -> Selection:
-        """Select the union of the clusters that several sequences select, each among all finest clusters, on a GPU.
+        """Select the union of several sequences' clusters on a GPU; each sequence selects among all finest clusters.
 
         Args:
-            query: [Hk, G, T, D], in which the tokens of one sequence follow those of another.
-            ends: [B] int32, the end of each sequence in these tokens.
+            query: [Hk, G, T, D], tokens of all sequences, one sequence after another.
+            ends: [B] int32, the end of each sequence in the T tokens, exclusive.
             tokens: budget of each sequence.
             capacity: largest number of tokens of the union.
             thresholds: [B], threshold of each sequence; None: clusters are selected up to the budget.
@@ -301,13 +303,13 @@ class ClusterSteps:
     def down(
         self, query: torch.Tensor, wanted: int, slots: int, tokens: int, counter: torch.Tensor | None
     ) -> Selection:
-        """Select clusters in two levels on a GPU: open the best coarse clusters and select the best of their children.
+        """Select clusters in two levels on a GPU: open the best coarse clusters, and select the best of their children.
 
         Args:
             wanted: coarse clusters are opened until they have this many children and hold `tokens` tokens.
             slots: upper bound of the number of opened children.
-            counter: [Hk] int64, to which the number of opened children is added. With it the centroids of the
-                unselected tokens come with logits, for kernels that attend in place.
+            counter: [Hk] int64, to which the number of opened children is added. If it is not None, the centroids of
+                the unselected tokens are returned with logits, for kernels that attend in place.
         """
         assert self.below is not None
         (fine, coarse), (counts, coarse_counts) = self.tree.centroids, self.tree.counts
@@ -352,7 +354,8 @@ class ClusterSteps:
 
         def left() -> tuple[CentroidSegment, ...]:
             share, values = best.log_share_left(self.counted.shares), (self.values or self.keys)[0]
-            # These logits include the log count of whole clusters, so they go with the share of tokens left.
+            # These logits already include the log count of whole clusters, and so only the share of unselected tokens
+            # is added.
             scored = ScoredCentroids(best.logits, share.squeeze(1), values) if self.own else None
             return (CentroidSegment(keys, self.counted.log_counts + share, values, scored),)
 

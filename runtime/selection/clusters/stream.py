@@ -35,8 +35,8 @@ def join_by_graph(
 ) -> torch.Tensor:
     """Run `join_tokens` on a GPU by replaying a CUDA graph, which is recorded at the first call with new shapes.
 
-    The graph keeps buffers for its arguments and intermediate results, among them the points in float16 and the
-    centroids. Only the graph of the last shapes is kept.
+    The graph keeps buffers for its arguments and intermediate results, such as the points in float16 and the centroids.
+    Only the graph of the most recent shapes is kept.
     """
     (heads, tokens, dims), old = points.shape, labels.shape[1]
     recorded = _recorded(heads, tokens, dims, old, clusters, all_clusters, points.device)
@@ -70,7 +70,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class BlockClustering:
-    """Parameters with which the indexer clustered its blocks, and with which new tokens are clustered, too."""
+    """Clustering parameters of the indexer, with which new tokens are clustered, too."""
 
     levels: tuple[float, ...]
     outliers: float
@@ -81,7 +81,7 @@ class BlockClustering:
 
     @classmethod
     def from_parameters(cls, parameters: dict[str, Any]) -> Self:
-        """Read them from the indexer's parameters in a manifest."""
+        """Read the clustering parameters from the indexer's parameters in a manifest."""
         names = ("block", "space", "iterations", "seed")
         outliers = parameters.get("outliers", 0.0)  # an older index lacks this parameter
         return cls(tuple(parameters["levels"]), outliers, **{name: parameters[name] for name in names})
@@ -95,7 +95,7 @@ class BlockClustering:
     def joined(
         self, keys: torch.Tensor, labels: torch.Tensor, clusters: int, generator: torch.Generator
     ) -> tuple[torch.Tensor, int]:
-        """Add new keys to the clusters of a block; return all labels [Hk, T] and the new number of clusters.
+        """Add new keys to a block's clusters; return the labels [Hk, T] of all keys and the new number of clusters.
 
         Args:
             keys: [Hk, T, D], keys of the block, the old ones first.
@@ -123,7 +123,7 @@ class BlockClustering:
             labels: [Hk, T], finest cluster of each key.
             clusters: number of finest clusters.
             first: position of the block's first token.
-            attended: [Hk, T, D], the keys with RoPE, if `keys` have it undone (windowed RoPE).
+            attended: [Hk, T, D], the keys with RoPE, if RoPE is undone in `keys` (windowed RoPE).
         """
         levels = online_levels(keys, labels, clusters, self.levels, self.space, self.iterations, generator)
         return level_tensors(levels, number_neighbours(levels, labels), values, first, attended)
@@ -137,10 +137,10 @@ def lookup_tensors(tensors: Tensors, first_row: int = 0, first_clusters: list[in
         first_clusters: number of clusters of each level before these blocks.
 
     Returns:
-        token_order [Hk, M] int64; starts [Hk, C_0] int64, the first row of each cluster, and the same for kernels as
-        first_row, int32; levelI.centroids, .counts and .value_centroids unchanged; level0.log_counts and .shares, the
-        `logs_and_shares` of the counts; levelI.parent [Hk, C_I] int64; and for coarse levels .first_child and
-        .children [Hk, C_I] int64, the number of non-empty children.
+        token_order [Hk, M] int64; starts [Hk, C_0] int64, the first row of each cluster; first_row, `starts` in int32
+        for kernels; levelI.centroids, .counts and .value_centroids unchanged; level0.log_counts and .shares, the
+        `logs_and_shares` of the counts; levelI.parent [Hk, C_I] int64; and for coarse levels .first_child and .children
+        [Hk, C_I] int64, the number of non-empty children.
     """
     tree = tree_from_tensors(tensors)
     first = first_clusters or [0] * len(tree.centroids)
@@ -187,7 +187,8 @@ class ClusterStream:
         self.rows = {name: GrowingRows(tensor) for name, tensor in found.items()}
         clusters = [int(tensors["block_clusters"][0, -2])]
         while f"level{len(clusters) - 1}.parent" in found:
-            # Clusters are numbered by parent, so a block's first cluster is a child of its first coarse cluster.
+            # Clusters are numbered by parent, and so a block's first cluster is a child of the block's first coarse
+            # cluster.
             clusters.append(int(found[f"level{len(clusters) - 1}.parent"][0, clusters[-1]]))
         self.open = self.stored_open = _Open(int(tensors["block_offsets"][-2]), clusters)
         self.stored: Tensors = {}
@@ -199,8 +200,8 @@ class ClusterStream:
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Appended:
         """Append new tokens to the open block's clusters.
 
-        If the block becomes too long, it is split into closed blocks and a new open block, which are all clustered from
-        scratch.
+        If the block becomes too long, it is split into closed blocks and a new open block. All of these blocks are
+        clustered from scratch.
 
         Args:
             keys, values: [Hk, T, D], the open block's rows in layout order, then the new rows.
@@ -211,7 +212,8 @@ class ClusterStream:
         places = self._places(tokens)
         attended, values = (rows.gather(1, places[..., None].expand_as(rows)) for rows in (keys, values))
         keys = attended if self.windowed_rope is None else self.windowed_rope.undo(attended, first)
-        # The seed depends only on the number of tokens, so that a rewound cache clusters the same tokens the same way.
+        # The seed depends only on the number of tokens, so that a rewound cache gets the same clusters for the same
+        # tokens.
         generator = torch.Generator(keys.device).manual_seed(self.clustering.seed + first + tokens)
         cuts = [cut - first for cut in block_offsets(first + tokens, self.clustering.block) if cut >= first]
         if len(cuts) == 2:
@@ -233,8 +235,8 @@ class ClusterStream:
     def remove_appended(self) -> torch.Tensor | None:
         """Restore the stored clusters.
 
-        Returns the stored order [Hk, T] of the last block's rows, as indices into the rows that lay there before the
-        call. Returns None if nothing was appended.
+        Returns the stored order [Hk, T] of the last block's rows, as indices into the block's rows before the call.
+        Returns None if nothing was appended.
         """
         if not self.stored:
             return None
@@ -247,13 +249,13 @@ class ClusterStream:
         return order
 
     def _places(self, tokens: int) -> torch.Tensor:
-        """Row of each token [Hk, tokens], counted from the open block's first row. New tokens are last, in order."""
+        """Return each token's row [Hk, tokens], counted from the open block's first row; new tokens are last."""
         positions = self.rows["token_order"].rows[:, self.open.row :] - self.open.row
         new = torch.arange(positions.shape[1], tokens, device=positions.device)
         return torch.cat([positions.argsort(1), new.expand(len(positions), -1)], 1)
 
     def _labels(self, places: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Return the finest cluster [Hk, T_old] of each token in the open block, and the number of these clusters.
+        """Return the finest cluster [Hk, T_old] of each token in the open block, and the number of finest clusters.
 
         Clusters are counted from the block's first cluster.
         """

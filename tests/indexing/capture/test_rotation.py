@@ -173,9 +173,9 @@ def test_rotations_stand_in_the_manifest_and_stay_with_an_index(tmp_path: Path) 
             "multipole-windowed",
             WindowedMultipoleIndexer(),
             False,
-            r"^--method multipole-windowed: .* otherwise than by RoPE",
+            r"^--method multipole-windowed: .* does not rotate its keys by RoPE",
         ),
-        ("csattention", CSAttentionIndexer(), False, "^--subspaces rope-pairs: how this model turns its keys is not"),
+        ("csattention", CSAttentionIndexer(), False, "^--subspaces rope-pairs: how this model rotates its keys is not"),
         ("csattention", CSAttentionIndexer(subspace_size=1), True, "^--subspace-size 1 splits pairs of channels"),
     ],
 )
@@ -196,5 +196,5 @@ def test_windowed_rope_of_an_index_that_does_not_know_its_rotations() -> None:
     layer = small_layer(block=64)
     facts = LayerFacts(softmax_scale=0.25, softcap=None, sliding_window=None, attention_sinks=False)
     rows = LayerInput(layer.keys[:, layer.middle], layer.values[:, layer.middle], facts, layer.split)
-    with pytest.raises(UsageError, match=r"how each layer turns its keys.*--force"):
+    with pytest.raises(UsageError, match=r"how each layer rotates its keys.*--force"):
         WindowedMultipoleIndexer().lookup_keys(rows, slice(0, 64))

@@ -93,7 +93,7 @@ def test_it_holds_what_multipole_does_and_centroids_for_the_lookup(dtype: torch.
 
 def test_a_layer_that_is_not_known_to_turn_is_refused() -> None:
     layer = _input(clustered(4, 2, 60, 8, 12), None)
-    with pytest.raises(UsageError, match=r"how each layer turns its keys.*build it again with --force"):
+    with pytest.raises(UsageError, match=r"how each layer rotates its keys.*build it again with --force"):
         WindowedMultipoleIndexer().build_layer(layer)
     assert MultipoleIndexer().build_layer(layer)
 

@@ -197,13 +197,13 @@ def not_causal() -> PreTrainedModel:
         (build_tiny(DogeConfig, sliding_window=WINDOW), "has a mask that the model itself makes or changes"),
         (
             build_tiny(Gemma3TextConfig, head_dim=16, sliding_window=WINDOW, use_bidirectional_attention=True, **MIXED),
-            "lets tokens see those after them",
+            "lets tokens attend to later tokens",
         ),
         (with_layer(OwnMask), "has a mask that the model itself makes or changes"),
         (with_layer(NoMask), "has a layer without a mask"),
         (with_layer(Biased), "adds a bias by position to its logits"),
         (with_layer(Scaled), "depends on its argument `logit_bend`"),
-        (not_causal, "lets tokens see those after them"),
+        (not_causal, "lets tokens attend to later tokens"),
     ],
     ids=["doge", "doge with a window", "gemma3 both ways", "own mask", "no mask", "bias", "unknown", "not causal"],
 )
