@@ -3,6 +3,8 @@
 Control tokens are the tokens that a tokenizer marks as special, and other added tokens that occur in its chat template.
 """
 
+import copy
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,9 +13,10 @@ from itertools import pairwise
 from threading import Lock
 from typing import Any
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.errors import SparsekvError, UsageError
 
 _NEUTRAL = ("\n", "0", ".", "-")
 """Texts that are prepended to a text, to tokenise it without the tokenizer's prefix. They rarely merge with it to one
@@ -34,6 +37,10 @@ class EncodedText:
     ids: list[int]
     plain: dict[str, int]
     starts: list[int] = field(default_factory=list)
+
+    def first(self, tokens: int) -> "EncodedText":
+        """Return the first tokens; `plain` stays that of all."""
+        return EncodedText(self.ids[:tokens], self.plain, self.starts[:tokens])
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,36 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> _
     with _encoding:
         found = tokenizer(text, verbose=False, **{"add_special_tokens": False, **options})
     return _Tokens(found["input_ids"], [start for start, _ in found.get("offset_mapping", ())])
+
+
+def untrimmed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return a tokenizer with the same ids, by which a token begins at its white space.
+
+    Some tokenizers report that a token begins behind its own white space.
+
+    Raises:
+        UsageError: the tokenizer does not report where tokens begin.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UsageError("this model's tokenizer does not tell where tokens begin, so that files cannot be told apart")
+    serialized = json.loads(backend.to_str())
+    if not _keep_spaces(serialized["post_processor"]):
+        return tokenizer
+    exact = copy.copy(tokenizer)
+    exact._tokenizer = Tokenizer.from_str(json.dumps(serialized))
+    return exact
+
+
+def _keep_spaces(processor: Any) -> bool:
+    """Set `trim_offsets` in a serialised post-processor to false; return whether it was set anywhere."""
+    if isinstance(processor, list):
+        return max(map(_keep_spaces, processor), default=False)
+    if not isinstance(processor, dict):
+        return False
+    trims = bool(processor.get("trim_offsets"))
+    processor |= {"trim_offsets": False} if trims else {}
+    return _keep_spaces(processor.get("processors")) or trims
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
@@ -230,9 +267,7 @@ def _joined(pieces: Iterable[_Tokens]) -> _Tokens:
     return _Tokens([one for piece in kept for one in piece.ids], [one for piece in kept for one in piece.starts])
 
 
-def _encode_plain(
-    tokenizer: PreTrainedTokenizerBase, text: str, told: Mapping[str, bool], *, goes_on: bool
-) -> _Tokens:
+def _encode_plain(tokenizer: PreTrainedTokenizerBase, text: str, told: Mapping[str, bool], *, goes_on: bool) -> _Tokens:
     """Tokenise a text, with tokens marked special as plain text. With `goes_on`, the text gets no prefix."""
     if goes_on and text and begins_with_prefix(tokenizer):
         for lead in _NEUTRAL:
