@@ -150,7 +150,7 @@ def read_several(names: Sequence[str], choice: Choice) -> SourceTexts:
     """
     reader = _Reader(choice)
     for name in names:
-        before = reader.found
+        before = reader.chosen
         if name == "-":
             raise UsageError("standard input has no name, and a document of several files names each; name a file")
         if os.path.isdir(name):
@@ -161,7 +161,7 @@ def read_several(names: Sequence[str], choice: Choice) -> SourceTexts:
             root, pattern = _glob(name)
             if root.is_dir():
                 reader.walk(root, _spec([pattern], name))
-            if reader.found == before:
+            if reader.chosen == before:
                 raise UsageError(f"no file matches {name}; a pattern is as in a shell, and ** is any folders")
     return reader.result(None, "the documents")
 
@@ -197,11 +197,8 @@ class _Reader:
         self._texts: dict[str, SourceText] = {}  # by absolute path
         self._left_out: dict[str, list[str]] = {}
         self._entries, self._bytes = 0, 0
-
-    @property
-    def found(self) -> int:
-        """Number of files that were read, or chosen and could not be read."""
-        return len(self._texts) + sum(len(paths) for reason, paths in self._left_out.items() if reason not in COUNTED)
+        self.chosen = 0
+        """Number of files that were opened, or would have been if their text were of a kind that is read."""
 
     def result(self, base: Path | None, named: str) -> SourceTexts:
         """Return the texts with their paths relative to a folder; None: see `read_several`.
@@ -234,13 +231,10 @@ class _Reader:
             kind = os.stat(name).st_mode
         except (OSError, ValueError):
             raise UsageError(f"no such file: {name}") from None
-        path = os.path.abspath(name)
-        if path in self._texts:
-            return
-        if not stat.S_ISREG(kind):
-            self._leave_out(SPECIAL, name)
+        if stat.S_ISREG(kind):
+            self._read(name, os.path.abspath(name), lambda: os.open(name, _FLAGS))
         else:
-            self._read(name, path, lambda: os.open(name, _FLAGS))
+            self._leave_out(SPECIAL, name)
 
     def walk(self, folder: Path, pattern: GitIgnoreSpec | None = None) -> None:
         """Read the files of a folder that match a pattern, if one is given. Raises UsageError if it cannot be read."""
@@ -340,11 +334,13 @@ class _Reader:
 
     def _read_entry(self, descriptor: int, name: str, path: str, place: "_Place") -> None:
         whole = os.path.join(place.folder, path)
-        if whole not in self._texts:
-            self._read(path, whole, lambda: os.open(name, _FLAGS | os.O_NOFOLLOW, dir_fd=descriptor))
+        self._read(path, whole, lambda: os.open(name, _FLAGS | os.O_NOFOLLOW, dir_fd=descriptor))
 
     def _read(self, shown: str, path: str, opener: Callable[[], int]) -> None:
         """Read a file's text, or record why it has none."""
+        self.chosen += 1
+        if path in self._texts:
+            return
         if path.lower().endswith(OTHER_KINDS):
             self._leave_out(NO_TEXT, shown)
             return
