@@ -1,5 +1,6 @@
 """`sparsekv build-index`: prefill a document once and build sparse-attention indices over its keys and values."""
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,7 +48,10 @@ class BuildOptions:
     ctx: typer.Context
     documents: Annotated[
         list[str] | None,
-        typer.Argument(metavar="DOC", help="Text files, or - for standard input; or an index, to add methods to it."),
+        typer.Argument(
+            metavar="DOC",
+            help="Text files, folders of text files, or - for standard input; or an index, to add methods to it.",
+        ),
     ] = None
     output: Annotated[
         Path | None,
@@ -55,7 +59,7 @@ class BuildOptions:
             "--output",
             "-o",
             help="Folder of the index, or the folder for the indices of several documents. Default: each DOC "
-            "with .skv instead of its extension (.txt, .md, ...).",
+            "with .skv instead of its extension (.txt, .md, ...), or behind a folder's name.",
         ),
     ] = None
     from_file: Annotated[
@@ -65,6 +69,23 @@ class BuildOptions:
             help="Index the documents that a file names, one a line without quotes, as seen from this folder; - for "
             "stdin.",
         ),
+    ] = None
+    as_one: Annotated[
+        bool,
+        typer.Option(
+            "--as-one", help="Join all DOC in one index: files, folders, and patterns in quotes ('docs/**/*.md')."
+        ),
+    ] = False
+    include: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB",
+            help="Of a folder, index only files that match, by a pattern as in .gitignore ('*.py'); repeatable.",
+        ),
+    ] = None
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GLOB", help="Of a folder, leave out files and folders that match; repeatable."),
     ] = None
     model: ModelOption = None
     method: Annotated[
@@ -154,7 +175,18 @@ class BuildOptions:
             special_tokens=self.special_tokens,
             quiet=self.quiet,
             encoding=check_encoding(self.encoding),
+            include=tuple(self.include or ()),
+            exclude=tuple(self.exclude or ()),
         )
+
+    def check_files(self) -> None:
+        """Raise UsageError if an option for a document of several files is given without one."""
+        folders = self.as_one or self.from_file is not None or any(map(os.path.isdir, self.documents or ()))
+        for option, given in (("--include", self.include), ("--exclude", self.exclude)):
+            if given and not folders:
+                raise UsageError(f"{option} {given[0]}: it chooses files of a folder; name a folder")
+        if self.as_one and self.ray is not None:
+            raise UsageError("--ray builds several indices, and --as-one is one; leave --ray out")
 
 
 @app.command(cls=Command)
@@ -169,12 +201,17 @@ def build_index(options: BuildOptions) -> None:
     one would replace. With an index in place of DOC, methods are added to it from its own tokens, also where its
     text is gone or more was appended.
 
+    A folder is one document: its text files, in the order of their paths, each under a line with its path. Hidden
+    files, links, files that a .gitignore names and files that are not text are left out and counted.
+
     Of several documents each has an index of its own, and the model is loaded once. One that cannot be indexed is
-    reported at the end, with exit code 1, and the others are built all the same.
+    reported at the end, with exit code 1, and the others are built all the same. With --as-one they are one document.
 
     \b
     sparsekv build-index manual.txt
     sparsekv build-index chapters/*.txt -o indices
+    sparsekv build-index project --include '*.py' --include '*.md'
+    sparsekv build-index README.md 'docs/**/*.md' --as-one -o docs.skv
     sparsekv build-index manual.skv --method multipole
     sparsekv build-index report.txt -o q3.skv --model Qwen/Qwen3-0.6B --max-tokens 32000
     A=$(sparsekv build-index manual.txt) && sparsekv generate --index "$A" "What is this about?"
@@ -184,12 +221,13 @@ def build_index(options: BuildOptions) -> None:
     from sparsekv.cli.building.recipe import FIXED, add_methods, choose_targets, index_among, index_by_ranks
     from sparsekv.cli.building.several import index_by_ray, index_here, index_several
 
+    options.check_files()
     refuse_little_room()
     check_ray(options.ray, options.workers)
     ranks = join_ranks(options.device)
     index = index_among(documents, ranks=ranks is not None)
-    targets = choose_targets(documents, options.from_file, options.output)
-    several = len(targets) > 1 or options.from_file is not None
+    targets = choose_targets(documents, options.from_file, options.output, as_one=options.as_one)
+    several = len(targets) > 1 or (options.from_file is not None and not options.as_one)
     if index is not None:
         fixed = [name for name in FIXED if on_command_line(options.ctx, name)]
         with progress(quiet=options.quiet) as show:

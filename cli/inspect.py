@@ -110,6 +110,8 @@ def inspect(
             for done, _ in enumerate(artifact.verify(), 1):
                 show("verify", done, len(artifact.manifest.files))
         note(f"verified {len(artifact.manifest.files)} files: every sha256 is right", quiet=quiet)
+        if sources := artifact.manifest.prompt.files:
+            note(f"the ranges of {len(sources):,} source files are in order, within the prompt", quiet=quiet)
     more = as_json or any(one is not None for one in (method, layer, clusters, by, html, plot))
     described = _describe(artifact, names, MOST if clusters is None else clusters, quiet=quiet) if more else {}
     tokenizer, ids = _tokenizer(artifact, model, quiet=quiet) if more else None, artifact.input_ids().tolist()
@@ -207,6 +209,7 @@ def _inspection(
             "attending": list(manifest.attending),
         },
         "states": manifest.states,
+        "files": None if manifest.prompt.files is None else [file.model_dump() for file in manifest.prompt.files],
         "bytes": sizes,
         "defaults": None if manifest.defaults is None else manifest.defaults.model_dump(),
         "methods": {

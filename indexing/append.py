@@ -257,6 +257,7 @@ def growing_plan(
             addition.chat,
             manifest.prompt.special_tokens or addition.special_tokens,
             border=addition.border,
+            files=manifest.prompt.files,
         ),
         config=config_of(
             manifest, stored_indexers(manifest), stored_prefill(manifest), chunk_size_after(artifact, chunk_size)
@@ -353,6 +354,7 @@ def adding_plan(
             prompt.special_tokens,
             cut=prompt.max_tokens,
             border=prompt.border,
+            files=prompt.files,
         ),
         config=config_of(manifest, methods, stored_prefill(manifest), chunk_size_after(artifact, chunk_size)),
     )

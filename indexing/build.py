@@ -274,6 +274,7 @@ def _manifest(build: Build, facts: ContextFacts, methods: dict[str, MethodRecord
             special_tokens=plan.prompt.special_tokens,
             max_tokens=plan.prompt.cut,
             border=plan.prompt.border,
+            files=plan.prompt.files,
         ),
         split=build.split,
         dtype=plan.dtype,

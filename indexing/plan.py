@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from sparsekv.formats.checksums import BLOCK_TOKENS, hash_tokens
 from sparsekv.formats.device import MemoryPlan, device_memory, model_bytes
@@ -234,6 +234,38 @@ class Growth:
     addition: AdditionRecord
 
 
+def check_positions(prompt: FixedPrompt, config: PreTrainedConfig, name: str, *, grows: bool = False) -> None:
+    """Raise UsageError if a prompt has more tokens than a model has positions.
+
+    Args:
+        grows: the prompt's last tokens are appended to an index.
+    """
+    tokens, positions = len(prompt.input_ids), positions_of(config)
+    if positions is None or tokens <= positions:
+        return
+    stretch = f"--rope-scaling yarn:{-(-tokens // positions)}" if stretchable(config) else ""
+    if grows:
+        again = f", or build the index again with {stretch}" if stretch else ""
+        raise UsageError(
+            f"the document and what is added have {tokens:,} tokens and {name} has {positions:,} positions; "
+            f"add less{again}"
+        )
+    longer = f", or stretch the model with {stretch}" if stretch else ""
+    raise UsageError(
+        f"the document has {tokens:,} tokens and {name} has {positions:,} positions; {_less(prompt)}shorten it "
+        f"with --max-tokens {most_tokens(positions)}, which leaves room for questions{longer}"
+    )
+
+
+def _less(prompt: FixedPrompt) -> str:
+    """Return a hint at the largest files of a document of several files; empty for one text."""
+    if not prompt.files:
+        return ""
+    largest = sorted(prompt.files, key=lambda file: file.start - file.stop)[:3]
+    named = ", ".join(f"{file.path} with {file.stop - file.start:,}" for file in largest)
+    return f"leave files out with --exclude (the largest: {named}), or "
+
+
 @dataclass(frozen=True)
 class BuildPlan:
     """Everything that decides the content of an index.
@@ -338,26 +370,13 @@ class BuildPlan:
             UsageError: the document is no longer than sinks and tail, or has more tokens than the model has positions.
         """
         tokens, ends = len(self.prompt.input_ids), self.config.sinks + self.config.tail
-        positions = positions_of(self.loaded.model.config)
         if tokens <= ends:
             more = "raise --max-tokens, or lower" if self.prompt.cut else "give a longer one or lower"
             raise UsageError(
                 f"the document is too short to index: {tokens} tokens with the chat template, where sinks and tail "
                 f"alone take {ends}; {more} --sinks and --tail"
             )
-        if positions is not None and tokens > positions:
-            stretch = f"--rope-scaling yarn:{-(-tokens // positions)}" if stretchable(self.loaded.model.config) else ""
-            if self.growth is not None:
-                again = f", or build the index again with {stretch}" if stretch else ""
-                raise UsageError(
-                    f"the document and what is added have {tokens:,} tokens and {self.loaded.name} has {positions:,} "
-                    f"positions; add less{again}"
-                )
-            longer = f", or stretch the model with {stretch}" if stretch else ""
-            raise UsageError(
-                f"the document has {tokens:,} tokens and {self.loaded.name} has {positions:,} positions; shorten it "
-                f"with --max-tokens {most_tokens(positions)}, which leaves room for questions{longer}"
-            )
+        check_positions(self.prompt, self.loaded.model.config, self.loaded.name, grows=self.growth is not None)
         return Split(sinks=self.config.sinks, middle=tokens - ends, tail=self.config.tail)
 
 

@@ -4,33 +4,45 @@ runs in one process or on several ranks, or adds methods to an existing index.""
 import codecs
 import os
 import shlex
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparsekv.cli.common.console import note, note_plain
+from sparsekv.cli.common.console import note, note_plain, waiting
 from sparsekv.cli.common.loading import load, load_for
 from sparsekv.cli.common.stats import stored_line
 from sparsekv.formats.device import peak_told
-from sparsekv.formats.documents.document import UTF_8, decode_text, marked_encoding, open_document, read_bytes
+from sparsekv.formats.documents.document import (
+    UTF_8,
+    Document,
+    decode_text,
+    marked_encoding,
+    open_document,
+    read_bytes,
+)
 from sparsekv.formats.documents.document_hints import tune_hint
-from sparsekv.formats.documents.prompt import chat_frame, departure, encode_prompt
-from sparsekv.formats.errors import ArtifactError, UsageError
+from sparsekv.formats.documents.files import Choice, SourceTexts, read_folder, read_several
+from sparsekv.formats.documents.prompt import FixedPrompt, chat_frame, departure, encode_prompt
+from sparsekv.formats.errors import ArtifactError, SparsekvError, UsageError
 from sparsekv.formats.hints import ENDING, TEXT_ENDINGS, has_extension, with_ending
 from sparsekv.formats.index.build_folder import check_output
 from sparsekv.formats.index.manifest import read_manifest
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import MANIFEST, Manifest, Weights
-from sparsekv.formats.models.load import LoadedModel, tokenizer_identity
+from sparsekv.formats.models.embedded import EMBEDDED
+from sparsekv.formats.models.load import LoadedModel, load_description, tokenizer_identity
 from sparsekv.indexing.append import adding_plan, refuse_other_dtype
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.capture.team import Alone, Team
 from sparsekv.indexing.existing_index import first_difference
-from sparsekv.indexing.plan import BuildConfig, BuildPlan, Progress, choose_chunk_size
+from sparsekv.indexing.plan import BuildConfig, BuildPlan, Progress, check_positions, choose_chunk_size
 
 if TYPE_CHECKING:  # only ranks need torch.distributed
+    from transformers import PreTrainedTokenizerBase
+
     from sparsekv.formats.distributed.group import Ranks
 
 
@@ -40,18 +52,26 @@ _LONGEST_LIST = 2**26  # bytes of a --from-file list; longer input is taken for 
 
 @dataclass(frozen=True)
 class Target:
-    """A document as the user named it, and the folder of its index."""
+    """A document as the user named it, and the folder of its index.
+
+    Args:
+        joined: names of the files, folders and globs that are joined in the document; empty for one file or folder.
+    """
 
     document: str
     folder: Path
+    joined: tuple[str, ...] = ()
 
 
-def choose_targets(documents: Sequence[str], from_file: str | None, output: Path | None) -> list[Target]:
+def choose_targets(
+    documents: Sequence[str], from_file: str | None, output: Path | None, *, as_one: bool = False
+) -> list[Target]:
     """Choose the folder of the index for each document. A document that is named twice is taken once.
 
     Args:
         from_file: a file with the names of more documents, one per line; `-` for standard input.
         output: the folder of the index; if several documents may be named, the folder that contains their indices.
+        as_one: all that is named is one document.
 
     Raises:
         UsageError: no document is named. A document has no name, or its name is too long. Two documents would get the
@@ -66,6 +86,8 @@ def choose_targets(documents: Sequence[str], from_file: str | None, output: Path
             listed_in = "standard input" if from_file == "-" else from_file
             what = f"{listed_in} has no names; put one a line there"
         raise UsageError(f"no document to index: {what}")
+    if as_one:
+        return [_joined(named, output)]
     if listed and not any(os.path.exists(one) for one in listed):
         raise UsageError(
             f"no line of {from_file} names a file that is there; a document itself is given without --from-file"
@@ -86,18 +108,27 @@ def choose_targets(documents: Sequence[str], from_file: str | None, output: Path
     return _apart([Target(one, folder_of(one, output)) for one in named])
 
 
+def _joined(names: list[str], output: Path | None) -> Target:
+    if output is None and (len(names) > 1 or not os.path.exists(names[0])):
+        raise UsageError("files in one index have no name in common: name the index with --output NAME.skv")
+    return Target(names[0], output or folder_of(names[0]), tuple(names))
+
+
 def folder_of(document: str, parent: Path | None = None) -> Path:
-    """Return the folder of a document's index: the document's name with .skv in place of its extension. The folder is
-    in `parent` if given, and otherwise in the document's own folder.
+    """Return the folder of a document's index: the document's name with .skv in place of its extension, or behind the
+    name of a folder. The index is in `parent` if given, and otherwise beside the document.
 
     Raises:
         UsageError: the document has no file name, or its name is too long once it ends in .skv.
     """
     if document == "-":
         raise UsageError("a document from standard input has no name: name the index with --output NAME.skv")
-    if not Path(document).name:
-        raise UsageError(f"{document} is a folder; name a text file in it")
-    beside = with_ending(Path(document))
+    path, folder = Path(document), os.path.isdir(document)
+    if folder and path.name in ("", ".."):
+        path = Path(os.path.abspath(document))
+    if not path.name:
+        raise UsageError(f"{document} has no name: name the index with --output NAME.skv")
+    beside = path.with_name(f"{path.name}{ENDING}") if folder else with_ending(path)
     # If the document's own name is too long, opening the document reports that.
     if len(os.fsencode(Path(document).name)) <= _LONGEST_NAME < len(os.fsencode(beside.name)):
         raise UsageError(f"{document}: its name is too long for one with .skv; name the index with --output NAME.skv")
@@ -183,6 +214,8 @@ class BuildRecipe:
     quiet: bool
     encoding: str = UTF_8
     weights: Weights | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
 
     def load(self) -> LoadedModel:
         """Load the model that prefills the documents. Raises the errors of `load_model`."""
@@ -205,18 +238,15 @@ class BuildRecipe:
         Raises:
             SparsekvError: the document, the folder or an option cannot be used.
         """
-        with open_document(target.document, whole=self.max_tokens is None, encoding=self.encoding) as text:
+        with self._document(target) as text:
             check_output(target.folder)
+            early = self._prompt_of_files(text, target.folder) if isinstance(text, SourceTexts) else None
             model, before = loaded(), _finished(target.folder)
-            prompt = encode_prompt(
-                model.tokenizer,
-                text,
-                raw=self.raw,
-                before=self._kept_head(model, before, target.folder),
-                max_tokens=self.max_tokens,
-                special_tokens=self.special_tokens,
-            )
-            differs = "" if prompt.cut else departure(model.tokenizer, prompt, text.whole())
+            prompt = early or self._prompt(model.tokenizer, text, target.folder)
+            whole = "" if prompt.cut else text.text if isinstance(text, SourceTexts) else text.whole()
+            differs = "" if prompt.cut else departure(model.tokenizer, prompt, whole)
+        if isinstance(text, SourceTexts) and early is None:
+            self._tell_files(text, prompt)
         if differs:
             note(differs, quiet=self.quiet)
         note_plain("the document", prompt.plain, quiet=self.quiet)
@@ -230,7 +260,55 @@ class BuildRecipe:
             tell(f"the build {peak}")
         tell_built(target.folder, before, manifest, quiet=self.quiet)
 
-    def _kept_head(self, model: LoadedModel, before: Manifest | None, folder: Path) -> str | None:
+    @contextmanager
+    def _document(self, target: Target) -> Iterator[Document | SourceTexts]:
+        """Open the document of a target, or read its files."""
+        if not target.joined and not os.path.isdir(target.document):
+            with open_document(target.document, whole=self.max_tokens is None, encoding=self.encoding) as text:
+                yield text
+            return
+        choice = Choice(self.include, self.exclude, self.encoding)
+        one = len(target.joined) < 2 and os.path.isdir(target.document)
+        with waiting("reading files", quiet=self.quiet):
+            sources = read_folder(Path(target.document), choice) if one else read_several(target.joined, choice)
+        yield sources
+
+    def _prompt(self, tokenizer: "PreTrainedTokenizerBase", text: Document | SourceTexts, folder: Path) -> FixedPrompt:
+        return encode_prompt(
+            tokenizer,
+            text,
+            raw=self.raw,
+            before=self._kept_head(tokenizer, _finished(folder), folder),
+            max_tokens=self.max_tokens,
+            special_tokens=self.special_tokens,
+        )
+
+    def _prompt_of_files(self, sources: SourceTexts, folder: Path) -> FixedPrompt | None:
+        """Tokenise a document of several files before the model's weights are loaded, and note its size.
+
+        Returns None if the model is not on this machine.
+
+        Raises:
+            SparsekvError: the document has more tokens than the model has positions, or cannot be tokenised.
+        """
+        name = self.model or EMBEDDED
+        try:
+            config, tokenizer = load_description(name, self.config.rope_scaling)
+        except SparsekvError:  # loading the model fetches it, or says what is wrong
+            return None
+        with waiting(f"tokenising {len(sources.files):,} files", quiet=self.quiet):
+            prompt = self._prompt(tokenizer, sources, folder)
+        self._tell_files(sources, prompt)
+        check_positions(prompt, config, name)
+        return prompt
+
+    def _tell_files(self, sources: SourceTexts, prompt: FixedPrompt) -> None:
+        held, there = len(prompt.files or ()), len(sources.files)
+        files = f"{there:,} file{'s' * (there != 1)}" if held == there else f"{held:,} of {there:,} files"
+        left_out = f"; {sources.told()}" if sources.left_out else ""
+        note(f"{files}, {len(prompt.input_ids):,} tokens{left_out}", quiet=self.quiet)
+
+    def _kept_head(self, tokenizer: "PreTrainedTokenizerBase", before: Manifest | None, folder: Path) -> str | None:
         """Return the chat template's head from the existing index, if the same template now gives another head.
         Otherwise None.
 
@@ -239,8 +317,8 @@ class BuildRecipe:
         """
         if before is None or before.prompt.chat is None or self.raw or self.config.force:
             return None
-        head, chat = before.prompt.chat.before, chat_frame(model.tokenizer)
-        if chat is None or chat.before == head or before.tokenizer != tokenizer_identity(model.tokenizer):
+        head, chat = before.prompt.chat.before, chat_frame(tokenizer)
+        if chat is None or chat.before == head or before.tokenizer != tokenizer_identity(tokenizer):
             return None
         has, gives = first_difference(head, chat.before)
         note(
@@ -315,7 +393,7 @@ def index_by_ranks(ranks: "Ranks", recipe: BuildRecipe, target: Target, show: Pr
 FIXED = (
     *("output", "max_tokens", "sinks", "tail", "prefill", "rope_scaling", "raw", "special_tokens", "force"),
     "checkpoints",
-    *("kv_dtype", "weights", "ray", "workers", "from_file", "encoding"),
+    *("kv_dtype", "weights", "ray", "workers", "from_file", "encoding", "as_one", "include", "exclude"),
 )
 """Options that determine how a document becomes an index. They cannot change when methods are added to an index."""
 

@@ -55,6 +55,7 @@ def _range(values: Iterable[float]) -> str:
     return f"{fmean(known):.3f} ({min(known):.3f} to {max(known):.3f})"
 
 
+FILES_SHOWN = 10
 WORDS_SHOWN = 8
 BLOCKS_SHOWN = 6
 
@@ -95,6 +96,7 @@ def _facts(inspection: dict[str, Any]) -> Table:
         ),
         "rope": str(inspection["rope"]["scaling"] or "as the model has it"),
         "tokens": f"{split['tokens']:,}: {split['sinks']} sinks, {split['middle']:,} indexed, {split['tail']} tail",
+        **({} if inspection["files"] is None else {"files": _files(inspection["files"])}),
         "chat template": "around document and question" if inspection["chat_template"] else "none (--raw)",
         **({} if inspection["prefill"]["exact"] else {"prefill": inspection["prefill"]["kind"]}),
         "layers": f"{layers['all']}, {layers['indexed']} of them indexed",
@@ -108,6 +110,13 @@ def _facts(inspection: dict[str, Any]) -> Table:
     for name, fact in facts.items():
         table.add_row(name, fact)
     return table
+
+
+def _files(files: Rows) -> str:
+    """Describe the number of a document's files, and the largest of them with their tokens, in one line."""
+    by_tokens = sorted(files, key=lambda file: file["start"] - file["stop"])[:FILES_SHOWN]
+    named = ", ".join(f"{file['path']} {file['stop'] - file['start']:,}" for file in by_tokens)
+    return f"{len(files):,}, by their tokens: {named}{', ...' * (len(files) > FILES_SHOWN)}"
 
 
 def _states(inspection: dict[str, Any]) -> str:

@@ -3,17 +3,20 @@
 Control tokens are the tokens that a tokenizer marks as special, and other added tokens that occur in its chat template.
 """
 
+import copy
+import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from threading import Lock
 from typing import Any
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.errors import SparsekvError, UsageError
 
 _NEUTRAL = ("\n", "0", ".", "-")
 """Texts that are prepended to a text, to tokenise it without the tokenizer's prefix. They rarely merge with it to one
@@ -26,14 +29,38 @@ class Trusted(str):
 
 @dataclass(frozen=True)
 class EncodedText:
-    """Token ids of a text, and how often each control token occurs in it as plain text."""
+    """Token ids of a text, and how often each control token occurs in it as plain text.
+
+    `starts` has the character at which each token begins; it is empty unless it was asked for.
+    """
 
     ids: list[int]
     plain: dict[str, int]
+    starts: list[int] = field(default_factory=list)
+
+    def first(self, tokens: int) -> "EncodedText":
+        """Return the first tokens; `plain` stays that of all."""
+        return EncodedText(self.ids[:tokens], self.plain, self.starts[:tokens])
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Token ids of a part of a text. `starts` has the character at which each begins, or is empty."""
+
+    ids: list[int]
+    starts: list[int]
+
+    def after(self, tokens: int, shift: int = 0) -> "_Tokens":
+        """Return the tokens behind the first ones, with a number of characters added to their starts."""
+        return _Tokens(self.ids[tokens:], [start + shift for start in self.starts[tokens:]])
 
 
 def encode_text(
-    tokenizer: PreTrainedTokenizerBase, *parts: str, add_special_tokens: bool = False, special_tokens: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    *parts: str,
+    add_special_tokens: bool = False,
+    special_tokens: bool = False,
+    starts: bool = False,
 ) -> EncodedText:
     """Tokenise the parts of a text as one text; control tokens are plain text except in `Trusted` parts.
 
@@ -42,43 +69,77 @@ def encode_text(
     Args:
         add_special_tokens: let the tokenizer add its special tokens at the ends.
         special_tokens: let control tokens keep their meaning in all parts.
+        starts: also return where in the text each token begins; only a fast tokenizer knows.
 
     Raises:
         SparsekvError: the tokenizer cannot read a control token of the text as plain text.
     """
-    ids = _encode(tokenizer, "".join(parts), add_special_tokens=add_special_tokens)
+    told = {"return_offsets_mapping": True} if starts else {}
+    whole = _encode(tokenizer, "".join(parts), add_special_tokens=add_special_tokens, **told)
+    ids = whole.ids
     if special_tokens:
-        return EncodedText(ids, {})
+        return EncodedText(ids, {}, whole.starts)
     control, unknown = _control_tokens(tokenizer), _unknown_token(tokenizer)
     frame = "".join(part for part in parts if isinstance(part, Trusted))
-    meant = _count(_encode(tokenizer, frame, add_special_tokens=add_special_tokens), control)
+    meant = _count(_encode(tokenizer, frame, add_special_tokens=add_special_tokens).ids, control)
     found = _count(ids, control) - meant
     if unknown is not None and unknown in found:
         # The tokenizer also uses this token for unknown characters, which do not count here.
         found[unknown] = sum(part.count(unknown) for part in parts if not isinstance(part, Trusted))
     if not found.total():
-        return EncodedText(ids, {})
+        return EncodedText(ids, {}, whole.starts)
     untold = {number: token for number, token in control.items() if token != unknown}
-    plain = _encode_runs(tokenizer, list(_runs(tokenizer, parts, control)), untold)
+    plain = _encode_runs(tokenizer, list(_runs(tokenizer, parts, control)), untold, told)
     before, after = added_ends(tokenizer) if add_special_tokens else ([], [])
-    ids = [*before, *plain, *after]
+    ids = [*before, *plain.ids, *after]
+    places = [*(0 for _ in before), *plain.starts, *(len("".join(parts)) for _ in after)] if starts else []
     if left := _count(ids, untold) - meant:
         raise SparsekvError(
             f"the text contains {next(iter(left))}, which this model's tokenizer cannot read as plain text; take it "
             "out, or give --special-tokens where all of the text is your own"
         )
     text = "".join(part for part in parts if not isinstance(part, Trusted))
-    return EncodedText(ids, {token: found[token] for token in sorted(+found, key=text.find)})
+    return EncodedText(ids, {token: found[token] for token in sorted(+found, key=text.find)}, places)
 
 
 _encoding = Lock()
 """A call sets `split_special_tokens` in the tokenizer and then reads it; another thread would change it between."""
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> list[int]:
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> _Tokens:
     with _encoding:
-        ids: list[int] = tokenizer(text, verbose=False, **{"add_special_tokens": False, **options}).input_ids
-    return ids
+        found = tokenizer(text, verbose=False, **{"add_special_tokens": False, **options})
+    return _Tokens(found["input_ids"], [start for start, _ in found.get("offset_mapping", ())])
+
+
+def untrimmed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return a tokenizer with the same ids, by which a token begins at its white space.
+
+    Some tokenizers report that a token begins behind its own white space.
+
+    Raises:
+        UsageError: the tokenizer does not report where tokens begin.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UsageError("this model's tokenizer does not tell where tokens begin, so that files cannot be told apart")
+    serialized = json.loads(backend.to_str())
+    if not _keep_spaces(serialized["post_processor"]):
+        return tokenizer
+    exact = copy.copy(tokenizer)
+    exact._tokenizer = Tokenizer.from_str(json.dumps(serialized))
+    return exact
+
+
+def _keep_spaces(processor: Any) -> bool:
+    """Set `trim_offsets` in a serialised post-processor to false; return whether it was set anywhere."""
+    if isinstance(processor, list):
+        return max(map(_keep_spaces, processor), default=False)
+    if not isinstance(processor, dict):
+        return False
+    trims = bool(processor.get("trim_offsets"))
+    processor |= {"trim_offsets": False} if trims else {}
+    return _keep_spaces(processor.get("processors")) or trims
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
@@ -131,82 +192,99 @@ def encode_after(
 
 def begins_with_prefix(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer puts a space before a text, as SentencePiece does."""
-    letter = _encode(tokenizer, "a")
+    letter = _encode(tokenizer, "a").ids
     for lead in _NEUTRAL:
-        stem, whole = _encode(tokenizer, lead), _encode(tokenizer, f"{lead}a")
+        stem, whole = _encode(tokenizer, lead).ids, _encode(tokenizer, f"{lead}a").ids
         if whole[: len(stem)] == stem:
             return whole[len(stem) :] != letter
     return False
 
 
-def _runs(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], control: Mapping[int, str]) -> Iterator[str | int]:
-    """Yield the parts as runs of plain text, and between these the ids of control tokens in trusted parts."""
+def _runs(
+    tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], control: Mapping[int, str]
+) -> Iterator[tuple[str | int, int]]:
+    """Yield the parts as runs of plain text, and between these the ids of control tokens in trusted parts.
+
+    With each comes the character of the whole text at which it begins.
+    """
     numbers, added = {token: number for number, token in control.items()}, tokenizer.added_tokens_decoder
     literals = re.compile("|".join(f"({re.escape(token)})" for token in sorted(numbers, key=len, reverse=True)))
     run, strips = "", False
+    place, began = 0, 0  # characters before the part, and before the run
 
-    def ended(text: str, token: Any = None) -> str:
+    def ended(text: str, token: Any = None) -> tuple[str, int]:
         # Some added tokens include the adjacent white space, which the tokenizer itself would strip as well.
-        text = text.lstrip() if strips else text
-        return text.rstrip() if token is not None and token.lstrip else text
+        kept = text.lstrip() if strips else text
+        return kept.rstrip() if token is not None and token.lstrip else kept, began + len(text) - len(kept)
 
     for part in parts:
         start = 0
         for match in literals.finditer(part) if isinstance(part, Trusted) else ():
             number = numbers[match[0]]
             yield ended(run + part[start : match.start()], added.get(number))
-            yield number
+            yield number, place + match.start()
             run, start, strips = "", match.end(), number in added and added[number].rstrip
+            began = place + start
         run += part[start:]
+        place += len(part)
     yield ended(run)
 
 
 def _encode_runs(
-    tokenizer: PreTrainedTokenizerBase, runs: Sequence[str | int], control: Mapping[int, str]
-) -> list[int]:
+    tokenizer: PreTrainedTokenizerBase,
+    runs: Sequence[tuple[str | int, int]],
+    control: Mapping[int, str],
+    told: Mapping[str, bool],
+) -> _Tokens:
     """Tokenise runs. A run gets the tokenizer's prefix if the tokenizer itself would insert one there."""
-    ids: list[int] = []
-    for place, run in enumerate(runs):
+    pieces = []
+    for place, (run, start) in enumerate(runs):
         if isinstance(run, int):
-            ids.append(run)
+            pieces.append(_Tokens([run], [start] if told else []))
             continue
-        goes_on = place > 0 and not _prefix_after(tokenizer, control.get(int(runs[place - 1]), ""))
-        ids += _encode_run(tokenizer, run, control, goes_on=goes_on)
-    return ids
+        goes_on = place > 0 and not _prefix_after(tokenizer, control.get(int(runs[place - 1][0]), ""))
+        pieces.append(_encode_run(tokenizer, run, control, told, goes_on=goes_on).after(0, start))
+    return _joined(pieces)
 
 
 def _encode_run(
-    tokenizer: PreTrainedTokenizerBase, run: str, control: Mapping[int, str], *, goes_on: bool
-) -> list[int]:
-    ids = _encode_plain(tokenizer, run, goes_on=goes_on)
-    if left := _count(ids, control):
+    tokenizer: PreTrainedTokenizerBase, run: str, control: Mapping[int, str], told: Mapping[str, bool], *, goes_on: bool
+) -> _Tokens:
+    found = _encode_plain(tokenizer, run, told, goes_on=goes_on)
+    if left := _count(found.ids, control):
         # Tokenizers split only tokens marked special. Other control tokens are cut in two here, to be plain text.
         cuts = [match.start() + 1 for token in left for match in re.finditer(re.escape(token), run)]
         edges = [0, *sorted(cuts), len(run)]
-        pieces = [run[start:end] for start, end in pairwise(edges)]
-        encoded = [_encode_plain(tokenizer, piece, goes_on=goes_on or place > 0) for place, piece in enumerate(pieces)]
-        return [one for piece in encoded for one in piece]
-    return ids
+        return _joined(
+            _encode_plain(tokenizer, run[start:end], told, goes_on=goes_on or start > 0).after(0, start)
+            for start, end in pairwise(edges)
+        )
+    return found
 
 
-def _encode_plain(tokenizer: PreTrainedTokenizerBase, text: str, *, goes_on: bool) -> list[int]:
+def _joined(pieces: Iterable[_Tokens]) -> _Tokens:
+    kept = list(pieces)
+    return _Tokens([one for piece in kept for one in piece.ids], [one for piece in kept for one in piece.starts])
+
+
+def _encode_plain(tokenizer: PreTrainedTokenizerBase, text: str, told: Mapping[str, bool], *, goes_on: bool) -> _Tokens:
     """Tokenise a text, with tokens marked special as plain text. With `goes_on`, the text gets no prefix."""
     if goes_on and text and begins_with_prefix(tokenizer):
         for lead in _NEUTRAL:
-            stem = _encode(tokenizer, lead, split_special_tokens=True)
-            whole = _encode(tokenizer, lead + text, split_special_tokens=True)
-            if whole[: len(stem)] == stem:
-                return whole[len(stem) :]
-    return _encode(tokenizer, text, split_special_tokens=True)
+            stem = _encode(tokenizer, lead, split_special_tokens=True).ids
+            whole = _encode(tokenizer, lead + text, split_special_tokens=True, **told)
+            if whole.ids[: len(stem)] == stem:
+                return whole.after(len(stem), -len(lead))
+    return _encode(tokenizer, text, split_special_tokens=True, **told)
 
 
 def _prefix_after(tokenizer: PreTrainedTokenizerBase, token: str) -> bool:
     """Whether the tokenizer also inserts the prefix of a text after this control token."""
-    return _encode(tokenizer, f"{token}a")[1:] == _encode(tokenizer, "a")
+    return _encode(tokenizer, f"{token}a").ids[1:] == _encode(tokenizer, "a").ids
 
 
 def added_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Return the token ids that the tokenizer adds before and after a text."""
-    letter, whole = _encode(tokenizer, "a"), _encode(tokenizer, "a", add_special_tokens=True)
+    letter, whole = _encode(tokenizer, "a").ids, _encode(tokenizer, "a", add_special_tokens=True).ids
     start = next(start for start in range(len(whole)) if whole[start : start + len(letter)] == letter)
     return whole[:start], whole[start + len(letter) :]

@@ -1,7 +1,9 @@
 """Tokenise a document inside the model's chat template, and find the template's text between two turns."""
 
+from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -16,9 +18,10 @@ from sparsekv.formats.documents.continuation import (
     questions_after,
 )
 from sparsekv.formats.documents.document import Document
-from sparsekv.formats.documents.plain_text import EncodedText, Trusted, added_ends, encode_text
+from sparsekv.formats.documents.files import SourceTexts
+from sparsekv.formats.documents.plain_text import EncodedText, Trusted, added_ends, encode_text, untrimmed
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.index.schema import Border, ChatFrame
+from sparsekv.formats.index.schema import Border, ChatFrame, SourceFile
 from sparsekv.formats.models.converted import first_line
 
 _DOCUMENT, _QUESTION = "<<sparsekv document>>", "<<sparsekv question>>"
@@ -35,6 +38,7 @@ class FixedPrompt:
         plain: special tokens of the document that were read as plain text, with their counts.
         cut: number of the document's tokens in the prompt, if the document was cut; None: the prompt has all of them.
         border: where in the document's text the token ids end. None: the question is tokenised separately.
+        files: the files of a document of several files, by their tokens; None: the document is one text.
     """
 
     input_ids: torch.Tensor
@@ -44,6 +48,7 @@ class FixedPrompt:
     plain: dict[str, int] = field(default_factory=dict)
     cut: int | None = None
     border: Border | None = None
+    files: tuple[SourceFile, ...] | None = None
 
 
 def chat_frame(tokenizer: PreTrainedTokenizerBase, before: str | None = None) -> ChatFrame | None:
@@ -100,7 +105,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *
 
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase,
-    text: str | Document,
+    text: str | Document | SourceTexts,
     *,
     raw: bool = False,
     before: str | None = None,
@@ -110,7 +115,7 @@ def encode_prompt(
     """Tokenise the fixed prompt: the chat template's text before the document, then `max_tokens` document tokens.
 
     Args:
-        text: the document. A `Document` keeps only the text of these tokens in memory.
+        text: the document. A `Document` keeps only the text of these tokens in memory. `SourceTexts` are joined.
         raw: tokenise the document without the chat template.
         before: see `chat_frame`.
         max_tokens: number of tokens after which the document is cut; None: it is not cut.
@@ -123,8 +128,9 @@ def encode_prompt(
     chat = None if raw else chat_frame(tokenizer, before)
     head = Trusted("" if chat is None else chat.before)
     framed = len(encode_text(tokenizer, head).ids)
-    document = Document.of(text) if isinstance(text, str) else text
-    encode = _encoder(tokenizer, head, chat, special_tokens=special_tokens)
+    sources = text if isinstance(text, SourceTexts) else None
+    document = text if isinstance(text, Document) else Document.of(text if isinstance(text, str) else text.text)
+    encode = _encoder(tokenizer, head, chat, special_tokens=special_tokens, starts=sources is not None)
     if max_tokens is None:
         encoded, cut = encode(document.whole()), False
     else:
@@ -138,23 +144,47 @@ def encode_prompt(
         end = plain_end(tokenizer, head) + _shown(document.whole(), chat)
         ids, border = find_border(tokenizer, ids, end, questions_after(chat), special_tokens=special_tokens)
     held = len(ids) - framed if cut else None
-    return FixedPrompt(torch.tensor(ids), document.sha256(), chat, special_tokens, plain, held, border)
+    files = None if sources is None else _table(sources, [start - len(head) for start in encoded.starts], len(ids))
+    return FixedPrompt(torch.tensor(ids), document.sha256(), chat, special_tokens, plain, held, border, files)
+
+
+def _table(sources: SourceTexts, starts: list[int], tokens: int) -> tuple[SourceFile, ...]:
+    """Make the table of a document's files. A file has the tokens that begin in its text.
+
+    Args:
+        starts: the character of the document at which each token begins.
+        tokens: number of tokens in the prompt, which may lack the last ones.
+    """
+    # The bytes of a character may be several tokens that begin at the same place.
+    begins, table = list(accumulate(starts, max)), []
+    for file, start, stop in sources.places:
+        first, end = bisect_left(begins, start), bisect_left(begins, stop)
+        # A token of the header may also have the first characters of the text.
+        if first == len(begins):
+            break
+        line = file.first_line + file.text[: begins[first] - start].count("\n")
+        span = {"start": min(first, tokens), "stop": min(end, tokens)}
+        table.append(SourceFile(path=file.path, sha256=file.sha256, first_line=line, **span))
+    return tuple(table)
 
 
 def _encoder(
-    tokenizer: PreTrainedTokenizerBase, head: str, chat: ChatFrame | None, *, special_tokens: bool
+    tokenizer: PreTrainedTokenizerBase, head: str, chat: ChatFrame | None, *, special_tokens: bool, starts: bool
 ) -> Callable[[str], EncodedText]:
     """Return a function that tokenises the beginning of a document behind the chat template's head.
 
     The tokens that the tokenizer adds at the end of a text are removed, because a question follows.
     """
     ending = [] if chat is not None else added_ends(tokenizer)[1]
+    exact = untrimmed(tokenizer) if starts else tokenizer
 
     def encode(part: str) -> EncodedText:
         parts = [head, _shown(part, chat)]
-        found = encode_text(tokenizer, *parts, add_special_tokens=chat is None, special_tokens=special_tokens)
+        found = encode_text(
+            exact, *parts, add_special_tokens=chat is None, special_tokens=special_tokens, starts=starts
+        )
         ended = ending and found.ids[-len(ending) :] == ending
-        return replace(found, ids=found.ids[: -len(ending)]) if ended else found
+        return found.first(len(found.ids) - len(ending)) if ended else found
 
     return encode
 
@@ -205,9 +235,9 @@ def _first(encode: Callable[[str], EncodedText], document: Document, tokens: int
         encoded = encode(text)
         ids = encoded.ids[:tokens]
         if len(text) < characters:
-            return EncodedText(ids, encoded.plain), len(encoded.ids) > tokens
+            return encoded.first(tokens), len(encoded.ids) > tokens
         if len(ids) == tokens and ids == shorter:
-            return EncodedText(ids, encoded.plain), True
+            return encoded.first(tokens), True
         shorter, characters = ids, 2 * characters
 
 

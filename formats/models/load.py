@@ -249,6 +249,17 @@ def load_tokenizer(name: str) -> "Tokenizer":
         return _tokenizer(folder, name)
 
 
+def load_description(name: str, rope_scaling: str | None) -> "tuple[PreTrainedConfig, Tokenizer]":
+    """Load the config and the tokenizer of a model that is on this machine, without its weights.
+
+    Raises the errors of `load_tokenizer`, and UsageError for a config that `load_model` would refuse.
+    """
+    folder = local_folder(name)
+    with silent_transformers():
+        config = _config(folder, name, None if rope_scaling is None else RopeScaling.parse(rope_scaling))
+        return config, _tokenizer(folder, name)
+
+
 def check_dtype(dtype: str) -> None:
     """Raise UsageError for an unknown dtype."""
     check_choice("--dtype", dtype, ("auto", *DTYPES))

@@ -35,7 +35,6 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
     ("arguments", "code", "says"),
     [
         (("build-index", "none.txt"), 2, ("no such file", "none.txt")),
-        (("build-index", "model"), 2, ("model is a folder",)),
         (("build-index", "-"), 2, ("standard input", "--output")),
         (("build-index", "doc.txt", "--model", "no-such-model"), 2, ("no-such-model", "sparsekv models list")),
         (("build-index", "doc.txt", "--method", "nonsense"), 2, ("'nonsense'", "squeezed")),

@@ -131,9 +131,7 @@ def test_a_byte_order_mark_makes_no_other_index(place: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (("build-index", "."), ". is a folder; name a text file in it"),
-        (("build-index", "/"), "/ is a folder; name a text file in it"),
-        (("build-index", ".."), ".. is a folder; name a text file in it"),
+        (("build-index", "/"), "/ has no name: name the index with --output NAME.skv"),
         (("eval", "."), ". is a folder; name a text file in it"),
         (("eval", "/"), "/ is a folder; name a text file in it"),
         (("build-index", "a" * 300), "name too long"),

@@ -1,0 +1,410 @@
+"""Choose and read the files of a document: those of a folder, or files, folders and globs that are joined in one.
+
+Nothing outside a folder is read: links in it are never followed, and only regular files are opened.
+"""
+
+import hashlib
+import io
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pathspec import GitIgnoreSpec
+
+from sparsekv.formats.documents.document import UTF_8, Document, check_encoding
+from sparsekv.formats.errors import UsageError, reason_of
+from sparsekv.formats.hints import ENDING
+from sparsekv.formats.index.folder import MARKER
+from sparsekv.formats.index.schema import is_source_path
+
+MOST_BYTES = 8 << 20
+"""Size of the largest file that is read."""
+MOST_TEXT = 32 << 20
+"""Bytes of all files of a document, which are some 8 million tokens."""
+MOST_ENTRIES = 1_000_000
+MOST_DEPTH = 64
+"""Folders below one another, each of which is open while it is read."""
+MOST_IGNORED = 64 << 10
+"""Size of the largest .gitignore that is read."""
+MOST_WILDCARDS = 4
+"""Wildcards of a line of .gitignore. The time of a match grows by the length of the path with each of them."""
+NAMED = 3
+"""Number of files that are named for each reason why some are left out."""
+OTHER_KINDS = (".docx", ".htm", ".html", ".pdf", ".xhtml")
+"""Extensions of documents whose text has to be extracted first, which no reader here does."""
+IGNORE_FILE = ".gitignore"
+_WILDCARD = re.compile(r"[*?\[]")
+
+HIDDEN, IGNORED, EXCLUDED, UNLISTED = "hidden", f"ignored by {IGNORE_FILE}", "excluded", "not included"
+INDEX, LINK, SPECIAL, DEEP = "of indices", "linked", "irregular", f"below {MOST_DEPTH} folders"
+ODD_NAME, UNREADABLE, NO_TEXT, EMPTY = "with control characters in their names", "unreadable", "not text", "empty"
+LARGE, CHANGED, WILD = f"larger than {MOST_BYTES >> 20} MiB", "changed meanwhile", f"unread in {IGNORE_FILE}"
+COUNTED = (HIDDEN, IGNORED, EXCLUDED, UNLISTED, LINK)
+"""Reasons for which files are counted and not named."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which files of a folder are read, by patterns as in a .gitignore, and their encoding.
+
+    Args:
+        include: a file is read only if one of these matches; if there are none, all are read.
+        exclude: files and folders that are left out.
+
+    Raises:
+        UsageError: a pattern or the encoding is none.
+    """
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    encoding: str = UTF_8
+
+    def __post_init__(self) -> None:
+        check_encoding(self.encoding)
+        for option, patterns in (("--include", self.include), ("--exclude", self.exclude)):
+            for pattern in patterns:
+                _spec([pattern], f"{option} {pattern}")
+
+
+@dataclass(frozen=True)
+class SourceText:
+    """A file's text without blank lines at its beginning and white space at its end, and the hash of its bytes.
+
+    `first_line` is the line of the file at which the text begins.
+    """
+
+    path: str
+    sha256: str
+    text: str
+    first_line: int
+
+    @property
+    def header(self) -> str:
+        """The lines before the text, from which a model knows the file."""
+        return f"# File: {self.path}\n\n"
+
+
+@dataclass(frozen=True)
+class SourceTexts:
+    """The texts of a document of several files, ordered by the parts of their paths, and the files left out.
+
+    `left_out` has the paths by the reason.
+    """
+
+    files: tuple[SourceText, ...]
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The text of the document: each file behind its header, with a blank line between two files."""
+        return _BETWEEN.join(f"{file.header}{file.text}" for file in self.files)
+
+    @property
+    def places(self) -> Iterator[tuple[SourceText, int, int]]:
+        """Yield each file with the characters [start, stop) of its text in the document's."""
+        place = 0
+        for file in self.files:
+            place += len(file.header)
+            yield file, place, place + len(file.text)
+            place += len(file.text) + len(_BETWEEN)
+
+    def told(self) -> str:
+        """Return a line about the files that were left out; empty if there are none."""
+        parts = []
+        for reason, paths in sorted(self.left_out.items()):
+            named = "" if reason in COUNTED else f" ({', '.join(paths[:NAMED])}{', ...' * (len(paths) > NAMED)})"
+            parts.append(f"{len(paths):,} {reason}{named}")
+        return f"left out: {', '.join(parts)}" if parts else ""
+
+
+_BETWEEN = "\n\n"
+
+
+def read_folder(folder: Path, choice: Choice) -> SourceTexts:
+    """Read the files of a folder, with paths relative to it.
+
+    Raises:
+        UsageError: the folder cannot be read, is an unfinished index, or has no text, too much text or too many files.
+    """
+    if folder.suffix == ENDING or (folder / MARKER).exists():
+        raise UsageError(
+            f"{folder} is the folder of an index that is not finished; name its document, and the build goes on"
+        )
+    reader = _Reader(choice)
+    reader.walk(folder)
+    return reader.result(folder.absolute(), str(folder))
+
+
+def read_several(names: Sequence[str], choice: Choice) -> SourceTexts:
+    """Read files, the files of folders, and those that match globs, as one document.
+
+    Their paths are relative to the current folder if all are in it, and else to the folder that they share. A file
+    that is named by itself is read although it is hidden or ignored.
+
+    Raises:
+        UsageError: a name is that of no file, a glob matches none, or as `read_folder`.
+    """
+    reader = _Reader(choice)
+    for name in names:
+        before = reader.chosen
+        if name == "-":
+            raise UsageError("standard input has no name, and a document of several files names each; name a file")
+        if os.path.isdir(name):
+            reader.walk(Path(name))
+        elif os.path.lexists(name) or not _WILDCARD.search(name):
+            reader.read_named(name)
+        else:
+            root, pattern = _glob(name)
+            if root.is_dir():
+                reader.walk(root, _spec([pattern], name))
+            if reader.chosen == before:
+                raise UsageError(f"no file matches {name}; a pattern is as in a shell, and ** is any folders")
+    return reader.result(None, "the documents")
+
+
+def _glob(pattern: str) -> tuple[Path, str]:
+    """Split a glob into the folder before its first wildcard, and a pattern of .gitignore for files in that folder."""
+    parts = pattern.split("/")
+    fixed = next(place for place, part in enumerate(parts) if _WILDCARD.search(part))
+    root = "/".join(parts[:fixed]) or ("/" if pattern.startswith("/") else ".")
+    return Path(root), f"/{'/'.join(parts[fixed:])}"
+
+
+def _spec(patterns: Iterable[str], named: str) -> GitIgnoreSpec:
+    try:
+        return GitIgnoreSpec.from_lines(patterns)
+    except ValueError:
+        raise UsageError(
+            f"{named}: no such pattern; give one as in a .gitignore, such as '*.py' or 'docs/**'"
+        ) from None
+
+
+_Rules = tuple[tuple[str, GitIgnoreSpec], ...]
+"""The rules of .gitignore files, each with the path of its folder, from the outermost to the innermost."""
+
+
+class _Reader:
+    """Reads files into texts, and records why files are left out."""
+
+    def __init__(self, choice: Choice):
+        self._encoding = check_encoding(choice.encoding)
+        self._include = _spec(choice.include, "") if choice.include else None
+        self._exclude = _spec(choice.exclude, "")
+        self._texts: dict[str, SourceText] = {}  # by absolute path
+        self._left_out: dict[str, list[str]] = {}
+        self._entries, self._bytes = 0, 0
+        self.chosen = 0
+        """Number of files that were opened, or would have been if their text were of a kind that is read."""
+
+    def result(self, base: Path | None, named: str) -> SourceTexts:
+        """Return the texts with their paths relative to a folder; None: see `read_several`.
+
+        Raises:
+            UsageError: there are none.
+        """
+        inside = Path.cwd() if base is None else base
+        if base is None and not all(Path(path).is_relative_to(inside) for path in self._texts):
+            inside = Path(os.path.commonpath([os.path.dirname(path) for path in self._texts]))
+        files = []
+        for path, text in self._texts.items():
+            relative = Path(path).relative_to(inside).as_posix()
+            if is_source_path(relative):
+                files.append(SourceText(relative, text.sha256, text.text, text.first_line))
+            else:
+                self._leave_out(ODD_NAME, relative)
+        files.sort(key=lambda file: file.path.split("/"))
+        texts = SourceTexts(tuple(files), self._left_out)
+        if not files:
+            why = texts.told()
+            raise UsageError(
+                f"{named}: no text to index{f' ({why})' if why else ''}; name text files, or a folder of them"
+            )
+        return texts
+
+    def read_named(self, name: str) -> None:
+        """Read a file that was named by itself. Raises UsageError if there is none."""
+        try:
+            kind = os.stat(name).st_mode
+        except (OSError, ValueError):
+            raise UsageError(f"no such file: {name}") from None
+        if stat.S_ISREG(kind):
+            self._read(name, os.path.abspath(name), lambda: os.open(name, _FLAGS))
+        else:
+            self._leave_out(SPECIAL, name)
+
+    def walk(self, folder: Path, pattern: GitIgnoreSpec | None = None) -> None:
+        """Read the files of a folder that match a pattern, if one is given. Raises UsageError if it cannot be read."""
+        try:
+            descriptor = os.open(folder, _FLAGS | os.O_DIRECTORY)
+        except OSError as error:
+            raise UsageError(f"cannot read {folder}: {reason_of(error)}; allow reading it, or name another") from None
+        try:
+            self._walk(descriptor, _Place(os.path.abspath(folder), pattern), "", (), 0)
+        finally:
+            os.close(descriptor)
+
+    def _walk(self, descriptor: int, place: "_Place", prefix: str, rules: _Rules, depth: int) -> None:
+        """Read the files of an open folder in the order of their names; `prefix` is its path in `place`, with a /."""
+        entries = self._listed(descriptor, place)
+        if any(entry.name == MARKER for entry in entries):
+            self._leave_out(INDEX, prefix)
+            return
+        if any(entry.name == IGNORE_FILE and entry.is_file(follow_symlinks=False) for entry in entries):
+            rules = (*rules, (prefix, self._ignored_by(descriptor, prefix)))
+        for entry in entries:
+            path = f"{prefix}{entry.name}"
+            folder = entry.is_dir(follow_symlinks=False)
+            if reason := self._reason(entry, path, place, rules, folder=folder):
+                self._leave_out(reason, path)
+            elif not folder:
+                self._read_entry(descriptor, entry.name, path, place)
+            elif depth >= MOST_DEPTH:
+                self._leave_out(DEEP, path)
+            else:
+                with self._opened(descriptor, entry.name, path) as below:
+                    if below is not None:
+                        self._walk(below, place, f"{path}/", rules, depth + 1)
+
+    def _listed(self, descriptor: int, place: "_Place") -> list[os.DirEntry[str]]:
+        entries = []
+        with os.scandir(descriptor) as found:
+            for entry in found:
+                entries.append(entry)
+                self._entries += 1
+                if self._entries > MOST_ENTRIES:
+                    raise UsageError(f"{place.folder} has more than {MOST_ENTRIES:,} files; name a folder in it")
+        return sorted(entries, key=lambda entry: entry.name)
+
+    @contextmanager
+    def _opened(self, descriptor: int, name: str, path: str) -> Iterator[int | None]:
+        """Open a folder in an open folder; None, with the reason recorded, if it cannot be opened."""
+        try:
+            below = os.open(name, _FLAGS | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+        except OSError:
+            self._leave_out(UNREADABLE, path)
+            yield None
+            return
+        try:
+            yield below
+        finally:
+            os.close(below)
+
+    def _reason(self, entry: os.DirEntry[str], path: str, place: "_Place", rules: _Rules, *, folder: bool) -> str:
+        """Return the reason why a file or folder is left out; empty if it is not."""
+        shown = f"{path}/" if folder else path
+        if entry.name.startswith("."):
+            return HIDDEN
+        if entry.is_symlink():
+            return LINK
+        if folder and entry.name.endswith(ENDING):
+            return INDEX
+        if _is_ignored(shown, rules):
+            return IGNORED
+        if self._exclude.match_file(shown):
+            return EXCLUDED
+        if folder:
+            return ""
+        if not place.has(path) or (self._include is not None and not self._include.match_file(path)):
+            return UNLISTED
+        if not entry.is_file(follow_symlinks=False):
+            return SPECIAL
+        return "" if is_source_path(path) else ODD_NAME
+
+    def _ignored_by(self, descriptor: int, prefix: str) -> GitIgnoreSpec:
+        """Read the .gitignore of an open folder. Lines that would take long to match are left out, and recorded."""
+        kept = []
+        path = f"{prefix}{IGNORE_FILE}"
+        data = _content(lambda: os.open(IGNORE_FILE, _FLAGS | os.O_NOFOLLOW, dir_fd=descriptor), MOST_IGNORED)
+        lines = data.decode(errors="replace").splitlines() if isinstance(data, bytes) else []
+        if not isinstance(data, bytes):
+            self._leave_out(data, path)
+        for line in lines:
+            try:
+                if len(re.findall(r"\*+", line)) > MOST_WILDCARDS:
+                    raise ValueError
+                GitIgnoreSpec.from_lines([line])
+                kept.append(line)
+            except ValueError:
+                self._leave_out(WILD, f"{path}: {line[:40]}")
+        return GitIgnoreSpec.from_lines(kept)
+
+    def _read_entry(self, descriptor: int, name: str, path: str, place: "_Place") -> None:
+        whole = os.path.join(place.folder, path)
+        self._read(path, whole, lambda: os.open(name, _FLAGS | os.O_NOFOLLOW, dir_fd=descriptor))
+
+    def _read(self, shown: str, path: str, opener: Callable[[], int]) -> None:
+        """Read a file's text, or record why it has none."""
+        self.chosen += 1
+        if path in self._texts:
+            return
+        if path.lower().endswith(OTHER_KINDS):
+            self._leave_out(NO_TEXT, shown)
+            return
+        data = _content(opener, MOST_BYTES)
+        if isinstance(data, str):
+            self._leave_out(data, shown)
+            return
+        try:
+            text = Document(shown, io.BytesIO(data), self._encoding).whole().rstrip()
+        except UsageError:
+            self._leave_out(NO_TEXT if data.strip() else EMPTY, shown)
+            return
+        self._bytes += len(data)
+        if self._bytes > MOST_TEXT:
+            raise UsageError(
+                f"the files have more than {MOST_TEXT >> 20} MiB of text; choose fewer with --include or --exclude"
+            )
+        blank = text[: len(text) - len(text.lstrip())]
+        cut = blank.rfind("\n") + 1
+        self._texts[path] = SourceText(path, hashlib.sha256(data).hexdigest(), text[cut:], 1 + blank.count("\n"))
+
+    def _leave_out(self, reason: str, path: str) -> None:
+        self._left_out.setdefault(reason, []).append(path)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A folder that is read, by its absolute path, and the pattern of its files; None: all of them."""
+
+    folder: str
+    pattern: GitIgnoreSpec | None
+
+    def has(self, path: str) -> bool:
+        return self.pattern is None or self.pattern.match_file(path)
+
+
+_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+def _is_ignored(path: str, rules: _Rules) -> bool:
+    """Whether the innermost .gitignore that has a rule for a path ignores it. A folder's path ends with a /."""
+    for folder, spec in reversed(rules):
+        ignored = spec.check_file(path.removeprefix(folder)).include
+        if ignored is not None:
+            return ignored
+    return False
+
+
+def _content(opener: Callable[[], int], most: int) -> bytes | str:
+    """Return a file's bytes, or the reason why it is left out."""
+    try:
+        with open(opener(), "rb", buffering=0) as file:
+            before = os.fstat(file.fileno())
+            if not stat.S_ISREG(before.st_mode):
+                return SPECIAL
+            pieces, left = [], most + 1
+            while left and before.st_size <= most and (piece := file.read(left)):
+                pieces.append(piece)
+                left -= len(piece)
+            after = os.fstat(file.fileno())
+    except OSError:
+        return UNREADABLE
+    if before.st_size > most or not left:
+        return LARGE
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        return CHANGED
+    return b"".join(pieces)

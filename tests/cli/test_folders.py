@@ -1,0 +1,206 @@
+"""`build-index` of a folder, and of several files as one: what is built, told and kept."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command import Outcome, fails, run_here, start
+from support.sealing import reseal
+
+from sparsekv.formats.checksums import hash_bytes
+from sparsekv.formats.index.manifest import read_manifest
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import SourceFile
+from sparsekv.formats.models.load import load_tokenizer
+
+HOW = ("--model", "model", "--method", "squeezed", "--tail", "32")
+ASK = ("What is it?", "--max-new-tokens", "2", "-q", "--model", "model")
+
+
+@pytest.fixture
+def project(place: Path) -> Path:
+    """A folder of files beside the model."""
+    folder = place / "project"
+    for name in ("a.md", "src/b.py", "src/c.py", "z.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"# {name}\n" + "".join(f"{name} has line {line}.\n" for line in range(12)))
+    return folder
+
+
+def _build(*arguments: str) -> Outcome:
+    built = run_here("build-index", *arguments, *HOW)
+    assert built.code == 0, built.stderr
+    return built
+
+
+def _table(index: str) -> tuple[SourceFile, ...]:
+    table = read_manifest(Path(index)).prompt.files
+    assert table is not None
+    return table
+
+
+def test_a_folder_is_one_document_with_a_table_of_its_files(project: Path) -> None:
+    (project / "picture.png").write_bytes(b"\x89PNG\0")
+    (project / ".git").mkdir()
+    built = start("build-index", "project", *HOW, cwd=project.parent).wait()
+    assert (built.code, built.stdout) == (0, "project.skv\n"), built.stderr
+    artifact = Artifact(project.parent / "project.skv")
+    tokens = artifact.manifest.split.tokens
+    assert f"4 files, {tokens:,} tokens; left out: 1 hidden, 1 not text (picture.png)\n" in built.stderr
+    ids, tokenizer, border = artifact.input_ids(), load_tokenizer("model"), artifact.manifest.prompt.border
+    assert border is not None
+    for file in _table("project.skv"):
+        data = (project / file.path).read_bytes()
+        assert (file.sha256, file.first_line) == (hash_bytes(data), 1)
+        text = str(tokenizer.decode(ids[file.start : file.stop]))
+        assert f"{text}{border.held if file.path == 'z.txt' else ''}" == data.decode().strip()
+    assert "# File: src/b.py\n\n# src/b.py\n" in str(tokenizer.decode(ids))
+    asked = run_here("generate", "--index", "project.skv", *ASK)
+    assert asked.code == 0, asked.stderr
+    again = run_here("build-index", "project", *HOW)
+    assert "project.skv is up to date: nothing to build" in again.stderr
+
+
+def test_inspect_shows_the_files(project: Path) -> None:
+    _build("project", "-q")
+    shown = run_here("inspect", "--index", "project.skv", "--verify")
+    assert "4, by their tokens: src/b.py" in " ".join(shown.stdout.split())
+    assert "the ranges of 4 source files are in order, within the prompt" in shown.stderr
+    told = json.loads(run_here("inspect", "--index", "project.skv", "--json", "-q").stdout)
+    assert [SourceFile(**file) for file in told["files"]] == [*_table("project.skv")]
+
+
+def _edit(project: Path) -> None:
+    (project / "src" / "c.py").write_text("c has other lines now.\n" * 9)
+
+
+def _add(project: Path) -> None:
+    (project / "src" / "bb.py").write_text("A new file.\n")
+
+
+def _remove(project: Path) -> None:
+    (project / "src" / "c.py").unlink()
+
+
+def _rename(project: Path) -> None:
+    (project / "src" / "c.py").rename(project / "src" / "d.py")
+
+
+@pytest.mark.parametrize("change", [_edit, _add, _remove, _rename])
+def test_after_a_change_the_index_is_that_of_a_fresh_build(project: Path, change: Callable[[Path], None]) -> None:
+    _build("project", "-q")
+    change(project)
+    told = _build("project").stderr
+    before = next(file for file in _table("project.skv") if file.path == "src/b.py").stop // 256 * 256
+    assert f"the first {before:,} are those of this one, the others are replaced" in told
+    _build("project", "-q", "-o", "fresh.skv")
+    ours, fresh = (read_manifest(Path(name)) for name in ("project.skv", "fresh.skv"))
+    assert ours.prompt == fresh.prompt
+    answers = [run_here("generate", "--index", name, *ASK).stdout for name in ("project.skv", "fresh.skv")]
+    assert answers[0] == answers[1] != ""
+
+
+def test_white_space_that_no_token_has_changes_the_hash_alone(project: Path) -> None:
+    _build("project", "-q")
+    with (project / "src" / "b.py").open("a") as file:
+        file.write("\n\n")
+    _build("project", "-q")
+    assert _table("project.skv")[1].sha256 == hash_bytes((project / "src" / "b.py").read_bytes())
+
+
+def test_several_files_are_one_document_or_an_index_each(project: Path) -> None:
+    told = _build("doc.txt", "project/**/*.py", "project", "--as-one", "--include", "*.py", "-o", "one.skv").stdout
+    assert told == "one.skv\n"
+    assert [file.path for file in _table("one.skv")] == ["doc.txt", "project/src/b.py", "project/src/c.py"]
+    assert _build("project", "project/a.md", "-q", "-o", "each").stdout == "each/project.skv\neach/a.skv\n"
+    assert len(_table("each/project.skv")) == 4
+    assert read_manifest(Path("each/a.skv")).prompt.files is None
+
+
+def test_indices_in_a_folder_are_no_text_of_it(project: Path) -> None:
+    _build("project", "-q", "-o", "project/all")
+    before = read_manifest(project / "all")
+    assert "up to date" in _build("project", "-o", "project/all").stderr
+    shutil.copytree(project.parent / "doc.skv", project / "doc.skv")
+    assert "left out: 2 of indices" in _build("project", "-o", "project/all").stderr
+    assert read_manifest(project / "all") == before
+
+
+def test_a_cut_document_has_the_files_before_the_cut(project: Path) -> None:
+    told = _build("project", "--max-tokens", "400").stderr
+    files = _table("project.skv")
+    assert f"{len(files)} of 4 files, {files[-1].stop:,} tokens\n" in told
+    assert files[-1].stop == read_manifest(Path("project.skv")).split.tokens
+
+
+def test_too_many_tokens_are_refused_before_the_weights_are_read(project: Path) -> None:
+    (project / "large.txt").write_text("words " * 1000)
+    shutil.copytree("model", "no-weights", ignore=shutil.ignore_patterns("*.safetensors"))
+    refused = run_here("build-index", "project", "--model", "no-weights", "-q")
+    assert refused.code == 2
+    assert "the largest: large.txt with 5,999, " in refused.error()
+    assert "shorten it with --max-tokens 3800" in refused.error()
+    assert "4,096 positions; leave files out with --exclude" in refused.error()
+
+
+def test_the_table_stays_when_the_index_grows(project: Path) -> None:
+    _build("project", "-q")
+    table = _table("project.skv")
+    assert run_here("append", "--index", "project.skv", "doc.txt", "--rebuild", "-q").code == 0
+    assert _table("project.skv") == table
+    assert run_here("build-index", "project.skv", "--method", "multipole", "-q").code == 0
+    assert _table("project.skv") == table
+    kept = run_here("generate", "--index", "project.skv", *ASK, "--method", "multipole", "--save-to", "talk.skv")
+    assert kept.code == 0, kept.stderr
+    assert _table("talk.skv") == table
+
+
+def _swap(fields: dict[str, Any]) -> None:
+    fields["prompt"]["files"].reverse()
+
+
+def _beyond(fields: dict[str, Any]) -> None:
+    fields["prompt"]["files"][-1]["stop"] = fields["prompt"]["tokens"] + 1
+
+
+def _out(fields: dict[str, Any]) -> None:
+    fields["prompt"]["files"][0]["path"] = "../../etc/passwd"
+
+
+@pytest.mark.parametrize("change", [_swap, _beyond, _out])
+def test_a_table_that_cannot_be_is_refused(project: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    _build("project", "-q")
+    reseal(project.parent / "project.skv", change)
+    fails(1, "inspect", "--index", "project.skv", "-q", says=("is damaged: field prompt", "--force"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("empty",), ("empty: no text to index", "name text files")),
+        (("project", "--include", "*.rst"), ("no text to index (left out: 4 not included)",)),
+        (("doc.txt", "--include", "*.txt"), ("--include *.txt", "name a folder")),
+        (("project", "doc.txt", "--as-one"), ("name the index with --output NAME.skv",)),
+        (("project", "none.txt", "--as-one", "-o", "x.skv"), ("no such file: none.txt",)),
+        (("project", "-", "--as-one", "-o", "x.skv"), ("standard input has no name",)),
+        (("*.rst", "--as-one", "-o", "x.skv"), ("no file matches *.rst",)),
+        (("project", "--exclude", "!"), ("--exclude !: no such pattern",)),
+        (("half.skv",), ("half.skv is the folder of an index that is not finished",)),
+        (("doc.skv", "--exclude", "*.md"), ("--exclude: doc.skv is an index",)),
+        (("project", "--ray", "auto", "--as-one"), ("leave --ray out",)),
+    ],
+)
+def test_refusals(project: Path, arguments: tuple[str, ...], says: tuple[str, ...]) -> None:
+    for name in ("empty", "half.skv"):
+        (project.parent / name).mkdir()
+    fails(2, "build-index", *arguments, "--model", "model", "-q", says=says)
+
+
+def test_names_that_steer_a_terminal_are_shown_escaped(project: Path) -> None:
+    (project / "\x1b[2J\n.txt").write_text("text")
+    told = _build("project").stderr
+    assert "\x1b" not in told
+    assert "1 with control characters in their names (\\x1b[2J .txt)" in told
