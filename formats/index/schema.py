@@ -1,6 +1,7 @@
 """Schemas 1 and 2 of an index: the fields of `manifest.json` and the names of the index's files."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
@@ -209,6 +210,39 @@ class ChatFrame(Record):
     trimmed: bool = Field(default=False, description="the template takes white space from both ends of a message")
 
 
+_UNSAFE = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
+SOURCE_PATH = re.compile(rf"(?!\.{{1,2}}/)[^/{_UNSAFE}]+(/(?!\.{{1,2}}(/|$))[^/{_UNSAFE}]+)*")
+"""Pattern of a source file's path: relative, without `..` and without characters that steer a terminal."""
+
+
+def is_source_path(path: str) -> bool:
+    """Whether a table of files may hold a path: it is relative, stays in its folder, and is printable UTF-8."""
+    return SOURCE_PATH.fullmatch(path) is not None and path not in (".", "..") and _is_utf_8(path)
+
+
+def _is_utf_8(text: str) -> bool:
+    try:
+        return bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+class SourceFile(Record):
+    """A file of a document that was joined from several files: its name, its hash, and its tokens in the prompt."""
+
+    path: str = Field(description="relative to the document's folder, with / between its parts")
+    sha256: Sha256
+    start: Count = Field(description="of its text's tokens [start, stop) in the whole prompt, without its header")
+    stop: Count
+    first_line: Count = Field(default=1, description="line of the file at which its text begins")
+
+    @model_validator(mode="after")
+    def _stays_in_its_folder(self) -> Self:
+        if not is_source_path(self.path):
+            raise ValueError("a path within the folder")
+        return self
+
+
 class Prompt(Record):
     """The fixed prompt, by its hashes. `block_hashes` is chained: entry i covers the first 256 (i + 1) tokens."""
 
@@ -220,6 +254,16 @@ class Prompt(Record):
     special_tokens: bool = Field(default=False, description="those of the text, or of what was added, have a meaning")
     max_tokens: Size | None = Field(default=None, description="of the text, where it goes on; null where all are in")
     border: Border | None = Field(default=None, description="null: what follows is tokenised as a text of its own")
+    files: tuple[SourceFile, ...] | None = Field(
+        default=None, description="of a document of several files, by their tokens; null for a document of one text"
+    )
+
+    @model_validator(mode="after")
+    def _files_in_order(self) -> Self:
+        edges = [edge for file in self.files or () for edge in (file.start, file.stop)]
+        if edges != sorted(edges) or max(edges, default=0) > self.tokens:
+            raise ValueError("files one behind another within the prompt")
+        return self
 
 
 class Split(Record):
