@@ -68,6 +68,26 @@ PlacementOption = Annotated[
 ]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=SAMPLING)]
 RawOption = Annotated[bool, typer.Option("--raw", help="Put no chat template around the question.")]
+MOST_SOURCES = 64
+
+
+def _sources(value: str | int) -> int:
+    """Parse the number of sources of an answer."""
+    text = str(value)
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) <= MOST_SOURCES:
+        raise UsageError(f"--sources {text}: give a whole number from 1 to {MOST_SOURCES}")
+    return int(text)
+
+
+SourcesOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        parser=_sources,
+        help="Show the N passages of the document that the answer attended to most, each with its file, its lines and "
+        "its share of this attention.",
+    ),
+]
 StatsOption = Annotated[
     bool, typer.Option("--stats", help="Print times, and the share of keys and values read; with --quiet, too.")
 ]
@@ -331,6 +351,7 @@ class GenerateOptions:
             metavar="NAME.skv", help="Save document, question and answer as a new index, to ask the next question of."
         ),
     ] = None
+    sources: SourcesOption = None
     stats: StatsOption = False
     gauge: Annotated[
         bool,
@@ -375,7 +396,7 @@ class GenerateOptions:
         """
         size = self.batch_size
         if ranks is not None:
-            refuse_with_ranks({"--resume": self.resume, "--save-to": self.save_to})
+            refuse_with_ranks({"--resume": self.resume, "--save-to": self.save_to, "--sources": self.sources})
             refuse_merged_heads(config)
             if size not in ("auto", "1"):
                 raise UsageError(f"--batch-size {size}: ranks answer one question at a time; leave it out")

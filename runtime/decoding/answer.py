@@ -14,6 +14,7 @@ from sparsekv.formats.models.rope import positions_after, positions_of, stretcha
 from sparsekv.kernels.common.hook import calling_back
 from sparsekv.runtime.cache.index_cache import LayerStats
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.sources.places import Source
 
 LONGEST = 32
 """Tokens that a `Streamer` decodes together, before it shortens them."""
@@ -117,6 +118,7 @@ class Answer:
     `finish_reason` is `stop` if the model ended the answer, `length` if the token limit was reached, `interrupted` if
     the caller stopped it, and empty for an empty line.
     `layers` has the missed-mass figures of each layer, if the cache measures them.
+    `sources` are the passages that the answer attended to most, if they were asked for.
     """
 
     text: str
@@ -128,6 +130,7 @@ class Answer:
     time_to_first_token: float
     kv_fraction: float
     layers: list[LayerStats] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
 
 
 NO_ANSWER = Answer("", [], 0, 0, "", 0.0, 0.0, 0.0)
