@@ -67,9 +67,7 @@ def _head(layers: Mapping[int, int], layer: Any, head: Any, weight: Any) -> Head
 
 
 @torch.inference_mode()
-def measure_heads(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, layers: Sequence[int]
-) -> list[Head]:
+def measure_heads(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, layers: Sequence[int]) -> list[Head]:
     """Run a model over random tokens that are repeated once, and return the heads that follow the repetition.
 
     A head's weight is the attention that each repeated token pays to the token after its first occurrence, a mean
