@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,11 +44,12 @@ class SourceFinder:
 
     def watched(self) -> dict[int, torch.Tensor]:
         """Return the numbers [H] of the retrieval heads by layer, on the model's device."""
-        layers = dict.fromkeys(one.layer for one in self.heads)
         return {
-            layer: torch.tensor([one.head for one in self.heads if one.layer == layer], device=self.device)
-            for layer in layers
+            layer: torch.tensor([one.head for one in heads], device=self.device) for layer, heads in self._by_layer()
         }
+
+    def _by_layer(self) -> list[tuple[int, list[Head]]]:
+        return [(layer, [*heads]) for layer, heads in groupby(self.heads, lambda one: one.layer)]
 
     @torch.inference_mode()
     def sources(
@@ -60,10 +62,9 @@ class SourceFinder:
             own_keys: returns a layer's keys [Hk, U, D] of the tokens after the stored prompt, up to the last step's.
         """
         shares = torch.zeros(self.artifact.manifest.split.tokens, device=self.device)
-        for layer, numbers in self.watched().items():
-            of_layer = [one for one in self.heads if one.layer == layer]
+        for layer, heads in self._by_layer():
             own, queries = own_keys(layer), torch.stack([step[layer] for step in steps], 1)  # [H, T, D]
-            for number, head in enumerate(of_layer):
+            for number, head in enumerate(heads):
                 kv_head = head.head * len(own) // self.query_heads[layer]
                 shares += head.weight * self._mean_shares(layer, kv_head, queries[number], own[kv_head])
         return self.places.sources(shares.cpu(), most)

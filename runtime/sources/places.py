@@ -1,7 +1,8 @@
 """Passages of a document by their tokens, and the files and lines where they stand."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -76,7 +77,7 @@ class Places:
         first = max(file.start, min(best, centre) - LONGEST)
         last = min(file.stop, centre + 2 * LONGEST)
         edges = [first + edge for edge in split_passages(token_texts(self.tokenizer, self.ids[first:last])).edges]
-        sums = [float(left[start:stop].sum()) for start, stop in zip(edges, edges[1:], strict=False)]
+        sums = [float(left[start:stop].sum()) for start, stop in pairwise(edges)]
         low = high = max(range(len(sums)), key=sums.__getitem__)
         least = BESIDE * sums[low]
 
