@@ -68,7 +68,7 @@ PlacementOption = Annotated[
 ]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=SAMPLING)]
 RawOption = Annotated[bool, typer.Option("--raw", help="Put no chat template around the question.")]
-MOST_SOURCES = 64
+MOST_SOURCES = 64  # as in runtime/sources/places.py, which imports transformers
 
 
 def _sources(value: str | int) -> int:

@@ -39,7 +39,7 @@ from sparsekv.runtime.decoding.sampling import Sampling, draw
 from sparsekv.runtime.decoding.step import DecodeStep
 from sparsekv.runtime.decoding.threads import FreeCores, all_cores, exclusive, free_cores
 from sparsekv.runtime.selection.interface import MethodSpec
-from sparsekv.runtime.sources.places import Source
+from sparsekv.runtime.sources.places import MOST_SOURCES, Source
 
 QUESTION_TOKENS = 2048
 """Maximum number of tokens of the questions that begin in one step; a longer question is the only one to begin.
@@ -102,6 +102,10 @@ class Request:
     on_token: Callable[[int, TokenLogprobs | None], None] | None = None
     logprobs: int | None = None
     sources: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.sources) is not int or not 0 <= self.sources <= MOST_SOURCES:
+            raise UsageError(f"sources is {self.sources!r}: give a whole number up to {MOST_SOURCES}")
 
 
 class Sequence:

@@ -12,6 +12,8 @@ from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import SourceFile
 from sparsekv.runtime.sources.passages import LONGEST, split_passages, token_texts
 
+MOST_SOURCES = 64
+"""Maximum number of sources of an answer."""
 BESIDE = 0.1
 """A sentence beside the best one belongs to the source if it has at least this share of the best one's attention."""
 
