@@ -214,7 +214,7 @@ def test_a_request_names_method_and_budget_either_way(client: OpenAI) -> None:
 def test_an_answer_tells_its_sources(server: Server, indices: Path) -> None:
     """As `generate --sources` does, for each choice, and in a stream at its end."""
     expected = generated(indices, "--sources", "2")["sources"]
-    body = {"model": "doc", "messages": [user(QUESTION)], "max_tokens": LONG, "sparsekv": {"sources": 2}}
+    body = {"model": "doc@100%", "messages": [user(QUESTION)], "max_tokens": LONG, "sparsekv": {"sources": 2}}
     with server.http() as http:
         whole = http.post("/v1/chat/completions", json=body | {"n": 2}).json()
         with http.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
