@@ -26,7 +26,7 @@ from sparsekv.cli.common.streams import outlive_reader
 from sparsekv.cli.distributed.join import refuse_with_ranks
 from sparsekv.formats.errors import UsageError, check_choice
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.runtime.attention.config import QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
+from sparsekv.runtime.attention.config import MOST_SOURCES, QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
 from sparsekv.runtime.decoding.choose_config import attention_of, choose_config, refuse_beside_dense
@@ -68,7 +68,6 @@ PlacementOption = Annotated[
 ]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=SAMPLING)]
 RawOption = Annotated[bool, typer.Option("--raw", help="Put no chat template around the question.")]
-MOST_SOURCES = 64  # as in runtime/sources/places.py, which imports transformers
 
 
 def _sources(value: str | int) -> int:

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sparsekv.cli.answering.options import MOST_SOURCES
 from sparsekv.cli.serving.errors import UNSUPPORTED, ApiError, invalid
+from sparsekv.runtime.attention.config import MOST_SOURCES
 
 MOST_CHOICES = 16
 MOST_STOPS = 4

@@ -19,7 +19,7 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.kernels.common.given_rows import with_cache
 from sparsekv.kernels.common.hook import calling_back, route_attention
-from sparsekv.runtime.attention.config import Dense
+from sparsekv.runtime.attention.config import MOST_SOURCES, Dense
 from sparsekv.runtime.attention.sparse_layer import SparseLayer, appends, divides_questions, packed_layer
 from sparsekv.runtime.cache.buffers import read_share, total_read
 from sparsekv.runtime.cache.index_cache import Fed, IndexCache, SequenceCache
@@ -39,7 +39,7 @@ from sparsekv.runtime.decoding.sampling import Sampling, draw
 from sparsekv.runtime.decoding.step import DecodeStep
 from sparsekv.runtime.decoding.threads import FreeCores, all_cores, exclusive, free_cores
 from sparsekv.runtime.selection.interface import MethodSpec
-from sparsekv.runtime.sources.places import MOST_SOURCES, Source
+from sparsekv.runtime.sources.places import Source
 
 QUESTION_TOKENS = 2048
 """Maximum number of tokens of the questions that begin in one step; a longer question is the only one to begin.
