@@ -11,6 +11,7 @@ from sparsekv.cli.answering.options import (
     PlacementOption,
     RawOption,
     SamplingOptions,
+    SourcesOption,
     StatsOption,
 )
 from sparsekv.cli.common.console import note
@@ -44,6 +45,7 @@ class ChatOptions:
     sampling: SamplingOptions
     raw: RawOption = False
     special_tokens: SpecialTokensOption = False
+    sources: SourcesOption = None
     stats: StatsOption = False
     run: RunOptions
 
@@ -85,7 +87,8 @@ def chat(options: ChatOptions) -> None:
     note_small_budgets([config.budget], quiet=quiet)
     if options.stats:  # at a terminal, the first line shows the method
         times.show("" if piped is None else f"answers by {describe(config)}")
-    session = Chat(talk, choices, sampling, stats=options.stats, quiet=quiet, dtype=options.run.dtype)
+    sources, dtype = options.sources or 0, options.run.dtype
+    session = Chat(talk, choices, sampling, stats=options.stats, quiet=quiet, dtype=dtype, sources=sources)
     if piped is None:
         note(f"{artifact.folder}: {opened.split.tokens:,} tokens; {describe(config)}; {HOW}", quiet=quiet)
         return converse(session)

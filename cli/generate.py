@@ -22,7 +22,8 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def generate(options: GenerateOptions) -> None:
     """Answer a question over an index; the answer streams to stdout.
 
-    Only the question is prefilled. With --batch-file several questions are answered at once, line breaks in an answer
+    Only the question is prefilled. With --sources the passages that the answer attended to follow on stderr.
+    With --batch-file several questions are answered at once, line breaks in an answer
     become spaces unless --json is given, and a blank line gets a blank answer. An index made by --save-to can be asked
     the next question; methods that cannot append tokens are rebuilt for it.
 
@@ -30,6 +31,7 @@ def generate(options: GenerateOptions) -> None:
     sparsekv generate --index manual.skv "How is it installed?"
     echo "What is this about?" | sparsekv generate --index manual.skv --budget 5%
     sparsekv generate --index manual.skv "How is it installed?" --save-to talk.skv
+    sparsekv generate --index manual.skv "How is it installed?" --sources 3
     sparsekv generate --index manual.skv --batch-file questions.txt --json > answers.jsonl
     """
     refuse_little_room()
@@ -51,7 +53,8 @@ def generate(options: GenerateOptions) -> None:
     named = options.model, options.device, options.dtype
     load = partial(load_for, artifact, *named, quiet=options.quiet, weights=options.weights)
     opened = load(hold=config.placement == "device", loaded_in=times.loaded, ranks=ranks, early=early)
-    schedule = Schedule.open(opened, config, sampling, questions.encode(opened)[len(output.done) :], at_once, ranks)
+    asked = questions.encode(opened)[len(output.done) :]
+    schedule = Schedule.open(opened, config, sampling, asked, at_once, ranks, options.sources or 0)
     note_small_budgets([config.budget], quiet=options.quiet)
     if options.with_stats:
         times.show(config.origin or f"answers by {config.attention.name}, budget {config.budget}")

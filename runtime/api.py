@@ -62,7 +62,7 @@ def refuse_unknown(given: Iterable[str], own: Iterable[str]) -> None:
 
 
 T = TypeVar("T")
-ASKING = ("method", "budget", "residual", "placement", "prefill", "prefill_budget", "question")
+ASKING = ("method", "budget", "residual", "placement", "prefill", "prefill_budget", "question", "sources")
 """Argument names of `asker` and `ask`, from which the error for a mistyped argument suggests the nearest."""
 
 
@@ -131,10 +131,11 @@ class Index:
                 refuse_beside_dense({"--prefill": prefill})
             return StreamingSession.open(self.opened, config)
 
-    def ask(self, question: str, sampling: Sampling | None = None, **setting: Any) -> Answer:
+    def ask(self, question: str, sampling: Sampling | None = None, *, sources: int = 0, **setting: Any) -> Answer:
         """Answer one question, by default with greedy decoding. Each call allocates a new cache.
 
         Args:
+            sources: the maximum number of the answer's `sources`, the passages that it attended to most.
             setting: the arguments of `asker`.
 
         Raises:
@@ -147,7 +148,7 @@ class Index:
         if sampling is not None and not isinstance(sampling, Sampling):
             raise UsageError(f"sampling is {sampling!r}: give sparsekv.Sampling(max_new_tokens=...)")
         with exclusive(self.opened.model):
-            return self.asker(**setting).ask(question, sampling)
+            return self.asker(**setting).ask(question, sampling, sources=sources)
 
     def recall_report(
         self,

@@ -134,12 +134,14 @@ class Schedule:
         questions: token ids [Q] of each question; None for a blank line.
         engine: decodes the questions, several at once or one after another.
         ranks: the processes that share the model. All of them answer the same questions.
+        sources: maximum number of sources of an answer.
     """
 
     sampling: Sampling
     questions: Sequence[torch.Tensor | None]
     engine: Engine
     ranks: "Ranks | None"
+    sources: int = 0
 
     @classmethod
     def open(
@@ -150,6 +152,7 @@ class Schedule:
         questions: Sequence[torch.Tensor | None],
         size: int | None,
         ranks: "Ranks | None",
+        sources: int = 0,
     ) -> Self:
         """Make a schedule that answers `size` questions at once; None means as many as fit.
 
@@ -160,7 +163,7 @@ class Schedule:
         session, asked = Session.open(index, config), sum(one is not None for one in questions)
         together = choose_batch_size(size, session, asked, sampling.max_new_tokens)
         engine = Engine(index, pack(session.cache, together) if together > 1 else session.cache)
-        return cls(sampling, questions, engine, ranks)
+        return cls(sampling, questions, engine, ranks, sources)
 
     def compile(self, mode: str, *, quiet: bool) -> None:
         """Compile the model's layers, as `--compile` asks, if the answers take enough steps. A failure is usually only
@@ -206,7 +209,8 @@ class Schedule:
     def _in_order(self, on_text: Callable[[str], None] | None) -> Iterator[Answer]:
         asked = [number for number, one in enumerate(self.questions) if one is not None]
         ready: dict[int, Answer] = {number: NO_ANSWER for number, one in enumerate(self.questions) if one is None}
-        requests = [Request(one, self.sampling, on_text) for one in self.questions if one is not None]
+        asking = (one for one in self.questions if one is not None)
+        requests = [Request(one, self.sampling, on_text, sources=self.sources) for one in asking]
         answers = self.engine.answers(requests)
         for number in range(len(self.questions)):
             while number not in ready:

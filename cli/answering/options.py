@@ -26,7 +26,7 @@ from sparsekv.cli.common.streams import outlive_reader
 from sparsekv.cli.distributed.join import refuse_with_ranks
 from sparsekv.formats.errors import UsageError, check_choice
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.runtime.attention.config import QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
+from sparsekv.runtime.attention.config import MOST_SOURCES, QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
 from sparsekv.runtime.decoding.choose_config import attention_of, choose_config, refuse_beside_dense
@@ -68,6 +68,25 @@ PlacementOption = Annotated[
 ]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=SAMPLING)]
 RawOption = Annotated[bool, typer.Option("--raw", help="Put no chat template around the question.")]
+
+
+def _sources(value: str | int) -> int:
+    """Parse the number of sources of an answer."""
+    text = str(value)
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) <= MOST_SOURCES:
+        raise UsageError(f"--sources {text}: give a whole number from 1 to {MOST_SOURCES}")
+    return int(text)
+
+
+SourcesOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        parser=_sources,
+        help="Show the N passages of the document that the answer attended to most, each with its file, its lines and "
+        "its share of this attention.",
+    ),
+]
 StatsOption = Annotated[
     bool, typer.Option("--stats", help="Print times, and the share of keys and values read; with --quiet, too.")
 ]
@@ -331,6 +350,7 @@ class GenerateOptions:
             metavar="NAME.skv", help="Save document, question and answer as a new index, to ask the next question of."
         ),
     ] = None
+    sources: SourcesOption = None
     stats: StatsOption = False
     gauge: Annotated[
         bool,
@@ -375,7 +395,7 @@ class GenerateOptions:
         """
         size = self.batch_size
         if ranks is not None:
-            refuse_with_ranks({"--resume": self.resume, "--save-to": self.save_to})
+            refuse_with_ranks({"--resume": self.resume, "--save-to": self.save_to, "--sources": self.sources})
             refuse_merged_heads(config)
             if size not in ("auto", "1"):
                 raise UsageError(f"--batch-size {size}: ranks answer one question at a time; leave it out")

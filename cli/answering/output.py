@@ -10,7 +10,7 @@ from sparsekv.cli.answering.options import GenerateOptions
 from sparsekv.cli.answering.resuming import AnswersFile
 from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.questions import AnswerStream
-from sparsekv.cli.common.stats import note_cut, print_stats
+from sparsekv.cli.common.stats import note_cut, print_sources, print_stats
 from sparsekv.cli.common.streams import json_text
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
@@ -28,6 +28,7 @@ class Output:
         stats: whether to print times too, to stderr.
         settings: settings besides the config that decide an answer.
         resumed: the file that also gets each line, and that already has the first lines.
+        sources: whether to show the sources of each answer.
     """
 
     config: DecodeConfig
@@ -38,6 +39,7 @@ class Output:
     quiet: bool
     settings: dict[str, Any]
     resumed: AnswersFile | None
+    sources: bool = False
     stream: AnswerStream = field(default_factory=AnswerStream)
 
     @classmethod
@@ -50,7 +52,8 @@ class Output:
         questions: Sequence[str],
     ) -> Self:
         """Make the output that the options name. Raises what `AnswersFile` and its `begin` raise."""
-        settings = settings_of(config, sampling, artifact, dtype=options.dtype, **options.encoding)
+        shown = {} if options.sources is None else {"sources": options.sources}
+        settings = settings_of(config, sampling, artifact, dtype=options.dtype, **options.encoding, **shown)
         resumed = None
         if options.resume is not None:
             resumed = AnswersFile(options.resume, options.batch_file, questions, identity(config), settings)
@@ -58,7 +61,8 @@ class Output:
                 told = f"{len(done)} of {len(questions)} answers are in {options.resume}"
                 note(told, quiet=options.quiet)
         of_batch, stats = options.batch_file is not None, options.with_stats
-        return cls(config, sampling, options.as_json, of_batch, stats, options.quiet, settings, resumed)
+        about = config, sampling, options.as_json, of_batch, stats, options.quiet, settings, resumed
+        return cls(*about, sources=bool(shown))
 
     @property
     def done(self) -> Sequence[str]:
@@ -101,6 +105,8 @@ class Output:
             self.stream.end()
         else:
             say(line)
+        if self.sources and answer is not NO_ANSWER and not self.as_json:
+            print_sources(answer, number if self.of_batch else None)
         if self.stats and answer is not NO_ANSWER:
             print_stats(answer, number if self.of_batch else None)
             untold = self.config.measured and not answer.layers
@@ -109,7 +115,8 @@ class Output:
 
     def _record(self, question: str, answer: Answer) -> dict[str, Any]:
         """Return an answer as a JSON object, with the same keys for every question of a call."""
-        left_out = {"ids"} if self.config.measured else {"ids", "layers"}
+        shown = {"layers": bool(self.config.measured), "sources": self.sources}
+        left_out = {"ids", *(name for name, some in shown.items() if not some)}
         kept = {name: value for name, value in asdict(answer).items() if name not in left_out}
         return {"question": question, **kept, **identity(self.config), "settings": self.settings}
 

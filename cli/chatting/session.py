@@ -9,7 +9,7 @@ from types import FrameType
 from sparsekv.cli.answering.options import Choices
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.questions import AnswerStream
-from sparsekv.cli.common.stats import note_cut, print_stats
+from sparsekv.cli.common.stats import note_cut, print_sources, print_stats
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Conversation
@@ -66,6 +66,7 @@ class Chat:
     """The state of a chat, which questions and commands change.
 
     stats: whether times are printed after each answer.
+    sources: number of sources that are printed after each answer.
     dtype: the value of --dtype.
     left: whether the chat is to end.
     asked: the last question.
@@ -77,6 +78,7 @@ class Chat:
     stats: bool
     quiet: bool
     dtype: str
+    sources: int = 0
     interrupts: Interrupts = field(default_factory=Interrupts)
     left: bool = False
     asked: str = ""
@@ -86,7 +88,7 @@ class Chat:
         stream, answered = AnswerStream(), False
         try:
             with self.interrupts.answering() as stop:
-                answer = self.talk.ask(question, self.sampling, stream.add, stop)
+                answer = self.talk.ask(question, self.sampling, stream.add, stop, sources=self.sources)
                 answered = True
         finally:
             if answered or stream.begun:
@@ -95,6 +97,8 @@ class Chat:
         if self.interrupts.came:
             note("stopped; what came of the answer stays in the talk", quiet=self.quiet)
         note_cut(answer, self.sampling.max_new_tokens, quiet=self.quiet)
+        if self.sources:
+            print_sources(answer)
         if self.stats:
             print_stats(answer)
 

@@ -60,6 +60,15 @@ def print_stats(answer: "Answer", question: int | None = None) -> None:
         _print_layers(answer.layers)
 
 
+def print_sources(answer: "Answer", question: int | None = None) -> None:
+    """Print where the passages stand that an answer attended to, and their shares, to stderr. `question` is the line
+    number of a batch's question."""
+    named = "" if question is None else f"question {question}: "
+    for one in answer.sources:
+        note(f"{named}source: {one.place}  {one.score:.3f}", quiet=False)
+    note(f"{named}no source: the answer attended to no passage", quiet=bool(answer.sources))
+
+
 def note_cut(answer: "Answer", most: int, *, quiet: bool) -> None:
     """Note that an answer was cut, because it reached `most` tokens or the model has no more positions."""
     if answer.finish_reason == "length":

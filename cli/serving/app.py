@@ -195,8 +195,9 @@ class Api:
 
     def _about(self, asked: Asked, served: Served, config: DecodeConfig) -> About:
         with_logprobs = asked.alternatives is not None
-        with_usage = asked.with_usage or config.gauge
-        return About(asked.model, config, served.opened.tokenizer, asked.choices, with_usage, with_logprobs)
+        with_usage = asked.with_usage or config.gauge or bool(asked.sources)
+        about = asked.model, config, served.opened.tokenizer, asked.choices, with_usage, with_logprobs
+        return About(*about, with_sources=bool(asked.sources))
 
     async def _encoded(self, param: str, encode: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the token ids of `encode`, called in the only thread that uses the tokenizer."""
@@ -253,7 +254,14 @@ class Api:
         with api_words():
             sampling = self._sampling(asked)
         plain = Submission(
-            served.name, config, encoded[0], sampling, asked.stops, asked.alternatives, self.limits.timeout
+            index=served.name,
+            config=config,
+            tokens=encoded[0],
+            sampling=sampling,
+            stop=asked.stops,
+            logprobs=asked.alternatives,
+            timeout=self.limits.timeout,
+            sources=asked.sources,
         )
         streams = list[Stream]()
         try:

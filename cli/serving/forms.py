@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Protocol
 from uuid import uuid4
@@ -25,6 +25,7 @@ from sparsekv.cli.serving.responses import (
     Gauge,
     LayerGauge,
     Sent,
+    SourceSent,
     TextChoice,
     TextLogprobs,
     TokenChoice,
@@ -43,6 +44,7 @@ class About:
     choices: number of answers to each prompt.
     with_usage: whether a stream ends with the numbers of tokens and the details of attention.
     with_logprobs: whether the response has log-probabilities.
+    with_sources: whether the response has sources.
     created: Unix time in seconds.
     """
 
@@ -52,6 +54,7 @@ class About:
     choices: int
     with_usage: bool
     with_logprobs: bool
+    with_sources: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     def usage(self, each: Sequence[Usage]) -> UsageSent:
@@ -67,8 +70,9 @@ class About:
     def details(self, each: Sequence[Usage]) -> Details:
         """Return the method, the budget, and the mean KV fraction and missed mass of the answers."""
         read = sum(one.kv_fraction for one in each) / len(each)
-        budget, gauge = self.config.budget.value, gauge_of(each)
-        return Details(method=self.config.attention.name, budget=budget, kv_fraction=read, gauge=gauge)
+        method, budget = self.config.attention.name, self.config.budget.value
+        sources = sources_of(each) if self.with_sources else None
+        return Details(method=method, budget=budget, kv_fraction=read, gauge=gauge_of(each), sources=sources)
 
     def text_of(self, token: int) -> str:
         """Return a token's text. A token that is only a part of a character gives U+FFFD."""
@@ -79,6 +83,11 @@ class About:
         text = self.text_of(token)
         whole = None if "\ufffd" in text else list(text.encode())
         return Alternative(token=text, bytes=whole, logprob=logprob)
+
+
+def sources_of(each: Sequence[Usage]) -> list[SourceSent]:
+    """Return the sources of some answers, each with its answer's index."""
+    return [SourceSent(index=index, **asdict(one)) for index, usage in enumerate(each) for one in usage.sources]
 
 
 def gauge_of(each: Sequence[Usage]) -> Gauge | None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparsekv.cli.serving.errors import UNSUPPORTED, ApiError, invalid
+from sparsekv.runtime.attention.config import MOST_SOURCES
 
 MOST_CHOICES = 16
 MOST_STOPS = 4
@@ -30,6 +31,7 @@ class Extension(Body):
     budget: Annotated[str, Field(max_length=32)] | int | float | None = None
     prefill: Annotated[str, Field(max_length=64)] | None = None
     gauge: bool | None = None
+    sources: Annotated[int, Field(ge=1, le=MOST_SOURCES)] | None = None
 
 
 class TextPart(Body):
@@ -111,6 +113,11 @@ class Asked(Body):
     def with_usage(self) -> bool:
         """Whether a stream ends with the numbers of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def sources(self) -> int:
+        """Maximum number of an answer's sources."""
+        return 0 if self.sparsekv is None else self.sparsekv.sources or 0
 
     @property
     def alternatives(self) -> int | None:

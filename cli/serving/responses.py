@@ -52,15 +52,27 @@ class Gauge(Sent):
     layers: list[LayerGauge]
 
 
+class SourceSent(Sent):
+    """A passage of the document that an answer attended to: the answer's `index` among the choices, file, first and
+    last line, tokens [start, stop) of the stored prompt, and its share of this attention."""
+
+    index: int
+    path: str
+    lines: tuple[int, int]
+    tokens: tuple[int, int]
+    score: float
+
+
 class Details(Sent):
     """Method and budget of the answers. kv_fraction is the mean share of the document's keys and values read."""
 
-    OMITTED = ("gauge",)
+    OMITTED = ("gauge", "sources")
 
     method: str
     budget: float | int
     kv_fraction: float
     gauge: Gauge | None = None
+    sources: list[SourceSent] | None = None
 
 
 class Alternative(Sent):

@@ -13,6 +13,8 @@ from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, Que
 from sparsekv.runtime.selection.registry import DENSE
 from sparsekv.runtime.selection.token_choice import LayerSharing
 
+MOST_SOURCES = 64
+"""Maximum number of sources of an answer."""
 QUESTION_BUDGET = "1024"
 EVERYTHING = Budget(1.0)
 

@@ -17,6 +17,7 @@ from sparsekv.runtime.cache.buffers import ModelGraph, ReadRows, read_share, tot
 from sparsekv.runtime.cache.document_state import DocumentState
 from sparsekv.runtime.cache.kept_turns import KeptRows
 from sparsekv.runtime.cache.stored_layer import DynamicSlot, StoredLayer
+from sparsekv.runtime.cache.watched import WatchedQueries
 
 
 class BuiltLayers:
@@ -89,6 +90,8 @@ class SequenceCache(CalledCache, ABC):
     `stored_layers` are the layers that attend, and `by_number` maps their indices in the model to them. `states` are
     the states of the layers that keep a state.
 
+    `watched` takes the queries of some heads in each pass, if it is not None; set it with `watch`.
+
     `attend` is the attention function to route the model's calls to. `tokens` [slots] int64 on the device are the
     inputs of a decode step. `graphs` are the captured decode steps, by their number of tokens. A captured step is valid
     as long as `buffers()` does not change. `capturing` is False on a CPU, and after a failed capture.
@@ -108,6 +111,7 @@ class SequenceCache(CalledCache, ABC):
         self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.graphs: dict[int, ModelGraph] = {}
         self.capturing = device.type == "cuda"
+        self.watched: WatchedQueries | None = None
 
     @property
     @abstractmethod
@@ -175,6 +179,15 @@ class SequenceCache(CalledCache, ABC):
     def buffers(self) -> tuple[int, ...]:
         """Return a fingerprint of all buffers that a captured step refers to."""
 
+    def watch(self, watched: WatchedQueries) -> None:
+        """Take queries in each pass from now on. Decode steps are captured again."""
+        self.watched = watched
+        self.graphs.clear()
+
+    @abstractmethod
+    def own_keys(self, layer: int, slot: int, tokens: int) -> torch.Tensor:
+        """Return the keys [Hk, tokens, D] of the first own tokens of a sequence, those after the stored context."""
+
     @property
     def reads(self) -> list[ReadRows]:
         return [layer.read for layer in self.stored_layers if layer.read is not None]
@@ -236,9 +249,15 @@ class IndexCache(SequenceCache):
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         self.built.check(call)
+        if self.watched is not None:
+            self.watched.write(call, slice(-1, None))
         layer = self.by_number[call.layer]
         layer.update(call.keys[None], call.values[None])
         return layer.attend(call)
+
+    def own_keys(self, layer: int, slot: int, tokens: int) -> torch.Tensor:
+        of_layer = self.by_number[layer]
+        return of_layer.keys[:, of_layer.first : of_layer.first + tokens]
 
     def questions_input(self, fed: Sequence[Fed], tokens: int) -> ModelInput:
         return self._at_the_end(torch.tensor([list(chain.from_iterable(one.tokens for one in fed))]))

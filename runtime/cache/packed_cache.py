@@ -239,6 +239,9 @@ class PackedCache(SequenceCache):
         ids = torch.tensor([list(chain.from_iterable(one.tokens for one in fed))], device=device)
         return ids, (tokens + self.step.rows)[None]
 
+    def own_keys(self, layer: int, slot: int, tokens: int) -> torch.Tensor:
+        return self.packed_by_number[layer].own.first_of(slot, tokens)[0]
+
     def kept(self, slot: int, tokens: int) -> KeptRows:
         rows = [layer.own.first_of(slot, tokens) for layer in self.packed]
         return KeptRows(tokens, tuple((keys.clone(), values.clone()) for keys, values in rows))
@@ -297,6 +300,8 @@ class PackedCache(SequenceCache):
     def attend(self, call: AttentionCall) -> torch.Tensor:
         self.built.check(call)
         assert self.step is not None
+        if self.watched is not None:
+            self.watched.write(call, self.step.ends.long() - 1)
         return self.packed_by_number[call.layer].attend(call, self.step)
 
 

@@ -14,6 +14,7 @@ from sparsekv.formats.models.rope import positions_after, positions_of, stretcha
 from sparsekv.kernels.common.hook import calling_back
 from sparsekv.runtime.cache.index_cache import LayerStats
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.sources.places import Source
 
 LONGEST = 32
 """Number of tokens in the token cache of a `Streamer` at which the cache is shortened."""
@@ -120,6 +121,7 @@ class Answer:
     `finish_reason` is `stop` if the model ended the answer, `length` if the token limit was reached, `interrupted` if
     the caller stopped the answer, and empty for an empty line.
     `layers` has the missed mass of each layer if the cache measures the missed mass.
+    `sources` are the passages that the answer attended to most, if the request asks for sources.
     """
 
     text: str
@@ -131,6 +133,7 @@ class Answer:
     time_to_first_token: float
     kv_fraction: float
     layers: list[LayerStats] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
 
 
 NO_ANSWER = Answer("", [], 0, 0, "", 0.0, 0.0, 0.0)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -17,12 +18,13 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.kernels.common.given_rows import with_cache
 from sparsekv.kernels.common.hook import calling_back, route_attention
-from sparsekv.runtime.attention.config import Dense
-from sparsekv.runtime.attention.sparse_layer import SparseLayer, divides_questions, packed_layer
+from sparsekv.runtime.attention.config import MOST_SOURCES, Dense
+from sparsekv.runtime.attention.sparse_layer import SparseLayer, appends, divides_questions, packed_layer
 from sparsekv.runtime.cache.buffers import read_share, total_read
 from sparsekv.runtime.cache.index_cache import Fed, IndexCache, SequenceCache
 from sparsekv.runtime.cache.kept_turns import KeptTurns
 from sparsekv.runtime.cache.packed_cache import BatchedCache, PackedCache
+from sparsekv.runtime.cache.watched import LayerQueries, WatchedQueries
 from sparsekv.runtime.decoding.answer import (
     Answer,
     Streamer,
@@ -36,6 +38,7 @@ from sparsekv.runtime.decoding.sampling import Sampling, draw
 from sparsekv.runtime.decoding.step import DecodeStep
 from sparsekv.runtime.decoding.threads import FreeCores, all_cores, exclusive, free_cores
 from sparsekv.runtime.selection.interface import MethodSpec
+from sparsekv.runtime.sources.places import Source
 
 QUESTION_TOKENS = 2048
 """Maximum number of tokens of the questions that begin in one step. A longer question begins alone.
@@ -91,7 +94,8 @@ class Request:
 
     `on_token` is called with each token, and then `on_text` with the decoded text. `stop` is called after each token,
     in the thread that generates; the answer ends when `stop` returns True. `logprobs` is the number of likeliest tokens
-    in the log-probabilities that `on_token` gets; None: `on_token` gets no log-probabilities.
+    in the log-probabilities that `on_token` gets; None: `on_token` gets no log-probabilities. `sources` is the
+    maximum number of the answer's sources.
     """
 
     question: torch.Tensor
@@ -100,6 +104,11 @@ class Request:
     stop: Callable[[], bool] | None = None
     on_token: Callable[[int, TokenLogprobs | None], None] | None = None
     logprobs: int | None = None
+    sources: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.sources) is not int or not 0 <= self.sources <= MOST_SOURCES:
+            raise UsageError(f"sources is {self.sources!r}: give a whole number up to {MOST_SOURCES}")
 
 
 class Sequence:
@@ -124,6 +133,8 @@ class Sequence:
         """Number of own rows of the sequence at the end of the longest allowed answer."""
         self.started, self.first, self.last = time.perf_counter(), 0.0, 0.0
         self.read_before = (0.0, 0)
+        self.queries: list[LayerQueries] = []
+        """If sources are wanted, the watched queries of the tokens from which the answer's were chosen."""
 
     def fed(self, slot: int, most: int | None) -> Fed:
         """Return the tokens to feed next: the next part of the question, up to `most` tokens, or the newest token."""
@@ -135,6 +146,10 @@ class Sequence:
         self.used += len(fed.tokens)
         self.asked += len(fed.tokens) if fed.asks else 0
         return self.asked == len(self.question)
+
+    def chooses(self, fed: Fed) -> bool:
+        """Whether an answer token follows tokens that are fed."""
+        return not fed.asks or self.asked + len(fed.tokens) == len(self.question)
 
     def take(self, token: int, logprobs: TokenLogprobs | None, ends: set[int]) -> bool:
         """Add the next token of the answer; return whether the answer is complete."""
@@ -260,6 +275,8 @@ class Engine:
             UsageError: no position of the model is left for an answer, or the question exceeds `own_tokens`.
         """
         before = self.index.split.tokens if before is None else before
+        if request.sources:
+            self._watch()
         room, longest = answer_room(self.index, before + len(request.question)), request.sampling.max_new_tokens
         longest = longest if room is None else min(room, longest)
         if self.own_tokens is not None:
@@ -270,6 +287,13 @@ class Engine:
                     f"{self.own_tokens:,}; ask a shorter one, or let fewer requests decode together"
                 )
         return Sequence(self.index, request, before - self.index.split.tokens, longest)
+
+    def _watch(self) -> None:
+        """Let the cache take the queries by which sources are found."""
+        if appends(self.cache.stored_layers):
+            raise UsageError("--sources: with --stream the index also has the answer's tokens; leave one of them out")
+        if self.cache.watched is None:
+            self.cache.watch(WatchedQueries(self.index.source_finder.watched(), self.cache.slots))
 
     def recount(self) -> None:
         """Restart the counts of rows read, because another question over the same stored context has reset them."""
@@ -316,7 +340,7 @@ class Engine:
         Call this method within `running`, with at least one active or waiting sequence.
         """
         passes = self.cache.passes(self._fed())
-        parts = [self._logits(fed) for fed in passes]
+        parts = [self._pass(fed) for fed in passes]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         self.read = None
         for sequence in self.active.values():
@@ -373,10 +397,27 @@ class Engine:
     def _end(self, slot: int) -> tuple[Sequence, Answer]:
         """Free a slot. With `turns`, its keys and values are kept for a question that continues the answer."""
         sequence = self.active.pop(slot)
+        sources = self._sources(slot, sequence)
         if self.turns is not None:
             tokens = [*sequence.question, *sequence.answer][: sequence.used]
             self.turns.keep(tokens, lambda: self.cache.kept(slot, len(tokens)))
-        return sequence, self._answer(sequence)
+        return sequence, replace(self._answer(sequence), sources=sources)
+
+    def _sources(self, slot: int, sequence: Sequence) -> list[Source]:
+        if not sequence.queries:
+            return []
+        own_keys = partial(self.cache.own_keys, slot=slot, tokens=sequence.used)
+        return self.index.source_finder.sources(sequence.queries, own_keys, sequence.request.sources)
+
+    def _pass(self, fed: list[Fed]) -> torch.Tensor:
+        """Run a forward pass; return its logits [B, V], and keep the queries of sequences whose sources are wanted."""
+        logits = self._logits(fed)
+        if self.cache.watched is not None:
+            for place, one in enumerate(fed):
+                sequence = self.active[one.slot]
+                if sequence.request.sources and sequence.chooses(one):
+                    sequence.queries.append(self.cache.watched.of(place))
+        return logits
 
     def _logits(self, fed: list[Fed]) -> torch.Tensor:
         """Run a forward pass; return the logits [B, V] of its sequences. The next decode step may overwrite them."""
@@ -469,6 +510,7 @@ def generate(
     sampling: Sampling,
     on_text: Callable[[str], None] | None = None,
     stop: Callable[[], bool] | None = None,
+    sources: int = 0,
 ) -> Answer:
     """Answer one question. The cache is rewound first, so one cache serves many questions.
 
@@ -477,7 +519,7 @@ def generate(
 
     Args:
         question: [Q] token ids after the stored prompt. Only these tokens are prefilled.
-        on_text, stop: as in `Request`.
+        on_text, stop, sources: as in `Request`.
 
     Raises:
         UsageError: no position of the model is left for an answer, or this was called from a callback of an answer.
@@ -485,7 +527,9 @@ def generate(
     """
     with exclusive(index.model):
         cache.rewind()
-        return Engine(index, cache).answer(Request(question, sampling, on_text, stop), index.split.tokens)
+        return Engine(index, cache).answer(
+            Request(question, sampling, on_text, stop, sources=sources), index.split.tokens
+        )
 
 
 def answer_after(index: OpenIndex, cache: IndexCache, before: torch.Tensor, request: Request) -> Answer:

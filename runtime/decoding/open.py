@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -32,6 +33,7 @@ from sparsekv.runtime.decoding.kept import KeptIndex
 from sparsekv.runtime.decoding.prepare import PreparedMethod, files_read
 from sparsekv.runtime.decoding.sparse_layers import SparseLayers, search_device
 from sparsekv.runtime.decoding.threads import all_cores
+from sparsekv.runtime.sources.finder import SourceFinder
 
 REMEDY = (
     "spread the model over several GPUs with --gpus, or ask with `generate` or `chat` by a sparse method and "
@@ -237,6 +239,11 @@ class OpenIndex:
         """Whether the model has embeddings for all of the token ids [T]."""
         known = int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
         return bool(((ids >= 0) & (ids < known)).all())
+
+    @cached_property
+    def source_finder(self) -> SourceFinder:
+        """The finder of answers' sources, made on first use. May run the model; see `SourceFinder.of`."""
+        return SourceFinder.of(self.artifact, self.model, self.tokenizer)
 
     @property
     def split(self) -> Split:

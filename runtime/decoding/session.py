@@ -55,6 +55,8 @@ class Session:
         sampling: Sampling | None = None,
         on_text: Callable[[str], None] | None = None,
         stop: Callable[[], bool] | None = None,
+        *,
+        sources: int = 0,
     ) -> Answer:
         """Answer one question, greedily by default; raises what `question_ids` and `generate` raise.
 
@@ -62,18 +64,25 @@ class Session:
 
         Args:
             question: text, which is put into the index's chat template, or token ids [Q] as `question_ids` returns.
-            on_text, stop: as in `Request`.
+            on_text, stop, sources: as in `Request`.
         """
         with exclusive(self.index.model):
-            return generate(self.index, self.cache, self._ids(question), sampling or Sampling(), on_text, stop)
+            ids = self._ids(question)
+            return generate(self.index, self.cache, ids, sampling or Sampling(), on_text, stop, sources)
 
     def ask_all(
-        self, questions: Sequence[str | torch.Tensor], sampling: Sampling | None = None, *, together: int = 16
+        self,
+        questions: Sequence[str | torch.Tensor],
+        sampling: Sampling | None = None,
+        *,
+        together: int = 16,
+        sources: int = 0,
     ) -> list[Answer]:
         """Answer questions in batches; return the answers in the order of the questions. Raises what `ask` raises.
 
         Args:
             together: the maximum number of questions that decode at the same time.
+            sources: as in `Request`.
 
         Raises:
             UsageError: questions cannot share a step with this config, `questions` is a single string, or `together` is
@@ -86,7 +95,7 @@ class Session:
         with exclusive(self.index.model):
             if reason := why_alone(self.index, self.config.attention, self.cache):
                 raise UsageError(f"{reason}; ask one question at a time")
-            requests = [Request(self._ids(one), sampling or Sampling()) for one in questions]
+            requests = [Request(self._ids(one), sampling or Sampling(), sources=sources) for one in questions]
             found = dict(Engine(self.index, pack(self.cache, together)).answers(requests))
         return [found[number] for number in range(len(requests))]
 
@@ -179,6 +188,8 @@ class Conversation:
         sampling: Sampling,
         on_text: Callable[[str], None] | None = None,
         stop: Callable[[], bool] | None = None,
+        *,
+        sources: int = 0,
     ) -> Answer:
         """Answer the next question; question and answer become a turn of the conversation.
 
@@ -193,7 +204,7 @@ class Conversation:
             self._check_room(len(before) + len(ids))
             cache = self._cache()
             try:
-                answer = answer_after(self.index, cache, before, Request(ids, sampling, on_text, stop))
+                answer = answer_after(self.index, cache, before, Request(ids, sampling, on_text, stop, sources=sources))
             except BaseException:
                 self._asker = None  # after an interruption, this cache's layers may have different numbers of rows
                 raise

@@ -70,6 +70,7 @@ class Job:
             self._stops if request.stop else None,
             self._on_token,
             request.logprobs,
+            request.sources,
         )
 
     def due(self) -> Finish | None:
@@ -98,6 +99,7 @@ class Job:
             answer_tokens=0 if answer is None else answer.generated_tokens,
             kv_fraction=0.0 if answer is None else answer.kv_fraction,
             layers=() if answer is None else tuple(answer.layers),
+            sources=() if answer is None else tuple(answer.sources),
         )
         self._ended(self)
         self._put(self.text.end(), reason)

@@ -39,6 +39,7 @@ class StreamingSession(Session):
         stop: str | Sequence[str] = (),
         logprobs: int | None = None,
         timeout: float | None = None,
+        sources: int = 0,
     ) -> Stream:
         """Ask a question; return an iterator of the pieces of the answer, for `for` and for `async for`.
 
@@ -47,12 +48,12 @@ class StreamingSession(Session):
 
         Args:
             question: as for `ask`.
-            stop, logprobs, timeout: as in `Submission`.
+            stop, logprobs, timeout, sources: as in `Submission`.
         """
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         ids = self._ids(question)
         return self._scheduler().submit(
-            Submission("", self.config, ids, sampling or Sampling(), stops, logprobs, timeout)
+            Submission("", self.config, ids, sampling or Sampling(), stops, logprobs, timeout, sources)
         )
 
     def _scheduler(self) -> Scheduler:

@@ -10,6 +10,7 @@ from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.cache.index_cache import LayerStats
 from sparsekv.runtime.decoding.engine import TokenLogprobs
 from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.sources.places import Source
 
 Finish = Literal["stop", "length", "timeout", "waited", "cancelled"]
 """Why an answer ended. `timeout`: the timeout passed in the answer; `waited`: before the request got a slot."""
@@ -34,6 +35,7 @@ class Submission:
         stop: strings that end the answer; the text from the first one on is not delivered.
         logprobs: number of alternatives to return for each token with its log-probability; None: none are returned.
         timeout: seconds after which the answer ends with the finish `timeout` or `waited`; None: no limit.
+        sources: maximum number of the answer's sources.
     """
 
     index: str
@@ -43,6 +45,7 @@ class Submission:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     timeout: float | None = None
+    sources: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class Usage:
 
     `prompt_tokens` includes the document and earlier turns. `cached_tokens` is the number of prompt tokens that were
     not prefilled: the document and the kept turns. `kv_fraction` is the fraction of the document's keys and values that
-    the decode steps read. `layers` has the missed mass of each layer if the config measures the missed mass.
+    the decode steps read. `layers` has the missed mass of each layer if the config measures the missed mass. `sources`
+    are the answer's sources, if the request asks for sources.
     """
 
     prompt_tokens: int
@@ -59,6 +63,7 @@ class Usage:
     answer_tokens: int
     kv_fraction: float
     layers: tuple[LayerStats, ...] = ()
+    sources: tuple[Source, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,9 @@
-"""Texts of tokens, the passages that they form, and records of what each answer token attended to."""
+"""Records of what each answer token attended to."""
 
-import re
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 
 import torch
 from torch.nn.functional import pad
-from transformers import PreTrainedTokenizerBase
 
 from sparsekv.runtime.tracing.recorder import (
     MEASURES,
@@ -20,106 +15,6 @@ from sparsekv.runtime.tracing.recorder import (
     largest,
     largest_passages,
 )
-
-LONGEST = 64  # largest number of tokens of a passage
-SENTENCE_END = re.compile(
-    r"""[.!?\u2026]+["'\u201d\u2019)\]*_`]*(?=\s)"""  # a full stop before white space: not 3.14
-    r"""|[\u3002\uff01\uff1f]+[\u201d\u2019\u300d\u300f\uff09]*"""  # a full stop of languages without spaces
-    r"""|\n(?=\s*\n)"""  # an empty line
-    r"""|\n(?=[^\S\n]*[^\sa-z])"""  # a line break before anything but a lowercase letter: a heading, a list item, code
-)
-
-
-@dataclass(frozen=True)
-class Passages:
-    """The sentences of a prompt. `edges` [P + 1] are the positions of their first tokens, and the end of the prompt.
-
-    `texts` are the texts of all tokens.
-    """
-
-    texts: Sequence[str]
-    edges: Sequence[int]
-
-    def of_tokens(self) -> torch.Tensor:
-        """Index of each token's passage, [N] int64."""
-        lengths = torch.tensor(self.edges).diff()
-        return torch.arange(len(lengths)).repeat_interleave(lengths)
-
-    def __len__(self) -> int:
-        return len(self.edges) - 1
-
-    def __iter__(self) -> Iterator[tuple[int, Sequence[str]]]:
-        """Yield each passage's first position, and the texts of its tokens."""
-        return ((start, self.texts[start:stop]) for start, stop in pairwise(self.edges))
-
-
-def split_passages(texts: Sequence[str]) -> Passages:
-    """Split a prompt into sentences by the texts of its tokens. A sentence longer than `LONGEST` is cut between words.
-
-    A token of white space belongs to the sentence before it.
-    """
-    starts = [0, *accumulate(map(len, texts))]
-    edges = [0]
-    for found in SENTENCE_END.finditer("".join(texts)):
-        edge = bisect_left(starts, found.end(), 0, len(texts))
-        while edge < len(texts) and not texts[edge].strip():
-            edge += 1
-        if edge > edges[-1]:
-            edges.append(edge)
-    if edges[-1] < len(texts):
-        edges.append(len(texts))
-    return Passages(texts, [*_cut(texts, edges), edges[-1]])
-
-
-def _cut(texts: Sequence[str], edges: Sequence[int]) -> Iterator[int]:
-    for start, stop in pairwise(edges):
-        while stop - start > LONGEST:
-            yield start
-            start = _last_word(texts, start)
-        yield start
-
-
-def _last_word(texts: Sequence[str], start: int) -> int:
-    """Position at which to cut a passage from `start`: the last begin of a word within `LONGEST` tokens.
-
-    If no word begins in the second half of these tokens, as in languages without spaces, return their end.
-    """
-    end = start + LONGEST
-    words = (
-        at for at in range(end, start + LONGEST // 2, -1) if texts[at][:1].isspace() or texts[at - 1][-1:].isspace()
-    )
-    return next(words, end)
-
-
-UNDECODED = "\ufffd"
-LONGEST_CHARACTER = 8
-"""Largest number of tokens that make up one character.
-
-A character has at most four bytes. The parts of a composed emoji are separate characters.
-"""
-
-
-def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """Decode the text of each token, including special tokens.
-
-    If several tokens make up a character, it is the text of the last of them, and the others' texts are empty. Each
-    token is decoded together with the tokens before it, because a tokenizer may drop a space at the begin of a text.
-    """
-
-    def text(start: int, stop: int) -> str:
-        some = list(ids[start:stop])
-        return str(tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    texts, before, start, shown = [], "", 0, 0
-    for stop in range(1, len(ids) + 1):
-        now = text(start, stop)
-        if now.endswith(UNDECODED) and stop < len(ids) and stop - shown < LONGEST_CHARACTER:
-            texts.append("")
-            continue
-        texts.append(now[len(before) :])
-        start, shown = shown, stop
-        before = text(start, stop)
-    return texts
 
 
 @dataclass(frozen=True)

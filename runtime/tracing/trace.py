@@ -30,6 +30,7 @@ from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.decoding.threads import all_cores, exclusive, free_cores
 from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.selection.interface import MethodSpec
+from sparsekv.runtime.sources.passages import Passages, split_passages, token_texts
 from sparsekv.runtime.tracing.hiding import HidingExecutor
 from sparsekv.runtime.tracing.recorder import (
     MEASURES,
@@ -39,7 +40,7 @@ from sparsekv.runtime.tracing.recorder import (
     RecordingExecutor,
     largest_passages,
 )
-from sparsekv.runtime.tracing.tokens import Passages, TokenRecorder, split_passages, token_texts
+from sparsekv.runtime.tracing.tokens import TokenRecorder
 
 MOST_FOUND = 64
 """Largest number of places of a passage. A text in more places is a word or a punctuation mark and no passage."""

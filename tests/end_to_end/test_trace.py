@@ -23,6 +23,16 @@ def fact_index(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     return folder / "fact.skv"
 
 
+def test_the_first_source_of_an_answer_is_its_fact(fact_index: Path) -> None:
+    options = ("--sources", "3", "--max-new-tokens", "14")
+    done = sparsekv("generate", "--index", fact_index, QUESTION, *options, cwd=fact_index.parent)
+    assert done.returncode == 0, done.stderr
+    assert "turquoise" in done.stdout
+    first = next(line for line in done.stderr.splitlines() if line.startswith("source: "))
+    line = (fact_index.parent / "fact.txt").read_text(encoding="utf-8").splitlines().index(FACT) + 1
+    assert first.startswith(f"source: fact:{line} ")
+
+
 def test_an_answer_is_traced_to_its_fact_and_is_another_without_it(fact_index: Path) -> None:
     options = ("--truth", "--without", FACT, "--max-new-tokens", "14", "--json")
     done = sparsekv("trace", "--index", fact_index, QUESTION, *options, cwd=fact_index.parent)

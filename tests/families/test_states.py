@@ -32,7 +32,7 @@ from sparsekv.runtime.decoding.answer import question_ids
 from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import OpenIndex, plan_opening
 from sparsekv.runtime.decoding.perplexity import perplexity
-from sparsekv.runtime.decoding.session import Conversation
+from sparsekv.runtime.decoding.session import Conversation, Session
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.reporting.queries import MeasuredQueries
@@ -349,3 +349,14 @@ def test_a_plan_of_transformers_that_splits_states_is_refused() -> None:
     config.base_model_tp_plan = config.base_model_tp_plan | {"layers.*.linear_attn.in_proj_qkvz": "colwise"}
     with pytest.raises(UsageError, match=r"plan to split model 'tiny' \(qwen3_next\) splits the states"):
         shares_of(config, "tiny", 2)
+
+
+@pytest.mark.parametrize("index", ANY, indirect=True)
+def test_sources_are_of_the_layers_that_attend(index: OpenIndex) -> None:
+    """The same for a question alone and for one of a batch, whose sequences are rows of the model's batch."""
+    session, question = Session.open(index, CODES), question_ids(index, "What is this about?")
+    alone = session.ask(question, SAMPLING, sources=2).sources
+    together = session.ask_all([question, question[:9]], SAMPLING, sources=2)[0].sources
+    assert {one.layer for one in index.source_finder.heads} <= set(index.artifact.manifest.indexed_layers)
+    assert [one.tokens for one in together] == [one.tokens for one in alone]
+    assert [one.score for one in together] == pytest.approx([one.score for one in alone], rel=1e-3)

@@ -47,6 +47,7 @@ ROOMS = (
     "runtime/selection/clusters",
     "runtime/methods",
     "runtime/attention",
+    "runtime/sources",
     "runtime/decoding",
     "runtime/serving",
     "runtime/reporting",

@@ -105,3 +105,10 @@ def test_residual_needs_centroids(place: Path) -> None:
     built = run_here("build-index", "doc.txt", "--model", "model", "--method", "h2o", "-o", "bare.skv", "-q")
     assert built.code == 0, built.stderr
     fails(2, "chat", "-i", "bare.skv", "--method", "quest", "--residual", says=("--residual needs clusters",))
+
+
+def test_sources_go_to_stderr(place: Path) -> None:
+    done = sparsekv(*ASK, "-q", "--sources", "2", cwd=place, stdin="Why?\nWhy?\n")
+    assert done.returncode == 0
+    assert [line.partition(":")[0] for line in done.stderr.splitlines()] == ["source"] * 4
+    assert done.stdout == sparsekv(*ASK, "-q", cwd=place, stdin="Why?\nWhy?\n").stdout

@@ -211,6 +211,21 @@ def test_a_request_names_method_and_budget_either_way(client: OpenAI) -> None:
         asked("doc:quest", method="squeezed")
 
 
+def test_an_answer_tells_its_sources(server: Server, indices: Path) -> None:
+    """As `generate --sources` does, for each choice, and in a stream at its end."""
+    expected = generated(indices, "--sources", "2")["sources"]
+    body = {"model": "doc@100%", "messages": [user(QUESTION)], "max_tokens": LONG, "sparsekv": {"sources": 2}}
+    with server.http() as http:
+        whole = http.post("/v1/chat/completions", json=body | {"n": 2}).json()
+        with http.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
+            streamed = events(answer.iter_lines())
+    assert len(expected) == 2
+    for told, choices in ((whole["sparsekv"]["sources"], 2), (streamed[-1]["sparsekv"]["sources"], 1)):
+        assert [(one["index"], one["lines"]) for one in told] == [
+            (index, one["lines"]) for index in range(choices) for one in expected
+        ]
+
+
 def test_an_answer_tells_how_much_attention_it_missed(server: Server, indices: Path) -> None:
     """As `generate --gauge` does; the answer is the same, and the server's measures have it."""
     gauged = "--gauge", "--method", "multipole"

@@ -67,7 +67,8 @@ CHANGES: list[tuple[dict[str, Any], str, str]] = [
     ({"sparsekv": {"prefill": "nothing"}}, "sparsekv", "prefill nothing"),
     ({"sparsekv": {"method": "quest", "gauge": True}}, "sparsekv", "quest cannot estimate"),
     ({"sparsekv": {"method": "dense", "gauge": True}}, "sparsekv", "no effect"),
-    ({"sparsekv": {"sources": 3}}, "sparsekv.sources", "no field"),
+    ({"sparsekv": {"sources": 0}}, "sparsekv.sources", "greater than or equal to 1"),
+    ({"sparsekv": {"passages": 3}}, "sparsekv.passages", "no field"),
     ({"model": "doc:codes"}, "model", "build-index doc.skv --method codes"),
     ({"model": 5}, "model", "string"),
 ]

@@ -1,0 +1,106 @@
+"""Find the heads of a model that point back at what it copies: its retrieval heads."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sparsekv.formats.checksums import hash_json
+from sparsekv.formats.index.schema import ModelIdentity
+from sparsekv.formats.user.cache import cache_root, read_small, replace_small
+from sparsekv.kernels.attention.attention import Segment, attend_with_weights, causal_mask
+from sparsekv.kernels.common.hook import AttentionCall, route_attention
+
+REPEATED = 64
+"""Number of random tokens that the test text has twice."""
+SHARE, LEAST = 1 / 32, 4
+"""Share of a model's heads that are taken, and their least number."""
+FOLDER, REVISION = "retrieval-heads", 1
+
+
+@dataclass(frozen=True)
+class Head:
+    """A query head that points back at what it copies. The weights of a model's heads add up to one."""
+
+    layer: int
+    head: int
+    weight: float
+
+
+def retrieval_heads(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, identity: ModelIdentity, layers: Mapping[int, int]
+) -> list[Head]:
+    """Return a model's retrieval heads, from the user's cache or by `measure_heads`.
+
+    Args:
+        layers: the number of query heads of each layer that may have some.
+    """
+    key = hash_json(
+        [REVISION, identity.config_hash, identity.weights_hash, identity.adapter, identity.weights, [*layers]]
+    )
+    file = cache_root() / FOLDER / f"{key[:32]}.json"
+    if (known := _parsed(read_small(file), layers)) is not None:
+        return known
+    found = measure_heads(model, tokenizer, [*layers])
+    replace_small(file, json.dumps([[one.layer, one.head, one.weight] for one in found]) + "\n")
+    return found
+
+
+def _parsed(text: str, layers: Mapping[int, int]) -> list[Head] | None:
+    """Read heads as they are stored; None if the text is damaged."""
+    try:
+        return [_head(layers, *one) for one in json.loads(text)] or None
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def _head(layers: Mapping[int, int], layer: Any, head: Any, weight: Any) -> Head:
+    if type(layer) is not int or type(head) is not int or type(weight) is not float:
+        raise ValueError("no head")
+    if not 0 <= head < layers.get(layer, 0) or not 0 <= weight <= 1:
+        raise ValueError("no head of this model")
+    return Head(layer, head, weight)
+
+
+@torch.inference_mode()
+def measure_heads(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, layers: Sequence[int]) -> list[Head]:
+    """Run a model over random tokens that are repeated once, and return the heads that follow the repetition.
+
+    A head's weight is the attention that each repeated token pays to the token after its first occurrence, a mean
+    over tokens. No text and no labels are needed. This is the test for induction heads.
+    """
+    ids = _random_tokens(model, tokenizer)
+    after = torch.arange(1, REPEATED, device=model.device)
+    scores = dict[int, torch.Tensor]()
+
+    def attend(call: AttentionCall) -> torch.Tensor:
+        mask = causal_mask(call.query.shape[1], call.keys.shape[1], call.window, call.query.device)
+        weighed = attend_with_weights(call.grouped, [Segment(call.keys, call.values, mask)], *call.scaling)
+        if call.layer in layers:
+            scores[call.layer] = weighed.weights.flatten(0, 1)[:, REPEATED + after - 1, after].mean(1)
+        return weighed.output.flatten(0, 1).to(call.query.dtype)
+
+    with route_attention(model, attend):
+        model(input_ids=ids[None].to(model.device), use_cache=False, logits_to_keep=1)
+    return _best({layer: scores[layer].tolist() for layer in sorted(scores)})
+
+
+def _random_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """Return the ids [2 R] of R random tokens of plain text, twice."""
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    known = min(len(tokenizer), int(model.get_input_embeddings().weight.shape[0]))  # type: ignore[index]
+    plain = torch.tensor([one for one in range(known) if one not in special] or [0])
+    drawn = plain[torch.randint(len(plain), (REPEATED,), generator=torch.Generator().manual_seed(0))]
+    return drawn.repeat(2)
+
+
+def _best(scores: dict[int, list[float]]) -> list[Head]:
+    """Return the heads with the highest scores, in order of layer, with weights in proportion to the scores."""
+    every = [(score, layer, head) for layer, of_layer in scores.items() for head, score in enumerate(of_layer)]
+    best = sorted(every, reverse=True)[: max(LEAST, math.ceil(SHARE * len(every)))]
+    total = math.fsum(score for score, _, _ in best)
+    return [Head(layer, head, score / total) for score, layer, head in sorted(best, key=lambda one: one[1:])]

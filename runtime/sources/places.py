@@ -1,0 +1,121 @@
+"""Passages of a document by their tokens, and the files and lines where they stand."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from sparsekv.formats.documents.plain_text import Trusted, encode_text
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.runtime.sources.passages import LONGEST, split_passages, token_texts
+
+BESIDE = 0.1
+"""A sentence beside the best one belongs to the source if it has at least this share of the best one's attention."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text in the stored prompt: its name, its tokens [start, stop), and the number of its first line."""
+
+    path: str
+    start: int
+    stop: int
+    first_line: int = 1
+
+
+@dataclass(frozen=True)
+class Source:
+    """A passage of the document that an answer attended to.
+
+    Attributes:
+        path: the file of the passage, or the document's name.
+        lines: its first and last line in the file, counted from 1.
+        tokens: its tokens [start, stop) in the stored prompt.
+        score: share of the retrieval heads' attention that it got, a mean over the answer's steps.
+    """
+
+    path: str
+    lines: tuple[int, int]
+    tokens: tuple[int, int]
+    score: float
+
+    @property
+    def place(self) -> str:
+        """The file and the lines, as `path:first-last`, or `path:line` for a single line."""
+        first, last = self.lines
+        return f"{self.path}:{first}" if first == last else f"{self.path}:{first}-{last}"
+
+
+class Places:
+    """The texts of an index's document, and the passages in them.
+
+    They are its files, or one text with the name of the index. Text that was appended to files has this name, too. The
+    chat template's text before the document belongs to none, and neither does the prompt's first token, to which every
+    answer attends.
+    """
+
+    def __init__(self, artifact: Artifact, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer, self.ids = tokenizer, artifact.input_ids().tolist()
+        prompt = artifact.manifest.prompt
+        head = 0 if prompt.chat is None else len(encode_text(tokenizer, Trusted(prompt.chat.before)).ids)
+        added = sum(one.tokens for one in artifact.manifest.additions)
+        start = max(1, head if prompt.files is None else len(self.ids) - added)
+        files = [Text(one.path, max(1, one.start), one.stop, one.first_line) for one in prompt.files or ()]
+        self.texts = [*files, Text(artifact.folder.stem, start, len(self.ids))]
+
+    def sources(self, shares: torch.Tensor, most: int) -> list[Source]:
+        """Return up to `most` passages with the largest sums of the tokens' shares [N], the largest first."""
+        left = torch.zeros(len(shares), dtype=torch.float64)
+        for one in self.texts:
+            left[one.start : one.stop] = shares[one.start : one.stop]
+        found = [self._source(*passage) for passage in self._passages(left, most)]
+        return sorted(found, key=lambda one: -one.score)
+
+    def _passages(self, left: torch.Tensor, most: int) -> Iterator[tuple[Text, int, int, float]]:
+        """Yield passages without common tokens; overwrites the shares `left` [N], which are zero outside of texts."""
+        for _ in range(most):
+            best = int(_sums(left).argmax())
+            centre = best + int(left[best : best + LONGEST].argmax())
+            if not left[centre] > 0:
+                return
+            text = next(one for one in self.texts if one.start <= centre < one.stop)
+            start, stop = self._around(left, text, best, centre)
+            yield text, start, stop, float(left[start:stop].sum())
+            left[start:stop] = 0
+
+    def _around(self, left: torch.Tensor, within: Text, best: int, centre: int) -> tuple[int, int]:
+        """Return the sentences of highest share around a token, together at most `LONGEST` tokens."""
+        first = max(within.start, min(best, centre) - LONGEST)
+        last = min(within.stop, centre + 2 * LONGEST)
+        edges = [first + edge for edge in split_passages(token_texts(self.tokenizer, self.ids[first:last])).edges]
+        sums = [float(left[start:stop].sum()) for start, stop in pairwise(edges)]
+        low = high = max(range(len(sums)), key=sums.__getitem__)
+        least = BESIDE * sums[low]
+
+        def grows(to: int) -> bool:
+            inside = 0 <= to < len(sums) and sums[to] >= least > 0
+            return inside and edges[max(to, high) + 1] - edges[min(to, low)] <= LONGEST
+
+        while grows(low - 1) or grows(high + 1):
+            low, high = (low - 1, high) if grows(low - 1) else (low, high + 1)
+        return edges[low], edges[high + 1]
+
+    def _source(self, whole: Text, start: int, stop: int, score: float) -> Source:
+        before, text = self._text(whole.start, start), self._text(start, stop)
+        begin = len(text) - len(text.lstrip())
+        first = whole.first_line + before.count("\n") + text[:begin].count("\n")
+        last = first + text.strip().count("\n")
+        return Source(whole.path, (first, last), (start, stop), score)
+
+    def _text(self, start: int, stop: int) -> str:
+        ids = self.ids[start:stop]
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _sums(shares: torch.Tensor) -> torch.Tensor:
+    """Sum the `LONGEST` shares from each token on: [N]."""
+    total = torch.nn.functional.pad(shares.cumsum(0), (1, 0))
+    stops = (torch.arange(len(shares)) + LONGEST).clamp(max=len(shares))
+    return total[stops] - total[:-1]

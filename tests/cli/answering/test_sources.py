@@ -1,0 +1,107 @@
+"""`generate --sources`: the passages that an answer attended to, with their files and lines."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command import fails, run_here
+from support.sealing import Fields, reseal
+
+ASK = ("generate", "--model", "model", "--max-new-tokens", "6", "-q")
+QUESTION = "What is 7 times 7?"
+
+
+def answered(*options: str) -> dict[str, Any]:
+    outcome = run_here(*ASK, *options, "--json")
+    assert outcome.code == 0, outcome.stderr
+    found: dict[str, Any] = json.loads(outcome.stdout)
+    return found
+
+
+def text_of(place: Path, lines: list[int]) -> str:
+    return "\n".join((place / "doc.txt").read_text().splitlines()[lines[0] - 1 : lines[1]])
+
+
+def test_sources_follow_the_answer_on_stderr(place: Path) -> None:
+    outcome = run_here(*ASK, QUESTION, "--sources", "3")
+    assert outcome.stdout == run_here(*ASK, QUESTION).stdout
+    lines = outcome.stderr.splitlines()
+    assert [line.split(":")[:2] for line in lines] == [["source", " doc"]] * 3
+    assert [float(line.split()[-1]) for line in lines] == sorted(
+        (float(line.split()[-1]) for line in lines), reverse=True
+    )
+
+
+def test_sources_are_lines_of_the_document(place: Path) -> None:
+    """Of different tokens, none of them the chat template's, and not more than were asked for."""
+    answer = answered(QUESTION, "--sources", "40")
+    taken = set[int]()
+    for one in answer["sources"]:
+        assert one["path"] == "doc"
+        assert 0 < one["score"] <= 1
+        assert text_of(place, one["lines"])
+        tokens = set(range(*one["tokens"]))
+        assert 0 < len(tokens) <= 64
+        assert not tokens & taken
+        taken |= tokens
+    assert 0 not in taken
+    assert sum(one["score"] for one in answer["sources"]) <= 1 + 1e-6
+    assert len(answered(QUESTION, "--sources", "2")["sources"]) == 2
+
+
+def test_only_who_asks_gets_sources(place: Path) -> None:
+    assert "sources" not in answered(QUESTION)
+
+
+@pytest.mark.parametrize("method", ["dense", "multipole"])
+def test_answers_of_a_batch_have_the_sources_of_single_answers(place: Path, method: str) -> None:
+    """Exactly if everything is attended to: a sparse method's questions share what they select."""
+    (place / "questions.txt").write_text(f"{QUESTION}\n\nWhy?\n")
+    batch = ("--batch-file", "questions.txt", "--method", method, "--sources", "2")
+    lines = [json.loads(line) for line in run_here(*ASK, *batch, "--json").stdout.splitlines()]
+    assert lines[1]["sources"] == []
+    for line, question in zip(lines[::2], (QUESTION, "Why?"), strict=True):
+        assert len(line["sources"]) == 2
+        if method == "dense":
+            alone = answered(question, *batch[2:])["sources"]
+            assert [one["tokens"] for one in line["sources"]] == [one["tokens"] for one in alone]
+            assert [one["score"] for one in line["sources"]] == pytest.approx([one["score"] for one in alone], rel=1e-3)
+    told = run_here(*ASK, *batch).stderr.splitlines()
+    assert [line[: len("question 1: source")] for line in told] == ["question 1: source"] * 2 + [
+        "question 3: source"
+    ] * 2
+
+
+def test_a_source_names_its_file_and_the_line_in_it(place: Path) -> None:
+    """Of a document of several files; text between files belongs to none."""
+    whole = answered(QUESTION, "--sources", "1", "--method", "dense")["sources"][0]
+    start, stop = whole["tokens"]
+    files = [
+        {"path": "a.md", "sha256": "0" * 64, "start": start - 40, "stop": start - 20},
+        {"path": "src/b.py", "sha256": "0" * 64, "start": start, "stop": stop, "first_line": 11},
+    ]
+
+    def several(fields: Fields) -> None:
+        fields["prompt"]["files"] = files
+
+    reseal(place / "doc.skv", several)
+    found = answered(QUESTION, "--sources", "5", "--method", "dense")["sources"]
+    assert {one["path"] for one in found} == {"a.md", "src/b.py"}
+    first = found[0]
+    assert (first["path"], first["tokens"]) == ("src/b.py", whole["tokens"])
+    assert first["lines"] == [11, 11 + whole["lines"][1] - whole["lines"][0]]
+    assert all(start - 40 <= one["tokens"][0] < one["tokens"][1] <= start - 20 for one in found[1:])
+
+
+REFUSED = [
+    (("--sources", "0"), "--sources 0: give a whole number from 1 to 64"),
+    (("--sources", "three"), "--sources three: give a whole number from 1 to 64"),
+    (("--sources", "65"), "--sources 65: give a whole number from 1 to 64"),
+    (("--sources", "2", "--method", "multipole", "--stream"), "with --stream the index also has the answer's tokens"),
+]
+
+
+@pytest.mark.parametrize(("options", "told"), REFUSED, ids=lambda one: str(one)[:40])
+def test_refusals(place: Path, options: tuple[str, ...], told: str) -> None:
+    fails(2, *ASK, QUESTION, *options, says=(told,))

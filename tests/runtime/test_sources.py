@@ -1,0 +1,88 @@
+"""Sources against the weights of the model's own attention, and the table of retrieval heads."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.small_index import build_small
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.attention.config import DecodeConfig, Dense
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.decoding.session import Session
+from sparsekv.runtime.sources.heads import LEAST, measure_heads, retrieval_heads
+
+QUESTION = torch.arange(40, 60)
+ANSWER = Sampling(6)
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenIndex]:
+    """A small index, with a cache folder of its own for the model's heads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARSEKV_CACHE", str(tmp_path_factory.mktemp("cache")))
+        opened = build_small(tmp_path_factory.mktemp("index") / "small.skv")
+        assert opened.source_finder.heads
+        yield opened
+
+
+def test_scores_are_those_of_the_models_own_attention(index: OpenIndex) -> None:
+    """Of all tokens up to a step's own, the answer's included, means over the steps."""
+    answer = Session.open(index, DecodeConfig(Dense())).ask(QUESTION, ANSWER, sources=5)
+    ids = torch.cat([index.input_ids, QUESTION, torch.tensor(answer.ids[:-1])])
+    index.model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        weights = index.model(input_ids=ids[None], use_cache=False, output_attentions=True).attentions
+    steps = slice(-len(answer.ids), None)
+    shares = sum(one.weight * weights[one.layer][0, one.head, steps].mean(0) for one in index.source_finder.heads)
+    assert isinstance(shares, torch.Tensor)
+    assert len(answer.sources) == 5
+    for one in answer.sources:
+        assert one.score == pytest.approx(float(shares[slice(*one.tokens)].sum()), rel=1e-4)
+    # No passage that was left out, of any 64 tokens, has more than the first source.
+    best = max(float(part.sum()) for part in shares[1 : len(index.input_ids)].unfold(0, 64, 1))
+    assert answer.sources[0].score >= best / 4
+
+
+def test_a_conversation_and_a_batch_have_the_sources_of_a_question(index: OpenIndex) -> None:
+    session = Session.open(index, DecodeConfig(Dense()))
+    alone = session.ask(QUESTION, ANSWER, sources=3)
+    together = session.ask_all([QUESTION, QUESTION[:5]], ANSWER, sources=3)
+    assert [one.tokens for one in together[0].sources] == [one.tokens for one in alone.sources]
+    assert session.ask(QUESTION, ANSWER).sources == []
+
+
+def test_heads_are_kept_and_damaged_tables_are_made_again(
+    index: OpenIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARSEKV_CACHE", str(tmp_path))
+    manifest, finder = index.artifact.manifest, index.source_finder
+    about = index.model, index.tokenizer, manifest.model, finder.query_heads
+    found = retrieval_heads(*about)
+    assert found == finder.heads
+    assert len(found) == LEAST
+    assert sum(one.weight for one in found) == pytest.approx(1)
+    (table,) = (tmp_path / "retrieval-heads").iterdir()
+    for damage in ("", "{", "[]", "[[0, 99, 0.5]]", "[[99, 0, 0.5]]", "[[0, 0, NaN]]", "[[0]]", "7"):
+        table.write_text(damage)
+        assert retrieval_heads(*about) == found
+    table.write_text("[[0, 1, 1.0]]")
+    assert [(one.layer, one.head) for one in retrieval_heads(*about)] == [(0, 1)]
+
+
+def test_layers_with_a_window_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But they attend as in the model while heads are measured."""
+    monkeypatch.setenv("SPARSEKV_CACHE", str(tmp_path))
+    index = build_small(tmp_path / "qwen.skv", "qwen2")
+    layers = index.artifact.manifest.indexed_layers
+    assert len(layers) < len(index.artifact.manifest.layers)
+    assert {one.layer for one in measure_heads(index.model, index.tokenizer, layers)} <= set(layers)
+    assert Session.open(index, DecodeConfig(Dense())).ask(QUESTION, ANSWER, sources=1).sources
+
+
+@pytest.mark.parametrize("sources", [-1, 65, True, "3"])
+def test_a_number_of_sources_is_checked(index: OpenIndex, sources: int) -> None:
+    with pytest.raises(UsageError, match="give a whole number up to 64"):
+        Session.open(index, DecodeConfig(Dense())).ask(QUESTION, ANSWER, sources=sources)
