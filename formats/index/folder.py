@@ -248,8 +248,15 @@ class Folder:
             os.link(f"/proc/self/fd/{descriptor}", last, dst_dir_fd=parent, follow_symlinks=True)
 
     def begin(self, name: str, number: str | None = None) -> UnfinishedFile:
-        """Create a file under a temporary name, and its subfolder if that is missing. Raises OSError if it fails."""
-        with self._parent(name, make=True) as (parent, _):
+        """Create a file under a temporary name, and its subfolder if that is missing. Raises OSError if it fails.
+
+        Args:
+            number: 8 hex digits of the temporary name, which replaces a file or link of that name; random by default.
+        """
+        with self._parent(name, make=True) as (parent, last):
+            with contextlib.suppress(FileNotFoundError):
+                if number is not None:
+                    os.unlink(f"{last}.{number}.tmp", dir_fd=parent)
             return UnfinishedFile(parent, name, number)
 
     def continued(self, name: str, number: str) -> UnfinishedFile:
