@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.index.context_rows import Pair, context_rows
 from sparsekv.formats.index.context_rows import row_bytes as int8_row_bytes
+from sparsekv.formats.index.kept_prefill import PrefillNote
 from sparsekv.formats.index.manifest import REBUILD
 from sparsekv.formats.index.schema import TOKENS, CanaryToken, LayerFacts, Probe, layer_file, state_file
 from sparsekv.indexing.capture.canary import TOKENS as FIRST_TOKENS
@@ -23,7 +25,14 @@ from sparsekv.indexing.capture.canary import (
     rounding_dtype,
     run_canary,
 )
-from sparsekv.indexing.capture.capture import RowsDone, TakenOver, capture, is_finite, rows_as_stored
+from sparsekv.indexing.capture.capture import (
+    BegunPrefill,
+    RowsDone,
+    TakenOver,
+    capture,
+    is_finite,
+    rows_as_stored,
+)
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.capture.team import Captured, MeasureRotations, RunCanary, RunPrompt, SharedRows, TryModel
 from sparsekv.indexing.context_files import ContextFacts, ContextFiles
@@ -119,13 +128,18 @@ class ContextStage:
         kv_dtype, recipe = plan.config.kv_dtype, build.context_recipe
         build.team.begin(TryModel(self.input_ids))
         state = preflight(self.model, self.input_ids, plan.loaded.name)
-        writer.need_space(self._bytes_to_write(state))
+        begun = self._begun()
+        size = self._bytes_to_write(state)
+        there = 0 if begun is None else sum(rows.nbytes for pair in begun.rows.values() for rows in pair)
+        writer.need_space(size - there)
+        build.progress("prefill", self._first(begun), len(self.input_ids))
+        build.tell(self._announcement(begun, size))
         tell_memory(build, len(reuse.positions), state)
         self._check_rotations()
         if build.earlier is not None and reuse.prefix_tokens:
             self._compare(build.earlier, reuse.prefix_tokens)
         rows_done, shared = early_rows(build, reuse.missing)
-        captured = self._capture(rows_done)
+        captured = self._capture(rows_done, begun)
         if what := captured.not_finite():
             raise SparsekvError(f"{what} are not finite in {plan.dtype}; {self._remedy()}")
         taken = reused_rows(build, reuse.prefix_tokens)
@@ -183,7 +197,73 @@ class ContextStage:
             for indexer in indexers if kinds is None or kinds[layer] != "sliding_attention" else ():
                 indexer.check_rope(rope)
 
-    def _capture(self, rows_done: RowsDone) -> Captured:
+    @property
+    def _kept_recipe(self) -> str | None:
+        """The hash of what decides the rows and queries of the prefill's chunks; None if an interruption loses them.
+
+        They are lost where keys and values are stored in 8 bits, which needs all of them; where layers keep a state;
+        and where several processes share the model.
+        """
+        build = self.build
+        in_8_bits, keeping = self.plan.config.kv_dtype is not None, bool(self.plan.kinds.keeping)
+        if in_8_bits or keeping or not build.team.starts_after_prefix:
+            return None
+        return hash_json(["prefill", self.reuse.sample_recipe, self.reuse.prefix_tokens])
+
+    def _begun(self) -> BegunPrefill | None:
+        """Take over the chunks that an interrupted build has prefilled, and begin to keep those of this one."""
+        writer, note, recipe, begun = self.writer, self.writer.kept_note, self._kept_recipe, None
+        if note is not None and note.recipe == recipe and note.ends[-1] < len(self.input_ids):
+            begun = self._taken(note)
+            if begun is None:
+                self.build.tell(
+                    f"the {note.ends[-1]:,} tokens that an interrupted build has prefilled are damaged: they are "
+                    "prefilled again"
+                )
+        elif note is not None:
+            writer.forget_prefill()
+            self.build.tell(
+                f"an interrupted build has prefilled {note.ends[-1]:,} tokens of another text or with other settings: "
+                "they are removed"
+            )
+        if recipe is not None:
+            writer.keep_prefill(recipe)
+        return begun
+
+    def _taken(self, note: PrefillNote) -> BegunPrefill | None:
+        build, config = self.build, self.model.config.get_text_config()
+        like = torch.empty(
+            (config.num_key_value_heads, len(self.input_ids), self.plan.head_dim), dtype=self.model.dtype, device="meta"
+        )
+        files = {layer: layer_file("context", layer) for layer in self.plan.kinds.attending}
+        tensors = {name: {"keys": like, "values": like} for name in files.values() if name in self.reuse.missing}
+        device = self.model.device
+        kept = self.writer.take_kept(note, tensors, build.context_recipe, device)
+        if kept is None:
+            return None
+
+        def rows(name: str) -> Pair:
+            # A layer whose file was complete when the build was interrupted.
+            stored = self.writer.read(name, device)
+            return stored["keys"][:, : kept.tokens], stored["values"][:, : kept.tokens]
+
+        of_layers = {layer: kept.rows[name] if name in kept.rows else rows(name) for layer, name in files.items()}
+        queries = [{name: one.to(device) for name, one in chunk.items()} for chunk in kept.queries]
+        return BegunPrefill(kept.tokens, of_layers, queries)
+
+    def _first(self, begun: BegunPrefill | None) -> int:
+        """Return the number of tokens that are not prefilled."""
+        return self.reuse.prefix_tokens if begun is None else begun.tokens
+
+    def _announcement(self, begun: BegunPrefill | None, size: int) -> str:
+        """Return a line that says how much work the build is, before it begins."""
+        tokens = len(self.input_ids)
+        told = f"{tokens - self._first(begun):,} of {tokens:,} tokens to prefill, about {size / 1e6:,.0f} MB to write"
+        if begun is not None:
+            return f"{told}; the first {begun.tokens:,} are those that an interrupted build has prefilled"
+        return told if self._kept_recipe else f"{told}; an interrupted prefill begins anew"
+
+    def _capture(self, rows_done: RowsDone, begun: BegunPrefill | None) -> Captured:
         build, reuse = self.build, self.reuse
         options: dict[str, Any] = {
             "tail": build.split.tail,
@@ -194,7 +274,7 @@ class ContextStage:
         }
         known = reuse.positions[reuse.positions < reuse.prefix_tokens]
         queries = None
-        if len(known) and build.earlier is not None:
+        if len(known) and build.earlier is not None and begun is None:
             queries = prefix_queries(self.plan, build.earlier, known, self._prefix_rows)
         prefix_state = None
         if build.plan.kinds.keeping:
@@ -214,6 +294,8 @@ class ContextStage:
             prefix=self._prefix_rows,
             prefix_queries=queries,
             rows_done=rows_done,
+            begun=begun,
+            chunk_done=self.writer.chunk_done,
             progress=lambda done: build.progress("prefill", done, len(self.input_ids)),
         )
         return build.team.whole(own)

@@ -10,10 +10,20 @@ from functools import cache, partial
 from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
+from sparsekv.cli.common.remaining import Remaining
 from sparsekv.cli.common.streams import printable
 
 EVERY = 10.0
@@ -39,6 +49,7 @@ class ProgressLines:
     def __init__(self, tell: Callable[[str], None], before: str = "at work"):
         self._tell, self._before, self._ended = tell, before, threading.Event()
         self._stage, self._done, self._of, self._began = "", 0, 0, time.monotonic()
+        self._remaining = Remaining()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def show(self, stage: str, done: int, of: int) -> None:
@@ -46,6 +57,9 @@ class ProgressLines:
         # After the end of a stage, there may be long work without progress. Its time does not count for the stage.
         if stage != self._stage or done >= of:
             self._began = time.monotonic()
+        if stage != self._stage:
+            self._remaining = Remaining()
+        self._remaining.show(done, of)
         self._stage, self._done, self._of = stage, done, of
 
     def line(self) -> str:
@@ -55,7 +69,8 @@ class ProgressLines:
             return f"{self._before}, {seconds:.0f} s"
         if self._done >= self._of:
             return f"{self._stage}: all {self._of:,}; at work on what follows, {seconds:.0f} s"
-        return f"{self._stage}: {self._done:,} of {self._of:,}, {seconds:.0f} s"
+        left = self._remaining.told()
+        return f"{self._stage}: {self._done:,} of {self._of:,}, {seconds:.0f} s{'; ' * bool(left)}{left}"
 
     def __enter__(self) -> "ProgressLines":
         self._thread.start()
@@ -171,6 +186,13 @@ def waiting(what: str, *, quiet: bool) -> Iterator[None]:
         yield
 
 
+class _TimeLeftColumn(ProgressColumn):
+    """The estimated time that is left of a stage."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["remaining"].told())
+
+
 @contextmanager
 def progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     """Yield a function of (stage, done, of) that draws a progress bar per stage. Without a terminal, print a
@@ -184,14 +206,17 @@ def progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        _TimeLeftColumn(),
         console=stderr(),
         disable=quiet,
     )
-    tasks = {}
+    tasks, left = dict[str, TaskID](), dict[str, Remaining]()
 
     def show(stage: str, done: int, of: int) -> None:
         if stage not in tasks:
-            tasks[stage] = bars.add_task(printable(stage), total=of)
+            left[stage] = Remaining()
+            tasks[stage] = bars.add_task(printable(stage), total=of, remaining=left[stage])
+        left[stage].show(done, of)
         bars.update(tasks[stage], completed=done, total=of)
 
     with bars:

@@ -85,8 +85,8 @@ def _refuse(limit: int, needed: int) -> None:
 
 INTERRUPTED = 130
 KEPT = {
-    "build-index": "what is whole is kept, and the same command goes on; a prefill begins anew",
-    "append": "the index is as it was; what is whole is kept, and the same command goes on; a prefill begins anew",
+    "build-index": "what is whole is kept, and the same command goes on from there",
+    "append": "the index is as it was; what is whole is kept, and the same command goes on from there",
     "eval": "the answers are kept, and the same command goes on from there",
     "generate": "the index is as it was",
     "chat": "the index is as it was",

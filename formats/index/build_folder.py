@@ -13,6 +13,7 @@ import torch
 from sparsekv.formats.checksums import hash_descriptor
 from sparsekv.formats.errors import ArtifactError, WaysOut, reason_of
 from sparsekv.formats.index.folder import LOCK, MARKER, Folder, acquire_lock, is_marked, mark
+from sparsekv.formats.index.kept_prefill import NOTE, PrefillNote, prefill_note
 from sparsekv.formats.index.layout import check_layout, check_names, in_this_form
 from sparsekv.formats.index.manifest import JOURNAL, KeptJournal, is_index, manifest_bytes, manifest_in, read_journal
 from sparsekv.formats.index.reader import CPU, map_tensors, on_device
@@ -100,6 +101,16 @@ class BuildFolder:
         with self._writing():
             self._journal.note(name, value)
 
+    @property
+    def kept_note(self) -> PrefillNote | None:
+        """The note on the prefill that an interrupted build has begun; None if there is none."""
+        return prefill_note(self.notes.get(NOTE))
+
+    def forget_prefill(self) -> None:
+        """Remove what an interrupted build has prefilled. Called before this build writes anything."""
+        with self._writing():
+            self._folder.remove([], leftovers_of=self._journal.paths)
+
     def need_space(self, size: int) -> None:
         """Raise ArtifactError if the disk has fewer than `size` free bytes. Called before the model runs."""
         free = shutil.disk_usage(self.folder).free
@@ -144,7 +155,8 @@ class BuildFolder:
         Files of an unfinished build that can be resumed are kept.
         """
         assert self.base is not None
-        if all(record in self.base.files.values() for record in self._journal.files.values()):
+        unfinished = any(record not in self.base.files.values() for record in self._journal.files.values())
+        if not unfinished and self.kept_note is None:
             self._remove_strays(self.base)
 
     def _seal(self, manifest: Manifest) -> Manifest:
@@ -185,9 +197,10 @@ class BuildFolder:
         self._journal = KeptJournal(self._folder, forget=self.force)
         known = self.base.files if self.base else {}
         self.unfinished = sum(known.get(name) != record for name, record in self._journal.files.items())
-        # Temporary files of a killed build may be as large as the index.
+        # Temporary files of a killed build may be as large as the index. Those with rows of whole chunks stay.
+        note = self.kept_note
         with suppress(OSError):
-            self._folder.remove([], leftovers_of=self._journal.paths)
+            self._folder.remove([], leftovers_of=self._journal.paths, but=note.number if note else None)
         if base is not None:
             # The journal must list these paths, so that they can be removed after a new manifest replaces this one.
             self._journal.know(record.path for record in base.files.values())

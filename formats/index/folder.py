@@ -95,18 +95,29 @@ class UnfinishedFile(OpenFile):
     Args:
         parent: descriptor of the folder that contains it.
         path: the path below the index's folder that `keep` gives it.
+        number: 8 hex digits of its temporary name; random by default.
+        found: open the file that an interrupted build has left under that name, instead of a new one.
+
+    Raises:
+        OSError: the file cannot be created or opened, or what was left is no plain file with a single name.
     """
 
-    def __init__(self, parent: int, path: str):
+    def __init__(self, parent: int, path: str, number: str | None = None, *, found: bool = False):
         self._above, _, self._name = path.rpartition("/")
-        self._temporary = f"{self._name}.{secrets.token_hex(4)}.tmp"
+        self._temporary = f"{self._name}.{number or secrets.token_hex(4)}.tmp"
         self._parent, self._open = os.dup(parent), True
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        # Without O_NONBLOCK, opening a pipe for reading and writing could wait.
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_NONBLOCK if found else os.O_CREAT | os.O_EXCL)
         try:
             self.descriptor = os.open(self._temporary, flags, 0o666, dir_fd=parent)
         except OSError:
             os.close(self._parent)
             raise
+        status = os.fstat(self.descriptor)
+        # A second name could be that of a file outside the index, which must not change.
+        if found and (not stat.S_ISREG(status.st_mode) or status.st_nlink != 1):
+            self._close()
+            raise _not_plain(path)
 
     @property
     def shared(self) -> SharedFile:
@@ -128,6 +139,10 @@ class UnfinishedFile(OpenFile):
                     os.unlink(self._temporary, dir_fd=self._parent)
         finally:
             self._close()
+
+    def leave(self) -> None:
+        """Close the file and leave it under its temporary name, for the next build."""
+        self._close()
 
     def _close(self) -> None:
         # Close each descriptor only once, even if closing fails: its number may belong to another file afterwards.
@@ -179,7 +194,7 @@ def _this_machine() -> str:
 
 
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-_TEMPORARY = re.compile(r"(.+)\.[0-9a-f]{8}\.tmp")
+_TEMPORARY = re.compile(r"(.+)\.([0-9a-f]{8})\.tmp")
 
 
 class Folder:
@@ -232,10 +247,30 @@ class Folder:
         with self._parent(name, make=True) as (parent, last):
             os.link(f"/proc/self/fd/{descriptor}", last, dst_dir_fd=parent, follow_symlinks=True)
 
-    def begin(self, name: str) -> UnfinishedFile:
-        """Create a file under a temporary name, and its subfolder if that is missing. Raises OSError if it fails."""
-        with self._parent(name, make=True) as (parent, _):
-            return UnfinishedFile(parent, name)
+    def begin(self, name: str, number: str | None = None) -> UnfinishedFile:
+        """Create a file under a temporary name, and its subfolder if that is missing. Raises OSError if it fails.
+
+        Args:
+            number: 8 hex digits of the temporary name, which replaces a file or link of that name; random by default.
+        """
+        with self._parent(name, make=True) as (parent, last):
+            with contextlib.suppress(FileNotFoundError):
+                if number is not None:
+                    os.unlink(f"{last}.{number}.tmp", dir_fd=parent)
+            return UnfinishedFile(parent, name, number)
+
+    def continued(self, name: str, number: str) -> UnfinishedFile:
+        """Open the unfinished file that an interrupted build has left, or has just named. Raises OSError if it fails.
+
+        A file that already has its own name gets its temporary name back.
+        """
+        with self._parent(name) as (parent, last):
+            temporary = f"{last}.{number}.tmp"
+            with contextlib.suppress(FileNotFoundError):
+                os.stat(temporary, dir_fd=parent, follow_symlinks=False)
+                return UnfinishedFile(parent, name, number, found=True)
+            os.rename(last, temporary, src_dir_fd=parent, dst_dir_fd=parent)
+            return UnfinishedFile(parent, name, number, found=True)
 
     def join(self, shared: SharedFile) -> JoinedFile:
         """Open an unfinished file that another process created in this folder. Raises OSError if it is not found."""
@@ -261,29 +296,31 @@ class Folder:
             file.discard()
             raise
 
-    def remove(self, names: Iterable[str], leftovers_of: Iterable[str] = ()) -> None:
+    def remove(self, names: Iterable[str], leftovers_of: Iterable[str] = (), but: str | None = None) -> None:
         """Remove regular files, leftover temporary files, and subfolders that are then empty.
 
         Args:
             names: files to remove, with the temporary files of their names.
             leftovers_of: files of which only the temporary files are removed, which a dead process left.
+            but: the number of temporary files that stay.
         """
         gone = set(names)
         for above in {name.rpartition("/")[0] for name in (*gone, *leftovers_of)}:
             try:
-                self._remove_from(above, gone, {*gone, *leftovers_of})
+                self._remove_from(above, gone, {*gone, *leftovers_of}, but)
             except FileNotFoundError:
                 continue
             if above:
                 with contextlib.suppress(OSError):
                     os.rmdir(above, dir_fd=self._descriptor)
 
-    def _remove_from(self, above: str, gone: set[str], written: set[str]) -> None:
+    def _remove_from(self, above: str, gone: set[str], written: set[str], but: str | None) -> None:
         beginning = f"{above}/" if above else ""
         with self._parent(beginning) as (parent, _):
             for found in os.listdir(parent):
                 temporary = _TEMPORARY.fullmatch(found)
-                ours = beginning + found in gone or (temporary and beginning + temporary[1] in written)
+                left = temporary and temporary[2] != but and beginning + temporary[1] in written
+                ours = beginning + found in gone or left
                 if ours and stat.S_ISREG(os.stat(found, dir_fd=parent, follow_symlinks=False).st_mode):
                     os.unlink(found, dir_fd=parent)
 

@@ -46,15 +46,17 @@ def safetensors_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict
     return first, {name: len(first) + start for name, start in starts.items()}
 
 
-def safetensors_bytes(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+def safetensors_bytes(
+    tensors: Mapping[str, torch.Tensor], ready: torch.cuda.Event | None = None
+) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file in pieces; they are the bytes that the safetensors library would write.
 
-    A piece is valid until the next piece is requested, as in `host_pieces`.
+    A piece is valid until the next piece is requested. `ready` is as in `host_pieces`.
     """
     first, starts = safetensors_header(tensors)
     yield first
     for name in starts:
-        yield from host_pieces(tensors[name].detach().contiguous().flatten().view(torch.uint8))
+        yield from host_pieces(tensors[name].detach().contiguous().flatten().view(torch.uint8), ready)
 
 
 def host_pieces(flat: torch.Tensor, ready: torch.cuda.Event | None = None) -> Iterator[memoryview]:
@@ -171,16 +173,27 @@ class GrowingPart:
         file: the file to write to.
         tensors: this process's heads, [H / parts, N, D], allocated in full. Rows are read once `put` includes them.
         part: which of the file's heads these are.
+        end: the number of rows that the file has already.
+        summed: `put` computes checksums.
     """
 
-    def __init__(self, file: OpenFile, tensors: Mapping[str, torch.Tensor], part: HeadPart):
-        self._file, self._tensors, self._part, self._end, self._unflushed = file, tensors, part, 0, 0
+    def __init__(
+        self,
+        file: OpenFile,
+        tensors: Mapping[str, torch.Tensor],
+        part: HeadPart,
+        *,
+        end: int = 0,
+        summed: bool = False,
+    ):
+        self._file, self._tensors, self._part, self._end, self._unflushed = file, tensors, part, end, 0
+        self._summed = summed
         self._whole = {
             name: torch.empty(len(own) * part.parts, *own.shape[1:], dtype=own.dtype, device="meta")
             for name, own in tensors.items()
         }
         self._header, self._starts = safetensors_header(self._whole)
-        self._puts: list[Future[None]] = []
+        self._puts: list[Future[str]] = []
 
     def put(self, end: int, threads: ThreadPoolExecutor) -> None:
         """Have a thread write the new rows before `end`. Raises OSError if earlier rows could not be written."""
@@ -206,7 +219,13 @@ class GrowingPart:
         self._tensors = {}
         return True
 
-    def _write(self, start: int, end: int, ready: torch.cuda.Event | None) -> None:
+    @property
+    def last_put(self) -> Future[str]:
+        """The checksum of the rows of the last `put`, once they are written; empty if none is computed."""
+        return self._puts[-1]
+
+    def _write(self, start: int, end: int, ready: torch.cuda.Event | None) -> str:
+        digest = hashlib.sha256() if self._summed else None
         for name, first in self._starts.items():
             tensor = self._tensors[name]
             # A new thread uses GPU 0 by default. Without this, a rank of another GPU would create a CUDA context there,
@@ -217,24 +236,36 @@ class GrowingPart:
                     for piece in host_pieces(rows.flatten().view(torch.uint8), ready):
                         self._file.write(piece, place)
                         place += len(piece)
+                        if digest:
+                            digest.update(piece)
                     self._unflushed += rows.nbytes
         if self._unflushed >= FLUSHED:
             self._unflushed = 0
             os.fdatasync(self._file.descriptor)
+        return digest.hexdigest() if digest else ""
 
 
 class GrowingFile(GrowingPart):
     """Writes the heads of the first process, which also writes the file's header, names the file and records it.
 
     Args:
-        file: an empty file.
+        file: an empty file, or one with the header and the first `end` rows.
         tensors: the heads of this process.
     """
 
-    def __init__(self, file: UnfinishedFile, tensors: Mapping[str, torch.Tensor], part: HeadPart = ALL_HEADS):
-        super().__init__(file, tensors, part)
+    def __init__(
+        self,
+        file: UnfinishedFile,
+        tensors: Mapping[str, torch.Tensor],
+        part: HeadPart = ALL_HEADS,
+        *,
+        end: int = 0,
+        summed: bool = False,
+    ):
+        super().__init__(file, tensors, part, end=end, summed=summed)
         self._unfinished = file
-        file.write(self._header, 0)
+        if not end:
+            file.write(self._header, 0)
 
     def finish(self, path: str, recipe: str, remote_sum: RemoteSum | None = None) -> FileRecord:
         """Wait until all rows are written, give the file its name, and return its record. Raises OSError if it fails.
@@ -263,3 +294,12 @@ class GrowingFile(GrowingPart):
     def discard(self) -> None:
         """Remove the file. No thread may still write to it."""
         self._unfinished.discard()
+
+    def leave(self) -> None:
+        """Leave the file under its temporary name. No thread may still write to it."""
+        self._unfinished.leave()
+
+    @property
+    def header(self) -> bytes:
+        """The bytes before the first tensor."""
+        return self._header

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -20,6 +21,16 @@ from sparsekv.formats.index.growing_file import (
     HeldTensors,
     RemoteSum,
     write_tensors,
+)
+from sparsekv.formats.index.kept_prefill import (
+    NOTE,
+    QUERIES,
+    KeptPrefill,
+    PrefillKeeper,
+    PrefillNote,
+    file_number,
+    read_queries,
+    read_rows,
 )
 from sparsekv.formats.index.reader import CPU, WholeFile
 from sparsekv.formats.index.schema import FileRecord, Manifest
@@ -51,6 +62,9 @@ class ArtifactWriter(BuildFolder):
         self._growing: dict[str, GrowingFile] = {}
         self._ended: dict[str, WholeFile] = {}
         """Files whose rows are all written, but which still have a temporary name."""
+        self._continued: dict[str, tuple[UnfinishedFile, int]] = {}
+        """Files of an interrupted prefill, with the number of their first rows that are right."""
+        self._keeper: PrefillKeeper | None = None
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
@@ -60,7 +74,7 @@ class ArtifactWriter(BuildFolder):
                 self._check_made()
         finally:
             try:
-                self.unshare_rows()
+                self._leave_rows()
             finally:
                 self._lock.release()
 
@@ -138,6 +152,65 @@ class ArtifactWriter(BuildFolder):
             while files:
                 files.popitem()[1].discard()
 
+    def take_kept(
+        self, note: PrefillNote, files: Mapping[str, Mapping[str, torch.Tensor]], recipe: str, device: torch.device
+    ) -> KeptPrefill | None:
+        """Take over the whole chunks of an interrupted prefill; None, and they are removed, if any is damaged.
+
+        Args:
+            files: tensors [H, N, D] with the shapes and dtypes of the files to write, by logical name.
+            recipe: the recipe of these files.
+            device: where the rows go.
+        """
+        rows, opened, tokens = {}, list[UnfinishedFile](), note.ends[-1]
+        try:
+            for name, like in files.items():
+                opened.append(self._folder.continued(self._free_path(name, recipe), note.number))
+                own = read_rows(opened[-1], like, note, note.rows.get(name, ""))
+                if own is None:
+                    break
+                rows[name] = own["keys"].to(device), own["values"].to(device)
+            opened.append(self._folder.continued(QUERIES, note.number))
+            queries = read_queries(opened[-1], note) if len(rows) == len(files) else None
+        except OSError:
+            queries = None
+        if queries is None:
+            for file in opened:
+                file.discard()
+            self.forget_prefill()
+            return None
+        self._continued = {name: (file, tokens) for name, file in zip(files, opened, strict=False)}
+        self._keeper = self._keep(note.recipe, opened[-1], note)
+        return KeptPrefill(tokens, rows, queries)
+
+    def keep_prefill(self, recipe: str) -> None:
+        """Keep the whole chunks of the prefill that follows, if this build is interrupted.
+
+        Args:
+            recipe: the hash of everything that determines the rows and queries.
+
+        Raises:
+            ArtifactError: the file of queries cannot be written.
+        """
+        if self._keeper is None:
+            with self._writing():
+                file = self._folder.begin(self._journal.name(QUERIES), file_number(recipe))
+            self._keeper = self._keep(recipe, file)
+
+    def chunk_done(self, end: int, queries: Mapping[str, torch.Tensor]) -> None:
+        """Note, in a thread, that a chunk is on disk once its rows are. Does nothing if no prefill is kept.
+
+        Args:
+            end: the number of tokens after the chunk, whose rows `write_rows` has been given.
+            queries: the chunk's queries, which must not change.
+
+        Raises:
+            ArtifactError: an earlier chunk could not be written.
+        """
+        if self._keeper is not None:
+            with self._writing():
+                self._keeper.chunk_done(end, self._growing, queries)
+
     def write_rows(
         self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str, end: int, part: HeadPart = ALL_HEADS
     ) -> None:
@@ -150,10 +223,14 @@ class ArtifactWriter(BuildFolder):
             ArtifactError: the file cannot be written.
         """
         with self._writing():
-            if name not in self._growing:
+            if name in self._continued:
+                file, first = self._continued[name]
+                self._growing[name] = GrowingFile(file, tensors, part, end=first, summed=True)
+                del self._continued[name]
+            elif name not in self._growing:
                 if name not in self._begun:
                     self._begun[name] = self._begin(name, recipe)
-                self._growing[name] = GrowingFile(self._begun[name], tensors, part)
+                self._growing[name] = GrowingFile(self._begun[name], tensors, part, summed=self._keeper is not None)
                 del self._begun[name]
             self._growing[name].put(end, self._threads)
 
@@ -224,7 +301,25 @@ class ArtifactWriter(BuildFolder):
         return hash_json([recipe, {name: self._made[name].result().sha256 for name in of}]) if of else recipe
 
     def _begin(self, name: str, recipe: str) -> UnfinishedFile:
-        return self._folder.begin(self._journal.name(self._free_path(name, recipe)))
+        number = file_number(self._keeper.recipe) if self._keeper else None
+        return self._folder.begin(self._journal.name(self._free_path(name, recipe)), number)
+
+    def _keep(self, recipe: str, file: UnfinishedFile, found: PrefillNote | None = None) -> PrefillKeeper:
+        return PrefillKeeper(recipe, file, partial(self.note, NOTE), found)
+
+    def _leave_rows(self) -> None:
+        """Leave the files of a prefill that has whole chunks for the next build; remove the others."""
+        try:
+            if self._keeper is not None:
+                self._keeper.close()
+        finally:
+            if self._keeper is not None and self._keeper.tokens:
+                for growing in self._growing.values():
+                    growing.leave()
+                for file, _ in self._continued.values():
+                    file.leave()
+                self._growing.clear()
+            self.unshare_rows()
 
     def _wait_for_earlier(self, name: str) -> None:
         """Wait for an earlier write of the same name. Raises ArtifactError if any file could not be written."""

@@ -1,6 +1,6 @@
 """Capture keys, values and queries as a model attends to them, by a prefill in chunks."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -109,6 +109,7 @@ def in_8_bits(rows: Pair, layer: int, taken: TakenOver | None) -> dict[str, torc
 PrefixQueries = Callable[[int, torch.Tensor], torch.Tensor]
 """Returns a layer's stored queries [Hq, P, D] at positions [P] of a prefix that is not prefilled again."""
 RowsDone = Callable[[int, torch.Tensor, torch.Tensor, int], None]
+ChunkDone = Callable[[int, Mapping[str, torch.Tensor]], None]
 StateDone = Callable[[int, State], None]
 
 
@@ -140,6 +141,30 @@ class CapturedLayer(CapturedQueries):
     values: torch.Tensor
 
 
+@dataclass(frozen=True)
+class BegunPrefill:
+    """The first chunks of a prefill that was interrupted.
+
+    Args:
+        tokens: the number of their tokens.
+        rows: keys and values [Hk, tokens, D], by layer. Each is taken once.
+        queries: the queries of each chunk, as `chunk_done` got them.
+    """
+
+    tokens: int
+    rows: dict[int, Pair]
+    queries: Sequence[Mapping[str, torch.Tensor]]
+
+    def kept(self, kind: str, layer: int) -> torch.Tensor | None:
+        """Return the queries [Hq, n, D] of a kind, `sample` or `tail`, of all chunks; None if there are none."""
+        parts = [chunk[name] for chunk in self.queries if (name := _query_name(kind, layer)) in chunk]
+        return torch.cat(parts, 1) if parts else None
+
+
+def _query_name(kind: str, layer: int) -> str:
+    return f"{kind}.{layer}"
+
+
 @dataclass
 class _Recorder:
     """The attention function of a capture. It attends like the prefill, and stores keys, values and queries.
@@ -156,6 +181,7 @@ class _Recorder:
     positions: torch.Tensor
     prefix_tokens: int
     prefix_queries: PrefixQueries | None
+    begun: BegunPrefill | None = None
     samples: dict[int, torch.Tensor] = field(default_factory=dict)
     tails: dict[int, torch.Tensor] = field(default_factory=dict)
     facts: dict[int, LayerFacts] = field(default_factory=dict)
@@ -163,6 +189,8 @@ class _Recorder:
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         call = self.layers[call.layer].appended(call)
+        if self.begun is not None and call.layer not in self.facts:
+            self._check_begun(call, self.begun)
         self.facts[call.layer] = LayerFacts(
             softmax_scale=call.softmax_scale,
             softcap=call.softcap,
@@ -177,6 +205,34 @@ class _Recorder:
         # The last token's logits become the probe, which is later compared with dense attention over the stored rows.
         dense = call.keys.shape[1] == self.tokens and not self.prefill.exact
         return (DensePrefill() if dense else self.prefill).attend(call, self.sinks)
+
+    def __post_init__(self) -> None:
+        if self.begun is not None:
+            tails = {layer: self.begun.kept("tail", layer) for layer in self.layers}
+            self.tails = {layer: tail for layer, tail in tails.items() if tail is not None}
+
+    def _check_begun(self, call: AttentionCall, begun: BegunPrefill) -> None:
+        """Raise SparsekvError if a layer's queries of the begun prefill do not fit those of a call."""
+        counts = {"tail": max(0, begun.tokens - self.tokens + self.tail)}
+        counts["sample"] = 0 if call.window is not None else int((self.positions < begun.tokens).sum())
+        for kind, count in counts.items():
+            kept = begun.kept(kind, call.layer)
+            empty = call.query[:, :0] if kept is None else kept
+            shape = len(call.query), count, call.query.shape[2]
+            if empty.shape != shape or empty.dtype != call.query.dtype:
+                raise SparsekvError(
+                    f"the queries of layer {call.layer} that an interrupted build has left are not those of this one; "
+                    "give --force to begin anew"
+                )
+
+    def queries_of_chunk(self, first: int, end: int) -> dict[str, torch.Tensor]:
+        """Return the queries kept of the tokens from `first` to `end`, in all layers, as views."""
+        begin = self.tokens - self.tail
+        tail = slice(max(0, first - begin), max(0, end - begin))
+        low, high = torch.searchsorted(self.positions, torch.tensor([first, end])).tolist()
+        found = {("tail", layer): rows[:, tail] for layer, rows in self.tails.items()}
+        found |= {("sample", layer): rows[:, low:high] for layer, rows in self.samples.items()}
+        return {_query_name(*name): rows for name, rows in found.items() if rows.shape[1]}
 
     def _keep_tail(self, call: AttentionCall) -> None:
         start = call.keys.shape[1] - call.query.shape[1]
@@ -195,6 +251,10 @@ class _Recorder:
 
     def _first_sample(self, call: AttentionCall) -> torch.Tensor:
         sample = call.query.new_empty(len(call.query), len(self.positions), call.query.shape[2])
+        if self.begun is not None:
+            if (begun := self.begun.kept("sample", call.layer)) is not None:
+                sample[:, : begun.shape[1]] = begun
+            return sample
         known = int((self.positions < self.prefix_tokens).sum())
         if known:
             assert self.prefix_queries is not None
@@ -277,7 +337,9 @@ def capture(
     prefix_state: State | None = None,
     marks: Collection[int] = (),
     stored: Collection[int] = (),
+    begun: BegunPrefill | None = None,
     state_done: StateDone = lambda tokens, state: None,
+    chunk_done: ChunkDone = lambda end, queries: None,
     rows_done: RowsDone = lambda layer, keys, values, end: None,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Capture:
@@ -302,6 +364,10 @@ def capture(
         marks: numbers of tokens after which states are kept in the capture, from `prefix_tokens` on.
         stored: numbers of tokens after which `state_done` is called with these and a copy of the states. Chunks end
             there, and at `marks`, too.
+        begun: the first chunks, if an interrupted prefill has run them. The prefill goes on after them, in the same
+            chunks as if it had not been interrupted. The model keeps no states.
+        chunk_done: called after each chunk but the last with `end`, after `rows_done`, and with the queries that the
+            capture keeps of the tokens since the previous call.
         rows_done: called for each layer after each chunk, with the layer's keys and values [Hk, N, D] and `end`. The
             rows before `end` are final.
         progress: called with the number of tokens done after each chunk.
@@ -309,23 +375,23 @@ def capture(
     tokens = len(input_ids)
     positions = torch.zeros(0, dtype=torch.int64) if positions is None else positions
     if rope_depends_on_length(getattr(model.config.get_text_config(), "rope_parameters", None)):
-        chunk_size, prefix_tokens = tokens, 0
+        chunk_size, prefix_tokens, begun = tokens, 0, None
     prefill = prefill or DensePrefill()
     kinds, state = layer_kinds(model.config), prefix_state or {}
     layers = {
-        layer: ContextLayer(
-            tokens, _first_rows(prefix(layer), prefix_tokens, model) if prefix and prefix_tokens else None
-        )
+        layer: ContextLayer(tokens, _known_rows(layer, prefix, prefix_tokens, begun, model))
         for layer in kinds.attending
     }
-    recorder = _Recorder(layers, prefill, sinks, tokens, tail, positions, prefix_tokens, prefix_queries)
+    recorder = _Recorder(layers, prefill, sinks, tokens, tail, positions, prefix_tokens, prefix_queries, begun)
+    noted = begun.tokens if begun else 0
     cache, states = Cache(layers=kinds.cache_layers(list(layers.values()), state)), dict[int, State]()
     if prefix_tokens in marks:
         states[prefix_tokens] = state
     if prefix_tokens in stored:
         state_done(prefix_tokens, state)
     with route_attention(model, recorder):
-        for start, end in _chunks(prefix_tokens, tokens, chunk_size, {*marks, *stored}, last_alone=not prefill.exact):
+        chunks = _chunks(prefix_tokens, tokens, chunk_size, {*marks, *stored}, last_alone=not prefill.exact)
+        for start, end in _after(noted, chunks):
             chunk = tokens_at(model, input_ids[start:end], start)
             try:
                 logits = model(**chunk, **with_cache(model, cache), logits_to_keep=1).logits
@@ -344,6 +410,9 @@ def capture(
                 states[end] = copied_state(cache.layers)
             if end in stored:
                 state_done(end, copied_state(cache.layers))
+            if end < tokens:
+                chunk_done(end, recorder.queries_of_chunk(noted, end))
+                noted = end
             progress(end)
     return Capture(logits[0, -1].float(), states, layers, recorder)
 
@@ -357,6 +426,23 @@ def _chunks(
     for end in sorted(end for end in ends if end > first):
         yield start, end
         start = end
+
+
+def _after(begun: int, chunks: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the chunks behind the first `begun` tokens, the first of them from there."""
+    return ((max(start, begun), end) for start, end in chunks if end > begun)
+
+
+def _known_rows(
+    layer: int,
+    prefix: Callable[[int], Pair] | None,
+    prefix_tokens: int,
+    begun: BegunPrefill | None,
+    model: PreTrainedModel,
+) -> Pair | None:
+    if begun is not None:
+        return _first_rows(begun.rows.pop(layer), begun.tokens, model)
+    return _first_rows(prefix(layer), prefix_tokens, model) if prefix and prefix_tokens else None
 
 
 def _first_rows(rows: Pair, tokens: int, model: PreTrainedModel) -> Pair:

@@ -124,7 +124,7 @@ def test_an_interrupted_cluster_leaves_every_index_whole_or_resumable(place: Pat
     running.send_signal(signal.SIGINT)
     _, stderr = running.communicate()
     assert running.returncode == 130
-    assert "a prefill begins anew" in stderr
+    assert "the same command goes on from there" in stderr
     assert run_here("build-index", *names, *OPTIONS, "-o", "by-ray").code == 0
     _assert_as_one_by_one(place, names)
 

@@ -133,6 +133,11 @@ class _Stopped(Exception):
     """A build was stopped on purpose."""
 
 
+def _keeps_chunks(plan: BuildPlan) -> bool:
+    """Whether an interrupted prefill of a plan goes on after its last whole chunk."""
+    return plan.config.kv_dtype is None and not plan.kinds.keeping
+
+
 @deed("interrupted", 5, asks=False)
 def interrupted(world: World, index: OpenIndex) -> None:
     """A build that was stopped anywhere and runs again gives the index of one that was not."""
@@ -145,10 +150,25 @@ def interrupted(world: World, index: OpenIndex) -> None:
         if left == 0:
             raise _Stopped
 
+    prefilled = 0
+
+    def stop_after(stage: str, done: int, of: int) -> None:
+        nonlocal prefilled
+        prefilled = done if stage == "prefill" and done < of else prefilled
+        stop(stage, done, of)
+
+    def goes_on(stage: str, done: int, of: int) -> None:
+        nonlocal first
+        first = done if stage == "prefill" and first is None else first
+
+    first: int | None = None
     try:
-        build_index(world.plan(), folder, stop)
+        build_index(world.plan(), folder, stop_after)
     except _Stopped:
-        build_index(world.plan(chunk_size=_again(world.plan(), random)), folder)
+        plan = world.plan(chunk_size=_again(world.plan(), random))
+        build_index(plan, folder, goes_on)
+        if first is not None and _keeps_chunks(plan):
+            expect(first >= prefilled, "interrupted", f"after {prefilled} tokens, it went on after {first}")
     _same_as_fresh(world, folder, world.plan(), methods=True, fresh=world.folder / "index.skv")
     world.open("again.skv")
 

@@ -59,7 +59,7 @@ def test_while_a_library_is_loaded(place: Path, library: str) -> None:
     code, stderr = _interrupt(place, lambda pid: _maps(pid, library), *BUILD)
     assert (code, stderr) == (
         130,
-        "sparsekv: interrupted; what is whole is kept, and the same command goes on; a prefill begins anew\n",
+        "sparsekv: interrupted; what is whole is kept, and the same command goes on from there\n",
     )
 
 

@@ -171,7 +171,7 @@ def test_ctrl_c_is_told_once(place: Path, ranks_too: bool) -> None:
     stdout, stderr = running.communicate(timeout=60)
     assert (running.returncode, stdout) == (130, "")
     (line,) = stderr.splitlines()
-    assert "a prefill begins anew" in line
+    assert "the same command goes on from there" in line
 
 
 @pytest.mark.slow
