@@ -132,12 +132,12 @@ class ContextStage:
         size = self._bytes_to_write(state)
         there = 0 if begun is None else sum(rows.nbytes for pair in begun.rows.values() for rows in pair)
         writer.need_space(size - there)
-        build.progress("prefill", self._first(begun), len(self.input_ids))
-        build.tell(self._announcement(begun, size))
         tell_memory(build, len(reuse.positions), state)
         self._check_rotations()
         if build.earlier is not None and reuse.prefix_tokens:
             self._compare(build.earlier, reuse.prefix_tokens)
+        build.progress("prefill", self._first(begun), len(self.input_ids))
+        build.tell(self._announcement(begun, size))
         rows_done, shared = early_rows(build, reuse.missing)
         captured = self._capture(rows_done, begun)
         if what := captured.not_finite():

@@ -239,7 +239,3 @@ class TextForm:
             ],
             text_offset=offsets,
         )
-
-    def _top(self, one: TokenLogprobs) -> dict[str, float]:
-        """Return the log-probabilities of the likeliest tokens by text; the highest one for tokens of equal text."""
-        return {self.about.text_of(token): logprob for token, logprob in reversed(one.top)}

@@ -196,7 +196,7 @@ def test_an_edited_document_keeps_whole_chunks_and_equals_one_built_at_once(tmp_
     build_index(plan, tmp_path / "edited.skv", lambda stage, at, of: done.append(at) if stage == "prefill" else None)
     build_index(plan, tmp_path / "whole.skv")
     # 512 leading tokens have a hash of their own; the chunk that they end in begins at 480.
-    assert done[0] == 480 + 48
+    assert done[:2] == [480, 480 + 48]
     both = [Artifact(tmp_path / name).context(1) for name in ("edited.skv", "whole.skv")]
     for one, other in zip(*both, strict=True):
         assert_close(one, other, 1e-5)
@@ -212,7 +212,7 @@ def test_another_prefill_starts_over(tmp_path: Path, change: dict[str, object]) 
         tmp_path / "one.skv",
         lambda stage, at, of: done.append(at) if stage == "prefill" else None,
     )
-    assert done[0] == 48
+    assert done[:2] == [0, 48]
 
 
 def test_a_dense_prefill_is_replaced_by_force_alone(tmp_path: Path) -> None:
