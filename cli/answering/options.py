@@ -83,8 +83,8 @@ SourcesOption = Annotated[
     typer.Option(
         metavar="N",
         parser=_sources,
-        help="Show the N passages of the document that the answer attended to most, each with its file, its lines and "
-        "its share of this attention.",
+        help="Show the N passages (up to 64) of the document that the answer attended to most, each with its file, its "
+        "lines and its share of this attention.",
     ),
 ]
 StatsOption = Annotated[

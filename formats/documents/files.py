@@ -136,7 +136,7 @@ def read_folder(folder: Path, choice: Choice) -> SourceTexts:
         )
     reader = _Reader(choice)
     reader.walk(folder)
-    return reader.result(folder.absolute(), str(folder))
+    return reader.result(Path(os.path.abspath(folder)), str(folder))
 
 
 def read_several(names: Sequence[str], choice: Choice) -> SourceTexts:
@@ -221,7 +221,7 @@ class _Reader:
         if not files:
             why = texts.told()
             raise UsageError(
-                f"{named}: no text to index{f' ({why})' if why else ''}; name text files, or a folder of them"
+                f"{named}: no text to index{f' ({why})' if why else ''}; choose a folder or files with text"
             )
         return texts
 

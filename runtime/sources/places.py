@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from sparsekv.formats.documents.continuation import BETWEEN
 from sparsekv.formats.documents.plain_text import Trusted, encode_text
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.sources.passages import LONGEST, split_passages, token_texts
@@ -17,12 +18,20 @@ BESIDE = 0.1
 
 @dataclass(frozen=True)
 class Text:
-    """A text in the stored prompt: its name, its tokens [start, stop), and the number of its first line."""
+    """A text in the stored prompt.
+
+    Attributes:
+        path: its name.
+        start, stop: the tokens [start, stop) that can be sources.
+        begin: the token from which lines are counted.
+        first_line: the number of the line at that token.
+    """
 
     path: str
     start: int
     stop: int
-    first_line: int = 1
+    begin: int
+    first_line: int
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,7 @@ class Source:
     """A passage of the document that an answer attended to.
 
     Attributes:
-        path: the file of the passage, or the document's name.
+        path: the file of the passage, or the index's name; see `Places`.
         lines: its first and last line in the file, counted from 1.
         tokens: its tokens [start, stop) in the stored prompt.
         score: share of the retrieval heads' attention that it got, a mean over the answer's steps.
@@ -51,19 +60,27 @@ class Source:
 class Places:
     """The texts of an index's document, and the passages in them.
 
-    They are its files, or one text with the name of the index. Text that was appended to files has this name, too. The
-    chat template's text before the document belongs to none, and neither does the prompt's first token, to which every
-    answer attends.
+    They are its files, or one text with the name of the index. Text that was added later is a text of its own, with a
+    number behind the index's name: `manual+1`. The chat template's text before the document belongs to none, and
+    neither does the prompt's first token, to which every answer attends.
     """
 
     def __init__(self, artifact: Artifact, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer, self.ids = tokenizer, artifact.input_ids().tolist()
-        prompt = artifact.manifest.prompt
-        head = 0 if prompt.chat is None else len(encode_text(tokenizer, Trusted(prompt.chat.before)).ids)
-        added = sum(one.tokens for one in artifact.manifest.additions)
-        start = max(1, head if prompt.files is None else len(self.ids) - added)
-        files = [Text(one.path, max(1, one.start), one.stop, one.first_line) for one in prompt.files or ()]
-        self.texts = [*files, Text(artifact.folder.stem, start, len(self.ids))]
+        prompt, name = artifact.manifest.prompt, artifact.folder.stem
+        added = [one.tokens for one in artifact.manifest.additions]
+        edges = [*accumulate(added, initial=len(self.ids) - sum(added))]
+        before = "" if prompt.chat is None else prompt.chat.before
+        head = len(encode_text(tokenizer, Trusted(before)).ids) if before else 0
+        # Lines are counted from the prompt's begin: a token may have line breaks of template and document.
+        whole = Text(name, max(1, head), edges[0], 0, 1 - before.count("\n"))
+        files = [Text(one.path, max(1, one.start), one.stop, one.start, one.first_line) for one in prompt.files or ()]
+        later = [self._addition(f"{name}+{number}", *edge) for number, edge in enumerate(pairwise(edges), 1)]
+        self.texts = [*(files or [whole]), *later]
+
+    def _addition(self, path: str, start: int, stop: int) -> Text:
+        parted = self._text(start, stop).startswith(BETWEEN)
+        return Text(path, start, stop, start, 1 - BETWEEN.count("\n") if parted else 1)
 
     def sources(self, shares: torch.Tensor, most: int) -> list[Source]:
         """Return up to `most` passages with the largest sums of the tokens' shares [N], the largest first."""
@@ -103,7 +120,7 @@ class Places:
         return edges[low], edges[high + 1]
 
     def _source(self, whole: Text, start: int, stop: int, score: float) -> Source:
-        before, text = self._text(whole.start, start), self._text(start, stop)
+        before, text = self._text(whole.begin, start), self._text(start, stop)
         begin = len(text) - len(text.lstrip())
         first = whole.first_line + before.count("\n") + text[:begin].count("\n")
         last = first + text.strip().count("\n")

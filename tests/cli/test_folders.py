@@ -64,6 +64,12 @@ def test_a_folder_is_one_document_with_a_table_of_its_files(project: Path) -> No
     assert "project.skv is up to date: nothing to build" in again.stderr
 
 
+def test_a_folder_may_be_named_by_a_way_up(project: Path) -> None:
+    built = run_here("build-index", f"../{project.parent.name}/project/../project", *HOW, "-o", "up.skv")
+    assert built.code == 0, built.stderr
+    assert "z.txt" in {file.path for file in _table("up.skv")}
+
+
 def test_inspect_shows_the_files(project: Path) -> None:
     _build("project", "-q")
     shown = run_here("inspect", "--index", "project.skv", "--verify")
@@ -180,7 +186,7 @@ def test_a_table_that_cannot_be_is_refused(project: Path, change: Callable[[dict
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("empty",), ("empty: no text to index", "name text files")),
+        (("empty",), ("empty: no text to index", "choose a folder or files with text")),
         (("project", "--include", "*.rst"), ("no text to index (left out: 4 not included)",)),
         (("doc.txt", "--include", "*.txt"), ("--include *.txt", "name a folder")),
         (("project", "doc.txt", "--as-one"), ("name the index with --output NAME.skv",)),

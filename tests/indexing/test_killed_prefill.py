@@ -39,14 +39,19 @@ def _noted(folder: Path) -> int:
 
 
 def _killed(plan: BuildPlan, folder: Path, progress: Progress, seconds: float | None = None) -> None:
-    """Build in another process, which ends by SIGKILL."""
-    process = multiprocessing.get_context("fork").Process(target=build_index, args=(plan, folder, progress))
+    """Build in another process, which ends by SIGKILL. It has no threads of torch, whose pool no fork inherits."""
+    process = multiprocessing.get_context("fork").Process(target=_alone, args=(plan, folder, progress))
     process.start()
     if seconds is not None:
         time.sleep(seconds)
         process.kill()
     process.join(60)
     assert process.exitcode in (-signal.SIGKILL, *([] if seconds is None else [0]))
+
+
+def _alone(plan: BuildPlan, folder: Path, progress: Progress) -> None:
+    torch.set_num_threads(1)
+    build_index(plan, folder, progress)
 
 
 def _after(tokens: int, folder: Path, stage: str = "prefill") -> Progress:

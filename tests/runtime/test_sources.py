@@ -5,14 +5,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.small_index import build_small
+from support.small_index import build_small, reopen, small_plan
+from support.tiny_models import tiny_tokenizer
 
+from sparsekv.formats.documents.prompt import encode_prompt
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.indexing.append import encode_addition, growing_plan
+from sparsekv.indexing.build import build_index
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.sources.heads import LEAST, measure_heads, retrieval_heads
+from sparsekv.runtime.sources.passages import token_texts
+from sparsekv.runtime.sources.places import Places
 
 QUESTION = torch.arange(40, 60)
 ANSWER = Sampling(6)
@@ -86,3 +93,33 @@ def test_layers_with_a_window_do_not_count(tmp_path: Path, monkeypatch: pytest.M
 def test_a_number_of_sources_is_checked(index: OpenIndex, sources: int) -> None:
     with pytest.raises(UsageError, match="give a whole number up to 64"):
         Session.open(index, DecodeConfig(Dense())).ask(QUESTION, ANSWER, sources=sources)
+
+
+@pytest.mark.parametrize("raw", [True, False])
+@pytest.mark.parametrize("blank", ["", "\n", "\n\n\n", "  \n\t\n"])
+def test_lines_are_those_of_the_file_after_blank_lines(raw: bool, blank: str, tmp_path: Path) -> None:
+    """The prompt's first token, which may be a line break, is no source, but its lines count."""
+    text = blank + "\n".join(f"Sentence {number} is here." for number in range(1, 16)) + "\n"
+    index = build_small(tmp_path / "lines.skv", prompt=encode_prompt(tiny_tokenizer(), text, raw=raw))
+    for line in (3, 7, 14):
+        assert _place(index, f"Sentence {line} is") == f"lines:{line + blank.count(chr(10))}"
+
+
+def test_text_that_was_added_has_lines_of_its_own(tmp_path: Path) -> None:
+    plan, folder = small_plan(), tmp_path / "a.skv"
+    build_index(plan, folder)
+    for text in ("One.\nTwo is here.\n", "\nThree.\nFour is here."):
+        addition = encode_addition(plan.loaded.tokenizer, text, plan.prompt.chat, plan.prompt.border)
+        build_index(growing_plan(Artifact(folder), plan.loaded, addition), folder)
+    index = reopen(plan, folder)
+    assert _place(index, "Two is") == "a+1:2"
+    assert _place(index, "Four is") == "a+2:3"
+
+
+def _place(index: OpenIndex, text: str) -> str:
+    """The source that has all attention at the begin of a text of the prompt, whose tokens are bytes."""
+    found = token_texts(index.tokenizer, index.input_ids.tolist())
+    shares = torch.zeros(len(found), dtype=torch.float64)
+    shares["".join(one or " " for one in found).index(text)] = 1
+    (source,) = Places(index.artifact, index.tokenizer).sources(shares, 1)
+    return source.place
