@@ -24,7 +24,6 @@ from sparsekv.runtime.cache.buffers import read_share, total_read
 from sparsekv.runtime.cache.index_cache import Fed, IndexCache, SequenceCache
 from sparsekv.runtime.cache.kept_turns import KeptTurns
 from sparsekv.runtime.cache.packed_cache import BatchedCache, PackedCache
-from sparsekv.runtime.cache.watched import LayerQueries, WatchedQueries
 from sparsekv.runtime.decoding.answer import (
     Answer,
     Streamer,
@@ -46,6 +45,11 @@ QUESTION_TOKENS = 2048
 With a maximum of 512 a GPU would wait for the host, because the host launches the same number of operations for fewer
 tokens.
 """
+
+HOLD_SHARE, MOST_HELD = 0.5, 12
+"""A step with a question is not replayed as a CUDA graph, and all answering sequences wait for it: on an H200, with 64
+of them, it takes 2.3 times as long. So questions are held back until one such step takes several: until the steps that
+they waited, in sum, are `HOLD_SHARE` of the number of answering sequences, or for `MOST_HELD` steps."""
 
 
 def why_alone(index: OpenIndex, attention: MethodSpec | Dense, cache: IndexCache) -> str:
@@ -133,8 +137,8 @@ class Sequence:
         """Number of own rows of the sequence at the end of the longest allowed answer."""
         self.started, self.first, self.last = time.perf_counter(), 0.0, 0.0
         self.read_before = (0.0, 0)
-        self.queries: list[LayerQueries] = []
-        """If sources are wanted, the watched queries of the tokens from which the answer's were chosen."""
+        self.queries: list[torch.Tensor] = []
+        """If sources are wanted, the watched queries [C] of each token from which one of the answer's was chosen."""
 
     def fed(self, slot: int, most: int | None) -> Fed:
         """Return the tokens to feed next: the next part of the question, up to `most` tokens, or the newest token."""
@@ -219,6 +223,8 @@ class Engine:
         self.active: dict[int, Sequence] = {}
         self.waiting: deque[Sequence] = deque()
         self.read: tuple[float, int] | None = None
+        self._held = (0, 0)
+        """Number of steps in which questions were held back since the last one began, and its sum over questions."""
         self.ends = ending_tokens(index)
 
     @torch.inference_mode()
@@ -293,7 +299,7 @@ class Engine:
         if appends(self.cache.stored_layers):
             raise UsageError("--sources: with --stream the index also has the answer's tokens; leave one of them out")
         if self.cache.watched is None:
-            self.cache.watch(WatchedQueries(self.index.source_finder.watched(), self.cache.slots))
+            self.cache.watch(self.index.source_finder.watched(self.cache.slots))
 
     def recount(self) -> None:
         """Restart the counts of rows read, because another question over the same stored context has reset them."""
@@ -370,12 +376,23 @@ class Engine:
             if sequence.answer or left:
                 fed.append(sequence.fed(slot, self.chunk and left))
                 left -= len(fed[-1].tokens) if fed[-1].asks else 0
-        for slot in [slot for slot in range(self.slots) if slot not in self.active]:
+        free = [slot for slot in range(self.slots) if slot not in self.active]
+        for slot in [] if self._holds(len(free)) else free:
             if not self._may_begin(left):
                 break
             fed.append(self._begin(slot).fed(slot, self.chunk and left))
             left -= len(fed[-1].tokens)
         return sorted(fed, key=lambda one: one.slot)
+
+    def _holds(self, free: int) -> bool:
+        """Whether questions that could take the free slots are held back, because the next step can be replayed."""
+        could = min(free, len(self.waiting))
+        replayed = bool(self.cache.graphs) and all(one.answer for one in self.active.values())
+        steps, waited = self._held
+        worth_it = steps < MOST_HELD and waited < HOLD_SHARE * len(self.active)
+        holds = bool(could) and bool(self.active) and replayed and worth_it
+        self._held = (steps + 1, waited + could) if holds else (0, 0)
+        return holds
 
     def _may_begin(self, left: int) -> bool:
         """Whether the next question may begin in a step that has room for `left` more tokens of questions."""
@@ -404,19 +421,22 @@ class Engine:
         return sequence, replace(self._answer(sequence), sources=sources)
 
     def _sources(self, slot: int, sequence: Sequence) -> list[Source]:
-        if not sequence.queries:
+        if not sequence.queries or self.cache.watched is None:
             return []
-        own_keys = partial(self.cache.own_keys, slot=slot, tokens=sequence.used)
-        return self.index.source_finder.sources(sequence.queries, own_keys, sequence.request.sources)
+        steps, own_keys = torch.stack(sequence.queries), partial(self.cache.own_keys, slot=slot, tokens=sequence.used)
+        queries = {layer: self.cache.watched.of_layer(layer, steps) for layer in self.cache.watched.heads}
+        return self.index.source_finder.sources(queries, own_keys, sequence.request.sources)
 
     def _pass(self, fed: list[Fed]) -> torch.Tensor:
         """Run a forward pass; return its logits [B, V], and keep the queries of sequences whose sources are wanted."""
         logits = self._logits(fed)
         if self.cache.watched is not None:
-            for place, one in enumerate(fed):
-                sequence = self.active[one.slot]
-                if sequence.request.sources and sequence.chooses(one):
-                    sequence.queries.append(self.cache.watched.of(place))
+            sequences = ((place, one, self.active[one.slot]) for place, one in enumerate(fed))
+            wanted = [(place, one) for place, fed, one in sequences if one.request.sources and one.chooses(fed)]
+            if wanted:
+                places, asking = zip(*wanted, strict=True)
+                for sequence, queries in zip(asking, self.cache.watched.of(places), strict=True):
+                    sequence.queries.append(queries)
         return logits
 
     def _logits(self, fed: list[Fed]) -> torch.Tensor:

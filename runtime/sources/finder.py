@@ -2,18 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.kernels.scores.logits import attention_logits
-from sparsekv.runtime.cache.watched import LayerQueries
+from sparsekv.kernels.scores.shares import attention_shares
+from sparsekv.runtime.cache.watched import WatchedQueries
 from sparsekv.runtime.sources.heads import Head, retrieval_heads
 from sparsekv.runtime.sources.places import Places, Source
-
-LOGITS_AT_ONCE = 4 * 2**20  # elements of float32 logits: 16 MB
 
 
 @dataclass
@@ -42,52 +39,41 @@ class SourceFinder:
         heads = retrieval_heads(model, tokenizer, manifest.model, query_heads)
         return cls(artifact, heads, query_heads, Places(artifact, tokenizer), model.device)
 
-    def watched(self) -> dict[int, torch.Tensor]:
-        """Return the numbers [H] of the retrieval heads by layer, on the model's device."""
-        return {
-            layer: torch.tensor([one.head for one in heads], device=self.device) for layer, heads in self._by_layer()
-        }
+    def watched(self, slots: int) -> WatchedQueries:
+        """Return buffers for the queries of the retrieval heads, of up to `slots` sequences in a pass."""
+        layers = [*dict.fromkeys(one.layer for one in self.heads)]
+        heads = {layer: torch.tensor([one.head for one in self._of(layer)], device=self.device) for layer in layers}
+        channels = {layer: self.artifact.heads_and_channels(layer)[1] for layer in layers}
+        return WatchedQueries(heads, channels, slots)
 
-    def _by_layer(self) -> list[tuple[int, list[Head]]]:
-        return [(layer, [*heads]) for layer, heads in groupby(self.heads, lambda one: one.layer)]
+    def _of(self, layer: int) -> list[Head]:
+        return [one for one in self.heads if one.layer == layer]
 
     @torch.inference_mode()
     def sources(
-        self, steps: Sequence[LayerQueries], own_keys: Callable[[int], torch.Tensor], most: int
+        self, queries: Mapping[int, torch.Tensor], own_keys: Callable[[int], torch.Tensor], most: int
     ) -> list[Source]:
         """Return up to `most` sources of an answer, those of the largest score first.
 
         Args:
-            steps: the queries of the tokens from which the answer's tokens were chosen.
+            queries: by layer, the queries [H, T, D] of the T tokens from which the answer's tokens were chosen.
             own_keys: returns a layer's keys [Hk, U, D] of the tokens after the stored prompt, up to the last step's.
         """
         shares = torch.zeros(self.artifact.manifest.split.tokens, device=self.device)
-        for layer, heads in self._by_layer():
-            own, queries = own_keys(layer), torch.stack([step[layer] for step in steps], 1)  # [H, T, D]
-            for number, head in enumerate(heads):
+        for layer, of_layer in queries.items():
+            own, scaling = own_keys(layer), self.artifact.manifest.attending[layer].scaling
+            used, count = own.shape[1], of_layer.shape[1]
+            # A step sees the own keys up to its token's, which are all but those of the later steps.
+            seen, weight = torch.arange(used - count + 1, used + 1, device=self.device), own.new_ones(count).float()
+            for head, query in zip(self._of(layer), of_layer, strict=True):
                 kv_head = head.head * len(own) // self.query_heads[layer]
-                shares += head.weight * self._mean_shares(layer, kv_head, queries[number], own[kv_head])
+                stored, weights = self._stored_keys(layer, kv_head).to(own), weight * (head.weight / count)
+                shares += attention_shares(query, stored, own[kv_head], seen, weights, *scaling)
         return self.places.sources(shares.cpu(), most)
 
-    def _mean_shares(self, layer: int, kv_head: int, queries: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """Return the attention that a head's queries [T, D] pay to the stored tokens, their mean [N].
-
-        Query t sees the own keys [U, D] up to its token's, which are all but the last T - 1 - t.
-        """
-        stored, scaling = self._stored_keys(layer, kv_head), self.artifact.manifest.attending[layer].scaling
-        count, used, tokens = len(queries), len(own), stored.shape[1]
-        seen = torch.arange(used - count, used, device=self.device)[:, None] >= torch.arange(used, device=self.device)
-        total, step = torch.zeros(tokens, device=self.device), max(1, LOGITS_AT_ONCE // (tokens + used))
-        for first in range(0, count, step):
-            some = queries[None, None, first : first + step]
-            beside = attention_logits(some, own[None], *scaling).masked_fill(~seen[first : first + step], -torch.inf)
-            logits = torch.cat([attention_logits(some, stored, *scaling), beside], -1)
-            total += logits.softmax(-1)[0, 0, :, :tokens].sum(0)
-        return total / count
-
     def _stored_keys(self, layer: int, kv_head: int) -> torch.Tensor:
-        """Return the stored keys [1, N, D] of a KV head."""
+        """Return the stored keys [N, D] of a KV head, in the dtype in which they are stored."""
         if (layer, kv_head) not in self._keys:
             rows = self.artifact.context_rows(layer).some("keys", slice(None))
-            self._keys[layer, kv_head] = rows[kv_head : kv_head + 1].to(self.device)
+            self._keys[layer, kv_head] = rows[kv_head].to(self.device)
         return self._keys[layer, kv_head]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -12,6 +13,8 @@ from sparsekv.formats.documents.plain_text import Trusted, encode_text
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.sources.passages import LONGEST, split_passages, token_texts
 
+BLOCK = 256
+"""Number of tokens of a block. Line breaks before each block are counted once."""
 BESIDE = 0.1
 """A sentence beside the best one belongs to the source if it has at least this share of the best one's attention."""
 
@@ -92,8 +95,9 @@ class Places:
 
     def _passages(self, left: torch.Tensor, most: int) -> Iterator[tuple[Text, int, int, float]]:
         """Yield passages without common tokens; overwrites the shares `left` [N], which are zero outside of texts."""
+        sums = _sums(left)
         for _ in range(most):
-            best = int(_sums(left).argmax())
+            best = int(sums.argmax())
             centre = best + int(left[best : best + LONGEST].argmax())
             if not left[centre] > 0:
                 return
@@ -101,6 +105,8 @@ class Places:
             start, stop = self._around(left, text, best, centre)
             yield text, start, stop, float(left[start:stop].sum())
             left[start:stop] = 0
+            first = max(0, start - LONGEST)
+            sums[first:stop] = _sums(left[first : stop + LONGEST])[: stop - first]
 
     def _around(self, left: torch.Tensor, within: Text, best: int, centre: int) -> tuple[int, int]:
         """Return the sentences of highest share around a token, together at most `LONGEST` tokens."""
@@ -120,11 +126,23 @@ class Places:
         return edges[low], edges[high + 1]
 
     def _source(self, whole: Text, start: int, stop: int, score: float) -> Source:
-        before, text = self._text(whole.begin, start), self._text(start, stop)
+        text = self._text(start, stop)
         begin = len(text) - len(text.lstrip())
-        first = whole.first_line + before.count("\n") + text[:begin].count("\n")
+        before = self._line_breaks(start) - self._line_breaks(whole.begin)
+        first = whole.first_line + before + text[:begin].count("\n")
         last = first + text.strip().count("\n")
         return Source(whole.path, (first, last), (start, stop), score)
+
+    def _line_breaks(self, stop: int) -> int:
+        """Return the number of line breaks in the first `stop` tokens."""
+        block = stop // BLOCK
+        return self._of_blocks[block] + self._text(block * BLOCK, stop).count("\n")
+
+    @cached_property
+    def _of_blocks(self) -> list[int]:
+        """The numbers of line breaks in the first 0, `BLOCK`, 2 `BLOCK`... tokens."""
+        starts = range(0, len(self.ids), BLOCK)
+        return [*accumulate((self._text(start, start + BLOCK).count("\n") for start in starts), initial=0)]
 
     def _text(self, start: int, stop: int) -> str:
         ids = self.ids[start:stop]

@@ -28,6 +28,7 @@ from sparsekv.kernels.distributed.shared_memory import bytes_shared
 from sparsekv.kernels.posting_lists import list_ranks_triton, top_ranks_triton
 from sparsekv.kernels.posting_lists.posting_lists import ListCodes
 from sparsekv.kernels.posting_lists.types import ExactKeys, KeyGroups
+from sparsekv.kernels.scores import shares_triton
 
 from .summing_ranks import add_up_all
 
@@ -156,11 +157,18 @@ def choose(D: int, dtype: torch.dtype, questions: int, softcap: float | None) ->
     shared_choice_triton.choose_together_triton(query, ends, centroids, counts, counts, 640, M, 0.1, softcap)
 
 
+def add_up(D: int, dtype: torch.dtype, softcap: float | None) -> None:
+    """Attention to stored keys."""
+    query, keys, seen = torch.zeros(70, D, dtype=dtype), torch.zeros(640, D, dtype=dtype), torch.ones(70).long()
+    shares_triton.attention_shares_triton(query, keys, query, seen, torch.ones(70), 0.1, softcap)
+
+
 def main() -> None:
     """Print how many kernels were compiled, and fail for one that would not fit a multiprocessor."""
     (
         partial, shared, own, merging, tables, scan, place, look_up, logits, summing, joint, coarse, flag, count, lists,
         total, store, sums, scores, take, taken, weights, ranks,
+        each_query, each_key,
     ) = kernels = [
         Compiler(decode_attention_triton._partial_kernel),
         Compiler(shared_decode_triton._shared_kernel),
@@ -185,6 +193,8 @@ def main() -> None:
         Compiler(shared_choice_triton._list_kernel),
         Compiler(list_ranks_triton._weights_kernel),
         Compiler(list_ranks_triton._rank_kernel),
+        Compiler(shares_triton._logsumexp_kernel),
+        Compiler(shares_triton._shares_kernel),
     ]  # fmt: skip
     multiprocessors = {"count_sms": lambda _: 132}
     with (
@@ -198,6 +208,7 @@ def main() -> None:
         patch.multiple(top_ranks_triton, _place_kernel=place, **multiprocessors),
         patch.multiple(list_ranks_triton, _look_up_kernel=look_up, _weights_kernel=weights, _rank_kernel=ranks),
         patch.multiple(cluster_choice_triton, _logits_kernel=logits, **multiprocessors),
+        patch.multiple(shares_triton, _logsumexp_kernel=each_query, _shares_kernel=each_key, **multiprocessors),
         patch.object(sum_triton, "_sum_kernel", summing),
         patch.multiple(joint_ranks_triton, _joint_kernel=joint, _coarse_kernel=coarse),
         patch.multiple(shared_choice_triton, _sums_kernel=sums, _scores_kernel=scores, **multiprocessors),

@@ -12,9 +12,10 @@ from sparsekv.indexing.build import build_index
 from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill
 from sparsekv.runtime.decoding.answer import question_ids
 from sparsekv.runtime.decoding.compiled import compile_steps
-from sparsekv.runtime.decoding.engine import Engine, generate
+from sparsekv.runtime.decoding.engine import Engine, Request, generate
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.decoding.threads import exclusive
 from sparsekv.runtime.methods.codes import Codes, CodesSelector
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.lessismore import LessIsMore
@@ -132,3 +133,21 @@ def test_rows_of_their_own_that_outgrow_their_buffers(on_gpu: OpenIndex) -> None
         engine.cache.capturing = capture
         answers.append(_together(engine, asked, Sampling(max_new_tokens=300)))
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(("new", "steps"), [(1, 2), (2, 1)])
+def test_questions_wait_until_a_step_takes_several(on_gpu: OpenIndex, new: int, steps: int) -> None:
+    """For as many steps as make up half of the four answering sequences, in sum; and the first ones for none."""
+    engine = packed(on_gpu, on_gpu.dense_cache(), 8)
+    asked = question_ids(on_gpu, QUESTIONS[0])
+    with exclusive(on_gpu.model), engine.running():
+        engine.waiting.extend(engine.sequence(Request(asked, Sampling(max_new_tokens=30))) for _ in range(4))
+        for _ in range(3):
+            engine.run_step()
+        assert len(engine.active) == 4
+        engine.waiting.extend(engine.sequence(Request(asked, Sampling(max_new_tokens=30))) for _ in range(new))
+        for _ in range(steps if engine.cache.graphs else 0):
+            engine.run_step()
+            assert len(engine.active) == 4
+        engine.run_step()
+        assert len(engine.active) == 4 + new

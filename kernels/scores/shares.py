@@ -1,0 +1,45 @@
+"""The attention that queries pay to each stored token, added up over the queries."""
+
+import torch
+
+from sparsekv.kernels.common.on_gpu import on_gpu
+from sparsekv.kernels.scores.logits import attention_logits
+
+LOGITS_AT_ONCE = 4 * 2**20
+"""Number of float32 logits at a time: 16 MB."""
+
+
+@on_gpu("sparsekv.kernels.scores.shares_triton:attention_shares_triton")
+def attention_shares(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    own: torch.Tensor,
+    seen: torch.Tensor,
+    weights: torch.Tensor,
+    softmax_scale: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Add up the softmax weights that queries of one KV head give to its stored keys.
+
+    On a GPU, two kernels read the keys once each, and allocate no logits.
+
+    Args:
+        query: [R, D].
+        keys: [N, D], which all queries see.
+        own: [U, D], the keys after them. Query r sees the first `seen[r]` of these.
+        seen: [R] int64, at most U.
+        weights: [R] float32, the factor of each query in the sum.
+
+    Returns:
+        [N] float32.
+    """
+    shares, rows = torch.zeros(len(keys), device=keys.device), max(1, LOGITS_AT_ONCE // (len(keys) + len(own)))
+    behind = torch.arange(len(own), device=own.device)
+    for first in range(0, len(query), rows):
+        some = slice(first, first + rows)
+        asking = query[None, None, some]
+        beside = attention_logits(asking, own[None], softmax_scale, softcap)[0, 0]
+        beside = beside.masked_fill(behind >= seen[some, None], -torch.inf)
+        logits = torch.cat([attention_logits(asking, keys[None], softmax_scale, softcap)[0, 0], beside], -1)
+        shares += weights[some] @ logits.softmax(-1)[:, : len(keys)]
+    return shares
