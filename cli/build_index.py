@@ -30,7 +30,7 @@ from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.distributed.join import join_ranks, refuse_with_ranks
 from sparsekv.formats.documents.document import UTF_8, check_encoding
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.index.schema import AUTO, kv_dtype_named, weights_named
+from sparsekv.formats.index.schema import AUTO, FILE_ORDERS, file_order_named, kv_dtype_named, weights_named
 from sparsekv.indexing.indexers.interface import choose_indexers, indexers
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 from sparsekv.runtime.selection.registry import configure, refuse_unused
@@ -86,6 +86,16 @@ class BuildOptions:
     exclude: Annotated[
         list[str] | None,
         typer.Option(metavar="GLOB", help="Of a folder, leave out files and folders that match; repeatable."),
+    ] = None
+    order: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(FILE_ORDERS),
+            help="Order of the files of a folder or of --as-one. stable keeps the order that the index has, with new "
+            "files at the end. changed-last also moves changed files to the end, so that later changes of them cost "
+            "little. Default: the order that the index was built with, or path.",
+            autocompletion=names_of(lambda: FILE_ORDERS),
+        ),
     ] = None
     model: ModelOption = None
     method: Annotated[
@@ -177,6 +187,7 @@ class BuildOptions:
             encoding=check_encoding(self.encoding),
             include=tuple(self.include or ()),
             exclude=tuple(self.exclude or ()),
+            order=file_order_named(self.order),
         )
 
     def check_files(self) -> None:
@@ -185,6 +196,10 @@ class BuildOptions:
         for option, given in (("--include", self.include), ("--exclude", self.exclude)):
             if given and not folders:
                 raise UsageError(f"{option} {given[0]}: it chooses files of a folder; name a folder")
+        if self.order is not None and not folders:
+            raise UsageError(
+                f"--order {self.order}: it orders several files; name a folder, or give --as-one"
+            )
         if self.as_one and self.ray is not None:
             raise UsageError("--ray builds several indices, and --as-one is one; leave --ray out")
 
@@ -201,7 +216,7 @@ def build_index(options: BuildOptions) -> None:
     one would replace. With an index in place of DOC, methods are added to it from its own tokens, also where its
     text is gone or more was appended.
 
-    A folder is one document: its text files, in the order of their paths, each under a line with its path. Hidden
+    A folder is one document: its text files, ordered by path (--order), each under a line with its path. Hidden
     files, links, files that a .gitignore names and files that are not text are left out and counted.
 
     Of several documents each has an index of its own, and the model is loaded once. One that cannot be indexed is

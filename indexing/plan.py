@@ -20,6 +20,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.context_rows import Pair, context_rows
 from sparsekv.formats.index.schema import (
     AdditionRecord,
+    FileHistory,
     KVDtype,
     Manifest,
     ModelIdentity,
@@ -278,6 +279,7 @@ class BuildPlan:
     prompt: FixedPrompt
     config: BuildConfig
     growth: Growth | None = None
+    file_history: FileHistory | None = None
 
     def __post_init__(self) -> None:
         self._check_heads()

@@ -24,16 +24,18 @@ from sparsekv.formats.documents.document import (
     read_bytes,
 )
 from sparsekv.formats.documents.document_hints import tune_hint
-from sparsekv.formats.documents.files import Choice, SourceTexts, read_folder, read_several
+from sparsekv.formats.documents.file_order import KnownFile, count_changes, in_order
+from sparsekv.formats.documents.files import NAMED, Choice, SourceTexts, read_folder, read_several
 from sparsekv.formats.documents.prompt import FixedPrompt, chat_frame, departure, encode_prompt
 from sparsekv.formats.errors import ArtifactError, SparsekvError, UsageError
 from sparsekv.formats.hints import ENDING, TEXT_ENDINGS, has_extension, with_ending
 from sparsekv.formats.index.build_folder import check_output
 from sparsekv.formats.index.manifest import read_manifest
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.formats.index.schema import MANIFEST, Manifest, Weights
+from sparsekv.formats.index.schema import BY_PATH, CHANGED_LAST, MANIFEST, FileHistory, FileOrder, Manifest, Weights
 from sparsekv.formats.models.embedded import EMBEDDED
 from sparsekv.formats.models.load import LoadedModel, load_description, tokenizer_identity
+from sparsekv.formats.models.rope import positions_of
 from sparsekv.indexing.append import adding_plan, refuse_other_dtype
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.capture.team import Alone, Team
@@ -41,7 +43,7 @@ from sparsekv.indexing.existing_index import first_difference
 from sparsekv.indexing.plan import BuildConfig, BuildPlan, Progress, check_positions, choose_chunk_size
 
 if TYPE_CHECKING:  # only ranks need torch.distributed
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from sparsekv.formats.distributed.group import Ranks
 
@@ -216,6 +218,7 @@ class BuildRecipe:
     weights: Weights | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    order: FileOrder | None = None
 
     def load(self) -> LoadedModel:
         """Load the model that prefills the documents. Raises the errors of `load_model`."""
@@ -240,19 +243,25 @@ class BuildRecipe:
         """
         with self._document(target) as text:
             check_output(target.folder)
+            history = None
+            if isinstance(text, SourceTexts):
+                text, history = self._ordered(text, target.folder)
             early = self._prompt_of_files(text, target.folder) if isinstance(text, SourceTexts) else None
             model, before = loaded(), _finished(target.folder)
             prompt = early or self._prompt(model.tokenizer, text, target.folder)
             whole = "" if prompt.cut else text.text if isinstance(text, SourceTexts) else text.whole()
             differs = "" if prompt.cut else departure(model.tokenizer, prompt, whole)
         if isinstance(text, SourceTexts) and early is None:
-            self._tell_files(text, prompt)
+            self._tell_files(text, prompt, model.model.config)
         if differs:
             note(differs, quiet=self.quiet)
         note_plain("the document", prompt.plain, quiet=self.quiet)
         if prompt.cut:
-            note(f"the first {self.max_tokens:,} of more tokens are indexed: the document goes on", quiet=self.quiet)
-        plan = BuildPlan(model, prompt, self.config)
+            note(
+                f"the first {self.max_tokens:,} of more tokens are indexed: the document goes on{cut_told(prompt)}",
+                quiet=self.quiet,
+            )
+        plan = BuildPlan(model, prompt, self.config, file_history=_of_table(history, prompt))
         tell = partial(note, quiet=self.quiet)
         manifest = build_index(plan, target.folder, self._telling(plan, show), team(model), tell)
         built = before is None or before.uuid != manifest.uuid
@@ -272,6 +281,26 @@ class BuildRecipe:
         with waiting("reading files", quiet=self.quiet):
             sources = read_folder(Path(target.document), choice) if one else read_several(target.joined, choice)
         yield sources
+
+    def _ordered(self, sources: SourceTexts, folder: Path) -> tuple[SourceTexts, FileHistory]:
+        """Order the files of a document, and count their changes since the index in its folder.
+
+        Raises:
+            UsageError: the file that changes most would be behind a cut.
+        """
+        before = _finished(folder)
+        history = (before and before.file_history) or FileHistory()
+        table = () if before is None or self.config.force else before.prompt.files or ()
+        known = [KnownFile(file.path, file.sha256, history.changes.get(file.path, 0)) for file in table]
+        order = self.order or history.order
+        if order == CHANGED_LAST and self.max_tokens is not None:
+            given = "" if self.order else f", which {folder} was built with,"
+            raise UsageError(
+                f"--order {CHANGED_LAST}{given} puts the files that change last, where --max-tokens cuts; give another "
+                f"order, such as --order {BY_PATH}"
+            )
+        ordered = in_order(sources, order, known)
+        return ordered, FileHistory(order=order, changes=count_changes(ordered.files, known))
 
     def _prompt(self, tokenizer: "PreTrainedTokenizerBase", text: Document | SourceTexts, folder: Path) -> FixedPrompt:
         return encode_prompt(
@@ -298,15 +327,18 @@ class BuildRecipe:
             return None
         with waiting(f"tokenising {len(sources.files):,} files", quiet=self.quiet):
             prompt = self._prompt(tokenizer, sources, folder)
-        self._tell_files(sources, prompt)
+        self._tell_files(sources, prompt, config)
         check_positions(prompt, config, name)
         return prompt
 
-    def _tell_files(self, sources: SourceTexts, prompt: FixedPrompt) -> None:
+    def _tell_files(self, sources: SourceTexts, prompt: FixedPrompt, config: "PreTrainedConfig") -> None:
         held, there = len(prompt.files or ()), len(sources.files)
         files = f"{there:,} file{'s' * (there != 1)}" if held == there else f"{held:,} of {there:,} files"
         left_out = f"; {sources.told()}" if sources.left_out else ""
-        note(f"{files}, {len(prompt.input_ids):,} tokens{left_out}", quiet=self.quiet)
+        tokens, positions = len(prompt.input_ids), positions_of(config)
+        template = f"; with the chat template {tokens:,}" if prompt.template else ""
+        holds = "" if positions is None else f" of {positions:,} that the model holds"
+        note(f"{files}, {tokens - prompt.template:,} tokens{template}{holds}{left_out}", quiet=self.quiet)
 
     def _kept_head(self, tokenizer: "PreTrainedTokenizerBase", before: Manifest | None, folder: Path) -> str | None:
         """Return the chat template's head from the existing index, if the same template now gives another head.
@@ -357,6 +389,22 @@ def tell_built(folder: Path, before: Manifest | None, manifest: Manifest, *, qui
         note(f"{told}; run {again} again", quiet=quiet)
 
 
+def cut_told(prompt: FixedPrompt) -> str:
+    """Return which files of a cut document are cut or missing; empty for a document of one text."""
+    told = [f"{file.path} is cut" for file in prompt.files or () if file.cut]
+    if behind := prompt.files_behind:
+        told.append(f"not in the index: {', '.join(behind[:NAMED])}{', ...' * (len(behind) > NAMED)}")
+    return "".join(f"; {part}" for part in told)
+
+
+def _of_table(history: FileHistory | None, prompt: FixedPrompt) -> FileHistory | None:
+    """Return the history of the files that a prompt has; a file that never changed is left out."""
+    if history is None:
+        return None
+    counts = {file.path: history.changes[file.path] for file in prompt.files or ()}
+    return history.model_copy(update={"changes": {path: count for path, count in counts.items() if count}})
+
+
 def _finished(folder: Path) -> Manifest | None:
     """Return the manifest of the index in a folder, or None if there is no finished index."""
     try:
@@ -393,7 +441,7 @@ def index_by_ranks(ranks: "Ranks", recipe: BuildRecipe, target: Target, show: Pr
 FIXED = (
     *("output", "max_tokens", "sinks", "tail", "prefill", "rope_scaling", "raw", "special_tokens", "force"),
     "checkpoints",
-    *("kv_dtype", "weights", "ray", "workers", "from_file", "encoding", "as_one", "include", "exclude"),
+    *("kv_dtype", "weights", "ray", "workers", "from_file", "encoding", "as_one", "include", "exclude", "order"),
 )
 """Options that determine how a document becomes an index. They cannot change when methods are added to an index."""
 
