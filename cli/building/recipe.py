@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from sparsekv.cli.common.console import note, note_plain, waiting
 from sparsekv.cli.common.loading import load, load_for
 from sparsekv.cli.common.stats import stored_line
+from sparsekv.formats.checksums import hash_file, hash_json
 from sparsekv.formats.device import peak_told
 from sparsekv.formats.documents.document import (
     UTF_8,
@@ -268,6 +269,18 @@ class BuildRecipe:
         if built and (peak := peak_told(model.model)) is not None:
             tell(f"the build {peak}")
         tell_built(target.folder, before, manifest, quiet=self.quiet)
+
+    def text_state(self, target: Target) -> str:
+        """Return a hash of a document's files that differs if a build would read other texts, or the error of reading
+        them."""
+        try:
+            if not target.joined and not os.path.isdir(target.document):
+                return hash_file(Path(target.document))
+            with self._document(target) as text:
+                assert isinstance(text, SourceTexts)
+                return hash_json([[file.path, file.sha256] for file in text.files])
+        except (OSError, SparsekvError) as error:
+            return str(error)
 
     @contextmanager
     def _document(self, target: Target) -> Iterator[Document | SourceTexts]:

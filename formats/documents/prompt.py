@@ -148,7 +148,8 @@ def encode_prompt(
         end = plain_end(tokenizer, head) + _shown(document.whole(), chat)
         ids, border = find_border(tokenizer, ids, end, questions_after(chat), special_tokens=special_tokens)
     held = len(ids) - framed if cut else None
-    files, behind = None, ()
+    files: tuple[SourceFile, ...] | None = None
+    behind: tuple[str, ...] = ()
     if sources is not None:
         stops_at = None if next_start is None else next_start - len(head)
         files = _table(sources, [start - len(head) for start in encoded.starts], len(ids), stops_at)
