@@ -235,6 +235,10 @@ class Growth:
     addition: AdditionRecord
 
 
+PREFILL = "prefill"
+"""Name of the stage in which the model runs over the prompt, whose steps are tokens."""
+
+
 def check_positions(prompt: FixedPrompt, config: PreTrainedConfig, name: str, *, grows: bool = False) -> None:
     """Raise UsageError if a prompt has more tokens than a model has positions.
 

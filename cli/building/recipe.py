@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sparsekv.cli.building.pace import PaceMeter
 from sparsekv.cli.common.console import note, note_plain, waiting
 from sparsekv.cli.common.loading import load, load_for
 from sparsekv.cli.common.stats import stored_line
@@ -41,7 +42,7 @@ from sparsekv.indexing.append import adding_plan, refuse_other_dtype
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.capture.team import Alone, Team
 from sparsekv.indexing.existing_index import first_difference
-from sparsekv.indexing.plan import BuildConfig, BuildPlan, Progress, check_positions, choose_chunk_size
+from sparsekv.indexing.plan import PREFILL, BuildConfig, BuildPlan, Progress, check_positions, choose_chunk_size
 
 if TYPE_CHECKING:  # only ranks need torch.distributed
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -51,6 +52,10 @@ if TYPE_CHECKING:  # only ranks need torch.distributed
 
 _LONGEST_NAME = 255  # bytes; the limit of file systems for one file name
 _LONGEST_LIST = 2**26  # bytes of a --from-file list; longer input is taken for a device that never ends
+
+
+LONG = 1 << 15
+"""Characters of the shortest text that is tokenised before the weights are loaded: it takes about half a second."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +252,7 @@ class BuildRecipe:
             history = None
             if isinstance(text, SourceTexts):
                 text, history = self._ordered(text, target.folder)
-            early = self._prompt_of_files(text, target.folder) if isinstance(text, SourceTexts) else None
+            early = self._early_prompt(text, target.folder) if self._may_be_long(text) else None
             model, before = loaded(), _finished(target.folder)
             prompt = early or self._prompt(model.tokenizer, text, target.folder)
             whole = "" if prompt.cut else text.text if isinstance(text, SourceTexts) else text.whole()
@@ -325,8 +330,12 @@ class BuildRecipe:
             special_tokens=self.special_tokens,
         )
 
-    def _prompt_of_files(self, sources: SourceTexts, folder: Path) -> FixedPrompt | None:
-        """Tokenise a document of several files before the model's weights are loaded, and note its size.
+    def _may_be_long(self, text: Document | SourceTexts) -> bool:
+        """Whether a document is tokenised before the weights are loaded, because it may be too long for the model."""
+        return isinstance(text, SourceTexts) or (self.max_tokens is None and len(text.whole()) >= LONG)
+
+    def _early_prompt(self, text: Document | SourceTexts, folder: Path) -> FixedPrompt | None:
+        """Tokenise a document before the model's weights are loaded, and note the size of one of several files.
 
         Returns None if the model is not on this machine.
 
@@ -338,9 +347,10 @@ class BuildRecipe:
             config, tokenizer = load_description(name, self.config.rope_scaling)
         except SparsekvError:  # loading the model fetches it, or says what is wrong
             return None
-        with waiting(f"tokenising {len(sources.files):,} files", quiet=self.quiet):
-            prompt = self._prompt(tokenizer, sources, folder)
-        self._tell_files(sources, prompt, config)
+        with waiting("tokenising the document", quiet=self.quiet):
+            prompt = self._prompt(tokenizer, text, folder)
+        if isinstance(text, SourceTexts):
+            self._tell_files(text, prompt, config)
         check_positions(prompt, config, name)
         return prompt
 
@@ -374,15 +384,21 @@ class BuildRecipe:
         return head
 
     def _telling(self, plan: BuildPlan, show: Progress) -> Progress:
-        """Wrap `show` so that its first call notes how many tokens are indexed. The note is not printed earlier,
-        because there may be nothing to build."""
-        told = False
+        """Wrap `show` so that its first call notes how many tokens are indexed, and how long their prefill takes. The
+        note is not printed earlier, because there may be nothing to build."""
+        told, pace = False, PaceMeter(plan)
 
         def told_first(stage: str, done: int, of: int) -> None:
             nonlocal told
             if not told:
-                note(f"indexing {plan.split().tokens:,} tokens with {plan.loaded.name}", quiet=self.quiet)
+                takes = pace.told(done, of) if stage == PREFILL else ""
+                note(
+                    f"indexing {plan.split().tokens:,} tokens with {plan.loaded.name}{'; ' * bool(takes)}{takes}",
+                    quiet=self.quiet,
+                )
             told = True
+            if stage == PREFILL:
+                pace.show(done, of)
             show(stage, done, of)
 
         return told_first
