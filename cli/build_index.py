@@ -30,7 +30,7 @@ from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.distributed.join import join_ranks, refuse_with_ranks
 from sparsekv.formats.documents.document import UTF_8, check_encoding
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.index.schema import AUTO, kv_dtype_named, weights_named
+from sparsekv.formats.index.schema import AUTO, FILE_ORDERS, file_order_named, kv_dtype_named, weights_named
 from sparsekv.indexing.indexers.interface import choose_indexers, indexers
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 from sparsekv.runtime.selection.registry import configure, refuse_unused
@@ -87,6 +87,16 @@ class BuildOptions:
         list[str] | None,
         typer.Option(metavar="GLOB", help="Of a folder, leave out files and folders that match; repeatable."),
     ] = None
+    order: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(FILE_ORDERS),
+            help="Order of the files of a folder or of --as-one. stable keeps the order that the index has, with new "
+            "files at the end. changed-last also moves changed files to the end, so that later changes of them cost "
+            "little. Default: the order that the index was built with, or path.",
+            autocompletion=names_of(lambda: FILE_ORDERS),
+        ),
+    ] = None
     model: ModelOption = None
     method: Annotated[
         list[str] | None,
@@ -130,6 +140,14 @@ class BuildOptions:
     special_tokens: SpecialTokensOption = False
     force: Annotated[
         bool, typer.Option("--force", help="Build from scratch, and replace whatever index is in the folder.")
+    ] = False
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch",
+            help="After the build, wait for changes of the files and build again on each, until Ctrl-C. Needs pip "
+            "install 'sparsekv[watch]'.",
+        ),
     ] = False
     ray: RayOption = None
     workers: WorkersOption = None
@@ -177,6 +195,7 @@ class BuildOptions:
             encoding=check_encoding(self.encoding),
             include=tuple(self.include or ()),
             exclude=tuple(self.exclude or ()),
+            order=file_order_named(self.order),
         )
 
     def check_files(self) -> None:
@@ -185,8 +204,19 @@ class BuildOptions:
         for option, given in (("--include", self.include), ("--exclude", self.exclude)):
             if given and not folders:
                 raise UsageError(f"{option} {given[0]}: it chooses files of a folder; name a folder")
+        if self.order is not None and not folders:
+            raise UsageError(f"--order {self.order}: it orders several files; name a folder, or give --as-one")
         if self.as_one and self.ray is not None:
             raise UsageError("--ray builds several indices, and --as-one is one; leave --ray out")
+
+    def refuse_with_watch(self, index: Path | None, *, ranks: bool) -> None:
+        """Raise UsageError if --watch is combined with what cannot be watched."""
+        if index is not None:
+            raise UsageError(f"--watch: {index} is an index, which has no text to watch; name its document")
+        if self.ray is not None:
+            raise UsageError("--watch builds in this process, and --ray in others; leave one of them out")
+        if ranks:
+            raise UsageError("--watch builds in one process; leave it out, or --gpus")
 
 
 @app.command(cls=Command)
@@ -201,7 +231,7 @@ def build_index(options: BuildOptions) -> None:
     one would replace. With an index in place of DOC, methods are added to it from its own tokens, also where its
     text is gone or more was appended.
 
-    A folder is one document: its text files, in the order of their paths, each under a line with its path. Hidden
+    A folder is one document: its text files, ordered by path (--order), each under a line with its path. Hidden
     files, links, files that a .gitignore names and files that are not text are left out and counted.
 
     Of several documents each has an index of its own, and the model is loaded once. One that cannot be indexed is
@@ -212,6 +242,7 @@ def build_index(options: BuildOptions) -> None:
     sparsekv build-index chapters/*.txt -o indices
     sparsekv build-index project --include '*.py' --include '*.md'
     sparsekv build-index README.md 'docs/**/*.md' --as-one -o docs.skv
+    sparsekv build-index project --order changed-last --watch
     sparsekv build-index manual.skv --method multipole
     sparsekv build-index report.txt -o q3.skv --model Qwen/Qwen3-0.6B --max-tokens 32000
     A=$(sparsekv build-index manual.txt) && sparsekv generate --index "$A" "What is this about?"
@@ -220,6 +251,7 @@ def build_index(options: BuildOptions) -> None:
     # Imported here because they import transformers, which takes as long as all else; --help need not wait for it.
     from sparsekv.cli.building.recipe import FIXED, add_methods, choose_targets, index_among, index_by_ranks
     from sparsekv.cli.building.several import index_by_ray, index_here, index_several
+    from sparsekv.cli.building.watch import build_and_watch, refuse_unwatchable
 
     options.check_files()
     refuse_little_room()
@@ -228,6 +260,10 @@ def build_index(options: BuildOptions) -> None:
     index = index_among(documents, ranks=ranks is not None)
     targets = choose_targets(documents, options.from_file, options.output, as_one=options.as_one)
     several = len(targets) > 1 or (options.from_file is not None and not options.as_one)
+    if options.watch:
+        options.refuse_with_watch(index, ranks=ranks is not None)
+        refuse_unwatchable(targets)
+        return build_and_watch(recipe, targets)
     if index is not None:
         fixed = [name for name in FIXED if on_command_line(options.ctx, name)]
         with progress(quiet=options.quiet) as show:

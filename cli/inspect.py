@@ -210,6 +210,9 @@ def _inspection(
         },
         "states": manifest.states,
         "files": None if manifest.prompt.files is None else [file.model_dump() for file in manifest.prompt.files],
+        "files_behind": list(manifest.prompt.files_behind),
+        "file_history": None if manifest.file_history is None else manifest.file_history.model_dump(),
+        "cut_after": manifest.prompt.max_tokens,
         "bytes": sizes,
         "defaults": None if manifest.defaults is None else manifest.defaults.model_dump(),
         "methods": {

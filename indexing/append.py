@@ -258,11 +258,13 @@ def growing_plan(
             manifest.prompt.special_tokens or addition.special_tokens,
             border=addition.border,
             files=manifest.prompt.files,
+            files_behind=manifest.prompt.files_behind,
         ),
         config=config_of(
             manifest, stored_indexers(manifest), stored_prefill(manifest), chunk_size_after(artifact, chunk_size)
         ),
         growth=Growth(manifest.uuid, online, addition_record(addition)),
+        file_history=manifest.file_history,
     )
 
 
@@ -355,6 +357,8 @@ def adding_plan(
             cut=prompt.max_tokens,
             border=prompt.border,
             files=prompt.files,
+            files_behind=prompt.files_behind,
         ),
         config=config_of(manifest, methods, stored_prefill(manifest), chunk_size_after(artifact, chunk_size)),
+        file_history=manifest.file_history,
     )

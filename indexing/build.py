@@ -30,7 +30,13 @@ from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.indexing.capture.team import Alone, Team
 from sparsekv.indexing.context_files import ContextFacts, listed
 from sparsekv.indexing.context_stage import build_context
-from sparsekv.indexing.existing_index import in_order, refuse_what_is_lost, tell_what_is_there, with_lost_methods
+from sparsekv.indexing.existing_index import (
+    in_order,
+    refuse_what_is_lost,
+    tell_damaged,
+    tell_what_is_there,
+    with_lost_methods,
+)
 from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, Tensors
 from sparsekv.indexing.indexers.layer_work import LayerMaker, LayerWork, ahead_on, lend, make_layers
 from sparsekv.indexing.plan import Build, BuildConfig, BuildPlan, Growth, Progress, birth, choose_chunk_size
@@ -219,6 +225,7 @@ def build_index(
         device = plan.loaded.model.device
         stage = MethodStage(split, plan.dtype, device, writer, facts, progress, plan.growth, team.make_layers)
         files = [stage.write(name, indexer) for name, indexer in build.plan.config.methods.items()]
+        tell_damaged(build)
         # The other ranks are released first: waiting for the disk below may take longer than their timeout.
         team.release()
         built = {one.work.name: stage.record(one) for one in files}
@@ -275,7 +282,9 @@ def _manifest(build: Build, facts: ContextFacts, methods: dict[str, MethodRecord
             max_tokens=plan.prompt.cut,
             border=plan.prompt.border,
             files=plan.prompt.files,
+            files_behind=plan.prompt.files_behind,
         ),
+        file_history=plan.file_history,
         split=build.split,
         dtype=plan.dtype,
         kv_storage=facts.storage,

@@ -36,7 +36,7 @@ from sparsekv.indexing.capture.capture import (
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.capture.team import Captured, MeasureRotations, RunCanary, RunPrompt, SharedRows, TryModel
 from sparsekv.indexing.context_files import ContextFacts, ContextFiles
-from sparsekv.indexing.plan import Build, EarlierIndex, tell_memory
+from sparsekv.indexing.plan import PREFILL, Build, EarlierIndex, tell_memory
 from sparsekv.indexing.reuse import ReusePlan, reused_rows, shared_tokens
 from sparsekv.indexing.sampling import prefix_queries, write_sample
 from sparsekv.kernels.common.states import State
@@ -136,7 +136,7 @@ class ContextStage:
         self._check_rotations()
         if build.earlier is not None and reuse.prefix_tokens:
             self._compare(build.earlier, reuse.prefix_tokens)
-        build.progress("prefill", self._first(begun), len(self.input_ids))
+        build.progress(PREFILL, self._first(begun), len(self.input_ids))
         build.tell(self._announcement(begun, size))
         rows_done, shared = early_rows(build, reuse.missing)
         captured = self._capture(rows_done, begun)
@@ -296,7 +296,7 @@ class ContextStage:
             rows_done=rows_done,
             begun=begun,
             chunk_done=self.writer.chunk_done,
-            progress=lambda done: build.progress("prefill", done, len(self.input_ids)),
+            progress=lambda done: build.progress(PREFILL, done, len(self.input_ids)),
         )
         return build.team.whole(own)
 

@@ -126,6 +126,7 @@ def tell_what_is_there(build: Build, reuse: ReusePlan) -> None:
     This comes before anything is replaced, so that Ctrl-C at this point leaves the index unchanged.
     """
     plan, writer, tell, base = build.plan, build.writer, build.tell, build.writer.base
+    tell_damaged(build)
     if writer.unfinished:
         left = f"{writer.unfinished} file{'s' * (writer.unfinished != 1)}"
         tell(f"an unfinished build has left {left}; what fits this one is not made again")
@@ -147,6 +148,14 @@ def tell_what_is_there(build: Build, reuse: ReusePlan) -> None:
         changed = ", ".join(_other_settings(build, base)) or "another configuration of the model"
         again = "what depends on that is made again, its methods too"
         tell(f"{writer.folder} was built with {changed}, unlike this call: {again}")
+
+
+def tell_damaged(build: Build) -> None:
+    """Report the files of the existing index that were found missing or damaged."""
+    if damaged := build.writer.newly_damaged():
+        more = f" and {len(damaged) - 1:,} more" if len(damaged) > 1 else ""
+        are = "are" if more else "is"
+        build.tell(f"{damaged[0]}{more} of {build.writer.folder} {are} missing or damaged: made again")
 
 
 def _other_settings(build: Build, base: Manifest) -> list[str]:

@@ -20,6 +20,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.context_rows import Pair, context_rows
 from sparsekv.formats.index.schema import (
     AdditionRecord,
+    FileHistory,
     KVDtype,
     Manifest,
     ModelIdentity,
@@ -234,6 +235,10 @@ class Growth:
     addition: AdditionRecord
 
 
+PREFILL = "prefill"
+"""Name of the stage in which the model runs over the prompt, whose steps are tokens."""
+
+
 def check_positions(prompt: FixedPrompt, config: PreTrainedConfig, name: str, *, grows: bool = False) -> None:
     """Raise UsageError if a prompt has more tokens than a model has positions.
 
@@ -278,6 +283,7 @@ class BuildPlan:
     prompt: FixedPrompt
     config: BuildConfig
     growth: Growth | None = None
+    file_history: FileHistory | None = None
 
     def __post_init__(self) -> None:
         self._check_heads()

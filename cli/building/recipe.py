@@ -11,9 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sparsekv.cli.building.pace import PaceMeter
 from sparsekv.cli.common.console import note, note_plain, waiting
 from sparsekv.cli.common.loading import load, load_for
 from sparsekv.cli.common.stats import stored_line
+from sparsekv.formats.checksums import hash_file, hash_json
 from sparsekv.formats.device import peak_told
 from sparsekv.formats.documents.document import (
     UTF_8,
@@ -24,30 +26,36 @@ from sparsekv.formats.documents.document import (
     read_bytes,
 )
 from sparsekv.formats.documents.document_hints import tune_hint
-from sparsekv.formats.documents.files import Choice, SourceTexts, read_folder, read_several
+from sparsekv.formats.documents.file_order import KnownFile, count_changes, in_order
+from sparsekv.formats.documents.files import NAMED, Choice, SourceTexts, read_folder, read_several
 from sparsekv.formats.documents.prompt import FixedPrompt, chat_frame, departure, encode_prompt
 from sparsekv.formats.errors import ArtifactError, SparsekvError, UsageError
 from sparsekv.formats.hints import ENDING, TEXT_ENDINGS, has_extension, with_ending
 from sparsekv.formats.index.build_folder import check_output
 from sparsekv.formats.index.manifest import read_manifest
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.formats.index.schema import MANIFEST, Manifest, Weights
+from sparsekv.formats.index.schema import BY_PATH, CHANGED_LAST, MANIFEST, FileHistory, FileOrder, Manifest, Weights
 from sparsekv.formats.models.embedded import EMBEDDED
 from sparsekv.formats.models.load import LoadedModel, load_description, tokenizer_identity
+from sparsekv.formats.models.rope import positions_of
 from sparsekv.indexing.append import adding_plan, refuse_other_dtype
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.capture.team import Alone, Team
 from sparsekv.indexing.existing_index import first_difference
-from sparsekv.indexing.plan import BuildConfig, BuildPlan, Progress, check_positions, choose_chunk_size
+from sparsekv.indexing.plan import PREFILL, BuildConfig, BuildPlan, Progress, check_positions, choose_chunk_size
 
 if TYPE_CHECKING:  # only ranks need torch.distributed
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from sparsekv.formats.distributed.group import Ranks
 
 
 _LONGEST_NAME = 255  # bytes; the limit of file systems for one file name
 _LONGEST_LIST = 2**26  # bytes of a --from-file list; longer input is taken for a device that never ends
+
+
+LONG = 1 << 15
+"""Characters of the shortest text that is tokenised before the weights are loaded: it takes about half a second."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +224,7 @@ class BuildRecipe:
     weights: Weights | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    order: FileOrder | None = None
 
     def load(self) -> LoadedModel:
         """Load the model that prefills the documents. Raises the errors of `load_model`."""
@@ -240,25 +249,43 @@ class BuildRecipe:
         """
         with self._document(target) as text:
             check_output(target.folder)
-            early = self._prompt_of_files(text, target.folder) if isinstance(text, SourceTexts) else None
+            history = None
+            if isinstance(text, SourceTexts):
+                text, history = self._ordered(text, target.folder)
+            early = self._early_prompt(text, target.folder) if self._may_be_long(text) else None
             model, before = loaded(), _finished(target.folder)
             prompt = early or self._prompt(model.tokenizer, text, target.folder)
             whole = "" if prompt.cut else text.text if isinstance(text, SourceTexts) else text.whole()
             differs = "" if prompt.cut else departure(model.tokenizer, prompt, whole)
         if isinstance(text, SourceTexts) and early is None:
-            self._tell_files(text, prompt)
+            self._tell_files(text, prompt, model.model.config)
         if differs:
             note(differs, quiet=self.quiet)
         note_plain("the document", prompt.plain, quiet=self.quiet)
         if prompt.cut:
-            note(f"the first {self.max_tokens:,} of more tokens are indexed: the document goes on", quiet=self.quiet)
-        plan = BuildPlan(model, prompt, self.config)
+            note(
+                f"the first {self.max_tokens:,} of more tokens are indexed: the document goes on{cut_told(prompt)}",
+                quiet=self.quiet,
+            )
+        plan = BuildPlan(model, prompt, self.config, file_history=_of_table(history, prompt))
         tell = partial(note, quiet=self.quiet)
         manifest = build_index(plan, target.folder, self._telling(plan, show), team(model), tell)
         built = before is None or before.uuid != manifest.uuid
         if built and (peak := peak_told(model.model)) is not None:
             tell(f"the build {peak}")
         tell_built(target.folder, before, manifest, quiet=self.quiet)
+
+    def text_state(self, target: Target) -> str:
+        """Return a hash of a document's files that differs if a build would read other texts, or the error of reading
+        them."""
+        try:
+            if not target.joined and not os.path.isdir(target.document):
+                return hash_file(Path(target.document))
+            with self._document(target) as text:
+                assert isinstance(text, SourceTexts)
+                return hash_json([[file.path, file.sha256] for file in text.files])
+        except (OSError, SparsekvError) as error:
+            return str(error)
 
     @contextmanager
     def _document(self, target: Target) -> Iterator[Document | SourceTexts]:
@@ -273,6 +300,26 @@ class BuildRecipe:
             sources = read_folder(Path(target.document), choice) if one else read_several(target.joined, choice)
         yield sources
 
+    def _ordered(self, sources: SourceTexts, folder: Path) -> tuple[SourceTexts, FileHistory]:
+        """Order the files of a document, and count their changes since the index in its folder.
+
+        Raises:
+            UsageError: the file that changes most would be behind a cut.
+        """
+        before = _finished(folder)
+        history = (before and before.file_history) or FileHistory()
+        table = () if before is None or self.config.force else before.prompt.files or ()
+        known = [KnownFile(file.path, file.sha256, history.changes.get(file.path, 0)) for file in table]
+        order = self.order or history.order
+        if order == CHANGED_LAST and self.max_tokens is not None:
+            given = "" if self.order else f", which {folder} was built with,"
+            raise UsageError(
+                f"--order {CHANGED_LAST}{given} puts the files that change last, where --max-tokens cuts; give another "
+                f"order, such as --order {BY_PATH}"
+            )
+        ordered = in_order(sources, order, known)
+        return ordered, FileHistory(order=order, changes=count_changes(ordered.files, known))
+
     def _prompt(self, tokenizer: "PreTrainedTokenizerBase", text: Document | SourceTexts, folder: Path) -> FixedPrompt:
         return encode_prompt(
             tokenizer,
@@ -283,8 +330,12 @@ class BuildRecipe:
             special_tokens=self.special_tokens,
         )
 
-    def _prompt_of_files(self, sources: SourceTexts, folder: Path) -> FixedPrompt | None:
-        """Tokenise a document of several files before the model's weights are loaded, and note its size.
+    def _may_be_long(self, text: Document | SourceTexts) -> bool:
+        """Whether a document is tokenised before the weights are loaded, because it may be too long for the model."""
+        return isinstance(text, SourceTexts) or (self.max_tokens is None and len(text.whole()) >= LONG)
+
+    def _early_prompt(self, text: Document | SourceTexts, folder: Path) -> FixedPrompt | None:
+        """Tokenise a document before the model's weights are loaded, and note the size of one of several files.
 
         Returns None if the model is not on this machine.
 
@@ -296,17 +347,21 @@ class BuildRecipe:
             config, tokenizer = load_description(name, self.config.rope_scaling)
         except SparsekvError:  # loading the model fetches it, or says what is wrong
             return None
-        with waiting(f"tokenising {len(sources.files):,} files", quiet=self.quiet):
-            prompt = self._prompt(tokenizer, sources, folder)
-        self._tell_files(sources, prompt)
+        with waiting("tokenising the document", quiet=self.quiet):
+            prompt = self._prompt(tokenizer, text, folder)
+        if isinstance(text, SourceTexts):
+            self._tell_files(text, prompt, config)
         check_positions(prompt, config, name)
         return prompt
 
-    def _tell_files(self, sources: SourceTexts, prompt: FixedPrompt) -> None:
+    def _tell_files(self, sources: SourceTexts, prompt: FixedPrompt, config: "PreTrainedConfig") -> None:
         held, there = len(prompt.files or ()), len(sources.files)
         files = f"{there:,} file{'s' * (there != 1)}" if held == there else f"{held:,} of {there:,} files"
         left_out = f"; {sources.told()}" if sources.left_out else ""
-        note(f"{files}, {len(prompt.input_ids):,} tokens{left_out}", quiet=self.quiet)
+        tokens, positions = len(prompt.input_ids), positions_of(config)
+        template = f"; with the chat template {tokens:,}" if prompt.template else ""
+        holds = "" if positions is None else f" of {positions:,} that the model holds"
+        note(f"{files}, {tokens - prompt.template:,} tokens{template}{holds}{left_out}", quiet=self.quiet)
 
     def _kept_head(self, tokenizer: "PreTrainedTokenizerBase", before: Manifest | None, folder: Path) -> str | None:
         """Return the chat template's head from the existing index, if the same template now gives another head.
@@ -329,15 +384,21 @@ class BuildRecipe:
         return head
 
     def _telling(self, plan: BuildPlan, show: Progress) -> Progress:
-        """Wrap `show` so that its first call notes how many tokens are indexed. The note is not printed earlier,
-        because there may be nothing to build."""
-        told = False
+        """Wrap `show` so that its first call notes how many tokens are indexed, and how long their prefill takes. The
+        note is not printed earlier, because there may be nothing to build."""
+        told, pace = False, PaceMeter(plan)
 
         def told_first(stage: str, done: int, of: int) -> None:
             nonlocal told
             if not told:
-                note(f"indexing {plan.split().tokens:,} tokens with {plan.loaded.name}", quiet=self.quiet)
+                takes = pace.told(done, of) if stage == PREFILL else ""
+                note(
+                    f"indexing {plan.split().tokens:,} tokens with {plan.loaded.name}{'; ' * bool(takes)}{takes}",
+                    quiet=self.quiet,
+                )
             told = True
+            if stage == PREFILL:
+                pace.show(done, of)
             show(stage, done, of)
 
         return told_first
@@ -355,6 +416,22 @@ def tell_built(folder: Path, before: Manifest | None, manifest: Manifest, *, qui
         again = tune_hint(folder, before.defaults.target)
         told = "the default that tune found was for the earlier index and is not used any more"
         note(f"{told}; run {again} again", quiet=quiet)
+
+
+def cut_told(prompt: FixedPrompt) -> str:
+    """Return which files of a cut document are cut or missing; empty for a document of one text."""
+    told = [f"{file.path} is cut" for file in prompt.files or () if file.cut]
+    if behind := prompt.files_behind:
+        told.append(f"not in the index: {', '.join(behind[:NAMED])}{', ...' * (len(behind) > NAMED)}")
+    return "".join(f"; {part}" for part in told)
+
+
+def _of_table(history: FileHistory | None, prompt: FixedPrompt) -> FileHistory | None:
+    """Return the history of the files that a prompt has; a file that never changed is left out."""
+    if history is None:
+        return None
+    counts = {file.path: history.changes[file.path] for file in prompt.files or ()}
+    return history.model_copy(update={"changes": {path: count for path, count in counts.items() if count}})
 
 
 def _finished(folder: Path) -> Manifest | None:
@@ -393,7 +470,7 @@ def index_by_ranks(ranks: "Ranks", recipe: BuildRecipe, target: Target, show: Pr
 FIXED = (
     *("output", "max_tokens", "sinks", "tail", "prefill", "rope_scaling", "raw", "special_tokens", "force"),
     "checkpoints",
-    *("kv_dtype", "weights", "ray", "workers", "from_file", "encoding", "as_one", "include", "exclude"),
+    *("kv_dtype", "weights", "ray", "workers", "from_file", "encoding", "as_one", "include", "exclude", "order"),
 )
 """Options that determine how a document becomes an index. They cannot change when methods are added to an index."""
 

@@ -71,14 +71,18 @@ def index_here(recipe: BuildRecipe, targets: Sequence[Target], show: Progress, d
     loaded = recipe.load()
     for number, target in enumerate(targets, 1):
         note(f"{target.document} ({number} of {len(targets)})", quiet=recipe.quiet)
-        wrong = ""
-        try:
-            recipe.index(target, lambda: loaded, show)
-        except Exception as error:
-            if any(isinstance(one, KeyboardInterrupt) for one in causes(error)):
-                raise  # libraries turn Ctrl-C into errors of their own
-            wrong = describe(error, "build-index")
-        done(target, wrong)
+        done(target, failure(lambda: recipe.index(target, lambda: loaded, show)))  # noqa: B023
+
+
+def failure(build: Callable[[], None]) -> str:
+    """Run a build and return its error as one line of text, or an empty string. Ctrl-C is raised."""
+    try:
+        build()
+    except Exception as error:
+        if any(isinstance(one, KeyboardInterrupt) for one in causes(error)):
+            raise  # libraries turn Ctrl-C into errors of their own
+        return describe(error, "build-index")
+    return ""
 
 
 class IndexWorker(RayWorker[BuildRecipe, Target]):

@@ -96,7 +96,8 @@ def _facts(inspection: dict[str, Any]) -> Table:
         ),
         "rope": str(inspection["rope"]["scaling"] or "as the model has it"),
         "tokens": f"{split['tokens']:,}: {split['sinks']} sinks, {split['middle']:,} indexed, {split['tail']} tail",
-        **({} if inspection["files"] is None else {"files": _files(inspection["files"])}),
+        **({"cut": _cut(inspection)} if inspection["cut_after"] is not None else {}),
+        **({} if inspection["files"] is None else {"files": _files(inspection)}),
         "chat template": "around document and question" if inspection["chat_template"] else "none (--raw)",
         **({} if inspection["prefill"]["exact"] else {"prefill": inspection["prefill"]["kind"]}),
         "layers": f"{layers['all']}, {layers['indexed']} of them indexed",
@@ -112,11 +113,25 @@ def _facts(inspection: dict[str, Any]) -> Table:
     return table
 
 
-def _files(files: Rows) -> str:
-    """Describe the number of a document's files, and the largest of them with their tokens, in one line."""
+def _files(inspection: dict[str, Any]) -> str:
+    """Describe the number of a document's files, their order, and the largest of them with their tokens, in one
+    line."""
+    files, history = inspection["files"], inspection["file_history"]
     by_tokens = sorted(files, key=lambda file: file["start"] - file["stop"])[:FILES_SHOWN]
-    named = ", ".join(f"{file['path']} {file['stop'] - file['start']:,}" for file in by_tokens)
-    return f"{len(files):,}, by their tokens: {named}{', ...' * (len(files) > FILES_SHOWN)}"
+    named = ", ".join(f"{file['path']} {file['stop'] - file['start']:,}{' (cut)' * file['cut']}" for file in by_tokens)
+    order = f", ordered by {history['order']}" if history else ""
+    return f"{len(files):,}{order}, by their tokens: {named}{', ...' * (len(files) > FILES_SHOWN)}"
+
+
+def _cut(inspection: dict[str, Any]) -> str:
+    """Describe where a document was cut, and which of its files are cut or missing, in one line."""
+    behind = inspection["files_behind"]
+    parts = [f"after {inspection['cut_after']:,} tokens of the document (--max-tokens)"]
+    parts += [f"{file['path']} goes on" for file in inspection["files"] or () if file["cut"]]
+    if behind:
+        some = f"{', '.join(behind[:FILES_SHOWN])}{', ...' * (len(behind) > FILES_SHOWN)}"
+        parts.append(f"{len(behind):,} file{'s' * (len(behind) != 1)} not in it: {some}")
+    return "; ".join(parts)
 
 
 def _states(inspection: dict[str, Any]) -> str:

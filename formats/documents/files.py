@@ -155,7 +155,7 @@ def read_several(names: Sequence[str], choice: Choice) -> SourceTexts:
             raise UsageError("standard input has no name, and a document of several files names each; name a file")
         if os.path.isdir(name):
             reader.walk(Path(name))
-        elif os.path.lexists(name) or not _WILDCARD.search(name):
+        elif not is_glob(name):
             reader.read_named(name)
         else:
             root, pattern = _glob(name)
@@ -164,6 +164,16 @@ def read_several(names: Sequence[str], choice: Choice) -> SourceTexts:
             if reader.chosen == before:
                 raise UsageError(f"no file matches {name}; a pattern is as in a shell, and ** is any folders")
     return reader.result(None, "the documents")
+
+
+def is_glob(name: str) -> bool:
+    """Whether a name has wildcards, and is not that of an existing file."""
+    return _WILDCARD.search(name) is not None and not os.path.lexists(name)
+
+
+def folder_of_glob(pattern: str) -> Path:
+    """Return the folder before a glob's first wildcard."""
+    return _glob(pattern)[0]
 
 
 def _glob(pattern: str) -> tuple[Path, str]:

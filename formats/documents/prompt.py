@@ -39,6 +39,8 @@ class FixedPrompt:
         cut: number of the document's tokens in the prompt, if the document was cut; None: the prompt has all of them.
         border: where in the document's text the token ids end. None: the question is tokenised separately.
         files: the files of a document of several files, by their tokens; None: the document is one text.
+        files_behind: paths of the files that begin behind the last token.
+        template: number of tokens before the document, which are those of the chat template.
     """
 
     input_ids: torch.Tensor
@@ -49,6 +51,8 @@ class FixedPrompt:
     cut: int | None = None
     border: Border | None = None
     files: tuple[SourceFile, ...] | None = None
+    files_behind: tuple[str, ...] = ()
+    template: int = 0
 
 
 def chat_frame(tokenizer: PreTrainedTokenizerBase, before: str | None = None) -> ChatFrame | None:
@@ -132,9 +136,9 @@ def encode_prompt(
     document = text if isinstance(text, Document) else Document.of(text if isinstance(text, str) else text.text)
     encode = _encoder(tokenizer, head, chat, special_tokens=special_tokens, starts=sources is not None)
     if max_tokens is None:
-        encoded, cut = encode(document.whole()), False
+        encoded, cut, next_start = encode(document.whole()), False, None
     else:
-        encoded, cut = _first(encode, document, framed + max_tokens)
+        encoded, cut, next_start = _first(encode, document, framed + max_tokens)
     plain, ids = encoded.plain, encoded.ids
     if cut:
         kept = str(tokenizer.decode(ids[framed:], clean_up_tokenization_spaces=False))
@@ -144,16 +148,24 @@ def encode_prompt(
         end = plain_end(tokenizer, head) + _shown(document.whole(), chat)
         ids, border = find_border(tokenizer, ids, end, questions_after(chat), special_tokens=special_tokens)
     held = len(ids) - framed if cut else None
-    files = None if sources is None else _table(sources, [start - len(head) for start in encoded.starts], len(ids))
-    return FixedPrompt(torch.tensor(ids), document.sha256(), chat, special_tokens, plain, held, border, files)
+    files: tuple[SourceFile, ...] | None = None
+    behind: tuple[str, ...] = ()
+    if sources is not None:
+        stops_at = None if next_start is None else next_start - len(head)
+        files = _table(sources, [start - len(head) for start in encoded.starts], len(ids), stops_at)
+        behind = tuple(file.path for file in sources.files[len(files) :])
+    return FixedPrompt(
+        torch.tensor(ids), document.sha256(), chat, special_tokens, plain, held, border, files, behind, framed
+    )
 
 
-def _table(sources: SourceTexts, starts: list[int], tokens: int) -> tuple[SourceFile, ...]:
+def _table(sources: SourceTexts, starts: list[int], tokens: int, stops_at: int | None) -> tuple[SourceFile, ...]:
     """Make the table of a document's files. A file has the tokens that begin in its text.
 
     Args:
         starts: the character of the document at which each token begins.
         tokens: number of tokens in the prompt, which may lack the last ones.
+        stops_at: the character at which the first token behind a cut begins; None: the document is not cut.
     """
     # The bytes of a character may be several tokens that begin at the same place.
     begins, table = list(accumulate(starts, max)), []
@@ -164,7 +176,8 @@ def _table(sources: SourceTexts, starts: list[int], tokens: int) -> tuple[Source
             break
         line = file.first_line + file.text[: begins[first] - start].count("\n")
         span = {"start": min(first, tokens), "stop": min(end, tokens)}
-        table.append(SourceFile(path=file.path, sha256=file.sha256, first_line=line, **span))
+        cut = stops_at is not None and stops_at < stop
+        table.append(SourceFile(path=file.path, sha256=file.sha256, first_line=line, cut=cut, **span))
     return tuple(table)
 
 
@@ -222,8 +235,12 @@ def _shown(text: str, chat: ChatFrame | None) -> str:
     return text.lstrip() if chat is not None and chat.trimmed else text
 
 
-def _first(encode: Callable[[str], EncodedText], document: Document, tokens: int) -> tuple[EncodedText, bool]:
-    """Return the first tokens of a prompt, and whether the document has more.
+def _first(
+    encode: Callable[[str], EncodedText], document: Document, tokens: int
+) -> tuple[EncodedText, bool, int | None]:
+    """Return the first tokens of a prompt, whether the document has more, and the character at which they begin.
+
+    The character is None if the document has no more, or if the encoder returns no characters.
 
     The text that is tokenised may be cut inside a token. So its tokens are accepted only if a text twice as long begins
     with the same tokens.
@@ -235,9 +252,9 @@ def _first(encode: Callable[[str], EncodedText], document: Document, tokens: int
         encoded = encode(text)
         ids = encoded.ids[:tokens]
         if len(text) < characters:
-            return encoded.first(tokens), len(encoded.ids) > tokens
+            return encoded.first(tokens), len(encoded.ids) > tokens, next(iter(encoded.starts[tokens:]), None)
         if len(ids) == tokens and ids == shorter:
-            return encoded.first(tokens), True
+            return encoded.first(tokens), True, next(iter(encoded.starts[tokens:]), None)
         shorter, characters = ids, 2 * characters
 
 

@@ -77,6 +77,7 @@ class BuildFolder:
         self.unfinished = 0
         """Number of files that an interrupted build completed and the finished index lacks."""
         self._whole = set[tuple[str, str]]()
+        self._damaged: dict[str, bool] = {}  # whether each damaged path was returned
 
     def __enter__(self) -> Self:
         with self._writing():
@@ -131,7 +132,15 @@ class BuildFolder:
             with suppress(OSError), self._opened(record) as descriptor:
                 if hash_descriptor(descriptor) == record.sha256:
                     self._whole.add(content)
+        if content not in self._whole and self.base is not None and record in self.base.files.values():
+            self._damaged.setdefault(record.path, False)
         return content in self._whole
+
+    def newly_damaged(self) -> list[str]:
+        """Return the base's files that were found missing or damaged since the last call."""
+        new = [path for path, returned in self._damaged.items() if not returned]
+        self._damaged |= dict.fromkeys(new, True)
+        return new
 
     def _earlier(self, name: str, recipe: str) -> FileRecord | None:
         """Return the journal's or the base's record of an intact file with a recipe; None if neither has one."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from sparsekv.formats.errors import check_at_least_one, check_choice
 
@@ -227,20 +227,25 @@ def _is_utf_8(text: str) -> bool:
         return False
 
 
+def _checked_path(path: str) -> str:
+    if not is_source_path(path):
+        raise ValueError("a path within the folder")
+    return path
+
+
+SourcePath = Annotated[str, AfterValidator(_checked_path)]
+"""Path of a source file, relative to the document's folder, with / between its parts."""
+
+
 class SourceFile(Record):
     """A file of a document that was joined from several files: its name, its hash, and its tokens in the prompt."""
 
-    path: str = Field(description="relative to the document's folder, with / between its parts")
+    path: SourcePath = Field(description="relative to the document's folder, with / between its parts")
     sha256: Sha256
     start: Count = Field(description="of its text's tokens [start, stop) in the whole prompt, without its header")
     stop: Count
     first_line: Count = Field(default=1, description="line of the file at which its text begins")
-
-    @model_validator(mode="after")
-    def _stays_in_its_folder(self) -> Self:
-        if not is_source_path(self.path):
-            raise ValueError("a path within the folder")
-        return self
+    cut: bool = Field(default=False, description="its text goes on behind the last token of the prompt")
 
 
 class Prompt(Record):
@@ -257,6 +262,9 @@ class Prompt(Record):
     files: tuple[SourceFile, ...] | None = Field(
         default=None, description="of a document of several files, by their tokens; null for a document of one text"
     )
+    files_behind: tuple[SourcePath, ...] = Field(
+        default=(), description="files whose text begins behind the last token of the prompt"
+    )
 
     @model_validator(mode="after")
     def _files_in_order(self) -> Self:
@@ -264,6 +272,28 @@ class Prompt(Record):
         if edges != sorted(edges) or max(edges, default=0) > self.tokens:
             raise ValueError("files one behind another within the prompt")
         return self
+
+
+FileOrder: TypeAlias = Literal["path", "stable", "changed-last"]
+FILE_ORDERS: tuple[FileOrder, ...] = get_args(FileOrder)
+"""Values of `build-index --order`."""
+BY_PATH, CHANGED_LAST = FILE_ORDERS[0], FILE_ORDERS[2]
+
+
+def file_order_named(name: str | None) -> FileOrder | None:
+    """Return the order of files with a name; None for None. Raises UsageError if there is none."""
+    if name is not None:
+        check_choice("--order", name, FILE_ORDERS)
+    return next((order for order in FILE_ORDERS if order == name), None)
+
+
+class FileHistory(Record):
+    """Order of the files of a document of several files, and how often each has changed from build to build."""
+
+    order: FileOrder = Field(default="path", description="see `build-index --order`")
+    changes: dict[SourcePath, Count] = Field(
+        default={}, description="builds in which a file of the table was new or other than before; 0 where it is absent"
+    )
 
 
 class Split(Record):
@@ -439,6 +469,9 @@ class Manifest(Record):
         default=None, description="hash of the files that the tokenizer was loaded from; those of equal files are equal"
     )
     prompt: Prompt
+    file_history: FileHistory | None = Field(
+        default=None, description="null: a document of one text, or an index of an earlier version"
+    )
     split: Split
     dtype: Annotated[str, StringConstraints(pattern="^(float32|float16|bfloat16)$")]
     kv_storage: KVStorage | None = Field(default=None, description="null: keys and values are stored in `dtype`")

@@ -2,9 +2,10 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.forked import zygote
+from support.forked import Run, zygote
 from support.kill_points import Killed, assert_nothing_is_lost
 from support.sandbox import DOCUMENT, INDEX, SAVED, Sandbox, World
 
@@ -45,6 +46,44 @@ def small_world(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_some_kills_lose_nothing(small_world: World, tmp_path: Path, name: str) -> None:
     assert_nothing_is_lost(small_world, tmp_path, COMMANDS[name], every=2 if name == "tune" else 48)
+
+
+def _build_folder(sandbox: Sandbox, *options: str, **how: Any) -> Run:
+    command = ("build-index", "project", "-o", INDEX, "--model", sandbox.model, "--method", "multipole")
+    return sandbox.run(*command, *options, **how)
+
+
+def _edit_folder(sandbox: Sandbox) -> None:
+    """A file in the middle is edited, one is added at the front and one is gone."""
+    project = sandbox.home / "project"
+    (project / "b.txt").write_text(DOCUMENT[300:].replace("says", "does not say"))
+    (project / "_.txt").write_text("A file that is new.\n")
+    (project / "d.txt").unlink()
+
+
+FOLDERS = {"a folder": Killed(_build_folder, _without_index), "an edited folder": Killed(_build_folder, _edit_folder)}
+
+
+@pytest.fixture(scope="session")
+def folder_world(small_world: World, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Whose index is that of a folder, with changed files last."""
+    sandbox = small_world.copy(tmp_path_factory.mktemp("folder_world") / "home")
+    (sandbox.home / "project").mkdir()
+    for number, name in enumerate("abcd"):
+        (sandbox.home / "project" / f"{name}.txt").write_text(DOCUMENT[number * 100 :])
+    built = _build_folder(sandbox, "--force", "--order", "changed-last")
+    assert built.code == 0, built
+    return World(sandbox)
+
+
+def test_some_kills_lose_no_folder(folder_world: World, tmp_path: Path) -> None:
+    assert_nothing_is_lost(folder_world, tmp_path, FOLDERS["an edited folder"], every=48)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOLDERS)
+def test_no_kill_loses_a_folder(folder_world: World, tmp_path: Path, name: str) -> None:
+    assert_nothing_is_lost(folder_world, tmp_path, FOLDERS[name], every=1)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.command import Outcome, fails, run_here, start
 from support.sealing import reseal
+from torch.testing import assert_close
 
 from sparsekv.formats.checksums import hash_bytes
 from sparsekv.formats.index.manifest import read_manifest
@@ -49,7 +50,11 @@ def test_a_folder_is_one_document_with_a_table_of_its_files(project: Path) -> No
     assert (built.code, built.stdout) == (0, "project.skv\n"), built.stderr
     artifact = Artifact(project.parent / "project.skv")
     tokens = artifact.manifest.split.tokens
-    assert f"4 files, {tokens:,} tokens; left out: 1 hidden, 1 not text (picture.png)\n" in built.stderr
+    chat = artifact.manifest.prompt.chat
+    assert chat is not None
+    own = tokens - len(load_tokenizer("model").encode(chat.before, add_special_tokens=False))
+    with_template = f"with the chat template {tokens:,} of 4,096 that the model holds"
+    assert f"4 files, {own:,} tokens; {with_template}; left out: 1 hidden, 1 not text (picture.png)\n" in built.stderr
     ids, tokenizer, border = artifact.input_ids(), load_tokenizer("model"), artifact.manifest.prompt.border
     assert border is not None
     for file in _table("project.skv"):
@@ -73,7 +78,7 @@ def test_a_folder_may_be_named_by_a_way_up(project: Path) -> None:
 def test_inspect_shows_the_files(project: Path) -> None:
     _build("project", "-q")
     shown = run_here("inspect", "--index", "project.skv", "--verify")
-    assert "4, by their tokens: src/b.py" in " ".join(shown.stdout.split())
+    assert "4, ordered by path, by their tokens: src/b.py" in " ".join(shown.stdout.split())
     assert "the ranges of 4 source files are in order, within the prompt" in shown.stderr
     told = json.loads(run_here("inspect", "--index", "project.skv", "--json", "-q").stdout)
     assert [SourceFile(**file) for file in told["files"]] == [*_table("project.skv")]
@@ -109,6 +114,84 @@ def test_after_a_change_the_index_is_that_of_a_fresh_build(project: Path, change
     assert answers[0] == answers[1] != ""
 
 
+CHANGES = (_edit, _add, _remove, _rename)
+FAST = [("stable", _add), ("changed-last", _edit)]
+
+
+@pytest.mark.parametrize(
+    ("order", "change"),
+    [
+        pytest.param(order, change, marks=() if (order, change) in FAST else pytest.mark.slow)
+        for order in ("path", "stable", "changed-last")
+        for change in CHANGES
+    ],
+)
+def test_in_each_order_the_index_is_that_of_its_text(project: Path, order: str, change: Callable[[Path], None]) -> None:
+    """A document of one text holds the files as the index has them."""
+    _build("project", "-q", "--order", order)
+    for step in (change, _edit_first):
+        step(project)
+        _build("project", "-q")
+        Path("joined.txt").write_text(_joined(project, "project.skv"))
+        _build("joined.txt", "-q", "--force")
+        ours, fresh = (read_manifest(Path(name)) for name in ("project.skv", "joined.skv"))
+        assert ours.prompt.ids_sha256 == fresh.prompt.ids_sha256
+        for name in ("context/layer_000.safetensors", "context/layer_002.safetensors"):
+            rows = [Artifact(Path(index)).tensors(name) for index in ("project.skv", "joined.skv")]
+            assert_close(rows[0], rows[1], rtol=1e-4, atol=1e-5)
+        answers = [run_here("generate", "--index", name, *ASK).stdout for name in ("project.skv", "joined.skv")]
+        assert answers[0] == answers[1] != ""
+
+
+def _edit_first(project: Path) -> None:
+    (project / "a.md").write_text("a has other lines now.\n" * 9)
+
+
+def _joined(project: Path, index: str) -> str:
+    return "\n\n".join(f"# File: {file.path}\n\n{(project / file.path).read_text().rstrip()}" for file in _table(index))
+
+
+def _paths(index: str = "project.skv") -> list[str]:
+    return [file.path for file in _table(index)]
+
+
+def test_an_added_file_costs_itself_alone(project: Path) -> None:
+    _build("project", "-q", "--order", "stable")
+    end = _table("project.skv")[-1].stop
+    (project / "__init__.py").write_text("A new file.\n")
+    told = _build("project").stderr
+    assert _paths() == ["a.md", "src/b.py", "src/c.py", "z.txt", "__init__.py"]
+    assert f"the first {end // 256 * 256:,} are those of this one" in told
+
+
+def test_a_changed_file_goes_to_the_end_and_stays_there(project: Path) -> None:
+    _build("project", "-q", "--order", "changed-last")
+    _edit_first(project)
+    _build("project", "-q")
+    assert _paths() == ["src/b.py", "src/c.py", "z.txt", "a.md"]
+    start = _table("project.skv")[-1].start
+    (project / "a.md").write_text("a has still other lines.\n" * 9)
+    told = _build("project").stderr
+    assert f"the first {start // 256 * 256:,} are those of this one" in told
+    _edit(project)
+    _build("project", "-q")
+    assert _paths() == ["src/b.py", "z.txt", "src/c.py", "a.md"], "changed once, and twice"
+    history = read_manifest(Path("project.skv")).file_history
+    assert history is not None
+    assert (history.order, history.changes) == ("changed-last", {"src/c.py": 1, "a.md": 2})
+    assert "nothing to build" in _build("project").stderr
+    assert run_here("append", "--index", "project.skv", "doc.txt", "--rebuild", "-q").code == 0
+    assert read_manifest(Path("project.skv")).file_history == history
+    _build("project", "-q", "--force", "--order", "path")
+    assert _paths() == ["a.md", "src/b.py", "src/c.py", "z.txt"]
+
+
+def test_changes_come_last_where_nothing_is_cut(project: Path) -> None:
+    _build("project", "-q", "--order", "changed-last")
+    says = ("--order changed-last, which project.skv was built with, puts", "--order path")
+    fails(2, "build-index", "project", *HOW, "--max-tokens", "400", says=says)
+
+
 def test_white_space_that_no_token_has_changes_the_hash_alone(project: Path) -> None:
     _build("project", "-q")
     with (project / "src" / "b.py").open("a") as file:
@@ -138,8 +221,28 @@ def test_indices_in_a_folder_are_no_text_of_it(project: Path) -> None:
 def test_a_cut_document_has_the_files_before_the_cut(project: Path) -> None:
     told = _build("project", "--max-tokens", "400").stderr
     files = _table("project.skv")
-    assert f"{len(files)} of 4 files, {files[-1].stop:,} tokens\n" in told
+    assert f"{len(files)} of 4 files, 400 tokens; with the chat template {files[-1].stop:,} of" in told
     assert files[-1].stop == read_manifest(Path("project.skv")).split.tokens
+    named = [path for path in ("a.md", "src/b.py", "src/c.py", "z.txt") if path not in {file.path for file in files}]
+    assert f"; {files[-1].path} is cut; not in the index: {', '.join(named)}\n" in told
+    shown = " ".join(run_here("inspect", "--index", "project.skv").stdout.split())
+    cut = f"{files[-1].path} {files[-1].stop - files[-1].start:,} (cut)"
+    assert (
+        f"after 400 tokens of the document (--max-tokens); {files[-1].path} goes on; {len(named)} files not in" in shown
+    )
+    assert cut in shown
+    told_again = json.loads(run_here("inspect", "--index", "project.skv", "--json", "-q").stdout)
+    assert (told_again["files_behind"], told_again["cut_after"]) == (named, 400)
+
+
+def test_a_file_that_ends_at_the_cut_is_whole(project: Path) -> None:
+    _build("project", "-q")
+    whole = _table("project.skv")
+    template = read_manifest(Path("project.skv")).split.tokens - 1036
+    for more, cut in ((0, False), (-1, True)):
+        tokens = str(whole[1].stop - template + more)
+        _build("project", "-q", "--force", "--max-tokens", tokens)
+        assert [file.cut for file in _table("project.skv")] == [False, cut]
 
 
 def test_too_many_tokens_are_refused_before_the_weights_are_read(project: Path) -> None:
@@ -197,6 +300,8 @@ def test_a_table_that_cannot_be_is_refused(project: Path, change: Callable[[dict
         (("half.skv",), ("half.skv is the folder of an index that is not finished",)),
         (("doc.skv", "--exclude", "*.md"), ("--exclude: doc.skv is an index",)),
         (("project", "--ray", "auto", "--as-one"), ("leave --ray out",)),
+        (("project", "--order", "age"), ("--order age", "path", "stable", "changed-last")),
+        (("doc.txt", "--order", "stable"), ("--order stable", "name a folder, or give --as-one")),
     ],
 )
 def test_refusals(project: Path, arguments: tuple[str, ...], says: tuple[str, ...]) -> None:

@@ -37,7 +37,7 @@ def grow(world: World, index: OpenIndex) -> None:
         plan = growing_plan(artifact, world.loaded, addition, chunk_size=_chunk(world, random))
         build_index(plan, folder)
     # the methods that took the tokens in have what they had before; rows and queries are of all tokens
-    _same_as_fresh(world, folder, with_changes(plan, growth=None), methods=False)
+    same_as_fresh(world, folder, with_changes(plan, growth=None), methods=False)
     grown = world.open("index.skv")
     Checks(world, grown).after_growth()
 
@@ -99,7 +99,7 @@ def edit(world: World, index: OpenIndex) -> None:
             if name not in plan.config.methods and name in there
         }
         plan = with_changes(plan, methods=plan.config.methods | kept)
-    _same_as_fresh(world, folder, plan, methods=True)
+    same_as_fresh(world, folder, plan, methods=True)
     if not plan.config.prefill.exact:
         _with_other_sinks(world, folder, with_changes(plan, force=False), random)
     world.open("index.skv")
@@ -110,7 +110,7 @@ def _with_other_sinks(world: World, folder: Path, plan: BuildPlan, random: Rando
     plan = with_changes(plan, sinks=random.choice([one for one in (1, 2, 5, 11, 30) if one != plan.config.sinks]))
     build_index(plan, folder)
     shutil.rmtree(world.folder / "fresh.skv")
-    _same_as_fresh(world, folder, plan, methods=True)
+    same_as_fresh(world, folder, plan, methods=True)
 
 
 def _again(plan: BuildPlan, random: Random) -> int:
@@ -125,7 +125,7 @@ def more_methods(world: World, index: OpenIndex) -> None:
     made = from_options(indexers(), name, draw_options(random, indexers()[name], head_dim=world.case.head_dim))
     build_index(adding_plan(Artifact(folder), world.loaded, {name: made}), folder)
     plan = world.plan()
-    _same_as_fresh(world, folder, with_changes(plan, methods=plan.config.methods | {name: made}), methods=True)
+    same_as_fresh(world, folder, with_changes(plan, methods=plan.config.methods | {name: made}), methods=True)
     world.open("index.skv")
 
 
@@ -169,11 +169,11 @@ def interrupted(world: World, index: OpenIndex) -> None:
         build_index(plan, folder, goes_on)
         if first is not None and _keeps_chunks(plan):
             expect(first >= prefilled, "interrupted", f"after {prefilled} tokens, it went on after {first}")
-    _same_as_fresh(world, folder, world.plan(), methods=True, fresh=world.folder / "index.skv")
+    same_as_fresh(world, folder, world.plan(), methods=True, fresh=world.folder / "index.skv")
     world.open("again.skv")
 
 
-def _same_as_fresh(world: World, folder: Path, plan: BuildPlan, *, methods: bool, fresh: Path | None = None) -> None:
+def same_as_fresh(world: World, folder: Path, plan: BuildPlan, *, methods: bool, fresh: Path | None = None) -> None:
     """An index's tensors are, to rounding, those of a build of the plan in an empty folder; with `methods` theirs, too,
     where the rows that they are made of are the same bit for bit."""
     if fresh is None:

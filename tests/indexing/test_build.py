@@ -205,7 +205,9 @@ def test_a_damaged_file_is_made_again_and_no_other(tmp_path: Path) -> None:
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
-    build_index(plan, folder)
+    told: list[str] = []
+    build_index(plan, folder, tell=told.append)
+    assert told == [f"squeezed/layer_001.safetensors of {folder} is missing or damaged: made again"]
     assert list(Artifact(folder).verify())
     after = _files(folder)
     unchanged = before.keys() - {layer_file("squeezed", 1), MANIFEST}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .forked import Run
-from .sandbox import INDEX, Sandbox, World, changes, hash_tree
+from .sandbox import CACHE, INDEX, Sandbox, World, changes, hash_tree
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def assert_nothing_is_lost(world: World, folder: Path, killed: Killed, *, every:
         try:
             _assert_as_before_or_after(sandbox, killed, expected)
             _assert_repeated(sandbox, killed, expected)
-            assert not (changed := changes(tree, hash_tree(sandbox.home), *killed.may_change)), changed
+            assert not (changed := changes(tree, hash_tree(sandbox.home), *killed.may_change, CACHE)), changed
         except AssertionError as error:
             raise AssertionError(f"killed before operation {number}: {error}") from error
         if run.code != -signal.SIGKILL:

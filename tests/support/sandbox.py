@@ -16,6 +16,8 @@ DOCUMENT = "".join(f"Line {number} says that {number} times {number} is {number 
 MORE = "And one line more.\n"
 QUESTION = "What is 7 times 7?"
 INDEX, SAVED = "mail/doc.skv", "saved.skv"
+CACHE = "cache"
+"""The cache's folder, which has such things as the pace of the last prefill."""
 METHODS = ("squeezed", "multipole", "multipole-windowed", "csattention", "pqcache", "codes", "h2o")
 PREFILLS = (("--prefill", "own"), ())
 """By default a question reads nothing of the method: then the decode step is the first that follows a wrong offset."""
@@ -70,7 +72,7 @@ class Sandbox:
 
     def start(self, *arguments: str | Path, **how: Any) -> Started:
         """Start a command in the home; takes what `Zygote.start` takes."""
-        environment = {"HOME": str(self.home), "SPARSEKV_CACHE": str(self.home / "cache"), **how.pop("environment", {})}
+        environment = {"HOME": str(self.home), "SPARSEKV_CACHE": str(self.home / CACHE), **how.pop("environment", {})}
         return self.zygote.start(*arguments, folder=self.home, environment=environment, **how)
 
     def run(self, *arguments: str | Path, **how: Any) -> Run:

@@ -1,0 +1,147 @@
+"""Estimate how long a prefill takes before it begins, from earlier prefills of the same model on this machine."""
+
+import json
+import math
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Self
+
+import torch
+
+from sparsekv.cli.common.remaining import MINUTE
+from sparsekv.formats.distributed.process import own_place
+from sparsekv.formats.user.cache import cache_root, read_small, replace_small
+from sparsekv.indexing.plan import BuildPlan
+
+LEAST_SECONDS = 10.0
+"""Shortest estimate that is told."""
+LEAST_TOKENS = 256
+"""Shortest prefill that is remembered."""
+MOST_KEPT = 100
+"""Number of models whose paces are remembered."""
+_FILE = "prefill_pace.json"
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of a prefill for each token, and for each pair of a token and an earlier one that it attends to."""
+
+    per_token: float
+    per_pair: float
+
+    def seconds(self, first: int, end: int) -> float:
+        """Return the seconds for the tokens from `first` to `end`."""
+        return self.per_token * (end - first) + self.per_pair * _pairs(first, end)
+
+    @classmethod
+    def fitted(cls, steps: list[tuple[float, int]], ratio: float) -> Self:
+        """Fit a pace to the steps of a prefill.
+
+        Args:
+            steps: seconds since any moment, and the number of tokens that were prefilled then; ascending.
+            ratio: `per_pair` divided by `per_token` if the steps do not tell, because there are too few of them.
+        """
+        chunks = [
+            (end - first, _pairs(first, end), after - before) for (before, first), (after, end) in pairwise(steps)
+        ]
+        if len(chunks) > 2:
+            found = _least_squares(chunks)
+            if found is not None:
+                return cls(*found)
+        seconds = sum(chunk[2] for chunk in chunks)
+        per_token = seconds / sum(tokens + ratio * pairs for tokens, pairs, _ in chunks)
+        return cls(per_token, ratio * per_token)
+
+
+def _pairs(first: int, end: int) -> float:
+    return (end**2 - first**2) / 2
+
+
+def _least_squares(chunks: list[tuple[int, float, float]]) -> tuple[float, float] | None:
+    """Solve for seconds per token and per pair; None if one of them would be below zero."""
+    aa, ab, bb, ac, bc = (sum(one[i] * one[j] for one in chunks) for i, j in ((0, 0), (0, 1), (1, 1), (0, 2), (1, 2)))
+    determinant = aa * bb - ab * ab
+    if determinant <= 1e-9 * aa * bb:
+        return None
+    found = (ac * bb - bc * ab) / determinant, (bc * aa - ac * ab) / determinant
+    return found if min(found) >= 0 else None
+
+
+class PaceMeter:
+    """Tells the time of a build's prefill before it begins, and remembers its pace in the cache when it ends.
+
+    Args:
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, plan: BuildPlan, clock: Callable[[], float] = time.monotonic):
+        self._plan, self._clock = plan, clock
+        self._steps: list[tuple[float, int]] = []
+
+    def told(self, first: int, of: int) -> str:
+        """Return the estimate for the user, such as `about 3 min of prefill here`; empty if it is short or unknown."""
+        pace = _kept().get(self._key)
+        seconds = 0.0 if pace is None else pace.seconds(first, of)
+        if seconds < LEAST_SECONDS:
+            return ""
+        return (
+            f"about {seconds / MINUTE:.0f} min of prefill here"
+            if seconds >= 1.5 * MINUTE
+            else f"about {seconds:.0f} s of prefill here"
+        )
+
+    def show(self, done: int, of: int) -> None:
+        """Record that some tokens are prefilled; the last time, remember the pace."""
+        device = self._plan.loaded.model.device
+        on_gpu = device.type == "cuda"
+        if on_gpu and self._steps and done < of:
+            return  # its work is queued, not done
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        if not self._steps or done > self._steps[-1][1]:
+            self._steps.append((self._clock(), done))
+        if done == of and of - self._steps[0][1] >= LEAST_TOKENS:
+            before = _kept().get(self._key)
+            ratio = before.per_pair / before.per_token if before and before.per_token else self._ratio()
+            _keep(self._key, Pace.fitted(self._steps, ratio))
+
+    def _ratio(self) -> float:
+        """Return the operations for a pair of tokens, divided by those of a token's linear layers."""
+        model = self._plan.loaded.model
+        config = model.config.get_text_config()
+        channels = config.num_attention_heads * self._plan.head_dim
+        return float(4 * config.num_hidden_layers * channels / (2 * model.num_parameters()))
+
+    @property
+    def _key(self) -> str:
+        """What a pace depends on, besides the number of tokens."""
+        loaded, place = self._plan.loaded, own_place()
+        device = loaded.model.device
+        by = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+        ranks = 1 if place is None else place.size
+        prefill = self._plan.prefill_record.kind
+        return json.dumps([platform.node(), by, ranks, loaded.name, loaded.weights, self._plan.dtype, prefill])
+
+
+def _kept() -> dict[str, Pace]:
+    """Read the remembered paces. A damaged file counts as empty."""
+    try:
+        found: Any = json.loads(read_small(cache_root() / _FILE) or "{}")
+        paces = {key: Pace(float(token), float(pair)) for key, (token, pair) in found.items()}
+    except (AttributeError, RecursionError, TypeError, ValueError):
+        return {}
+    return {key: pace for key, pace in paces.items() if all(map(_is_pace, (pace.per_token, pace.per_pair)))}
+
+
+def _is_pace(seconds: float) -> bool:
+    return math.isfinite(seconds) and seconds >= 0
+
+
+def _keep(key: str, pace: Pace) -> None:
+    others = {name: one for name, one in _kept().items() if name != key}
+    latest = [*others.items()][1 - MOST_KEPT :]
+    paces = {name: [one.per_token, one.per_pair] for name, one in (*latest, (key, pace))}
+    replace_small(cache_root() / _FILE, json.dumps(paces, indent=1) + "\n")

@@ -1,0 +1,179 @@
+"""Build the indices of documents again whenever their texts change on disk: `build-index --watch`."""
+
+import os
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sparsekv.cli.building.recipe import BuildRecipe, Target
+from sparsekv.cli.building.several import failure
+from sparsekv.cli.common.console import note, progress, say, tell
+from sparsekv.cli.common.streams import printable
+from sparsekv.formats.documents.files import IGNORE_FILE, folder_of_glob, is_glob
+from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.hints import ENDING
+from sparsekv.formats.models.load import LoadedModel
+
+if TYPE_CHECKING:  # an optional library
+    from watchfiles.main import FileChange
+
+SETTLED = 300
+"""Milliseconds without a change after which changes are reported."""
+LONGEST = 2000
+"""Milliseconds after which changes are reported although more follow."""
+TICK = 500
+"""Milliseconds between two looks at whether a watched folder was replaced, which ends the system's watch of it."""
+
+
+def refuse_unwatchable(targets: Sequence[Target]) -> None:
+    """Raise UsageError if watchfiles is not installed, or if a document is no file or folder."""
+    try:
+        import watchfiles  # noqa: F401
+    except ImportError:
+        raise UsageError("--watch needs watchfiles: pip install 'sparsekv[watch]'") from None
+    for target in targets:
+        for name in target.joined or (target.document,):
+            if name == "-":
+                raise UsageError("--watch: standard input does not change; name a file")
+            if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name):
+                raise UsageError(f"--watch: {name} is neither a file nor a folder; name one")
+
+
+def build_and_watch(recipe: BuildRecipe, targets: Sequence[Target]) -> None:
+    """Build the documents' indices, and build each again when its text has changed, until Ctrl-C.
+
+    A failure of a later build is printed, and the document is watched on. `--force` counts for the first build.
+
+    Raises:
+        SparsekvError: the first build of a single document failed, or the files cannot be watched.
+    """
+    load, states = cache(recipe.load), dict[Target, str]()
+    watched = targets[0].document if len(targets) == 1 else f"{len(targets):,} documents"
+    changes = _Changes(targets)
+    try:
+        while True:
+            before = dict(states)
+            # A text that changes during its build has another hash after it.
+            states |= {target: recipe.text_state(target) for target in targets}
+            changed = [target for target in targets if states[target] != before.get(target)]
+            for target in changed:
+                _build(recipe, target, load, alone=not before and len(targets) == 1)
+            recipe = replace(recipe, config=replace(recipe.config, force=False))
+            if changed:
+                note(f"watching {watched}; Ctrl-C ends it", quiet=recipe.quiet)
+            changes.wait()
+    finally:
+        changes.close()
+
+
+def _build(recipe: BuildRecipe, target: Target, load: Callable[[], LoadedModel], *, alone: bool) -> None:
+    """Build an index and print its path, or print the error, which is raised instead if `alone` is given."""
+
+    def index() -> None:
+        with progress(quiet=recipe.quiet) as show:
+            recipe.index(target, load, show)
+        say(str(target.folder))
+
+    if alone:
+        index()
+    elif wrong := failure(index):
+        named = wrong.startswith(target.document) or wrong.endswith(target.document)
+        tell(printable(wrong if named else f"{target.document}: {wrong}"), soft_wrap=True)
+
+
+class _Changes:
+    """Waits for changes of the files and folders of documents. Changes between two waits are reported by the next.
+
+    Raises:
+        SparsekvError: the system refuses to watch a folder.
+    """
+
+    def __init__(self, targets: Sequence[Target]):
+        names = [name for target in targets for name in target.joined or (target.document,)]
+        self._indices = [os.path.join(os.path.abspath(target.folder), "") for target in targets]
+        self._folders, self._files = set[str](), set[str]()
+        for name in map(os.fspath, names):
+            if os.path.isdir(name):
+                self._folders.add(os.path.abspath(name))
+            elif is_glob(name):
+                self._folders.add(os.path.abspath(folder_of_glob(name)))
+            else:
+                self._files.add(os.path.abspath(name))
+        self._streams: list[Generator[set[FileChange], None, None]] = []
+        self._seen: list[object] = []
+        self._open()
+
+    def wait(self) -> None:
+        """Return once a file has changed, or a watched folder was replaced."""
+        while True:
+            changed = [bool(next(stream)) for stream in self._streams]
+            if self._identities() != self._seen:
+                self.close()
+                self._open()
+                return
+            if any(changed):
+                return
+            if not self._streams:
+                time.sleep(TICK / 1000)
+
+    def close(self) -> None:
+        """End the system's watches."""
+        for stream in self._streams:
+            stream.close()
+        self._streams = []
+
+    def _open(self) -> None:
+        from watchfiles import watch
+
+        self._seen = self._identities()
+        parents = {os.path.dirname(path) for path in self._files}
+        ways = (self._folders, self._counts_below, True), (parents, self._is_named, False)
+        for paths, counts, recursive in ways:
+            there = [path for path in sorted(paths) if os.path.isdir(path)]
+            if not there:
+                continue
+            stream = watch(
+                *there,
+                watch_filter=counts,
+                debounce=LONGEST,
+                step=SETTLED,
+                rust_timeout=TICK,
+                yield_on_timeout=True,
+                recursive=recursive,
+                ignore_permission_denied=True,
+            )
+            self._streams.append(stream)
+            try:
+                next(stream)  # begins the watch
+            except (OSError, RuntimeError) as error:
+                raise SparsekvError(
+                    f"--watch: the system does not watch {there[0]}: {error}; name a smaller folder, or raise "
+                    "fs.inotify.max_user_watches"
+                ) from None
+
+    def _identities(self) -> list[object]:
+        """Return device and inode of each watched folder, or None where there is none."""
+        paths = sorted({*self._folders, *(os.path.dirname(path) for path in self._files)})
+        return [_identity(path) for path in paths]
+
+    def _counts_below(self, change: object, path: str) -> bool:
+        """Whether a change of a path in a folder may change a document: hidden files and indices do not."""
+        if any(os.path.join(path, "").startswith(index) for index in self._indices):
+            return False
+        root = next(folder for folder in self._folders if Path(path).is_relative_to(folder))
+        parts = Path(path).relative_to(root).parts
+        return not any((part[0] == "." and part != IGNORE_FILE) or part.endswith(ENDING) for part in parts)
+
+    def _is_named(self, change: object, path: str) -> bool:
+        return path in self._files
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -1,0 +1,129 @@
+"""`build-index --watch`: each saved change is indexed, and nothing else begins a build."""
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support.command import fails, start
+from support.forked import Run
+
+from sparsekv.formats.checksums import hash_bytes
+from sparsekv.formats.index.manifest import read_manifest
+
+HOW = ("--model", "model", "--method", "squeezed", "--tail", "32")
+PATIENCE = 60
+"""Seconds after which an expected build does not come any more."""
+
+
+class Watched:
+    """A command that watches, with what it has printed so far."""
+
+    def __init__(self, place: Path, *arguments: str):
+        self.told, self._rounds = place / "told.txt", 0
+        self._started = start("build-index", *arguments, *HOW, "--watch", cwd=place, stderr=str(self.told))
+        self.until_watching()
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE
+        while not holds():
+            assert time.monotonic() < end, self.told.read_text()
+            time.sleep(0.02)
+
+    def until_watching(self) -> str:
+        """Wait for the end of the next round of builds, and return the lines that came since the last one."""
+        before = self._rounds
+        self.until(lambda: len(self._parts()) > before + 1)
+        self._rounds += 1
+        return self._parts()[before]
+
+    def end(self) -> Run:
+        os.kill(self._started.pid, signal.SIGINT)
+        return self._started.wait()
+
+    def _parts(self) -> list[str]:
+        return self.told.read_text().split("Ctrl-C ends it\n") if self.told.exists() else []
+
+
+@contextmanager
+def _watching(place: Path, *arguments: str) -> Iterator[Watched]:
+    watched = Watched(place, *arguments)
+    try:
+        yield watched
+    finally:
+        run = watched.end()
+        assert run.code == 130, run
+        assert "interrupted; what is whole is kept" in watched.told.read_text()
+        assert not [*place.rglob("unfinished.json"), *place.rglob("*.tmp")]
+
+
+def _sums(index: Path) -> dict[str, str]:
+    return {file.path: file.sha256 for file in read_manifest(index).prompt.files or ()}
+
+
+def test_a_folder_with_its_index_in_it(place: Path) -> None:
+    project, index = place / "project", place / "project" / "all.skv"
+    (project / ".git").mkdir(parents=True)
+    for name in ("a.md", "b.md"):
+        (project / name).write_text(f"{name} is a file. " * 30)
+    (project / ".gitignore").write_text("*.log\n")
+    with _watching(place, "project", "-o", "project/all.skv", "--exclude", "*.tmpl") as watched:
+        first = read_manifest(index).uuid
+        for name in (".hidden", ".git/HEAD", "noise.log", "page.tmpl", "picture.png"):
+            (project / name).write_bytes(b"\0text")
+        time.sleep(1)  # far more than a change takes to be seen
+        (project / "b.md").write_text("b has other words now. " * 30)
+        told = watched.until_watching()
+        assert "project/all.skv holds" in told, "of several rounds the first has no build"
+        assert told.count("tokens to prefill") == 1
+        assert read_manifest(index).parent_uuid == first
+        assert _sums(index)["b.md"] == hash_bytes((project / "b.md").read_bytes())
+        (project / "new.md").write_text("A new file. " * 30)
+        watched.until_watching()
+        assert [*_sums(index)] == ["a.md", "b.md", "new.md"]
+        shutil.rmtree(project / "all.skv")
+        project.rename(place / "elsewhere")
+        assert "cannot read project" in watched.until_watching() or "no such file: project" in watched.told.read_text()
+        (place / "elsewhere").rename(project)
+        watched.until(lambda: (index / "manifest.json").exists())
+
+
+def test_an_edit_during_a_build_is_indexed_after_it(place: Path) -> None:
+    (place / "notes.txt").write_text("The first words. " * 200)
+    with _watching(place, "notes.txt", "doc.txt") as watched:
+        for number, words in enumerate(("The second words. ", "The third words. ", "The last words. "), 2):
+            replaced = place / "notes.new"  # as editors save
+            replaced.write_text("The first words. " * 150 + words * 50)
+            replaced.replace(place / "notes.txt")
+            watched.until(lambda: watched.told.read_text().count("tokens to prefill") > number)  # noqa: B023
+        watched.until(lambda: watched.told.read_text().endswith("Ctrl-C ends it\n"))
+        wanted = hash_bytes((place / "notes.txt").read_bytes())
+        assert read_manifest(place / "notes.skv").prompt.text_sha256 == wanted
+
+
+def test_an_error_is_told_and_the_next_save_is_indexed(place: Path) -> None:
+    text = (place / "doc.txt").read_text()
+    with _watching(place, "doc.txt") as watched:
+        (place / "doc.txt").write_bytes(b"\x89PNG\r\n\0\0\xff")
+        assert "doc.txt" in (told := watched.until_watching())
+        assert "is not" in told
+        (place / "doc.txt").unlink()
+        assert "no such file: doc.txt" in watched.until_watching()
+        (place / "doc.txt").write_text(text + "Line 40 is new.\n")
+        assert "tokens to prefill" in watched.until_watching()
+
+
+def test_refusals(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = ("build-index", "--watch", *HOW)
+    fails(2, *watch, "-", "-o", "x.skv", says=("--watch: standard input does not change; name a file",))
+    fails(2, *watch, "/dev/null", "-o", "x.skv", says=("--watch: /dev/null is neither a file nor a folder",))
+    fails(2, *watch, "doc.skv", says=("--watch: doc.skv is an index",))
+    fails(2, *watch, "doc.txt", "--ray", "local", says=("--watch builds in this process, and --ray in others",))
+    fails(2, *watch, "none.txt", says=("no such file: none.txt",))
+    monkeypatch.setitem(sys.modules, "watchfiles", None)
+    fails(2, *watch, "doc.txt", says=("--watch needs watchfiles: pip install 'sparsekv[watch]'",))
