@@ -1,6 +1,5 @@
 """Sources on a GPU, whose decode steps are captured: the weights of the model's own attention."""
 
-
 import pytest
 import torch
 from support.configs import sparse
