@@ -61,7 +61,7 @@ class Measurement:
         ]
         texts = token_texts(loaded.tokenizer, prompt.input_ids.tolist())
         sampling = Sampling(context.questions[0].max_new_tokens)
-        index.source_finder.watched()  # measures the model's heads, if no earlier run has
+        index.source_finder.watched(1)  # measures the model's heads, if no earlier run has
         self.asked += len(ids)
         for name in METHODS:
             session = Session.open(index, choose_config(index.artifact, name, {}))
