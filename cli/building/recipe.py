@@ -307,6 +307,8 @@ class BuildRecipe:
         files = f"{there:,} file{'s' * (there != 1)}" if held == there else f"{held:,} of {there:,} files"
         left_out = f"; {sources.told()}" if sources.left_out else ""
         note(f"{files}, {len(prompt.input_ids):,} tokens{left_out}", quiet=self.quiet)
+        if detected := sources.told_detected():
+            note(detected, quiet=self.quiet)
 
     def _kept_head(self, tokenizer: "PreTrainedTokenizerBase", before: Manifest | None, folder: Path) -> str | None:
         """Return the chat template's head from the existing index, if the same template now gives another head.
