@@ -20,8 +20,9 @@ PDF, DOCX, HTML = range(3)
 _ENDINGS = {".pdf": PDF, ".docx": DOCX, ".htm": HTML, ".html": HTML, ".xhtml": HTML}
 MOST_BYTES = 64 << 20
 """Size of the largest PDF or DOCX file that is read."""
-LEAST_SECONDS, SECONDS_A_MEBIBYTE, MOST_SECONDS = 20, 20, 300
-"""Limit of the processor time for a file: by its size, from the least to the most."""
+LEAST_SECONDS, MOST_SECONDS = 10, 120
+"""Limits of the processor time for a file, the smallest and the largest. It may take twice as long by the clock."""
+_SECONDS_A_MEBIBYTE = {PDF: 20, DOCX: 20, HTML: 2}
 SECONDS_IN_ALL = 600
 """Limit of the time for all files of a document."""
 
@@ -71,7 +72,7 @@ class Extractor:
             raise NotExtractedError(MISSING)
         if self._left <= 0:
             raise NotExtractedError(LATE)
-        seconds = min(LEAST_SECONDS + SECONDS_A_MEBIBYTE * (len(data) >> 20), MOST_SECONDS)
+        seconds = min(LEAST_SECONDS + _SECONDS_A_MEBIBYTE[kind] * (len(data) >> 20), MOST_SECONDS)
         start = time.monotonic()
         try:
             status, text = self._ask(kind, seconds, data, start + min(2 * seconds, self._left))

@@ -73,7 +73,13 @@ def docx_text(data: bytes) -> str:
             if b"<!DOCTYPE" in parts.read(part).replace(b"\0", b""):
                 raise ValueError("a DOCX file has no document types, with which entities could be declared")
     pictures = mammoth.images.img_element(lambda image: {})
-    page = mammoth.convert_to_html(io.BytesIO(data), convert_image=pictures, external_file_access=False)
+    page = mammoth.convert_to_html(
+        io.BytesIO(data),
+        style_map="p[style-name='Title'] => h1:fresh",
+        include_embedded_style_map=False,  # the file's own one could leave out text
+        convert_image=pictures,
+        external_file_access=False,
+    )
     return html_text(page.value)
 
 
@@ -132,7 +138,6 @@ _BLOCKS = frozenset(
 _PARAGRAPHS = frozenset({"p", "pre", "table", "title", "hr", "blockquote", "dl", "figure"})
 _HEADINGS = {f"h{level}": f"{'#' * level} " for level in range(1, 7)}
 _DROPPED = frozenset({"script", "style", "template", "noscript", "svg", "nav"})
-_VOID = frozenset({"br", "hr", "img", "input", "link", "meta", "wbr", "area", "base", "col", "source", "track"})
 
 
 class _Renderer(HTMLParser):
@@ -189,6 +194,7 @@ class _Renderer(HTMLParser):
         if tag == "table":
             self._cells.append(0)
         elif tag == "tr" and self._cells:
+            self._gap = 1 if self._cells[-1] else self._gap  # no blank line between two rows
             self._cells[-1] = 0
         elif tag == "pre":
             self._preformatted += 1
@@ -351,8 +357,10 @@ def _answer(request: tuple[int, int, bytes]) -> tuple[int, bytes]:
     ended = os.waitpid(fork, 0)[1]
     if answer and len(answer) <= MOST_TEXT + 1 and not os.WIFSIGNALED(ended):
         return answer[0], answer[1:]
-    killed = {signal.SIGXCPU: SLOW, signal.SIGKILL: LARGE}  # the system kills what takes its last memory
-    return killed.get(os.WTERMSIG(ended), DAMAGED) if os.WIFSIGNALED(ended) else DAMAGED, b""
+    killed = os.WTERMSIG(ended) if os.WIFSIGNALED(ended) else None
+    if killed == signal.SIGXCPU:
+        return SLOW, b""
+    return LARGE if killed == signal.SIGKILL else DAMAGED, b""  # the system kills what takes its last memory
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
