@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from sparsekv.formats.documents import extractors
-from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.errors import SparsekvError, UsageError
 
 PDF, DOCX, HTML = range(3)
 """Kinds, as places in `extractors.KINDS`."""
@@ -28,7 +28,7 @@ SECONDS_IN_ALL = 600
 
 INSTALL = "pip install 'sparsekv[documents]'"
 MISSING = f"in need of {INSTALL}"
-DAMAGED, LOCKED, NO_TEXT = "damaged", "encrypted", "without text, as scanned pages"
+DAMAGED, LOCKED, NO_TEXT = "damaged", "encrypted", "without text"
 SLOW, LARGE = "too slow to extract", "too large to extract"
 LATE = f"behind {SECONDS_IN_ALL // 60} minutes of extraction"
 _REASONS = {
@@ -133,7 +133,8 @@ def extracted_text(name: str, kind: int, data: bytes) -> str:
     """Return the text of a file that the user named. HTML is given in UTF-8.
 
     Raises:
-        SparsekvError: it cannot be extracted. The message names the remedy.
+        SparsekvError: a library is missing.
+        UsageError: it cannot be extracted.
     """
     try:
         with Extractor() as extractor:
@@ -141,4 +142,5 @@ def extracted_text(name: str, kind: int, data: bytes) -> str:
     except NotExtractedError as reason:
         if str(reason) == MISSING:
             raise SparsekvError(f"{name}: reading this kind of file needs {INSTALL}") from None
-        raise SparsekvError(f"{name} is {reason}; convert it to plain text first") from None
+        hint = ", as scanned pages by text recognition" if kind == PDF and str(reason) == NO_TEXT else ""
+        raise UsageError(f"{name} is {reason}; convert it to plain text first{hint}") from None

@@ -275,6 +275,7 @@ class _Renderer(HTMLParser):
             self._gap = 0
             self._mark(" | ")
         elif not self._fresh:
+            self._break(1)
             self._mark("")
 
 

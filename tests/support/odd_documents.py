@@ -5,7 +5,7 @@ import random
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 SECRET = "the-words-of-a-file-outside"
@@ -117,80 +117,94 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
     return bytes(changed)
 
 
-def bombs(outside: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield names and bytes of files that would take all memory or time, or read a file outside the folder."""
+def bombs(outside: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """Yield names and makers of files that would take all memory or time, or read a file outside the folder."""
     yield from _pdf_bombs(outside)
     yield from _docx_bombs(outside)
     yield from _html_bombs(outside)
 
 
-def _pdf_bombs(outside: Path) -> Iterator[tuple[str, bytes]]:
+def _pdf_bombs(outside: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
     text = shown("apples")
-    yield "kids-loop.pdf", pdf(text, objects={2: b"<</Type/Pages/Kids[2 0 R 2 0 R]/Count 2>>"})
-    yield "kids-wide.pdf", pdf(text, objects={2: b"<</Type/Pages/Kids[%s]/Count 1>>" % (b"4 0 R " * 200_000)})
+    yield "kids-loop.pdf", lambda: pdf(text, objects={2: b"<</Type/Pages/Kids[2 0 R 2 0 R]/Count 2>>"})
+    yield "kids-wide.pdf", lambda: pdf(text, objects={2: b"<</Type/Pages/Kids[%s]/Count 1>>" % (b"4 0 R " * 200_000)})
     deep = {n: b"<</Type/Pages/Kids[%d 0 R %d 0 R]/Count 1>>" % (n + 1, n + 1) for n in range(20, 80)}
-    yield "kids-tree.pdf", pdf(text, objects=deep | {2: b"<</Type/Pages/Kids[20 0 R]/Count 1>>", 80: b"<</Type/Page>>"})
-    yield "parent-loop.pdf", pdf(text, objects={4: b"<</Type/Page/Parent 4 0 R/Contents 5 0 R>>"})
-    yield "count.pdf", pdf(text, objects={2: b"<</Type/Pages/Kids[4 0 R]/Count 999999999999>>"})
+    yield (
+        "kids-tree.pdf",
+        lambda: pdf(text, objects=deep | {2: b"<</Type/Pages/Kids[20 0 R]/Count 1>>", 80: b"<</Type/Page>>"}),
+    )
+    yield "parent-loop.pdf", lambda: pdf(text, objects={4: b"<</Type/Page/Parent 4 0 R/Contents 5 0 R>>"})
+    yield "count.pdf", lambda: pdf(text, objects={2: b"<</Type/Pages/Kids[4 0 R]/Count 999999999999>>"})
     whole = pdf(text)
-    yield "xref-loop.pdf", pdf(text, trailer=b"/Prev %d" % whole.rindex(b"xref\n0 1"))
-    yield "nested-arrays.pdf", pdf(text, objects={3: b"[" * 2_000_000})
-    yield "nested-dictionaries.pdf", pdf(text, objects={1: b"<</A" * 500_000})
-    yield "nested-content.pdf", pdf(b"[" * 1_000_000)
-    zeros = zlib.compressobj(9)
-    huge = b"".join(zeros.compress(b"(a) Tj " * 150_000) for _ in range(400)) + zeros.flush()
-    yield "huge-stream.pdf", pdf(text, objects={5: stream(huge, b"/Filter/FlateDecode")})
-    twice = zlib.compress(huge, 9)
-    yield "twice-packed.pdf", pdf(text, objects={5: stream(twice, b"/Filter[/FlateDecode/FlateDecode]")})
+    yield "xref-loop.pdf", lambda: pdf(text, trailer=b"/Prev %d" % whole.rindex(b"xref\n0 1"))
+    yield "nested-arrays.pdf", lambda: pdf(text, objects={3: b"[" * 2_000_000})
+    yield "nested-dictionaries.pdf", lambda: pdf(text, objects={1: b"<</A" * 500_000})
+    yield "nested-content.pdf", lambda: pdf(b"[" * 1_000_000)
+    yield "huge-stream.pdf", lambda: pdf(text, objects={5: stream(_huge(), b"/Filter/FlateDecode")})
+    twice = b"/Filter[/FlateDecode/FlateDecode]"
+    yield "twice-packed.pdf", lambda: pdf(text, objects={5: stream(zlib.compress(_huge(), 9), twice)})
     form = stream(b"/X Do /X Do", b"/Type/XObject/Subtype/Form/Resources<</XObject<</X 99 0 R>>>>")
-    yield "form-loop.pdf", pdf(b"/X Do", objects={99: form})
-    yield "contents-many.pdf", pdf(text, objects={5: b"[%s]" % (b"5 0 R " * 100_000)})
-    yield "length-loop.pdf", pdf(text, objects={5: b"<</Length 5 0 R>>\nstream\n%s\nendstream" % text})
+    yield "form-loop.pdf", lambda: pdf(b"/X Do", objects={99: form})
+    yield "contents-many.pdf", lambda: pdf(text, objects={5: b"[%s]" % (b"5 0 R " * 100_000)})
+    yield "length-loop.pdf", lambda: pdf(text, objects={5: b"<</Length 5 0 R>>\nstream\n%s\nendstream" % text})
     out = b"/F(%s)/FFilter/None" % str(outside).encode()
-    yield "file-outside.pdf", pdf(text, objects={5: stream(b"", out)})
+    yield "file-outside.pdf", lambda: pdf(text, objects={5: stream(b"", out)})
     lock = b"/Encrypt<</Filter/Standard/V 1/R 2/O(%s)/U(%s)/P -4>>/ID[(a)(a)]" % (b"o" * 32, b"u" * 32)
-    yield "encrypted.pdf", pdf(text, trailer=lock)
+    yield "encrypted.pdf", lambda: pdf(text, trailer=lock)
     cmap = b"begincmap 1 beginbfrange <00000000> <ffffffff> <0000> endbfrange endcmap"
     font = b"<</Type/Font/Subtype/Type0/BaseFont/A/Encoding/Identity-H/ToUnicode 98 0 R>>"
-    yield "character-map.pdf", pdf(text, objects={3: font, 98: stream(cmap)})
+    yield "character-map.pdf", lambda: pdf(text, objects={3: font, 98: stream(cmap)})
 
 
-def _docx_bombs(outside: Path) -> Iterator[tuple[str, bytes]]:
+def _huge() -> bytes:
+    """Some 400 MB of text operators, packed."""
+    packer = zlib.compressobj(9)
+    return b"".join(packer.compress(b"(a) Tj " * 150_000) for _ in range(400)) + packer.flush()
+
+
+def _lying() -> bytes:
+    """A DOCX file with a part of 100 MB that claims to have 100 bytes."""
+    data = docx("", {"word/document.xml": b" " * (100 << 20)})
+    place = data.index(b"PK\x01\x02", data.index(b"_rels/.rels", data.index(b"PK\x01\x02")))
+    return data[: place + 24] + struct.pack("<I", 100) + data[place + 28 :]
+
+
+def _docx_bombs(outside: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
     body = paragraph("apples")
-    yield "zip-bomb.docx", docx(body, {"word/document.xml": _WORD.encode() + b" " * (600 << 20)})
-    text = (_WORD + paragraph("a" * 1000) * 60_000 + _END).encode()
-    yield "long.docx", docx(body, {"word/document.xml": text})
-    small = docx("", {"word/document.xml": b" " * (100 << 20)})
-    place = small.index(b"PK\x01\x02", small.index(b"_rels/.rels", small.index(b"PK\x01\x02")))
-    yield "lying-size.docx", small[: place + 24] + struct.pack("<I", 100) + small[place + 28 :]
+    yield "zip-bomb.docx", lambda: docx(body, {"word/document.xml": _WORD.encode() + b" " * (600 << 20)})
+    yield (
+        "long.docx",
+        lambda: docx(body, {"word/document.xml": (_WORD + paragraph("a" * 1000) * 60_000 + _END).encode()}),
+    )
+    yield "lying-size.docx", _lying
     lines = "".join(f'<!ENTITY a{n} "{f"&a{n - 1};" * 10}">' for n in range(1, 12))
     laughs = f'<!DOCTYPE a [<!ENTITY a0 "ha">{lines}]>{_WORD}{paragraph("&a11;")}{_END}'
-    yield "laughs.docx", docx("", {"word/document.xml": laughs.encode()})
-    yield "laughs-16.docx", docx("", {"word/document.xml": laughs.encode("utf-16")})
+    yield "laughs.docx", lambda: docx("", {"word/document.xml": laughs.encode()})
+    yield "laughs-16.docx", lambda: docx("", {"word/document.xml": laughs.encode("utf-16")})
     entity = f'<!DOCTYPE a [<!ENTITY b SYSTEM "file://{outside}">]>{_WORD}{paragraph("&b;")}{_END}'
-    yield "entity-outside.docx", docx("", {"word/document.xml": entity.encode()})
+    yield "entity-outside.docx", lambda: docx("", {"word/document.xml": entity.encode()})
     picture = '<w:p><w:r><w:drawing><a:blip r:link="rId9"/></w:drawing></w:r></w:p>'
     relation = (
         '<Relationships xmlns="http://schemas.openxmlformats.org/package/2006/relationships"><Relationship Id="rId9" '
         'Type="http://schemas.openxmlformats.org/officeDocument/2006/relationships/image" '
         f'TargetMode="External" Target="file://{outside}"/></Relationships>'
     )
-    yield "picture-outside.docx", docx(body + picture, {"word/_rels/document.xml.rels": relation.encode()})
+    yield "picture-outside.docx", lambda: docx(body + picture, {"word/_rels/document.xml.rels": relation.encode()})
     yield (
         "part-outside.docx",
-        docx("", {"_rels/.rels": _RELATIONS.replace("word/document.xml", f"../..{outside}").encode()}),
+        lambda: docx("", {"_rels/.rels": _RELATIONS.replace("word/document.xml", f"../..{outside}").encode()}),
     )
-    yield "nested-tables.docx", docx("<w:tbl><w:tr><w:tc>" * 20_000)
-    closed = "<w:tbl><w:tr><w:tc>" * 5000 + body + "</w:tc></w:tr></w:tbl>" * 5000
-    yield "nested-tables-closed.docx", docx(closed)
-    yield "many-parts.docx", docx(body, {f"word/part{n}.xml": b"<a/>" for n in range(30_000)})
-    yield "empty.docx", b"PK\x05\x06" + b"\0" * 18
-    yield "encrypted.docx", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + b"\0" * 5000
+    yield "nested-tables.docx", lambda: docx("<w:tbl><w:tr><w:tc>" * 20_000)
+    nested = "<w:tbl><w:tr><w:tc>", "</w:tc></w:tr></w:tbl>"
+    yield "nested-tables-closed.docx", lambda: docx(nested[0] * 5000 + body + nested[1] * 5000)
+    yield "many-parts.docx", lambda: docx(body, {f"word/part{n}.xml": b"<a/>" for n in range(30_000)})
+    yield "empty.docx", lambda: b"PK\x05\x06" + b"\0" * 18
+    yield "encrypted.docx", lambda: b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + b"\0" * 5000
     styles = "<w:style w:styleId='a'><w:basedOn w:val='a'/></w:style>"
-    yield "style-loop.docx", docx(body, {"word/styles.xml": _WORD.encode() + styles.encode()})
+    yield "style-loop.docx", lambda: docx(body, {"word/styles.xml": _WORD.encode() + styles.encode()})
 
 
-def _html_bombs(outside: Path) -> Iterator[tuple[str, bytes]]:
+def _html_bombs(outside: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
     size = (8 << 20) - 100
     for name, piece in (
         ("div", "<div>"),
@@ -199,7 +213,7 @@ def _html_bombs(outside: Path) -> Iterator[tuple[str, bytes]]:
         ("bold", "<b>"),
         ("nav", "<nav>"),
     ):
-        yield f"nested-{name}.html", (piece * (size // len(piece))).encode() + b"apples"
+        yield f"nested-{name}.html", lambda piece=piece: (piece * (size // len(piece))).encode() + b"apples"
     for name, piece in (
         ("brackets", "<"),
         ("comments", "<!--"),
@@ -215,21 +229,28 @@ def _html_bombs(outside: Path) -> Iterator[tuple[str, bytes]]:
         ("letters", "a"),
         ("breaks", "<br>"),
     ):
-        yield f"many-{name}.html", (piece * (size // len(piece))).encode()
-    yield "attribute.html", b"<a " + b"b " * (size // 2) + b">apples"
-    yield "punycode.html", b"<meta charset=punycode>" + b"a-b" * (1 << 20)
-    yield "utf-7.html", b"<meta charset=utf-7>+ADw-script+AD4- apples"
-    yield "numbers.html", page("<ol start='" + "9" * 100_000 + "'><li>apples<li>&#99999999999999;&#xD800;</ol>")
-    links = f"<iframe src='file://{outside}'></iframe><object data='file://{outside}'></object><link rel=x href='{outside}'>"
+        yield f"many-{name}.html", lambda piece=piece: (piece * (size // len(piece))).encode()
+    yield "attribute.html", lambda: b"<a " + b"b " * (size // 2) + b">apples"
+    yield "punycode.html", lambda: b"<meta charset=punycode>" + b"a-b" * (1 << 20)
+    yield "utf-7.html", lambda: b"<meta charset=utf-7>+ADw-script+AD4- apples"
+    yield "numbers.html", lambda: page("<ol start='" + "9" * 100_000 + "'><li>apples<li>&#99999999999999;&#xD800;</ol>")
+    links = f"<iframe src='file://{outside}'></iframe><object data='file://{outside}'></object><img src='{outside}'>"
     entity = f'<!DOCTYPE html [<!ENTITY b SYSTEM "file://{outside}">]><p>apples &b;{links}'
-    yield "links-outside.html", entity.encode()
-    yield "entity-outside.xhtml", f'<?xml version="1.0"?>{entity}'.encode()
+    yield "links-outside.html", lambda: entity.encode()
+    yield "entity-outside.xhtml", lambda: f'<?xml version="1.0"?>{entity}'.encode()
 
 
+GERMAN = """Der Vertrag läuft über zwei Jahre und verlängert sich danach um jeweils zwölf Monate, wenn er nicht
+vorher gekündigt wird. Für Schäden, die durch unsachgemäße Benutzung der Geräte entstehen, haftet der Käufer selbst. Die
+Rückgabe ist innerhalb von vierzehn Tagen möglich; die Gebühr dafür beträgt fünf Prozent des Preises. Änderungen müssen
+schriftlich bestätigt werden. Größere Mängel sind dem Verkäufer unverzüglich zu melden."""
+RUSSIAN = """Договор заключается на два года, затем продлевается каждый раз на двенадцать месяцев, если его не расторгнут
+раньше. Платит за повреждения, которые возникли из-за неправильного использования, покупатель. Возврат возможен после
+четырнадцати дней, плата составляет пять процентов цены."""  # noqa: RUF001
 TEXTS = {
-    "windows.txt": "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. ".encode("cp1252") * 20,
-    "russian.csv": "Съешь ещё этих мягких французских булок, да выпей чаю. ".encode("cp1251") * 20,
-    "japanese.txt": "今日は天気がいいので、公園へ散歩に行きます。".encode("shift_jis") * 20,
+    "windows.txt": GERMAN.encode("cp1252"),
+    "russian.csv": RUSSIAN.encode("cp1251"),
+    "japanese.txt": "今日は天気がいいので、公園へ散歩に行きます。東京は日本の首都です。".encode("shift_jis"),
     "utf-16.txt": "A text with a mark.".encode("utf-16"),
     "utf-32.json": "\ufeff{}".encode("utf-32-le"),
     "unsure.txt": b"a price of \xa35",
@@ -238,12 +259,12 @@ TEXTS = {
 """Texts in other encodings than UTF-8, and two of which the encoding is not certain."""
 
 
-def write_folder(folder: Path, *, mutations: int, seed: int = 0, large: bool = True) -> None:
+def write_folder(folder: Path, *, mutations: int, seed: int = 0, only: Collection[str] | None = None) -> None:
     """Write a folder of odd documents, with links to a file beside it that has SECRET.
 
     Args:
         mutations: number of mutated files of each kind.
-        large: write the bombs, and files of a gigabyte without blocks on the disk.
+        only: names of the bombs that are written; None: all of them, and files of a gigabyte without blocks on disk.
     """
     folder.mkdir()
     outside = folder.parent / "outside.txt"
@@ -258,9 +279,9 @@ def write_folder(folder: Path, *, mutations: int, seed: int = 0, large: bool = T
         (folder / f"link.{ending}").symlink_to(outside)
     for name, data in TEXTS.items():
         (folder / name).write_bytes(data)
-    if large:
-        for name, data in bombs(outside):
-            (folder / name).write_bytes(data)
-        for ending in ("pdf", "docx", "html", "txt"):
-            with (folder / f"gigabyte.{ending}").open("wb") as file:
-                file.truncate(1 << 30)
+    for name, make in bombs(outside):
+        if only is None or name in only:
+            (folder / name).write_bytes(make())
+    for ending in () if only is not None else ("pdf", "docx", "html", "txt"):
+        with (folder / f"gigabyte.{ending}").open("wb") as file:
+            file.truncate(1 << 30)
