@@ -18,6 +18,7 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 PDF, DOCX, HTML = range(3)
 """Kinds, as places in `extractors.KINDS`."""
 _ENDINGS = {".pdf": PDF, ".docx": DOCX, ".htm": HTML, ".html": HTML, ".xhtml": HTML}
+_NAMES = ("PDF", "DOCX", "HTML")
 MOST_BYTES = 64 << 20
 """Size of the largest PDF or DOCX file that is read."""
 LEAST_SECONDS, MOST_SECONDS = 10, 120
@@ -141,6 +142,6 @@ def extracted_text(name: str, kind: int, data: bytes) -> str:
             return extractor.text(kind, data)
     except NotExtractedError as reason:
         if str(reason) == MISSING:
-            raise SparsekvError(f"{name}: reading this kind of file needs {INSTALL}") from None
+            raise SparsekvError(f"{name}: reading {_NAMES[kind]} needs {INSTALL}") from None
         hint = ", as scanned pages by text recognition" if kind == PDF and str(reason) == NO_TEXT else ""
         raise UsageError(f"{name} is {reason}; convert it to plain text first{hint}") from None

@@ -244,8 +244,9 @@ GERMAN = """Der Vertrag läuft über zwei Jahre und verlängert sich danach um j
 vorher gekündigt wird. Für Schäden, die durch unsachgemäße Benutzung der Geräte entstehen, haftet der Käufer selbst. Die
 Rückgabe ist innerhalb von vierzehn Tagen möglich; die Gebühr dafür beträgt fünf Prozent des Preises. Änderungen müssen
 schriftlich bestätigt werden. Größere Mängel sind dem Verkäufer unverzüglich zu melden."""
-RUSSIAN = """Договор заключается на два года, затем продлевается каждый раз на двенадцать месяцев, если его не расторгнут
-раньше. Платит за повреждения, которые возникли из-за неправильного использования, покупатель. Возврат возможен после
+RUSSIAN = """Договор заключается на два года, затем продлевается каждый раз на двенадцать месяцев, если его не
+расторгнут раньше. Платит за повреждения, которые возникли из-за неправильного использования, покупатель. Возврат
+возможен после
 четырнадцати дней, плата составляет пять процентов цены."""  # noqa: RUF001
 TEXTS = {
     "windows.txt": GERMAN.encode("cp1252"),
