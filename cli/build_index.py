@@ -50,7 +50,8 @@ class BuildOptions:
         list[str] | None,
         typer.Argument(
             metavar="DOC",
-            help="Text, PDF, DOCX or HTML files, folders of them, or - for standard input; or an index, to add methods to it.",
+            help="Text, PDF, DOCX or HTML files, folders of them, or - for standard input; or an index, to add methods "
+            "to it.",
         ),
     ] = None
     output: Annotated[
