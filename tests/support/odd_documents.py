@@ -275,7 +275,7 @@ def write_folder(folder: Path, *, mutations: int, seed: int = 0, only: Collectio
         for ending, data in valid(number).items():
             (folder / f"{number:03}-mutated.{ending}").write_bytes(mutated(data, chance))
     for ending, data in valid(0).items():
-        (folder / f"valid.{ending}").write_bytes(data)
+        (folder / f"00-valid.{ending}").write_bytes(data)
         (folder / f"\x1b[2Jescape\n.{ending}").write_bytes(data)
         (folder / f"link.{ending}").symlink_to(outside)
     for name, data in TEXTS.items():

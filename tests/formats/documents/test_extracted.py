@@ -175,7 +175,7 @@ def test_three_hundred_odd_files_take_bounded_memory_and_time(tmp_path: Path) ->
 def _check(folder: Path) -> None:
     sources = read_folder(folder, Choice())
     names = {file.path for file in sources.files}
-    assert {"valid.pdf", "valid.docx", "valid.html"} <= names
+    assert {"00-valid.pdf", "00-valid.docx", "00-valid.html"} <= names
     assert SECRET not in sources.text
     assert sources.left_out[files.LINK] == ["link.docx", "link.html", "link.pdf"]
     assert len(sources.left_out[files.ODD_NAME]) == 3
