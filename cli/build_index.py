@@ -50,7 +50,8 @@ class BuildOptions:
         list[str] | None,
         typer.Argument(
             metavar="DOC",
-            help="Text files, folders of text files, or - for standard input; or an index, to add methods to it.",
+            help="Text, PDF, DOCX or HTML files, folders of them, or - for standard input; or an index, to add methods "
+            "to it.",
         ),
     ] = None
     output: Annotated[
@@ -231,14 +232,16 @@ def build_index(options: BuildOptions) -> None:
     one would replace. With an index in place of DOC, methods are added to it from its own tokens, also where its
     text is gone or more was appended.
 
-    A folder is one document: its text files, ordered by path (--order), each under a line with its path. Hidden
-    files, links, files that a .gitignore names and files that are not text are left out and counted.
+    A folder is one document: its files, ordered by path (--order), each under a line with its path. Text of PDF, DOCX
+    and HTML files is extracted. Hidden files, links, files that a .gitignore names and files without text are left out
+    and counted.
 
     Of several documents each has an index of its own, and the model is loaded once. One that cannot be indexed is
     reported at the end, with exit code 1, and the others are built all the same. With --as-one they are one document.
 
     \b
     sparsekv build-index manual.txt
+    sparsekv build-index manual.pdf
     sparsekv build-index chapters/*.txt -o indices
     sparsekv build-index project --include '*.py' --include '*.md'
     sparsekv build-index README.md 'docs/**/*.md' --as-one -o docs.skv

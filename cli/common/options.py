@@ -227,7 +227,7 @@ EncodingOption = Annotated[
     typer.Option(
         metavar="NAME",
         help="Encoding of the text: utf-8, utf-16, latin-1, cp1252, ... (Python's names). Of UTF-16 and UTF-32 a byte "
-        "order mark is enough.",
+        "order mark is enough. In a folder, others than UTF-8 are detected by default.",
     ),
 ]
 ChunkSizeOption = Annotated[

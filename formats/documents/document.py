@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from sparsekv.formats.documents import extracted
+from sparsekv.formats.documents.encodings import declared_encoding, detected_encoding
 from sparsekv.formats.errors import SparsekvError, UsageError, reason_of
 from sparsekv.formats.index.schema import MANIFEST
 
@@ -241,6 +243,14 @@ def marked_encoding(data: bytes, encoding: str = UTF_8) -> str:
     return marked[0] if marked and encoding in _MARKABLE else encoding
 
 
+def page_encoding(page: bytes, encoding: str = UTF_8) -> str:
+    """Return the encoding of an HTML page: `encoding` unless it is UTF-8, that of its mark, or the declared one."""
+    if encoding not in _MARKABLE or page.startswith(codecs.BOM_UTF8):
+        return encoding
+    marked = marked_encoding(page)
+    return marked if marked != UTF_8 else declared_encoding(page) or encoding
+
+
 def undecodable(error: UnicodeError, encoding: str, end: int) -> str:
     """Return the predicate of an error message for a text that cannot be decoded.
 
@@ -278,23 +288,29 @@ def _way_out(data: bytes) -> str:
         return f", as UTF-16 does; give --encoding utf-16-{'le' if zeros[1] > zeros[0] else 'be'}"
     if 0 in data:
         return "; convert it to plain text first"
+    if found := detected_encoding(data):
+        return f"; give the encoding that it seems to have, --encoding {found}, or convert it to plain text first"
     return "; give its encoding, such as --encoding latin-1, or convert it to plain text first"
 
 
 @contextmanager
 def open_document(source: str, *, whole: bool, encoding: str = UTF_8) -> Iterator[Document]:
-    """Open the document in a file, or on standard input for `-`.
+    """Open the document in a file, or on standard input for `-`. The text of PDF, DOCX and HTML files is extracted.
 
     Args:
-        whole: read the whole document now. Otherwise read its first MiB, which mostly shows whether it is text.
+        whole: read the whole document now. Otherwise read its first MiB, which mostly shows whether it is text. Text
+            that is extracted is always whole.
         encoding: any of the names of the text's encoding.
 
     Raises:
         UsageError: the encoding is unknown. Or the source does not exist, is a folder, is not readable, is empty, or is
             not text in the encoding.
-        SparsekvError: reading failed.
+        SparsekvError: reading failed, or the text cannot be extracted.
     """
     known = check_encoding(encoding)
+    if (kind := extracted.kind_of(source)) is not None:
+        yield Document.of(_extracted(source, kind, known))
+        return
     with open_source(source) as reader:
         document = Document("standard input" if source == "-" else source, reader, known)
         if whole:
@@ -302,6 +318,18 @@ def open_document(source: str, *, whole: bool, encoding: str = UTF_8) -> Iterato
         else:
             document.first(_PIECE)
         yield document
+
+
+def _extracted(source: str, kind: int, encoding: str) -> str:
+    data = read_bytes(source, most=extracted.MOST_BYTES + 1)
+    if len(data) > extracted.MOST_BYTES:
+        raise UsageError(f"{source} is larger than {extracted.MOST_BYTES >> 20} MiB; convert it to plain text first")
+    if kind == extracted.HTML:
+        page = Document(source, io.BytesIO(data), page_encoding(data, encoding)).whole()
+        data = page.encode()
+    elif not data.strip():
+        raise UsageError(f"{source} is empty; give a document with text in it")
+    return extracted.extracted_text(source, kind, data)
 
 
 def read_document(source: str, encoding: str = UTF_8) -> str:

@@ -15,7 +15,9 @@ from pathlib import Path
 
 from pathspec import GitIgnoreSpec
 
-from sparsekv.formats.documents.document import UTF_8, Document, check_encoding
+from sparsekv.formats.documents import extracted
+from sparsekv.formats.documents.document import UTF_8, Document, check_encoding, page_encoding
+from sparsekv.formats.documents.encodings import detected_encoding
 from sparsekv.formats.errors import UsageError, reason_of
 from sparsekv.formats.hints import ENDING
 from sparsekv.formats.index.folder import MARKER
@@ -34,15 +36,14 @@ MOST_WILDCARDS = 4
 """Wildcards of a line of .gitignore. The time of a match grows by the length of the path with each of them."""
 NAMED = 3
 """Number of files that are named for each reason why some are left out."""
-OTHER_KINDS = (".docx", ".htm", ".html", ".pdf", ".xhtml")
-"""Extensions of documents whose text has to be extracted first, which no reader here does."""
 IGNORE_FILE = ".gitignore"
 _WILDCARD = re.compile(r"[*?\[]")
 
 HIDDEN, IGNORED, EXCLUDED, UNLISTED = "hidden", f"ignored by {IGNORE_FILE}", "excluded", "not included"
 INDEX, LINK, SPECIAL, DEEP = "of indices", "linked", "irregular", f"below {MOST_DEPTH} folders"
 ODD_NAME, UNREADABLE, NO_TEXT, EMPTY = "with control characters in their names", "unreadable", "not text", "empty"
-LARGE, CHANGED, WILD = f"larger than {MOST_BYTES >> 20} MiB", "changed meanwhile", f"unread in {IGNORE_FILE}"
+LARGE, LARGE_DOCUMENT = (f"larger than {size >> 20} MiB" for size in (MOST_BYTES, extracted.MOST_BYTES))
+CHANGED, WILD = "changed meanwhile", f"unread in {IGNORE_FILE}"
 COUNTED = (HIDDEN, IGNORED, EXCLUDED, UNLISTED, LINK)
 """Reasons for which files are counted and not named."""
 
@@ -92,11 +93,12 @@ class SourceText:
 class SourceTexts:
     """The texts of a document of several files, ordered by the parts of their paths, and the files left out.
 
-    `left_out` has the paths by the reason.
+    `left_out` has the paths by the reason, and `detected` those of texts whose encoding was detected, by its name.
     """
 
     files: tuple[SourceText, ...]
     left_out: dict[str, list[str]] = field(default_factory=dict)
+    detected: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -116,9 +118,17 @@ class SourceTexts:
         """Return a line about the files that were left out; empty if there are none."""
         parts = []
         for reason, paths in sorted(self.left_out.items()):
-            named = "" if reason in COUNTED else f" ({', '.join(paths[:NAMED])}{', ...' * (len(paths) > NAMED)})"
-            parts.append(f"{len(paths):,} {reason}{named}")
+            parts.append(f"{len(paths):,} {reason}{'' if reason in COUNTED else _some(paths)}")
         return f"left out: {', '.join(parts)}" if parts else ""
+
+    def told_detected(self) -> str:
+        """Return a line about the encodings that were detected; empty if there are none."""
+        parts = (f"{len(paths):,} as {name}{_some(paths)}" for name, paths in sorted(self.detected.items()))
+        return f"encodings detected: {', '.join(parts)}" if self.detected else ""
+
+
+def _some(paths: list[str]) -> str:
+    return f" ({', '.join(paths[:NAMED])}{', ...' * (len(paths) > NAMED)})"
 
 
 _BETWEEN = "\n\n"
@@ -134,8 +144,9 @@ def read_folder(folder: Path, choice: Choice) -> SourceTexts:
         raise UsageError(
             f"{folder} is the folder of an index that is not finished; name its document, and the build goes on"
         )
-    reader = _Reader(choice)
-    reader.walk(folder)
+    with extracted.Extractor() as extractor:
+        reader = _Reader(choice, extractor)
+        reader.walk(folder)
     return reader.result(Path(os.path.abspath(folder)), str(folder))
 
 
@@ -148,21 +159,22 @@ def read_several(names: Sequence[str], choice: Choice) -> SourceTexts:
     Raises:
         UsageError: a name is that of no file, a glob matches none, or as `read_folder`.
     """
-    reader = _Reader(choice)
-    for name in names:
-        before = reader.chosen
-        if name == "-":
-            raise UsageError("standard input has no name, and a document of several files names each; name a file")
-        if os.path.isdir(name):
-            reader.walk(Path(name))
-        elif not is_glob(name):
-            reader.read_named(name)
-        else:
-            root, pattern = _glob(name)
-            if root.is_dir():
-                reader.walk(root, _spec([pattern], name))
-            if reader.chosen == before:
-                raise UsageError(f"no file matches {name}; a pattern is as in a shell, and ** is any folders")
+    with extracted.Extractor() as extractor:
+        reader = _Reader(choice, extractor)
+        for name in names:
+            before = reader.chosen
+            if name == "-":
+                raise UsageError("standard input has no name, and a document of several files names each; name a file")
+            if os.path.isdir(name):
+                reader.walk(Path(name))
+            elif not is_glob(name):
+                reader.read_named(name)
+            else:
+                root, pattern = _glob(name)
+                if root.is_dir():
+                    reader.walk(root, _spec([pattern], name))
+                if reader.chosen == before:
+                    raise UsageError(f"no file matches {name}; a pattern is as in a shell, and ** is any folders")
     return reader.result(None, "the documents")
 
 
@@ -200,12 +212,14 @@ _Rules = tuple[tuple[str, GitIgnoreSpec], ...]
 class _Reader:
     """Reads files into texts, and records why files are left out."""
 
-    def __init__(self, choice: Choice):
+    def __init__(self, choice: Choice, extractor: extracted.Extractor):
         self._encoding = check_encoding(choice.encoding)
+        self._extractor = extractor
         self._include = _spec(choice.include, "") if choice.include else None
         self._exclude = _spec(choice.exclude, "")
         self._texts: dict[str, SourceText] = {}  # by absolute path
         self._left_out: dict[str, list[str]] = {}
+        self._detected: dict[str, list[str]] = {}
         self._entries, self._bytes = 0, 0
         self.chosen = 0
         """Number of files that were opened, or would have been if their text were of a kind that is read."""
@@ -227,7 +241,7 @@ class _Reader:
             else:
                 self._leave_out(ODD_NAME, relative)
         files.sort(key=lambda file: file.path.split("/"))
-        texts = SourceTexts(tuple(files), self._left_out)
+        texts = SourceTexts(tuple(files), self._left_out, self._detected)
         if not files:
             why = texts.told()
             raise UsageError(
@@ -351,19 +365,19 @@ class _Reader:
         self.chosen += 1
         if path in self._texts:
             return
-        if path.lower().endswith(OTHER_KINDS):
-            self._leave_out(NO_TEXT, shown)
-            return
-        data = _content(opener, MOST_BYTES)
+        kind = extracted.kind_of(path)
+        packed = kind in (extracted.PDF, extracted.DOCX)
+        data = _content(opener, extracted.MOST_BYTES if packed else MOST_BYTES)
         if isinstance(data, str):
-            self._leave_out(data, shown)
+            self._leave_out(LARGE_DOCUMENT if packed and data == LARGE else data, shown)
             return
         try:
-            text = Document(shown, io.BytesIO(data), self._encoding).whole().rstrip()
-        except UsageError:
-            self._leave_out(NO_TEXT if data.strip() else EMPTY, shown)
+            text = self._text(shown, data, kind).rstrip()
+        except (UsageError, extracted.NotExtractedError) as reason:
+            no_text = NO_TEXT if data.strip() else EMPTY
+            self._leave_out(str(reason) if isinstance(reason, extracted.NotExtractedError) else no_text, shown)
             return
-        self._bytes += len(data)
+        self._bytes += len(data) if kind is None else len(text.encode())
         if self._bytes > MOST_TEXT:
             raise UsageError(
                 f"the files have more than {MOST_TEXT >> 20} MiB of text; choose fewer with --include or --exclude"
@@ -371,6 +385,26 @@ class _Reader:
         blank = text[: len(text) - len(text.lstrip())]
         cut = blank.rfind("\n") + 1
         self._texts[path] = SourceText(path, hashlib.sha256(data).hexdigest(), text[cut:], 1 + blank.count("\n"))
+
+    def _text(self, shown: str, data: bytes, kind: int | None) -> str:
+        """Return a file's text. An encoding that is detected is recorded.
+
+        Raises:
+            UsageError: it is not text, or its encoding is not certain.
+            NotExtractedError: it is not plain text, and its text cannot be extracted.
+        """
+        if kind is not None and kind != extracted.HTML:
+            return self._extractor.text(kind, data)
+        encoding = self._encoding if kind is None else page_encoding(data, self._encoding)
+        try:
+            text = Document(shown, io.BytesIO(data), encoding).whole()
+        except UsageError:
+            found = detected_encoding(data) if self._encoding == UTF_8 else None
+            if found is None:
+                raise
+            text = Document(shown, io.BytesIO(data), found).whole()
+            self._detected.setdefault(found, []).append(shown)
+        return text if kind is None else self._extractor.text(kind, text.encode())
 
     def _leave_out(self, reason: str, path: str) -> None:
         self._left_out.setdefault(reason, []).append(path)

@@ -2,12 +2,14 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.command import Outcome, fails, run_here, start
+from support.odd_documents import GERMAN, valid
 from support.sealing import reseal
 from torch.testing import assert_close
 
@@ -265,6 +267,32 @@ def test_the_table_stays_when_the_index_grows(project: Path) -> None:
     kept = run_here("generate", "--index", "project.skv", *ASK, "--method", "multipole", "--save-to", "talk.skv")
     assert kept.code == 0, kept.stderr
     assert _table("talk.skv") == table
+
+
+def test_documents_of_other_kinds_and_encodings_are_read(project: Path) -> None:
+    for ending, data in valid(1).items():
+        (project / f"b.{ending}").write_bytes(data)
+    (project / "c.txt").write_bytes(GERMAN.encode("cp1252"))
+    told = _build("project").stderr
+    assert "8 files, " in told
+    assert "encodings detected: 1 as cp1252 (c.txt)\n" in told
+    table = {file.path: file for file in _table("project.skv")}
+    ids, tokenizer = Artifact(Path("project.skv")).input_ids(), load_tokenizer("model")
+    file = table["b.pdf"]
+    assert (file.sha256, file.first_line) == (hash_bytes((project / "b.pdf").read_bytes()), 1)
+    assert "[Page 2]" in str(tokenizer.decode(ids[file.start : file.stop]))
+    assert run_here("inspect", "--index", "project.skv", "--verify", "-q").code == 0
+    assert "project.skv is up to date: nothing to build" in _build("project").stderr
+    _build("project/b.pdf", "-q")
+    alone = Artifact(Path("project/b.skv"))
+    assert "[Page 2]" in str(load_tokenizer("model").decode(alone.input_ids()))
+
+
+def test_a_missing_library_is_named(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "b.pdf").write_bytes(valid(1)["pdf"])
+    monkeypatch.setitem(sys.modules, "pypdf", None)
+    assert "1 in need of pip install 'sparsekv[documents]' (b.pdf)" in _build("project").stderr
+    fails(1, "build-index", "project/b.pdf", *HOW, "-q", says=("reading PDF needs pip install 'sparsekv[documents]'",))
 
 
 def _swap(fields: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from sparsekv.formats.checksums import hash_bytes
-from sparsekv.formats.documents import files
+from sparsekv.formats.documents import extracted, files
 from sparsekv.formats.documents.files import Choice, read_folder, read_several
 from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt
 from sparsekv.formats.errors import UsageError
@@ -175,14 +175,16 @@ def test_what_is_left_out_is_counted_by_reason(tmp_path: Path, monkeypatch: pyte
         files.INDEX: 2,
         files.LINK: 3,
         files.SPECIAL: 2,
-        files.NO_TEXT: 3,
+        files.NO_TEXT: 2,
+        extracted.NO_TEXT: 1,
         files.EMPTY: 1,
         files.ODD_NAME: 2,
         files.LARGE: 1,
         files.UNREADABLE: 1,
     }
     assert "1 larger than 8 MiB (large.txt)" in sources.told()
-    assert "3 not text (latin.txt, page.html, zero.bin)" in sources.told()
+    assert "2 not text (latin.txt, zero.bin)" in sources.told()
+    assert "1 without text (page.html)" in sources.told()
     in_latin = _names(read_folder(folder, Choice(encoding="latin-1")))
     assert in_latin == ["kept.txt", "latin.txt", "locked.txt", "sub/keep.log"]
 

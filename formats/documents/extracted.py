@@ -1,0 +1,147 @@
+"""Texts of documents that are not plain text: PDF, DOCX and HTML. A process with limits extracts them."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from sparsekv.formats.documents import extractors
+from sparsekv.formats.errors import SparsekvError, UsageError
+
+PDF, DOCX, HTML = range(3)
+"""Kinds, as places in `extractors.KINDS`."""
+_ENDINGS = {".pdf": PDF, ".docx": DOCX, ".htm": HTML, ".html": HTML, ".xhtml": HTML}
+_NAMES = ("PDF", "DOCX", "HTML")
+MOST_BYTES = 64 << 20
+"""Size of the largest PDF or DOCX file that is read."""
+LEAST_SECONDS, MOST_SECONDS = 10, 120
+"""Limits of the processor time for a file, the smallest and the largest. It may take twice as long by the clock."""
+_SECONDS_A_MEBIBYTE = {PDF: 20, DOCX: 20, HTML: 2}
+SECONDS_IN_ALL = 600
+"""Limit of the time for all files of a document."""
+
+INSTALL = "pip install 'sparsekv[documents]'"
+MISSING = f"in need of {INSTALL}"
+DAMAGED, LOCKED, NO_TEXT = "damaged", "encrypted", "without text"
+SLOW, LARGE = "too slow to extract", "too large to extract"
+LATE = f"behind {SECONDS_IN_ALL // 60} minutes of extraction"
+_REASONS = {
+    extractors.DAMAGED: DAMAGED,
+    extractors.LOCKED: LOCKED,
+    extractors.SLOW: SLOW,
+    extractors.LARGE: LARGE,
+    extractors.LONG: LARGE,
+}
+
+
+class NotExtractedError(Exception):
+    """A file's text cannot be extracted. The message is a reason: one of the adjectives above."""
+
+
+def kind_of(path: str) -> int | None:
+    """Return the kind of a file by the ending of its name; None for plain text."""
+    return _ENDINGS.get(os.path.splitext(path)[1].lower())
+
+
+class Extractor:
+    """Extracts texts by a process that starts with the first file and ends with the context."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._left = float(SECONDS_IN_ALL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end()
+
+    def text(self, kind: int, data: bytes) -> str:
+        """Return the text of a file of a kind. HTML is given in UTF-8.
+
+        Raises:
+            NotExtractedError: it cannot be extracted.
+        """
+        if any(find_spec(library) is None for library in extractors.LIBRARIES.get(kind, ())):
+            raise NotExtractedError(MISSING)
+        if self._left <= 0:
+            raise NotExtractedError(LATE)
+        seconds = min(LEAST_SECONDS + _SECONDS_A_MEBIBYTE[kind] * (len(data) >> 20), MOST_SECONDS)
+        start = time.monotonic()
+        try:
+            status, text = self._ask(kind, seconds, data, start + min(2 * seconds, self._left))
+        except (OSError, EOFError):
+            self._end()
+            raise NotExtractedError(DAMAGED) from None
+        except TimeoutError:
+            self._end()
+            raise NotExtractedError(SLOW) from None
+        finally:
+            self._left -= time.monotonic() - start
+        if status != extractors.TEXT:
+            raise NotExtractedError(_REASONS.get(status, DAMAGED))
+        if not text.strip():
+            raise NotExtractedError(NO_TEXT)
+        return text.decode()
+
+    def _ask(self, kind: int, seconds: int, data: bytes, end: float) -> tuple[int, bytes]:
+        if self._process is None:
+            # -P: no module of the current folder is imported.
+            command = [sys.executable, "-P", str(Path(extractors.__file__))]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            self._process = subprocess.Popen(command, start_new_session=True, bufsize=0, **pipes)  # type: ignore[call-overload]
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        view = memoryview(extractors.REQUEST.pack(kind, seconds, len(data)) + data)
+        while view:
+            view = view[process.stdin.write(view) :]
+        status, length = extractors.REPLY.unpack(_read(process.stdout.fileno(), extractors.REPLY.size, end))
+        if length > extractors.MOST_TEXT:
+            raise EOFError
+        return status, _read(process.stdout.fileno(), length, end)
+
+    def _end(self) -> None:
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+        self._process = None
+
+
+def _read(descriptor: int, size: int, end: float) -> bytes:
+    """Read bytes from a pipe. Raises TimeoutError at `end`, EOFError if the pipe ends."""
+    data = bytearray()
+    while len(data) < size:
+        if not select.select([descriptor], [], [], max(end - time.monotonic(), 0))[0]:
+            raise TimeoutError
+        piece = os.read(descriptor, size - len(data))
+        if not piece:
+            raise EOFError
+        data += piece
+    return bytes(data)
+
+
+def extracted_text(name: str, kind: int, data: bytes) -> str:
+    """Return the text of a file that the user named. HTML is given in UTF-8.
+
+    Raises:
+        SparsekvError: a library is missing.
+        UsageError: it cannot be extracted.
+    """
+    try:
+        with Extractor() as extractor:
+            return extractor.text(kind, data)
+    except NotExtractedError as reason:
+        if str(reason) == MISSING:
+            raise SparsekvError(f"{name}: reading {_NAMES[kind]} needs {INSTALL}") from None
+        hint = ", as scanned pages by text recognition" if kind == PDF and str(reason) == NO_TEXT else ""
+        raise UsageError(f"{name} is {reason}; convert it to plain text first{hint}") from None

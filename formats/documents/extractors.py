@@ -1,0 +1,379 @@
+"""Extract the text of one PDF, DOCX or HTML file in a process of its own. `extracted.py` runs this file as a program.
+
+The program forks for each file, so no file changes how the next one is read. The fork has limits on its memory, its
+processor time and its output. It opens no file but Python's own modules, and no connection.
+
+A request on standard input is a kind of `KINDS`, a limit of processor time in seconds, the number of bytes, and the
+bytes. A reply on standard output is a status, the number of bytes, and the text in UTF-8.
+"""
+
+import io
+import os
+import re
+import resource
+import signal
+import struct
+import sys
+import zipfile
+from collections.abc import Callable
+from html.parser import HTMLParser
+from importlib import import_module
+from typing import Any, BinaryIO
+
+REQUEST, REPLY = struct.Struct(">BIQ"), struct.Struct(">BQ")
+TEXT, DAMAGED, LOCKED, SLOW, LARGE, LONG = range(6)
+"""Statuses: the text follows; or the file is damaged, is encrypted, takes too much time or too much memory, or has too
+much text."""
+MOST_MEMORY = 1 << 30
+"""Address space of a fork in bytes."""
+MOST_TEXT = 8 << 20
+"""Bytes of the text of a file."""
+MOST_XML = 64 << 20
+"""Bytes of a DOCX file's parts that are read, when they are unpacked."""
+
+
+class LockedError(Exception):
+    """A file is encrypted."""
+
+
+class LongError(Exception):
+    """A file has more than MOST_TEXT bytes of text, or parts of more than MOST_XML bytes."""
+
+
+def pdf_text(data: bytes) -> str:
+    """Return the text of a PDF file's pages, each below a line `[Page N]`; empty if no page has text."""
+    from pypdf import PdfReader
+
+    reader = PdfReader(io.BytesIO(data))
+    if reader.is_encrypted and not reader.decrypt(""):
+        raise LockedError
+    pages, length = [], 0
+    for number, page in enumerate(reader.pages, 1):
+        pages.append((number, page.extract_text().strip()))
+        length += len(pages[-1][1]) + len("[Page ]\n\n\n")
+        if length > MOST_TEXT:
+            raise LongError
+    return "\n\n".join(f"[Page {number}]\n{text}" for number, text in pages) if any(text for _, text in pages) else ""
+
+
+def docx_text(data: bytes) -> str:
+    """Return the text of a DOCX file: paragraphs, headings, lists, tables and notes."""
+    import mammoth
+
+    if data.startswith(b"\xd0\xcf\x11\xe0"):  # the container that encrypts Office files
+        raise LockedError
+    with zipfile.ZipFile(io.BytesIO(data)) as parts:
+        unpacked = 0
+        for part in parts.infolist():
+            if not part.filename.endswith((".xml", ".rels")):
+                continue
+            unpacked += part.file_size  # zipfile reads no more than this size, whatever the real one is
+            if unpacked > MOST_XML:
+                raise LongError
+            if b"<!DOCTYPE" in parts.read(part).replace(b"\0", b""):
+                raise ValueError("a DOCX file has no document types, with which entities could be declared")
+    pictures = mammoth.images.img_element(lambda image: {})
+    page = mammoth.convert_to_html(
+        io.BytesIO(data),
+        style_map="p[style-name='Title'] => h1:fresh",
+        include_embedded_style_map=False,  # the file's own one could leave out text
+        convert_image=pictures,
+        external_file_access=False,
+    )
+    return html_text(page.value)
+
+
+def html_text(page: str, *, navigation: bool = False) -> str:
+    """Return the text of an HTML page: headings with #, lists with - or numbers, cells of tables with | between them.
+
+    Scripts, styles and pictures are left out. So is navigation, if it is less than half of the text.
+
+    Args:
+        navigation: keep it.
+    """
+    renderer = _Renderer(navigation=navigation)
+    renderer.feed(page)
+    renderer.close()
+    text = "".join(renderer.pieces)
+    if renderer.navigation > len(text):
+        return html_text(page, navigation=True)
+    return text
+
+
+_SPACES = " \t\r\n\f"
+_WORD = re.compile(f"[^{_SPACES}]+")  # spaces that do not break a line indent code on some pages
+_BLOCKS = frozenset(
+    {
+        "address",
+        "article",
+        "aside",
+        "blockquote",
+        "body",
+        "caption",
+        "center",
+        "details",
+        "dialog",
+        "div",
+        "dl",
+        "dt",
+        "dd",
+        "fieldset",
+        "figcaption",
+        "figure",
+        "footer",
+        "form",
+        "header",
+        "hgroup",
+        "html",
+        "legend",
+        "main",
+        "nav",
+        "optgroup",
+        "option",
+        "section",
+        "summary",
+        "textarea",
+    }
+)
+_PARAGRAPHS = frozenset({"p", "pre", "table", "title", "hr", "blockquote", "dl", "figure"})
+_HEADINGS = {f"h{level}": f"{'#' * level} " for level in range(1, 7)}
+_DROPPED = frozenset({"script", "style", "template", "noscript", "svg", "nav"})
+
+
+class _Renderer(HTMLParser):
+    """Renders a page to `pieces` of text. `navigation` is the number of characters of navigation that were left out.
+
+    What a dropped element holds is rendered, and removed where the element ends. So an element that never ends, in a
+    page that is cut or wrong, loses no text.
+    """
+
+    def __init__(self, *, navigation: bool):
+        super().__init__(convert_charrefs=True)
+        self.pieces: list[str] = []
+        self.navigation = 0
+        self._dropped = _DROPPED - {"nav"} if navigation else _DROPPED
+        self._gap, self._space = 0, False
+        self._fresh = True  # behind a marker of a heading, a list or a cell, where no line breaks
+        self._preformatted = 0
+        self._lists: list[int | None] = []  # the next number of each open list; None: without numbers
+        self._cells: list[int] = []  # the number of cells so far in the row of each open table
+        self._inside: tuple[str, int, Any] | None = None  # the dropped element: tag, open elements of it, state before
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if self._inside is not None:
+            if tag == self._inside[0]:
+                self._inside = tag, self._inside[1] + 1, self._inside[2]
+        elif tag in self._dropped:
+            state = self._gap, self._space, self._fresh, self._preformatted, [*self._lists], [*self._cells]
+            self._inside = tag, 1, (len(self.pieces), state)
+        if tag == "br":
+            self._gap = self._gap if self._fresh else min(self._gap + 1, 2)
+        elif tag in _HEADINGS:
+            self._break(2)
+            self._mark(_HEADINGS[tag])
+        elif tag in ("ul", "ol", "menu"):
+            self._break(1 if self._lists else 2)
+            self._lists.append(_start(dict(attrs)) if tag == "ol" else None)
+        elif tag == "li":
+            self._break(1)
+            self._mark(self._bullet())
+        elif tag in ("td", "th"):
+            self._cell()
+        elif tag in ("sup", "sub"):
+            self._flush()
+            self.pieces.append("^" if tag == "sup" else "_")
+            self._space = False
+        elif tag == "img":
+            self.handle_data(dict(attrs).get("alt") or "")
+        else:
+            self._enter(tag)
+
+    def _enter(self, tag: str) -> None:
+        if tag in _PARAGRAPHS or tag in _BLOCKS or tag == "tr":
+            self._break(2 if tag in _PARAGRAPHS else 1)
+        if tag == "table":
+            self._cells.append(0)
+        elif tag == "tr" and self._cells:
+            self._gap = 1 if self._cells[-1] else self._gap  # no blank line between two rows
+            self._cells[-1] = 0
+        elif tag == "pre":
+            self._preformatted += 1
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in _HEADINGS or tag in _PARAGRAPHS or tag in ("ul", "ol", "menu"):
+            self._fresh = False
+            nested = tag in ("ul", "ol", "menu") and len(self._lists) > 1
+            self._break(1 if nested else 2)
+        elif tag in _BLOCKS or tag in ("li", "tr"):
+            self._fresh = self._fresh and tag not in ("li", "tr")
+            self._break(1)
+        if tag in ("ul", "ol", "menu") and self._lists:
+            self._lists.pop()
+        elif tag == "table" and self._cells:
+            self._cells.pop()
+        elif tag == "pre":
+            self._preformatted = max(self._preformatted - 1, 0)
+        if self._inside is not None and tag == self._inside[0]:
+            self._leave(*self._inside)
+
+    def _leave(self, tag: str, depth: int, state: Any) -> None:
+        if depth > 1:
+            self._inside = tag, depth - 1, state
+            return
+        start, (self._gap, self._space, self._fresh, self._preformatted, self._lists, self._cells) = state
+        if tag == "nav":
+            self.navigation += sum(map(len, self.pieces[start:]))
+        del self.pieces[start:]
+        self._inside = None
+
+    def handle_data(self, data: str) -> None:
+        if self._preformatted:
+            self._space = False
+            self._flush()
+            self.pieces.append(data)
+            return
+        words = _WORD.findall(data)
+        if not words:
+            self._space = self._space or bool(data)
+            return
+        self._space = self._space or data[0] in _SPACES
+        self._flush()
+        self.pieces.append(" ".join(words).replace("\xa0", " "))
+        self._space = data[-1] in _SPACES
+
+    def _flush(self) -> None:
+        """Write the line breaks or the space before the next text."""
+        if self._gap:
+            self.pieces.append("\n" * self._gap)
+        elif self._space and not self._fresh:
+            self.pieces.append(" ")
+        self._gap, self._space, self._fresh = 0, False, False
+
+    def _break(self, lines: int) -> None:
+        if not self._fresh:
+            self._gap = max(self._gap, lines)
+
+    def _mark(self, marker: str) -> None:
+        self._space = False
+        self._flush()
+        self.pieces.append(marker)
+        self._fresh = True
+
+    def _bullet(self) -> str:
+        if not self._lists or self._lists[-1] is None:
+            return f"{'  ' * min(len(self._lists) - 1, 20)}- "
+        number = self._lists[-1]
+        self._lists[-1] = number + 1
+        return f"{'  ' * min(len(self._lists) - 1, 20)}{number}. "
+
+    def _cell(self) -> None:
+        if not self._cells:
+            self._break(1)
+            return
+        self._cells[-1] += 1
+        if self._cells[-1] > 1:
+            self._gap = 0
+            self._mark(" | ")
+        elif not self._fresh:
+            self._break(1)
+            self._mark("")
+
+
+def _start(attributes: dict[str, str | None]) -> int:
+    start = attributes.get("start") or ""
+    return int(start) if re.fullmatch("[0-9]{1,9}", start) else 1
+
+
+def tidied(text: str) -> str:
+    """Return a text without control characters, white space at the ends of lines, and more than one blank line."""
+    text = re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f\ufffe\uffff]", "", text.replace("\r\n", "\n").replace("\r", "\n"))
+    lines = "\n".join(line.rstrip() for line in text.split("\n"))
+    return re.sub("\n{3,}", "\n\n", lines).strip("\n")
+
+
+LIBRARIES = {0: ("pypdf",), 1: ("mammoth",)}
+KINDS: tuple[Callable[[bytes], str], ...] = (
+    pdf_text,
+    docx_text,
+    lambda data: html_text(data.decode()),
+)
+
+
+def limit(seconds: int) -> None:
+    """Limit this process: its processor time, its memory, and what it opens."""
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    modules = tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in sys.path if os.path.isdir(folder))
+
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("open", "os.listdir", "os.scandir"):
+            path, mode = arguments[0], arguments[1] if event == "open" else "r"
+            reads = not isinstance(path, int) and f"{os.path.realpath(os.fsdecode(path))}{os.sep}".startswith(modules)
+            if reads and mode in (None, "r", "rb"):
+                return
+        elif event.partition(".")[0] not in _CLOSED:
+            return
+        raise PermissionError(event)
+
+    sys.addaudithook(refuse)
+
+
+_CLOSED = frozenset({"os", "socket", "subprocess", "shutil", "tempfile", "ctypes", "urllib", "http", "ftplib", "mmap"})
+"""First words of the audit events that a fork refuses."""
+
+
+def _extract(kind: int, seconds: int, data: bytes) -> tuple[int, bytes]:
+    try:
+        limit(seconds)
+        text = tidied(KINDS[kind](data)).encode("utf-8", "replace")
+        return (TEXT, text) if len(text) <= MOST_TEXT else (LONG, b"")
+    except LockedError:
+        return LOCKED, b""
+    except LongError:
+        return LONG, b""
+    except MemoryError:
+        return LARGE, b""
+    except Exception as error:  # a parser may raise anything from a stranger's file
+        # An encrypted PDF whose cipher needs another library is found out late.
+        return LOCKED if "encrypt" in type(error).__name__.lower() or "cryptography" in str(error) else DAMAGED, b""
+
+
+def _answer(request: tuple[int, int, bytes]) -> tuple[int, bytes]:
+    """Extract a file's text in a fork."""
+    reading, writing = os.pipe()
+    fork = os.fork()
+    if fork == 0:
+        os.close(reading)
+        try:
+            with open(writing, "wb") as pipe:  # opened before the limits
+                status, text = _extract(*request)
+                pipe.write(bytes([status]) + text)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        answer = pipe.read(MOST_TEXT + 2)
+    ended = os.waitpid(fork, 0)[1]
+    if answer and len(answer) <= MOST_TEXT + 1 and not os.WIFSIGNALED(ended):
+        return answer[0], answer[1:]
+    killed = os.WTERMSIG(ended) if os.WIFSIGNALED(ended) else None
+    if killed == signal.SIGXCPU:
+        return SLOW, b""
+    return LARGE if killed == signal.SIGKILL else DAMAGED, b""  # the system kills what takes its last memory
+
+
+def serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    """Answer requests until there are none."""
+    while len(head := requests.read(REQUEST.size)) == REQUEST.size:
+        kind, seconds, length = REQUEST.unpack(head)
+        for library in LIBRARIES.get(kind, ()):  # before the fork, and so once
+            import_module(library)
+        status, text = _answer((kind, seconds, requests.read(length)))
+        replies.write(REPLY.pack(status, len(text)) + text)
+        replies.flush()
+
+
+if __name__ == "__main__":
+    serve(sys.stdin.buffer, sys.stdout.buffer)

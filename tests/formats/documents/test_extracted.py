@@ -1,0 +1,228 @@
+"""Texts of PDF, DOCX and HTML files: complete, readable, and extracted from any bytes within limits."""
+
+import pickle
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.odd_documents import SECRET, docx, mutated, paragraph, pdf, shown, valid, write_folder
+from support.peak import PEAK
+
+from sparsekv.formats.documents import extracted, extractors, files
+from sparsekv.formats.documents.document import read_document
+from sparsekv.formats.documents.extracted import DOCX, HTML, PDF, Extractor, NotExtractedError
+from sparsekv.formats.documents.extractors import html_text, tidied
+from sparsekv.formats.documents.files import Choice, SourceTexts, read_folder
+from sparsekv.formats.errors import UsageError
+
+QUICK = (
+    "kids-loop.pdf",
+    "xref-loop.pdf",
+    "file-outside.pdf",
+    "laughs.docx",
+    "entity-outside.docx",
+    "picture-outside.docx",
+)
+"""Bombs that take no time. The others are in the slow test."""
+
+
+def test_each_kind_is_read_as_a_model_reads_it(tmp_path: Path) -> None:
+    for ending, data in valid(7).items():
+        (tmp_path / f"a.{ending}").write_bytes(data)
+    assert read_document(str(tmp_path / "a.pdf")) == (
+        "[Page 1]\nDocument 7 tells of apples and pears.\n\n[Page 2]\nIts second page."
+    )
+    assert read_document(str(tmp_path / "a.docx")) == "Document 7 tells of apples and pears.\n\ncell | cell"
+    assert read_document(str(tmp_path / "a.html")) == (
+        "A page\n\n# Title\n\nDocument 7 tells of apples and pears.\n\na | b\n\n- c"
+    )
+    sources = read_folder(tmp_path, Choice())
+    assert [file.text for file in sources.files] == [
+        read_document(str(tmp_path / f"a.{end}")) for end in ("docx", "html", "pdf")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ("one <b>two</b>\nthree<p>four<br>five", "one two three\n\nfour\nfive"),
+        ("<table><tr><th>a<th>b<tr><td><td>2<tr><td><p>x</p><td><p>y</p></table>z", "a | b\n | 2\nx | y\n\nz"),
+        ("<table><tr><td><table><tr><td>in<td>side</table><td>out</table>", "in | side | out"),
+        ("<ul><li>a<ul><li>b</ul><li><p>c</p></ul><ol start=3><li>d<li>e</ol>", "- a\n  - b\n- c\n\n3. d\n4. e"),
+        ("<h2> A <i>b</i></h2>c", "## A b\n\nc"),
+        ("<pre>\ndef f():\n    return 1\n</pre>d", "def f():\n    return 1\n\nd"),
+        ("&nbsp;&nbsp;indented &lt;b&gt; 10<sup>6</sup>", "  indented <b> 10^6"),
+        ("<script>x()</script><style>y</style><!-- z --><svg><text>w</text></svg>a<img alt='a map'>", "aa map"),
+        ("<nav><ul><li>Home</ul></nav>all of the text", "all of the text"),
+        ("<nav>most of the text</nav>less", "most of the text\nless"),
+        ("<nav>Home<p>a nav that never ends", "Home\n\na nav that never ends"),
+        ("<nav><nav>x</nav>y</nav>text", "text"),
+    ],
+)
+def test_a_page_is_rendered_without_loss(body: str, text: str) -> None:
+    assert tidied(html_text(body)) == text
+
+
+def test_words_of_a_page_stay_in_order() -> None:
+    """A page of random elements around numbered words: all words are in the text, once and in their order."""
+    chance = random.Random(0)
+    for _ in range(50):
+        open_tags: list[str] = []
+        body, words = "", [f"w{number}" for number in range(60)]
+        for word in words:
+            if open_tags and chance.random() < 0.4:
+                body += f"</{open_tags.pop()}>"
+            else:
+                open_tags.append(
+                    chance.choice(["p", "div", "td", "tr", "table", "li", "ul", "ol", "h3", "pre", "b", "dd"])
+                )
+                body += f"<{open_tags[-1]}>"
+            body += f" {word} "
+        assert [word for word in tidied(html_text(body)).split() if word.startswith("w")] == words
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "reason"),
+    [
+        (PDF, b"%PDF-1.4 nothing", extracted.DAMAGED),
+        (PDF, pdf(b""), extracted.NO_TEXT),
+        (PDF, pdf(shown("a"), trailer=b"/Encrypt<</Filter/Standard/V 1/R 2/O(a)/U(b)/P -4>>"), extracted.LOCKED),
+        (DOCX, b"PK\0\0", extracted.DAMAGED),
+        (DOCX, b"\xd0\xcf\x11\xe0", extracted.LOCKED),
+        (DOCX, docx("", {"word/more.xml": b" " * (65 << 20)}), extracted.LARGE),
+        (DOCX, docx('<!DOCTYPE a [<!ENTITY b "c">]>' + paragraph("&b;")), extracted.DAMAGED),
+        (HTML, b"<p><img></p>", extracted.NO_TEXT),
+        (HTML, b"a" * (extractors.MOST_TEXT + 1), extracted.LARGE),
+    ],
+)
+def test_what_cannot_be_extracted_has_a_reason(kind: int, data: bytes, reason: str) -> None:
+    with Extractor() as extractor, pytest.raises(NotExtractedError) as refusal:
+        extractor.text(kind, data)
+    assert str(refusal.value) == reason
+
+
+def test_a_file_that_takes_too_long_is_left_and_the_next_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extracted, "LEAST_SECONDS", 1)
+    monkeypatch.setitem(extracted._SECONDS_A_MEBIBYTE, HTML, 0)
+    with Extractor() as extractor:
+        with pytest.raises(NotExtractedError, match=extracted.SLOW):
+            extractor.text(HTML, b"<!--" * (1 << 18))
+        assert extractor.text(HTML, b"next") == "next"
+
+
+def test_all_files_have_a_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extracted, "SECONDS_IN_ALL", 0)
+    with Extractor() as extractor, pytest.raises(NotExtractedError, match=extracted.LATE):
+        extractor.text(HTML, b"text")
+
+
+TRIES = """
+import os, resource, socket, sys
+from sparsekv.formats.documents import extractors
+extractors.limit(10)
+import colorsys  # Python's own modules can be read
+for use in (
+    lambda: open("/etc/passwd"), lambda: open(sys.argv[1], "w"), lambda: os.listdir("/"), lambda: socket.socket(),
+    lambda: os.system("true"), lambda: bytearray(2 << 30), lambda: os.remove(sys.argv[1]),
+    lambda: os.open("/etc/passwd", 0),
+):
+    try:
+        use()
+        print("done")
+    except (PermissionError, MemoryError) as error:
+        print(type(error).__name__)
+"""
+
+
+def test_a_parser_opens_no_file_and_no_connection(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("kept")
+    tried = subprocess.run([sys.executable, "-c", TRIES, str(kept)], capture_output=True, text=True, check=True)
+    assert tried.stdout.split() == ["PermissionError"] * 5 + ["MemoryError"] + ["PermissionError"] * 2
+    assert kept.read_text() == "kept"
+
+
+def test_odd_files_are_left_out_by_reason(tmp_path: Path) -> None:
+    folder = tmp_path / "odd"
+    write_folder(folder, mutations=3, only=QUICK)
+    _check(folder, read_folder(folder, Choice()))
+
+
+READ = f"""{PEAK}
+import pickle, sys
+from pathlib import Path
+from sparsekv.formats.documents.files import Choice, read_folder
+sources = read_folder(Path(sys.argv[1]), Choice())
+Path(sys.argv[2]).write_bytes(pickle.dumps(sources))
+print(peak())
+"""
+
+
+@pytest.mark.slow
+def test_three_hundred_odd_files_take_bounded_memory_and_time(tmp_path: Path) -> None:
+    """A limit of a file or of all that does not hold ends in the limit of the process, and fails."""
+    folder = tmp_path / "odd"
+    write_folder(folder, mutations=75)
+    assert len(list(folder.iterdir())) >= 300
+    command = [sys.executable, "-c", READ, str(folder), str(tmp_path / "read")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=2000)
+    assert done.stderr == ""
+    assert int(done.stdout) < 1 << 30
+    _check(folder, pickle.loads((tmp_path / "read").read_bytes()))
+
+
+def _check(folder: Path, sources: SourceTexts) -> None:
+    names = {file.path for file in sources.files}
+    assert {"00-valid.pdf", "00-valid.docx", "00-valid.html"} <= names
+    assert SECRET not in sources.text
+    assert sources.left_out[files.LINK] == ["link.docx", "link.html", "link.pdf"]
+    assert len(sources.left_out[files.ODD_NAME]) == 3
+    assert {"random.txt", "unsure.txt"} <= {*sources.left_out[files.NO_TEXT]}
+    assert sources.detected == {"cp1252": ["windows.txt"], "cp1251": ["russian.csv"], "cp932": ["japanese.txt"]}
+    left_out = [path for paths in sources.left_out.values() for path in paths]
+    assert len(left_out) + len(names) == len(list(folder.iterdir()))
+    assert sources.told().isascii()
+    assert "\n" not in sources.told_detected()
+
+
+@pytest.mark.parametrize("ending", ["pdf", "docx", "html"])
+def test_the_same_bytes_are_the_same_text(ending: str) -> None:
+    chance, kind = random.Random(ending), extracted.kind_of(f"a.{ending}")
+    assert kind is not None
+    with Extractor() as first, Extractor() as second:
+        for number in range(5):
+            data = mutated(valid(number)[ending], chance)
+            if kind == HTML:
+                data = data.decode(errors="replace").encode()
+            assert _text(first, kind, data) == _text(second, kind, data)
+
+
+def _text(extractor: Extractor, kind: int, data: bytes) -> str:
+    try:
+        return extractor.text(kind, data)
+    except NotExtractedError as reason:
+        return str(reason)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("a.pdf", b"", "a.pdf is empty; give a document with text in it"),
+        ("a.pdf", pdf(b""), "is without text; convert it to plain text first, as scanned pages by text recognition"),
+        ("a.docx", b"text", "a.docx is damaged; convert it to plain text first"),
+        ("a.html", b"\x81\xff", "a.html is not text in UTF-8"),
+    ],
+)
+def test_a_named_file_is_refused_in_one_line(name: str, data: bytes, says: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UsageError, match=says):
+        read_document(str(tmp_path / name))
+
+
+def test_a_named_file_of_many_bytes_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "a.pdf").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UsageError, match=r"a\.pdf is larger than 64 MiB; convert it"):
+        read_document(str(tmp_path / "a.pdf"))
