@@ -77,12 +77,12 @@ class Extractor:
         start = time.monotonic()
         try:
             status, text = self._ask(kind, seconds, data, start + min(2 * seconds, self._left))
+        except TimeoutError:  # an OSError, too
+            self._end()
+            raise NotExtractedError(SLOW) from None
         except (OSError, EOFError):
             self._end()
             raise NotExtractedError(DAMAGED) from None
-        except TimeoutError:
-            self._end()
-            raise NotExtractedError(SLOW) from None
         finally:
             self._left -= time.monotonic() - start
         if status != extractors.TEXT:
