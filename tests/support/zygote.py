@@ -33,11 +33,12 @@ STANDARD = ("stdin", "stdout", "stderr")
 IMPORTS = (
     "faiss",
     "sparsekv.cli.app",
+    "sparsekv.cli.common.plots",  # whose fonts each home would have to list anew
     "transformers.convert_slow_tokenizer",
     "transformers.models.auto.tokenization_auto",
     transformers.models.llama.modeling_llama.__name__,
 )
-"""What most runs import beside their command's module; none of them starts a thread."""
+"""What runs import beside their command's module; none of them starts a thread."""
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate")
 """Audit events of file operations that change something, besides `open` to write."""
 
