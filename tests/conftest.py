@@ -1,25 +1,22 @@
 """Fixtures of all tests: the embedded model, converted at most once per machine."""
 
-import ctypes
 import gc
 import os
 import signal
 import sys
 import tempfile
 from argparse import Namespace
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.freed_memory import keep_freed_memory
 from support.thinned import mark_rest_slow
 
 if TYPE_CHECKING:
     from sparsekv.formats.models.load import LoadedModel
 
 ROOT = Path(__file__).parent.parent
-KEPT = {-1: 1 << 30, -3: 1 << 25}
-"""Bytes of glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, by their numbers in malloc.h; the second has no more."""
 # `python -m pytest` puts the root there, where transformers would take `kernels/` for the hub's package of that name.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
 
@@ -66,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if _hands_out(config.option):
         return
     _own_cache(config)
-    _keep_freed_memory()
+    keep_freed_memory()
     # Parallel workers with a thread per core each would only wait for one another.
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch
@@ -91,13 +88,6 @@ class RootAsFolder:
 def _hands_out(options: Namespace) -> bool:
     """Whether this process only hands tests to workers, so that they need not wait for its imports."""
     return "PYTEST_XDIST_WORKER" not in os.environ and bool(getattr(options, "numprocesses", None))
-
-
-def _keep_freed_memory() -> None:
-    """Freed tensors stay with the process: by default each large one is mapped anew, and its pages are zeroed."""
-    with suppress(AttributeError):  # not glibc
-        for parameter, size in KEPT.items():
-            assert ctypes.CDLL(None).mallopt(parameter, size) == 1
 
 
 def _own_cache(config: pytest.Config) -> None:
