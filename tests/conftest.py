@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.freed_memory import keep_freed_memory
 from support.thinned import mark_rest_slow
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if _hands_out(config.option):
         return
     _own_cache(config)
+    keep_freed_memory()
     # Parallel workers with a thread per core each would only wait for one another.
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch

@@ -77,9 +77,11 @@ def prepare() -> None:
 
     import torch
     import transformers
+    from support.freed_memory import keep_freed_memory
 
     os.environ["SPARSEKV_CACHE"] = tempfile.mkdtemp(prefix="sparsekv-fuzz-cache-")
     torch.set_num_threads(1)
+    keep_freed_memory()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 

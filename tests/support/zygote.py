@@ -30,6 +30,15 @@ from sparsekv.cli.common.commands import COMMANDS
 from sparsekv.cli.main import run
 
 STANDARD = ("stdin", "stdout", "stderr")
+IMPORTS = (
+    "faiss",
+    "sparsekv.cli.app",
+    "sparsekv.cli.common.plots",  # whose fonts each home would have to list anew
+    "transformers.convert_slow_tokenizer",
+    "transformers.models.auto.tokenization_auto",
+    transformers.models.llama.modeling_llama.__name__,
+)
+"""What runs import beside their command's module; none of them starts a thread."""
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate")
 """Audit events of file operations that change something, besides `open` to write."""
 
@@ -166,7 +175,8 @@ if __name__ == "__main__":
         importlib.import_module(f"sparsekv.cli.{command.replace('-', '_')}")
     with contextlib.suppress(ImportError):
         importlib.import_module("sparsekv.kernels.attention.cluster_step_numba")
-    importlib.import_module(transformers.models.llama.modeling_llama.__name__)
+    for name in IMPORTS:
+        importlib.import_module(name)
     assert os.listdir("/proc/self/task") == [str(os.getpid())], "a thread would be lost at each fork"
     gc.freeze()
     _become(_serve(sys.argv[1]))

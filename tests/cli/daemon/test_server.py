@@ -105,11 +105,13 @@ def test_an_http_server_begins_at_once_and_again_after_it_is_killed(shell: Shell
         command = [EXECUTABLE, "serve", "doc.skv", "--port", "0", "-q"]
         with subprocess.Popen(command, cwd=shell.folder, env=shell.environment, stdout=subprocess.PIPE) as one:
             assert one.stdout is not None
-            url = one.stdout.readline().decode().strip()
-            answer = httpx2.post(f"{url}/chat/completions", json=body, timeout=LATE).json()
-            assert answer["choices"][0]["message"]["content"] == expected
-            assert "libtorch" not in Path(f"/proc/{one.pid}/maps").read_text()  # it only waits for a fork
-            one.kill()
+            try:
+                url = one.stdout.readline().decode().strip()
+                answer = httpx2.post(f"{url}/chat/completions", json=body, timeout=LATE).json()
+                assert answer["choices"][0]["message"]["content"] == expected
+                assert "libtorch" not in Path(f"/proc/{one.pid}/maps").read_text()  # it only waits for a fork
+            finally:
+                one.kill()
             ends = time.monotonic() + LATE
             while _answers(url):
                 assert time.monotonic() < ends

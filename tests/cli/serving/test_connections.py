@@ -15,9 +15,11 @@ import httpx2
 import pytest
 from support.command import run_here, sparsekv
 from support.serving import Server, begin, serving, user
+from support.tiny_models import POSITIONS
 
 from sparsekv.cli.serving.answers import Answers
 from sparsekv.cli.serving.errors import ApiError
+from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.serving.stream import Channel, Stream
 from sparsekv.runtime.serving.submission import Piece
 
@@ -241,11 +243,13 @@ def test_a_missing_extra_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_index_named_twice_is_served_once_and_lengths_are_clipped(indices: Path) -> None:
+    """The question leaves few positions to its answer."""
     options = ("--max-new-tokens", str(10**11))
+    question = "?" * (POSITIONS - Artifact(indices / "doc.skv").manifest.prompt.tokens - 60)
     with serving(indices, "doc.skv", "./doc.skv", "--model", "model", *options) as server, server.http() as http:
         assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["doc"]
         for asked in ({"max_tokens": 10**11}, {"max_tokens": None}):
-            answer = http.post(CHAT, json=SHORT | asked).json()
+            answer = http.post(CHAT, json=SHORT | asked | {"messages": [user(question)]}).json()
             assert answer["choices"][0]["finish_reason"] in ("stop", "length")
 
 

@@ -153,17 +153,17 @@ def test_the_answer_and_its_cost_are_those_of_generate(full_index: OpenIndex, fo
 
 
 def test_measures_are_a_reports_of_the_same_queries_to_the_last_digit(
-    full_index: OpenIndex, forms: list[MethodSpec]
+    full_index: OpenIndex, forms: list[MethodSpec], steps_of: Callable[[MethodSpec], Steps]
 ) -> None:
     question = question_ids(full_index, QUESTION)
     for form in forms:
-        steps = answered(full_index, form, tokens=2).steps
+        steps = steps_of(form)
         if steps[0][0].selector.conversation is not None:
             continue  # a report's selector has observed no question
         _, trace = TracedIndex(full_index, DecodeConfig(form, SOME)).trace(question, 2, truth=True)
         states: SharedStates = {}
         expected = {}
-        for layer, (_, one) in steps.items():
+        for layer, (_, one, *_) in steps.items():
             rows, measured = LayerRows(full_index.artifact, layer), MeasuredSetting(form, SOME)
             found = measure_layer(rows, [measured], [last_query(one.step, rows)], states)[measured].means()
             expected[layer] = {name: found[name].tolist() for name in MEASURES}
