@@ -140,7 +140,7 @@ def _eval_of(arguments: Sequence[str]) -> str:
     at = next((number for number, one in enumerate(given) if one in ("--index", "-i")), len(given))
     folder, others = Path(*given[at + 1 : at + 2]), [*given[:at], *given[at + 2 :]]
     try:
-        # Imported here because it imports a model library; other errors need not wait for that.
+        # Imported here, because it imports a model library, which takes seconds; other errors do not need it.
         from sparsekv.formats.documents.document_hints import eval_hint
         from sparsekv.formats.index.manifest import read_manifest
 

@@ -326,7 +326,11 @@ class Folder:
 
     @contextmanager
     def _parent(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-        """Yield the descriptor of the folder that contains a file, and the file's last name; `make` creates it."""
+        """Yield an open descriptor of the folder that holds the file `name`, and the file's name in that folder.
+
+        Args:
+            make: create the folder if it is missing.
+        """
         above, _, last = name.rpartition("/")
         if not above:
             yield self._descriptor, last

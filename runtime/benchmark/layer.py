@@ -111,7 +111,7 @@ class LayerData:
         )
 
 
-def lay_out(data: LayerData, selector: Selector) -> MiddleRows:
+def place_rows(data: LayerData, selector: Selector) -> MiddleRows:
     """Copy the keys and values of the tokens between sinks and tail to the layout that a selector requires."""
     if data.stored is not None:
         return Int8Middle(of_tokens(data.stored, data.middle), selector.layout, data.keys.dtype)

@@ -22,8 +22,8 @@ from sparsekv.runtime.benchmark.layer import (
     LayerData,
     dense_layer,
     exact_output,
-    lay_out,
     layer_step,
+    place_rows,
     relative_error,
     sparse_layer,
 )
@@ -60,7 +60,7 @@ class SettingTimes:
         """
         rows = LayerRows(self.artifact, self.layer)
         prepared = prepare_layer(rows, form, self.clock.device)
-        middle = lay_out(self.data, prepared.selector)
+        middle = place_rows(self.data, prepared.selector)
         step = layer_step(
             self.data, sparse_layer(self.data, middle, prepared.selector, DecodeConfig(form, Budget(share)))
         )
@@ -234,7 +234,7 @@ class Bench:
         """
         data = self.data
         selector = form.method.prepare(context)
-        rows = lay_out(data, selector)
+        rows = place_rows(data, selector)
         cycle = form.method.cycle()
         exact_rows = 2.0 * data.keys.shape[0] * (data.split.tokens - data.split.middle)
         for budget in budgets:

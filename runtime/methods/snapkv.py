@@ -53,17 +53,18 @@ class SnapKV(Method):
 
 
 class SnapKVSelector(KeptTokens):
-    """Selects by the last window's ranking of tokens, `order` [Hk, M].
+    """Selects the first tokens of the ranking `order` [Hk, M].
 
-    `prompt_order` [Hk, M] is the ranking by the prompt's window.
+    After a question, `order` is the ranking by the question's last queries. Before a question, it is `document_order`
+    [Hk, M], the ranking by the last of the document's observed queries, which are the first half of the tail.
     """
 
     def __init__(self, method: SnapKV, context: MiddleContext):
         self.method, self.keys, self.facts = method, context.keys, context.facts
         observed = context.load_observed()
         nothing = torch.full(observed.shape[:3], -torch.inf, device=observed.device)
-        self.prompt_order = self._ranking(observed, nothing)
-        super().__init__(self.prompt_order)
+        self.document_order = self._ranking(observed, nothing)
+        super().__init__(self.document_order)
         self.version = 0
 
     def _ranking(self, query: torch.Tensor, exact_logsumexp: torch.Tensor) -> torch.Tensor:
@@ -92,7 +93,7 @@ class SnapKVSelector(KeptTokens):
 
     def forget_question(self) -> None:
         """Restore the ranking by the document's window."""
-        self.order, self.version = self.prompt_order, self.version + 1
+        self.order, self.version = self.document_order, self.version + 1
 
     def graph_state(self) -> int:
         """Return a version that changes with each question, because each question has another ranking tensor."""
