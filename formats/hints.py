@@ -72,7 +72,7 @@ def first_build_hint() -> str:
 def add_methods_hint(folder: Path, methods: Iterable[str]) -> str:
     """Format the command that adds methods to an index.
 
-    It uses the index's own tokens, because the document may be gone, or the index may hold appended text.
+    The command names the index and not its document, because the document may be gone, or text may have been appended.
     """
     return command("build-index", folder, *(part for name in methods for part in ("--method", name)))
 

@@ -192,9 +192,10 @@ class AttentionOptions:
 class Choices:
     """Settings of the command line that a chat keeps when the user switches the method or the budget.
 
-    budget: None for each method's own budget.
-    parameters: the methods' options by name.
-    residual: whether --residual is given.
+    Attributes:
+        budget: the value of --budget; None: each method has its own default.
+        parameters: the values of the methods' options, by name.
+        residual: whether --residual is given.
     """
 
     artifact: Artifact

@@ -21,7 +21,7 @@ EVERYTHING = Budget(1.0)
 
 @dataclass(frozen=True)
 class Dense:
-    """Attention to the whole document. Like a method, `Dense` is a dataclass of its parameters, but it has none."""
+    """Dense attention to the whole document, in place of a method. It has no parameters."""
 
     name: ClassVar[str] = DENSE
     residual: ClassVar[bool] = False

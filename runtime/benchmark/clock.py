@@ -21,9 +21,10 @@ CPU_COPIED, CUDA_COPIED = 2**27, 2**30  # bytes of the copy that measures bandwi
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of a step: mean, median and quartiles over the runs. `how` is `wall clock`, `graph` or `eager`.
+    """Milliseconds of a step: mean, median and quartiles over the runs.
 
-    `output` is the output of the last run.
+    `how` is `wall clock` on a CPU. On a GPU it is `graph` for replays of a CUDA graph, or `eager`. `output` is the
+    output of the last run.
     """
 
     mean: float
@@ -60,7 +61,7 @@ class Clock(ABC):
 
     @abstractmethod
     def time(self, step: Step, cycle: int = 1) -> Timing:
-        """Time a step. The time is the mean of `cycle` calls, because some methods select only at every `cycle`-th."""
+        """Time a step, as the mean of `cycle` calls, because some methods select only in every `cycle`-th step."""
 
     @abstractmethod
     def _milliseconds(self, run: Callable[[], object]) -> list[float]:

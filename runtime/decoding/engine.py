@@ -295,7 +295,7 @@ class Engine:
         return Sequence(self.index, request, before - self.index.split.tokens, longest)
 
     def _watch(self) -> None:
-        """Let the cache take the queries by which sources are found."""
+        """Let the cache record the retrieval heads' queries, from which sources are computed."""
         if appends(self.cache.stored_layers):
             raise UsageError("--sources: with --stream the index also has the answer's tokens; leave one of them out")
         if self.cache.watched is None:

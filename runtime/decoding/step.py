@@ -114,8 +114,10 @@ class DecodeStep:
 
 @contextmanager
 def _experts_for_few_tokens(model: PreTrainedModel, tokens: int) -> Iterator[None]:
-    """Within the context, a model on a GPU computes mixtures of experts with batched_mm instead of grouped_mm if
-    `tokens` is 1. Transformers makes the same choice when it decodes few tokens."""
+    """Let a model on a GPU compute its experts with batched_mm, not grouped_mm, within the context, if `tokens` is 1.
+
+    Transformers makes the same choice when it decodes few tokens.
+    """
     before = model.get_experts_implementation() if tokens == 1 and model.device.type != "cpu" else {}
     if "grouped_mm" not in before.values():
         yield

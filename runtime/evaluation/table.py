@@ -338,7 +338,7 @@ def cells(results: Iterable[Result]) -> list[Cell]:
 
 
 def _read(shares: Sequence[float | None]) -> float | None:
-    """Return the mean KV fraction of the answers that took a decode step; None if no answer did."""
+    """Return the mean of the known KV fractions of answers; None if none is known."""
     of_steps = [share for share in shares if share is not None]
     return _mean(of_steps) if of_steps else None
 

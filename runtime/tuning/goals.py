@@ -235,7 +235,10 @@ class Halves:
         return self.target - self.gain_at(self.held_out.mean(form, shares))
 
     def holds(self, form: MethodSpec, shares: Shares) -> bool:
-        """Whether a setting meets the goal on both halves (on the second within the tolerance) at a KV fraction below 1."""
+        """Whether a setting meets the goal on both halves of the tail's queries, at a KV fraction below 1.
+
+        On the second half the gain may be below the target by the tolerance.
+        """
         return (
             self.gain(form, shares) >= self.target - ROUNDING
             and self.gap(form, shares) <= self.goal.tolerance
