@@ -26,7 +26,7 @@ def with_ending(path: Path, ending: str = ENDING) -> Path:
 
 
 def beside(folder: Path) -> Iterator[Path]:
-    """Yield the paths next to an index whose default index name is this one, such as manual.txt for manual.skv."""
+    """Yield the paths next to an index whose default index is this index, such as manual.txt for manual.skv."""
     own = folder.parent / folder.stem
     yield from (path for path in (own, *folder.parent.glob(f"{escape(own.name)}.*")) if path != folder)
 

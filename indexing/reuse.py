@@ -1,4 +1,9 @@
-"""Decide, before the model runs, which rows and files of the earlier index in its folder a build reuses."""
+"""Decide, before the model runs, which rows and files of the earlier index in its folder a build reuses.
+
+A file is reused if its recipe, the hash of all inputs that determine its content, is the same, and its checksum is
+right. If files of the context are missing, the rows of the tokens with which both prompts begin are reused, under the
+conditions of `shared_prefix`. All other tokens are prefilled. With `force`, no file and no row is reused.
+"""
 
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -69,7 +74,7 @@ def plan_reuse(build: Build) -> ReusePlan:
 
 
 def reused_rows(build: Build, prefix_tokens: int) -> TakenOver | None:
-    """Return the earlier index's int8 rows that a build begins with; None if all of its rows are exact."""
+    """Return the earlier index's int8 rows of the first `prefix_tokens` tokens; None if no int8 rows are reused."""
     earlier = build.earlier
     if not prefix_tokens or earlier is None or earlier.manifest.kv_storage is None:
         return None

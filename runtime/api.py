@@ -135,11 +135,11 @@ class Index:
         """Answer one question, by default with greedy decoding. Each call allocates a new cache.
 
         Args:
-            sources: the maximum number of the answer's `sources`, the passages that it attended to most.
+            sources: maximum number of sources, the passages to which the answer attended most.
             setting: the arguments of `asker`.
 
         Raises:
-            UsageError: the question is empty or no text, or `sampling` is no `Sampling`.
+            UsageError: the question is empty or not a text, or `sampling` is not a `Sampling`.
         """
         if not isinstance(question, str):
             raise UsageError(f"question is a {type(question).__name__}: give one text; an `asker` answers many in turn")

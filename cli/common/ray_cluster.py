@@ -87,8 +87,9 @@ load, no further worker is started."""
 class RayCluster(Generic[HashableJob]):
     """A queue of jobs, and the workers of a Ray cluster, each with at most one job.
 
-    worker: class of the workers; each is made from the recipe.
-    count: number of workers. None for one per GPU, or one per four CPUs if there is no GPU.
+    Attributes:
+        worker: class of the workers; each is made from the recipe.
+        count: number of workers. None for one per GPU, or one per four CPUs if there is no GPU.
     """
 
     worker: type[RayWorker[Any, HashableJob]]

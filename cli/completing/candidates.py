@@ -20,9 +20,10 @@ _PLAIN = re.compile(r"[\w./@%+,:=~-]")
 class BashLine:
     """The words of a bash command line without their quotes. The last word is incomplete.
 
-    quote: the quotation mark that is still open in the last word.
-    replaced: number of characters of the last word that stay. bash replaces the text after the last `=` or `:`, or
-    after an open quote.
+    Attributes:
+        quote: the quotation mark that is still open in the last word.
+        replaced: number of characters of the last word that stay. bash replaces the text after the last `=` or `:`, or
+            after an open quote.
     """
 
     words: list[str]
@@ -134,7 +135,8 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 class Candidates:
     """Candidates for the incomplete word, each with a description.
 
-    files: `file` or `folder` if the word may also be a path. The shell then completes the path itself.
+    Attributes:
+        files: `file` or `folder` if the word may also be a path. The shell then completes the path itself.
     """
 
     words: dict[str, str] = field(default_factory=dict)

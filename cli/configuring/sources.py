@@ -229,10 +229,11 @@ def table_of(file: ProjectFile, path: tuple[str, ...], known: Iterable[tuple[str
 class SetDefault:
     """A default that a file or an environment variable sets: an option's value, or the cache folder.
 
-    command: the command of the option; None for all commands.
-    file, line: where the file sets the value.
-    variable: the environment variable that sets the value.
-    used: whether the value has an effect. False if an environment variable outranks the value.
+    Attributes:
+        command: the command of the option; None for all commands.
+        file, line: where the file sets the value.
+        variable: the environment variable that sets the value.
+        used: whether the value has an effect. False if an environment variable outranks the value.
     """
 
     command: str | None

@@ -127,7 +127,7 @@ class Team(ABC):
 
 
 class Alone(Team):
-    """This process has the whole model."""
+    """Team of this process alone, which has the whole model."""
 
     part, shared_rows, starts_after_prefix = ALL_HEADS, None, True
 

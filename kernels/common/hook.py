@@ -1,4 +1,7 @@
-"""Routing of a model's attention to a caller's function, through transformers' `AttentionInterface`."""
+"""Routing of a model's attention to a caller's function, through transformers' `AttentionInterface`.
+
+Decoding passes the method `attend` of its cache (`IndexCache.attend` for a single sequence), and a build its recorder.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -36,7 +36,7 @@ class Own:
 
 @dataclass(frozen=True)
 class QuestionPrefill:
-    """Prefill config: a question's tokens select chunk by chunk, by a method and budget of their own."""
+    """Prefill config: a question's tokens select chunk by chunk, by a separate method and budget."""
 
     name: str
     method: Method

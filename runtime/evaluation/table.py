@@ -132,7 +132,7 @@ class Answers:
             self._lock.release()
 
     def add(self, key: str, given: ScoredAnswer, told: dict[str, Any]) -> None:
-        """Write an answer to disk at once (fsync). `told` has extra fields for human readers of the file.
+        """Write an answer to disk at once (fsync). `told` has additional fields, for people who read the file.
 
         Raises:
             SparsekvError: the disk is full or gone.

@@ -2,9 +2,9 @@
 
 The attention probabilities of an observation window of queries are summed and pooled along positions, so that the
 neighbours of an important token are kept with it. In the paper, the window is at the end of the prompt, which ends with
-the question. Here the document is prefilled before the question. Before a question, the window holds the last of the
-document's queries that a method may use (`load_observed`). When a question is prefilled, the window holds the
-question's last queries. The ranking by these queries is kept until `forget_question`.
+the question. Here the document is prefilled before the question. Before a question, the window has the last of the
+document's observed queries (`load_observed`, the first half of the tail). When a question is prefilled, the window has
+the question's last queries. The ranking by these queries is kept until `forget_question`.
 
 There are two differences from the published code. One selection serves all query heads of a group, by the mean of their
 pooled sums. For the document's window, the softmax is over the middle alone, because the keys of sinks and tail are not
@@ -88,11 +88,11 @@ class SnapKVSelector(KeptTokens):
         return ConversationState(self.forget_question, self.observe)
 
     def observe(self, queries: Queries) -> None:
-        """Replace the ranking by that of the question's window."""
+        """Replace the ranking by the ranking of the question's last queries."""
         self.order, self.version = self._ranking(queries.query, queries.exact_logsumexp()), self.version + 1
 
     def forget_question(self) -> None:
-        """Restore the ranking by the document's window."""
+        """Restore the ranking by the document's observed queries."""
         self.order, self.version = self.document_order, self.version + 1
 
     def graph_state(self) -> int:

@@ -1,4 +1,8 @@
-"""Scan of all keys' product-quantisation codes: estimates the keys' logits and selects the best tokens."""
+"""Scan of all keys' product-quantisation codes: estimates the keys' logits and selects the best tokens.
+
+`CodeEstimates` runs on any device. `CodeScan` and `QuestionScan` run only on a GPU. The compiled step of a CPU is in
+`kernels.attention.cluster_step`.
+"""
 
 from functools import cached_property
 
@@ -110,7 +114,7 @@ class CodeScan:
 
     @staticmethod
     def serves(tensors: dict[str, torch.Tensor]) -> bool:
-        """Whether kernels support these codes, and there are so many keys that a scan by kernels saves time."""
+        """Whether the codes are on a GPU, kernels support them, and a scan of this many keys by kernels saves time."""
         codes, (_, parts, centroids, size) = tensors["codes"], tensors["codebooks"].shape
         # The kernel unrolls its look-ups over the parts, and holds one part of the rotation in shared memory.
         fits = parts % IN_WORD == 0 and parts <= MOST_PARTS and size <= MOST_CHANNELS
@@ -170,7 +174,7 @@ class QuestionScan:
 
     @staticmethod
     def serves(tensors: dict[str, torch.Tensor]) -> bool:
-        """Whether the kernel supports these codes, and there are so many keys that a scan by the kernel saves time."""
+        """Whether the codes are on a GPU, the kernel supports them, and there are enough keys for it to save time."""
         # A tile of the kernel holds all parts. The tile's sizes are powers of two, and a product needs at least 16
         # channels.
         _, parts, _, size = tensors["codebooks"].shape
