@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.runtime.cache.buffers import Step, captured, waits
+from sparsekv.runtime.cache.buffers import Run, captured, waits
 
 WARM_UPS = 3
 CPU_EVICTED, CUDA_EVICTED = 2**27, 2**28  # bytes read to evict the caches; at least four times a GPU's L2 cache
@@ -60,7 +60,7 @@ class Clock(ABC):
             self.scrap.sum()
 
     @abstractmethod
-    def time(self, step: Step, cycle: int = 1) -> Timing:
+    def time(self, step: Run, cycle: int = 1) -> Timing:
         """Time a step, as the mean of `cycle` calls, because some methods select only in every `cycle`-th step."""
 
     @abstractmethod
@@ -88,7 +88,7 @@ class WallClock(Clock):
     def __init__(self, device: torch.device, runs: int, *, cold: bool):
         super().__init__(device, runs, cold=cold, evicted=CPU_EVICTED)
 
-    def time(self, step: Step, cycle: int = 1) -> Timing:
+    def time(self, step: Run, cycle: int = 1) -> Timing:
         run = _repeated(step, cycle)
         for _ in range(WARM_UPS):
             run()
@@ -116,7 +116,7 @@ class CudaClock(Clock):
         cache = torch.cuda.get_device_properties(device).L2_cache_size
         super().__init__(device, runs, cold=cold, evicted=max(CUDA_EVICTED, 4 * cache))
 
-    def time(self, step: Step, cycle: int = 1) -> Timing:
+    def time(self, step: Run, cycle: int = 1) -> Timing:
         run = _repeated(step, cycle)
         for _ in range(WARM_UPS):
             run()
@@ -144,7 +144,7 @@ class CudaClock(Clock):
         return [start.elapsed_time(stop) for start, stop in events]
 
 
-def _repeated(step: Step, cycle: int) -> Step:
+def _repeated(step: Run, cycle: int) -> Run:
     def run() -> torch.Tensor:
         for _ in range(cycle - 1):
             step()
