@@ -20,7 +20,7 @@ from sparsekv.indexing.plan import Build, EarlierIndex
 from sparsekv.indexing.sampling import sample_positions, sample_recipe, sample_size
 
 LEAST_SHARE = 0.5
-"""Least share of a document's tokens that int8 channel scales must have been measured on. If it was a quarter, the
+"""Minimum share of a document's tokens that int8 channel scales must have been measured on. If it was a quarter, the
 storage error is 1.5 times as large; if a sixteenth, twice (docs/reference/eight-bits.md)."""
 
 

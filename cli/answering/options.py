@@ -40,8 +40,10 @@ if TYPE_CHECKING:  # only ranks need torch.distributed; importing transformers t
 
 
 def refuse_merged_heads(config: DecodeConfig) -> None:
-    """Raise UsageError if the answer's or the question's method selects tokens once for all heads. With several
-    ranks, each rank has only some of the heads."""
+    """Raise UsageError if the method of the answer or of the question selects the same tokens for all heads.
+
+    With several ranks, each rank has only a part of the heads.
+    """
     for part in (config.attention, config.question):
         if not isinstance(part, Dense | Own) and part.method.merges_heads:
             others = sorted(name for name, method in methods().items() if not method.merges_heads)

@@ -68,8 +68,7 @@ class RayWorker(ABC, Generic[Recipe, Job]):
 
 
 def whole_model(name: str | None) -> str | None:
-    """Return a model's name that is valid for processes with another current folder. The path of a local folder
-    becomes absolute."""
+    """Return a model's name that is valid in processes with another current folder: a local path becomes absolute."""
     if name is None or not os.path.isdir(folder := os.path.expanduser(name)):
         return name
     return os.path.abspath(folder)

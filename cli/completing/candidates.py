@@ -31,8 +31,10 @@ class BashLine:
     replaced: int
 
     def insertion(self, word: str) -> str | None:
-        """Return the text that replaces the end of the incomplete word in bash. None if the word cannot stand in the
-        open quote."""
+        """Return the text that replaces the end of the incomplete word in bash.
+
+        None if the word has a character that the open quote does not allow.
+        """
         rest = word[self.replaced :]
         if self.quote:
             return None if self.quote in rest or (self.quote == '"' and re.search(r"[$`\\!]", rest)) else rest

@@ -121,8 +121,7 @@ def _counts_later(ctx: Any, option: str) -> bool:
 
 
 def _leave_out_others_methods(ctx: Any, options: dict[str, Any]) -> None:
-    """Reset the file's values for options that belong only to methods that are not chosen. Any source may choose
-    methods."""
+    """Reset the file's values of options that belong only to methods that no source has chosen."""
     chosen: set[str] = set()
     for name in NAMING_METHODS:
         value = ctx.params.get(name.replace("-", "_")) or []

@@ -43,7 +43,7 @@ def telling_words(words: Sequence[str], positions: Iterable[int]) -> dict[str, i
 
 
 BROKEN = "\ufffd"
-LONGEST = 8  # most tokens that one character may span
+LONGEST = 8  # maximum number of tokens that one character may span
 
 
 def inspection_page(

@@ -169,7 +169,7 @@ class BuildFolder:
             self._remove_strays(self.base)
 
     def _seal(self, manifest: Manifest) -> Manifest:
-        """Write the manifest over an earlier one, and remove files that it does not list."""
+        """Replace the manifest, and remove files that the new manifest does not list."""
         data, sealed = manifest_bytes(manifest)
         with self._writing():
             self._journal.write()
@@ -217,7 +217,7 @@ class BuildFolder:
             mark(self._folder)
 
     def _free_path(self, name: str, recipe: str) -> str:
-        """Return the logical name as the path, or one with the recipe's hash if the base uses a file at that path."""
+        """Return a file's path: its logical name, or with the recipe's hash added if the base has a file at that path."""
         in_use = {record.path for record in self.base.files.values()} if self.base else set()
         if name not in in_use:
             return name

@@ -39,7 +39,7 @@ THREADS = min(16, os.cpu_count() or 1)
 SUMS = min(
     64, os.cpu_count() or 1
 )  # checksums computed at a time: one thread takes most of a second for a layer's keys
-HELD_BYTES = 6 << 30  # most bytes of tensors that wait to be written and have no other use
+HELD_BYTES = 6 << 30  # maximum bytes of tensors that wait to be written and have no other use
 
 
 class ArtifactWriter(BuildFolder):

@@ -69,7 +69,7 @@ def _interval(value: float, replicates: NDArray[np.float64]) -> Interval:
 
 
 def _means(paired: Sequence[Scores], seed: int) -> list[NDArray[np.float64]]:
-    """Return the bootstrap means [replicates] of each of `paired`.
+    """Return bootstrap means [replicates] for each set of scores in `paired`.
 
     A replicate draws contexts and their questions with replacement, the same draws for all of `paired`.
     """
@@ -198,7 +198,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Result:
-    """The answer to one question with one variant; `tokens` is the token count of its context, as it was indexed."""
+    """The answer to one question with one variant; `tokens` is the number of tokens of the indexed context."""
 
     context: Context
     question: Question
