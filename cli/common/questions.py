@@ -18,7 +18,8 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 def answer_may_meet_notes() -> bool:
     """Whether a note may appear in the middle of an answer on a terminal.
 
-    True if stdout is a terminal, or a pipe, whose reader may write to a terminal.
+    True unless stdout is a regular file: the reader of a pipe may write to a terminal, too. If stdout has no file
+    descriptor, whether stderr is a terminal.
     """
     with suppress(OSError, ValueError):  # stdout has no file descriptor
         return not stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)

@@ -217,7 +217,7 @@ class BuildFolder:
             mark(self._folder)
 
     def _free_path(self, name: str, recipe: str) -> str:
-        """Return a file's path: its logical name, or with the recipe's hash added if the base has a file at that path."""
+        """Return a file's path: its logical name, with the recipe's hash added if the base has a file at that path."""
         in_use = {record.path for record in self.base.files.values()} if self.base else set()
         if name not in in_use:
             return name
