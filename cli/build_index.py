@@ -169,7 +169,7 @@ class BuildOptions:
         chosen = {name: indexers()[name] for name in choose_indexers(self.method or [])}
         way = choose_prefill(self.prefill)
         refuse_unused(chosen | {f"the {self.prefill} prefill": way}, self.parameters)
-        # Imported here because they import transformers.
+        # Imported here, because they import transformers.
         from sparsekv.cli.building.recipe import BuildRecipe
         from sparsekv.indexing.plan import BuildConfig
 
@@ -251,7 +251,7 @@ def build_index(options: BuildOptions) -> None:
     A=$(sparsekv build-index manual.txt) && sparsekv generate --index "$A" "What is this about?"
     """
     recipe, documents = options.recipe(), options.documents or []
-    # Imported here because they import transformers, which takes as long as all else; --help need not wait for it.
+    # Imported here, because they import transformers, which takes seconds; --help does not need it.
     from sparsekv.cli.building.recipe import FIXED, add_methods, choose_targets, index_among, index_by_ranks
     from sparsekv.cli.building.several import index_by_ray, index_here, index_several
     from sparsekv.cli.building.watch import build_and_watch, refuse_unwatchable

@@ -50,7 +50,7 @@ def convert(
         raise UsageError(f"{output} is there already; choose another name with --output")
     check_output(output)
     where = choose_device(device)
-    # Imported here because it imports transformers, which takes as long as all else; --help need not wait for it.
+    # Imported here, because it imports transformers, which takes seconds; --help does not need it.
     from sparsekv.indexing.convert import convert_index
 
     refuse_little_room()

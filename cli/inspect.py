@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and a summary needs n
     from transformers import PreTrainedTokenizerBase
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
-MOST = 8
+SHOWN = 8
 """Default number of the biggest clusters, and of the most spread clusters, that are shown."""
 
 
@@ -113,7 +113,7 @@ def inspect(
         if sources := artifact.manifest.prompt.files:
             note(f"the ranges of {len(sources):,} source files are in order, within the prompt", quiet=quiet)
     more = as_json or any(one is not None for one in (method, layer, clusters, by, html, plot))
-    described = _describe(artifact, names, MOST if clusters is None else clusters, quiet=quiet) if more else {}
+    described = _describe(artifact, names, SHOWN if clusters is None else clusters, quiet=quiet) if more else {}
     tokenizer, ids = _tokenizer(artifact, model, quiet=quiet) if more else None, artifact.input_ids().tolist()
     words = [] if tokenizer is None else words_of(tokenizer, ids)
     inspection = _inspection(artifact, described or {name: [] for name in names}, shown, words, verified=verify)

@@ -34,7 +34,7 @@ def serve(options: ServeOptions) -> None:
     """
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise SparsekvError(f"serve needs {', '.join(missing)}, which is not installed; pip install 'sparsekv[serve]'")
-    # Imported here, because it imports torch and transformers; --help need not wait for them.
+    # Imported here, because it imports torch and transformers, which takes seconds; --help does not need them.
     from sparsekv.cli.serving.run import run
 
     run(options)

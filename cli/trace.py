@@ -97,7 +97,7 @@ def trace(options: TraceOptions) -> None:
     config = options.attention.config(artifact)
     question = read_question(options.prompt, options.prompt_file)
     early = EarlyReading.of(artifact, options.run.device, config)
-    # Imported here because they import transformers, which takes as long as all else; --help need not wait for it.
+    # Imported here, because they import transformers, which takes seconds; --help does not need it.
     from sparsekv.cli.common.loading import load_for
     from sparsekv.runtime.decoding.answer import question_ids
     from sparsekv.runtime.decoding.sampling import Sampling

@@ -177,9 +177,10 @@ def tune(options: TuneOptions) -> None:
 class Search:
     """The result of a search.
 
-    tuned: the setting of each method, the best first.
-    before: the default before the search, measured too; None if it cannot run.
-    dense_ms: milliseconds of a step of dense attention; None if no times were compared.
+    Attributes:
+        tuned: the setting of each method, the best first.
+        before: the default before the search, measured too; None if it cannot run.
+        dense_ms: milliseconds of a step of dense attention; None if no times were compared.
     """
 
     tuned: list[Tuned]

@@ -30,7 +30,7 @@ def hash_file(path: Path) -> str:
 def hash_descriptor(descriptor: int) -> str:
     """Compute the sha256 of an open file from its beginning, in hex.
 
-    It is thread-safe, because the descriptor's offset is neither used nor changed.
+    Several threads may do this at the same time, because the descriptor's offset is neither used nor changed.
     """
     digest, place = hashlib.sha256(), 0
     while piece := os.pread(descriptor, _PIECE, place):
@@ -40,7 +40,7 @@ def hash_descriptor(descriptor: int) -> str:
 
 
 def hash_json(value: Any) -> str:
-    """Compute the sha256 of a JSON-like value, in hex. The order of its keys does not matter."""
+    """Compute the sha256 of a JSON-like value, in hex. The order of keys in dictionaries does not matter."""
     return hash_bytes(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
 
 

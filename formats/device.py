@@ -24,7 +24,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of a GPU's memory: the total, and what this process can still allocate."""
+    """Size of a GPU's memory in bytes: `total`, and `left`, the bytes that this process can still allocate."""
 
     total: int
     left: int
@@ -32,13 +32,13 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of GPU memory that torch needs.
+    """Bytes of GPU memory that torch needs for each purpose.
 
     Args:
         model: the model's weights, which are on the GPU already.
-        rows: keys and values, and the queries that are kept with them.
-        work: an estimate of temporary memory.
-        states: the copies of the states of layers that keep one.
+        rows: keys and values, and stored queries.
+        work: temporary memory, an estimate.
+        states: copies of recurrent and convolution states.
     """
 
     model: int
@@ -93,7 +93,7 @@ def model_bytes(model: torch.nn.Module) -> int:
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> int:
-    """Count a tensor's bytes. A tensor that only wraps others, such as quantised weights, has the bytes of these."""
+    """Count a tensor's bytes. For a tensor that wraps other tensors, such as quantised weights, count their bytes."""
     inner = getattr(tensor, "__tensor_flatten__", None)
     if inner is None:
         return tensor.nbytes
@@ -131,7 +131,7 @@ class _Buffer:
 class DeviceReader:
     """Reads files into the memory of one GPU.
 
-    It holds 256 MiB of page-locked memory and `THREADS` threads until the process ends.
+    The reader holds 256 MiB of page-locked memory and `THREADS` threads until the process ends.
     """
 
     def __init__(self, device: torch.device):
@@ -247,8 +247,8 @@ def release_pages(mapped: torch.Tensor) -> None:
 def map_pages(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Map all memory pages of tensors that are views of mapped files, and yield after each AT_ONCE bytes.
 
-    Without this, the first reader would take a page fault for every sixteen pages. For tensors in other memory the call
-    has no effect. It also does nothing on systems without MADV_POPULATE_READ. Other threads can run during each call.
+    Otherwise the first access would cause a page fault for every sixteen pages. Has no effect on tensors in other
+    memory and on systems without MADV_POPULATE_READ. Other threads can run while pages are mapped.
     """
     for tensor in tensors:
         first, length = _whole_pages(tensor)

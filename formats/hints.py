@@ -26,7 +26,7 @@ def with_ending(path: Path, ending: str = ENDING) -> Path:
 
 
 def beside(folder: Path) -> Iterator[Path]:
-    """Yield the paths next to an index whose default index name is this one, such as manual.txt for manual.skv."""
+    """Yield the paths next to an index whose default index is this index, such as manual.txt for manual.skv."""
     own = folder.parent / folder.stem
     yield from (path for path in (own, *folder.parent.glob(f"{escape(own.name)}.*")) if path != folder)
 
@@ -72,7 +72,7 @@ def first_build_hint() -> str:
 def add_methods_hint(folder: Path, methods: Iterable[str]) -> str:
     """Format the command that adds methods to an index.
 
-    It uses the index's own tokens, because the document may be gone, or the index may hold appended text.
+    The command names the index and not its document, because the document may be gone, or text may have been appended.
     """
     return command("build-index", folder, *(part for name in methods for part in ("--method", name)))
 

@@ -46,7 +46,7 @@ from sparsekv.indexing.reuse import plan_reuse
 
 @dataclass(frozen=True)
 class MethodFiles:
-    """A method's files, one per layer, which a build has written or reused; `new` is true if it wrote any."""
+    """A method's files, one per layer, which a build has written or reused; `new`: at least one was written."""
 
     work: LayerWork
     new: bool
@@ -73,7 +73,7 @@ class MethodStage:
     make_layers: LayerMaker = make_layers
 
     def build(self, name: str, indexer: Indexer) -> MethodRecord:
-        """Reuse or write each layer's file, then calibrate; the old calibration is kept if no file changed."""
+        """Reuse or write the file of each layer; return the record, with the old calibration if no file has changed."""
         return self.record(self.write(name, indexer))
 
     def write(self, name: str, indexer: Indexer) -> MethodFiles:
@@ -324,7 +324,7 @@ class Builder:
 
     @property
     def queries(self) -> int:
-        """Size of the query sample, in queries per KV head: the largest number that one of the methods asks for."""
+        """Size of the query sample, in queries per KV head: the largest number that a method needs."""
         return max((indexer.queries_wanted() for indexer in self.config.methods.values()), default=0)
 
     def decides(self, prefill: str) -> dict[str, Any]:
@@ -336,10 +336,10 @@ class Builder:
         return {"split": [config.sinks, config.tail], "prefill": [chunk_size, asdict(way)], **stored}
 
     def sample_of(self, name: str) -> dict[str, int]:
-        """Return the size of the build's query sample, as `{"queries": n}`, if this method asks for fewer queries.
+        """Return the size of the build's query sample, as `{"queries": n}`, if this method needs fewer queries.
 
-        All methods of a build share one query sample, as large as the largest that one of them asks for. The dict is
-        empty if this method asks for that many queries, or for none.
+        All methods of a build share one query sample, whose size is the largest number that a method needs. The dict is
+        empty if this method needs that many queries, or none.
         """
         methods = self.config.methods
         own = methods[name].queries_wanted() if name in methods else 0

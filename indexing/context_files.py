@@ -97,12 +97,15 @@ class ContextFacts:
 
 
 def listed(layers: Mapping[int, LayerFacts], count: int | None = None) -> list[LayerFacts | None]:
-    """Return the facts of `count` layers, by default up to the last that attends; None for one that does not."""
+    """Return the facts of the first `count` layers as a list, with None for a layer that does not attend.
+
+    By default the list ends with the last layer that attends.
+    """
     return [layers.get(layer) for layer in range(1 + max(layers) if count is None else count)]
 
 
 def facts_from_note(note: object) -> ContextFacts | None:
-    """Parse the facts that an interrupted build noted; None if the note is damaged or in an unknown format."""
+    """Parse an interrupted build's note of the facts; None if the note is damaged or in an unknown format."""
     if not isinstance(note, dict):
         return None
     try:
@@ -133,18 +136,18 @@ def context_recipe(
 def state_recipe(
     model: ModelIdentity, ids: Sequence[int], split: Split, dtype: str, prefill: PrefillRecord, kv_dtype: KVDtype | None
 ) -> str:
-    """Compute the recipe of the states after the first tokens `ids` of a prompt; later tokens do not change it.
+    """Compute the recipe of the states after the first tokens `ids` of a prompt; later tokens have no effect.
 
-    The storage dtype is part of it, because states of tokens that were appended over int8 rows follow those rows.
+    The recipe includes the storage dtype, because the states of appended tokens depend on the int8 rows before them.
     """
     decides = {**row_settings(model, split, dtype, prefill), "state": hash_tokens(ids)}
     return hash_json(decides if kv_dtype is None else {**decides, "kv_dtype": kv_dtype, "form": FORM})
 
 
 def row_settings(model: ModelIdentity, split: Split, dtype: str, prefill: PrefillRecord) -> dict[str, object]:
-    """Return all settings that determine a token's keys and values, in the model's dtype, besides the prompt's tokens.
+    """Return the settings that, with the prompt's tokens, determine a token's keys and values in the model's dtype.
 
-    Rows of an index may begin another index only if these settings are equal. `context_recipe` uses them, too, so that
+    A build reuses rows of an index only if these settings are equal. `context_recipe` uses these settings too, so that
     no setting can be part of the recipe but missing here.
     """
     decides_keys = [model.config_hash, model.weights_hash, model.adapter, model.quantisation]

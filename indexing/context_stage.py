@@ -199,10 +199,10 @@ class ContextStage:
 
     @property
     def _kept_recipe(self) -> str | None:
-        """The hash of what decides the rows and queries of the prefill's chunks; None if an interruption loses them.
+        """Hash of all inputs that determine the rows and queries of the prefill's chunks.
 
-        They are lost where keys and values are stored in 8 bits, which needs all of them; where layers keep a state;
-        and where several processes share the model.
+        None if an interrupted prefill must begin anew: keys and values are stored in int8, whose scales depend on all
+        tokens; layers keep a state; or several processes share the model.
         """
         build = self.build
         in_8_bits, keeping = self.plan.config.kv_dtype is not None, bool(self.plan.kinds.keeping)
@@ -211,7 +211,10 @@ class ContextStage:
         return hash_json(["prefill", self.reuse.sample_recipe, self.reuse.prefix_tokens])
 
     def _begun(self) -> BegunPrefill | None:
-        """Take over the chunks that an interrupted build has prefilled, and begin to keep those of this one."""
+        """Return the chunks that an interrupted build has prefilled, or None, and start to keep this build's chunks.
+
+        Chunks of another prompt or of other settings, and damaged chunks, are removed.
+        """
         writer, note, recipe, begun = self.writer, self.writer.kept_note, self._kept_recipe, None
         if note is not None and note.recipe == recipe and note.ends[-1] < len(self.input_ids):
             begun = self._taken(note)
@@ -252,11 +255,15 @@ class ContextStage:
         return BegunPrefill(kept.tokens, of_layers, queries)
 
     def _first(self, begun: BegunPrefill | None) -> int:
-        """Return the number of tokens that are not prefilled."""
+        """Return the number of leading tokens that this build does not prefill."""
         return self.reuse.prefix_tokens if begun is None else begun.tokens
 
     def _announcement(self, begun: BegunPrefill | None, size: int) -> str:
-        """Return a line that says how much work the build is, before it begins."""
+        """Return a line for the user with the numbers of tokens to prefill and of megabytes to write.
+
+        Args:
+            size: bytes to write.
+        """
         tokens = len(self.input_ids)
         told = f"{tokens - self._first(begun):,} of {tokens:,} tokens to prefill, about {size / 1e6:,.0f} MB to write"
         if begun is not None:
@@ -301,7 +308,10 @@ class ContextStage:
         return build.team.whole(own)
 
     def _write_state(self, tokens: int, state: State) -> None:
-        """Write the states after some tokens while later ones are prefilled, so that few are in memory at a time."""
+        """Write the states after the first `tokens` tokens in a thread, while later tokens are prefilled.
+
+        Only few states are then in memory at a time.
+        """
         if not all(is_finite(tensor) for tensor in state.values()):
             raise SparsekvError(f"states after {tokens:,} tokens are not finite in {self.plan.dtype}; {self._remedy()}")
         self.writer.write(state_file(tokens), state, self.build.state_recipe(tokens))
@@ -321,10 +331,10 @@ class ContextStage:
         return ContextFacts(layers, probe, canary=canary)
 
     def _canary(self, captured: Captured, taken: TakenOver | None) -> tuple[list[CanaryToken], Probe]:
-        """Compute canary and probe from the model's own attention over the rows as they will be stored.
+        """Compute the canary and the probe by the model's own attention over the rows as the index stores them.
 
         Raises:
-            SparsekvError: the logits of our attention differ.
+            SparsekvError: our attention gives other logits.
         """
         kv_dtype = self.plan.config.kv_dtype
         self.build.team.begin(RunCanary(self.input_ids, kv_dtype))
@@ -343,9 +353,9 @@ class ContextStage:
     def _bytes_to_write(self, state: int) -> int:
         """Estimate the disk space in bytes that the build needs.
 
-        It counts the missing layers' keys and values, the missing states of `state` bytes each, and the sampled
-        queries. For methods it adds a tenth of the exact
-        keys and values of all layers, and the files of methods with a `bytes_per_token`.
+        The estimate is the sum of the missing layers' keys and values, the missing states of `state` bytes each, and
+        the sampled queries. For methods, it adds a tenth of the exact keys and values of all layers, and the files of
+        methods with `bytes_per_token`.
         """
         split, config = self.build.split, self.model.config.get_text_config()
         layers = self.plan.kinds.attending

@@ -22,7 +22,7 @@ RUN = 16
 """Number of tokens of a passage by which texts are compared. It is so large that texts on one subject have few passages
 in common by chance."""
 LEAST_IN_COMMON = 1 / 3
-"""Least share of an index's passages that a text must contain to count as a later version of its document.
+"""Minimum share of an index's passages that a text must contain to count as a later version of its document.
 
 An edited text keeps more of the passages, and a continued text keeps all. Another text with the same licence or
 headings has few. For example, 0.41 of the passages of this project's README are still in it 400 commits later. Two
@@ -171,7 +171,7 @@ def _other_settings(build: Build, base: Manifest) -> list[str]:
 
 
 def _other_prompt(build: Build, base: Manifest) -> list[str]:
-    """List the reasons, other than the text, why an index has other token ids than a build."""
+    """List the reasons, apart from the document's text, why an index has other token ids than a build."""
     now, before = build.plan.prompt, base.prompt
     reasons = {
         "--raw": before.chat is None and now.chat is not None,

@@ -164,9 +164,9 @@ class BuildConfig:
         chunk_size: tokens per forward pass; None for as many as keep the device busy.
         kv_dtype: storage dtype of keys and values; None for the model's dtype.
         rope_scaling: the RoPE scaling of the model, which the manifest records.
-        checkpoints: the states of layers that keep one are stored after each `checkpoints` blocks of 256 tokens; None
-            for as many as the index in the folder has, or only those that every index needs.
-        force: replace the index in the folder, and reuse nothing of it.
+        checkpoints: layer states are stored after each `checkpoints` blocks of 256 tokens. None: as often as in the
+            index in the folder; without such an index, only the states that every index needs.
+        force: replace the index in the folder, and reuse none of its files.
 
     Raises:
         UsageError: a number is too small.
@@ -205,17 +205,17 @@ def config_of(manifest: Manifest, methods: dict[str, Indexer], prefill: Prefill,
 
 
 def stored_checkpoints(manifest: Manifest) -> int | None:
-    """Return the number of blocks between an index's checkpoints; None if it has none."""
+    """Return the number of blocks between an index's stored states; None if the index has only the needed states."""
     needed = needed_states(manifest.split)
     kept = [tokens for tokens in manifest.states if tokens not in needed and not tokens % BLOCK_TOKENS]
     return min(kept) // BLOCK_TOKENS if kept else None
 
 
 def needed_states(split: Split) -> set[int]:
-    """Return the numbers of tokens after which every index stores the states of layers that keep one.
+    """Return the numbers of prompt tokens after which every index stores the layers' states.
 
-    An answer follows all tokens, and the probe all but the last. An append begins with the old tail, whose queries it
-    needs.
+    An answer needs the state after all tokens, and the probe the state before the last token. An append needs the state
+    before the tail, because it prefills the old tail again for its queries.
     """
     return {split.sinks + split.middle, split.tokens - 1, split.tokens}
 
@@ -263,7 +263,7 @@ def check_positions(prompt: FixedPrompt, config: PreTrainedConfig, name: str, *,
 
 
 def _less(prompt: FixedPrompt) -> str:
-    """Return a hint at the largest files of a document of several files; empty for one text."""
+    """Return a hint that names the largest files of a document of several files; empty for a document of one text."""
     if not prompt.files:
         return ""
     largest = sorted(prompt.files, key=lambda file: file.start - file.stop)[:3]
@@ -273,7 +273,7 @@ def _less(prompt: FixedPrompt) -> str:
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """Everything that decides the content of an index.
+    """All inputs that determine the content of an index: model, prompt and settings.
 
     Raises:
         UsageError: the model or its RoPE cannot be indexed, or a method cannot be built for its heads.
@@ -304,7 +304,7 @@ class BuildPlan:
             )
 
     def _check_states(self, by_length: bool) -> None:
-        """Raise UsageError if layers keep a state that this build could not carry along."""
+        """Raise UsageError if layers keep a state that a build with these settings does not support."""
         config, name = self.config, self.loaded.name
         if not self.kinds.keeping:
             if config.checkpoints:
@@ -324,7 +324,7 @@ class BuildPlan:
             )
 
     def _check_heads(self) -> None:
-        """Raise UsageError if the model's config does not give one number and one size of heads for all layers."""
+        """Raise UsageError unless all layers have the same number of KV heads and the same head size."""
         config = self.loaded.model.config.get_text_config()
         told = f"{self.loaded.name} ({config.model_type})"
         try:
@@ -392,7 +392,8 @@ class Build:
 
     Args:
         split: sinks, middle and tail of the plan's prompt.
-        writer: holds the lock of the index's folder, and has the finished index and the unfinished build in it.
+        writer: writes the index's files. It holds the folder's lock, and knows the folder's finished index and
+            unfinished build.
         progress: called with a stage's name, the number of steps done, and the number of steps in all.
         team: the processes that run the model and build the methods.
         tell: called with a line for the user.
@@ -421,7 +422,7 @@ class Build:
 
     @cached_property
     def marks(self) -> list[int]:
-        """Ascending numbers of tokens after which states are stored; none if no layer keeps one."""
+        """Numbers of prompt tokens, ascending, after which states are stored; empty if no layer keeps a state."""
         if not self.plan.kinds.keeping:
             return []
         base, config = self.writer.base, self.plan.config
@@ -431,7 +432,7 @@ class Build:
         return sorted({*needed_states(self.split), *checkpoints})
 
     def state_recipe(self, tokens: int) -> str:
-        """Compute the recipe of the states after the prompt's first `tokens` tokens; later ones do not change it."""
+        """Compute the recipe of the states after the prompt's first `tokens` tokens; later tokens have no effect."""
         plan, ids = self.plan, self.plan.prompt.input_ids[:tokens].tolist()
         return state_recipe(self.model, ids, self.split, plan.dtype, plan.prefill_record, plan.config.kv_dtype)
 

@@ -1,4 +1,9 @@
-"""Decide, before the model runs, which rows and files of the earlier index in its folder a build reuses."""
+"""Decide, before the model runs, which rows and files of the earlier index in its folder a build reuses.
+
+A file is reused if its recipe, the hash of all inputs that determine its content, is the same, and its checksum is
+right. If files of the context are missing, the rows of the tokens with which both prompts begin are reused, under the
+conditions of `shared_prefix`. All other tokens are prefilled. With `force`, no file and no row is reused.
+"""
 
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -15,7 +20,7 @@ from sparsekv.indexing.plan import Build, EarlierIndex
 from sparsekv.indexing.sampling import sample_positions, sample_recipe, sample_size
 
 LEAST_SHARE = 0.5
-"""Least share of a document's tokens that int8 channel scales must have been measured on. If it was a quarter, the
+"""Minimum share of a document's tokens that int8 channel scales must have been measured on. If it was a quarter, the
 storage error is 1.5 times as large; if a sixteenth, twice (docs/reference/eight-bits.md)."""
 
 
@@ -69,7 +74,7 @@ def plan_reuse(build: Build) -> ReusePlan:
 
 
 def reused_rows(build: Build, prefix_tokens: int) -> TakenOver | None:
-    """Return the earlier index's int8 rows that a build begins with; None if all of its rows are exact."""
+    """Return the earlier index's int8 rows of the first `prefix_tokens` tokens; None if no int8 rows are reused."""
     earlier = build.earlier
     if not prefix_tokens or earlier is None or earlier.manifest.kv_storage is None:
         return None
@@ -84,11 +89,11 @@ def shared_prefix(build: Build, positions: torch.Tensor, missing: AbstractSet[st
     The index must have these rows from the same model, dtype and prefill.
 
     Args:
-        positions: [P], ascending, positions whose queries are needed. A query that the index lacks is computed from the
-            rows before it. After a sparse prefill, or if the model scales queries by the cache's length, it cannot be,
-            and the prefix ends at that position. So it does if layers keep a state, and then it also ends where the
-            index has the state.
-        missing: names of the files to write, states among them.
+        positions: [P], ascending, positions of the query sample. A query that the index lacks is usually computed from
+            the rows before its position. This is not possible after a sparse prefill, if the model scales queries by
+            the cache's length, or if layers keep a state. The prefix then ends before the first such position. If
+            layers keep a state, the prefix also ends after a number of tokens for which the index stores the state.
+        missing: names of the files to write, files of states included.
     """
     earlier, plan = build.earlier, build.plan
     if earlier is None or plan.config.force or not build.team.starts_after_prefix or not _fits(build, earlier.manifest):
@@ -127,10 +132,10 @@ def shared_tokens(earlier: EarlierIndex, input_ids: torch.Tensor) -> int:
 
 
 def _last_shared_state(build: Build, earlier: EarlierIndex, positions: torch.Tensor, missing: AbstractSet[str]) -> int:
-    """Return the largest number of tokens that both prompts begin with and after which the index has the state.
+    """Return the largest number of tokens that both prompts have in common and after which the index stores the state.
 
-    The tokens behind it are prefilled again. They include all those whose queries or states the index lacks, and one
-    that both prompts have, over which `compare_state` checks the state.
+    All later tokens are prefilled. These include all tokens whose queries or states the index lacks, and at least one
+    token of both prompts, by which `compare_state` checks the stored state.
     """
     most = [build.split.sinks + build.split.middle]
     most += positions[~torch.isin(positions, earlier.query_positions())][:1].tolist()
@@ -145,7 +150,7 @@ def _last_shared_state(build: Build, earlier: EarlierIndex, positions: torch.Ten
 
 
 def _fits(build: Build, base: Manifest) -> bool:
-    """Whether a build's rows may follow those of an index."""
+    """Whether the rows of a build may follow the rows of an index: both have the same settings."""
     plan = build.plan
     return (
         row_settings(base.model, base.split, base.dtype, base.prefill)

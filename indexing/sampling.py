@@ -1,8 +1,8 @@
 """Sample the positions whose queries are stored, for methods that build from queries.
 
-A token's priority is a pseudo-random number that depends only on its position. The sample is the tokens of lowest
-priority. So chunk sizes do not change it, and when a document grows, the new sample is part of the old sample plus new
-tokens.
+A token's priority is a pseudo-random number that depends only on the token's position. The sample is the tokens of
+lowest priority. Therefore the sample does not depend on the chunk size. When a document grows, the new sample consists
+of tokens of the old sample and of new tokens.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def sample_positions(split: Split, count: int) -> torch.Tensor:
 
 
 def sample_size(plan: BuildPlan) -> int:
-    """Return the number of positions whose queries the plan's methods need; each gives the G queries of a group."""
+    """Return the number of positions in the query sample. A position has G queries for each KV head."""
     rows = max((indexer.queries_wanted() for indexer in plan.config.methods.values()), default=0)
     config = plan.loaded.model.config.get_text_config()
     group = config.num_attention_heads // config.num_key_value_heads

@@ -103,7 +103,7 @@ class Index:
                 the index's first method.
             budget: tokens of the document that a decode step attends to, as on the command line: "5%", 0.05 or 512.
             residual: attend to centroids in place of the tokens that the method does not select.
-            prefill: what a question's tokens attend to. `dense` (default): everything. `own`: the selection of the
+            prefill: what a question's tokens attend to. `dense` (default): all tokens. `own`: the selection of the
                 method that answers. The name of a method: the selection of that method.
             prefill_budget: tokens of the document that each chunk of a question attends to, if `prefill` is a method.
             parameters: parameters of the method, named as its command-line options: `rerank=4`.
@@ -135,11 +135,11 @@ class Index:
         """Answer one question, by default with greedy decoding. Each call allocates a new cache.
 
         Args:
-            sources: the maximum number of the answer's `sources`, the passages that it attended to most.
+            sources: maximum number of sources, the passages to which the answer attended most.
             setting: the arguments of `asker`.
 
         Raises:
-            UsageError: the question is empty or no text, or `sampling` is no `Sampling`.
+            UsageError: the question is empty or not a text, or `sampling` is not a `Sampling`.
         """
         if not isinstance(question, str):
             raise UsageError(f"question is a {type(question).__name__}: give one text; an `asker` answers many in turn")

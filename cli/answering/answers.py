@@ -30,8 +30,9 @@ if TYPE_CHECKING:  # only ranks need torch.distributed
 class Questions:
     """The question of a call, or the lines of a batch file.
 
-    batch_file: the file's name for errors; None for a single question.
-    raw, special_tokens: how questions become token ids, as in `question_ids`.
+    Attributes:
+        batch_file: the file's name for errors; None for a single question.
+        raw, special_tokens: how questions become token ids, as in `question_ids`.
     """
 
     texts: list[str]

@@ -40,8 +40,10 @@ if TYPE_CHECKING:  # only ranks need torch.distributed; importing transformers t
 
 
 def refuse_merged_heads(config: DecodeConfig) -> None:
-    """Raise UsageError if the answer's or the question's method selects tokens once for all heads. With several
-    ranks, each rank has only some of the heads."""
+    """Raise UsageError if the method of the answer or of the question selects the same tokens for all heads.
+
+    With several ranks, each rank has only a part of the heads.
+    """
     for part in (config.attention, config.question):
         if not isinstance(part, Dense | Own) and part.method.merges_heads:
             others = sorted(name for name, method in methods().items() if not method.merges_heads)
@@ -192,9 +194,10 @@ class AttentionOptions:
 class Choices:
     """Settings of the command line that a chat keeps when the user switches the method or the budget.
 
-    budget: None for each method's own budget.
-    parameters: the methods' options by name.
-    residual: whether --residual is given.
+    Attributes:
+        budget: the value of --budget; None: each method has its own default.
+        parameters: the values of the methods' options, by name.
+        residual: whether --residual is given.
     """
 
     artifact: Artifact

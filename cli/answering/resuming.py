@@ -39,14 +39,18 @@ def _refuse_redirected_to(file: Path) -> None:
 
 
 def _same(found: Any, value: Any) -> bool:
-    """Whether two values are equal in JSON. Python's `==` also equates 1, 1.0 and true, but a budget of 1 is one
-    token and a budget of 1.0 is everything."""
+    """Whether two values are equal in JSON.
+
+    For Python's `==`, 1, 1.0 and true are equal too. But a budget of 1 is one token, and a budget of 1.0 is all tokens.
+    """
     return json.dumps(found, sort_keys=True) == json.dumps(value, sort_keys=True)
 
 
 def _differing(name: str, found: Any, value: Any) -> str:
-    """Describe how the stored value of a setting differs from the requested value. Of a setting with several
-    parameters, only those that differ are listed."""
+    """Describe how the stored value of a setting differs from the requested value.
+
+    For a setting with several parameters, only the differing parameters are listed.
+    """
     if isinstance(found, dict) and isinstance(value, dict):
         names = [one for one in value if not _same(found.get(one), value[one])] or [
             one for one in found if one not in value

@@ -27,13 +27,13 @@ _FILE = "prefill_pace.json"
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of a prefill for each token, and for each pair of a token and an earlier one that it attends to."""
+    """Speed of a prefill: seconds for each token, and for each pair of a token and an earlier token."""
 
     per_token: float
     per_pair: float
 
     def seconds(self, first: int, end: int) -> float:
-        """Return the seconds for the tokens from `first` to `end`."""
+        """Return the seconds of a prefill of the tokens `first` to `end` (excluded)."""
         return self.per_token * (end - first) + self.per_pair * _pairs(first, end)
 
     @classmethod
@@ -41,8 +41,8 @@ class Pace:
         """Fit a pace to the steps of a prefill.
 
         Args:
-            steps: seconds since any moment, and the number of tokens that were prefilled then; ascending.
-            ratio: `per_pair` divided by `per_token` if the steps do not tell, because there are too few of them.
+            steps: clock readings in seconds, ascending, each with the number of tokens prefilled by then.
+            ratio: `per_pair` divided by `per_token`, used if the steps are too few to fit both.
         """
         chunks = [
             (end - first, _pairs(first, end), after - before) for (before, first), (after, end) in pairwise(steps)
@@ -61,7 +61,7 @@ def _pairs(first: int, end: int) -> float:
 
 
 def _least_squares(chunks: list[tuple[int, float, float]]) -> tuple[float, float] | None:
-    """Solve for seconds per token and per pair; None if one of them would be below zero."""
+    """Fit seconds per token and per pair to chunks of (tokens, pairs, seconds); None if one would be negative."""
     aa, ab, bb, ac, bc = (sum(one[i] * one[j] for one in chunks) for i, j in ((0, 0), (0, 1), (1, 1), (0, 2), (1, 2)))
     determinant = aa * bb - ab * ab
     if determinant <= 1e-9 * aa * bb:
@@ -71,7 +71,9 @@ def _least_squares(chunks: list[tuple[int, float, float]]) -> tuple[float, float
 
 
 class PaceMeter:
-    """Tells the time of a build's prefill before it begins, and remembers its pace in the cache when it ends.
+    """Estimates the time of a build's prefill beforehand, from the pace of earlier prefills in the user's cache.
+
+    The pace of the finished prefill is stored there.
 
     Args:
         clock: returns the time in seconds.
@@ -82,7 +84,10 @@ class PaceMeter:
         self._steps: list[tuple[float, int]] = []
 
     def told(self, first: int, of: int) -> str:
-        """Return the estimate for the user, such as `about 3 min of prefill here`; empty if it is short or unknown."""
+        """Return the time of a prefill of the tokens `first` to `of`, such as `about 3 min of prefill here`.
+
+        The text is empty if the time is short or not known.
+        """
         pace = _kept().get(self._key)
         seconds = 0.0 if pace is None else pace.seconds(first, of)
         if seconds < LEAST_SECONDS:
@@ -94,7 +99,7 @@ class PaceMeter:
         )
 
     def show(self, done: int, of: int) -> None:
-        """Record that some tokens are prefilled; the last time, remember the pace."""
+        """Record that `done` of `of` tokens are prefilled. After the last token, store the pace in the user's cache."""
         device = self._plan.loaded.model.device
         on_gpu = device.type == "cuda"
         if on_gpu and self._steps and done < of:
@@ -109,7 +114,7 @@ class PaceMeter:
             _keep(self._key, Pace.fitted(self._steps, ratio))
 
     def _ratio(self) -> float:
-        """Return the operations for a pair of tokens, divided by those of a token's linear layers."""
+        """Return the floating-point operations for a pair of tokens, divided by those of one token's linear layers."""
         model = self._plan.loaded.model
         config = model.config.get_text_config()
         channels = config.num_attention_heads * self._plan.head_dim
@@ -117,7 +122,7 @@ class PaceMeter:
 
     @property
     def _key(self) -> str:
-        """What a pace depends on, besides the number of tokens."""
+        """Key of the pace: all facts except the number of tokens on which a prefill's speed depends."""
         loaded, place = self._plan.loaded, own_place()
         device = loaded.model.device
         by = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
@@ -127,7 +132,7 @@ class PaceMeter:
 
 
 def _kept() -> dict[str, Pace]:
-    """Read the remembered paces. A damaged file counts as empty."""
+    """Read the stored paces by key. A damaged file counts as empty."""
     try:
         found: Any = json.loads(read_small(cache_root() / _FILE) or "{}")
         paces = {key: Pace(float(token), float(pair)) for key, (token, pair) in found.items()}

@@ -63,7 +63,7 @@ class Target:
     """A document as the user named it, and the folder of its index.
 
     Args:
-        joined: names of the files, folders and globs that are joined in the document; empty for one file or folder.
+        joined: names of the files, folders and globs that form one document; empty for a single file or folder.
     """
 
     document: str
@@ -79,7 +79,7 @@ def choose_targets(
     Args:
         from_file: a file with the names of more documents, one per line; `-` for standard input.
         output: the folder of the index; if several documents may be named, the folder that contains their indices.
-        as_one: all that is named is one document.
+        as_one: all named files, folders and globs are one document.
 
     Raises:
         UsageError: no document is named. A document has no name, or its name is too long. Two documents would get the
@@ -123,8 +123,10 @@ def _joined(names: list[str], output: Path | None) -> Target:
 
 
 def folder_of(document: str, parent: Path | None = None) -> Path:
-    """Return the folder of a document's index: the document's name with .skv in place of its extension, or behind the
-    name of a folder. The index is in `parent` if given, and otherwise beside the document.
+    """Return the folder of a document's index.
+
+    Its name is the document's name with .skv in place of the extension; for a folder, .skv is appended to the name. The
+    index is in `parent` if given, and otherwise next to the document.
 
     Raises:
         UsageError: the document has no file name, or its name is too long once it ends in .skv.
@@ -196,7 +198,7 @@ def _check_holds_several(output: Path | None, extensions: Collection[str]) -> No
 
 
 def _apart(targets: list[Target]) -> list[Target]:
-    """Return the targets unchanged. Raises UsageError if two documents have the same index folder."""
+    """Return the targets unchanged. Raises UsageError if two documents would have the same index folder."""
     taken: dict[Path, str] = {}
     for one in targets:
         if (other := taken.setdefault(one.folder.absolute(), one.document)) != one.document:
@@ -209,8 +211,7 @@ def _apart(targets: list[Target]) -> list[Target]:
 
 @dataclass(frozen=True)
 class BuildRecipe:
-    """The options of `build-index` that apply to every document: build settings, the model, and how the text is
-    read."""
+    """Options of `build-index` that apply to every document: build settings, model, and options of reading the text."""
 
     config: BuildConfig
     model: str | None
@@ -276,8 +277,7 @@ class BuildRecipe:
         tell_built(target.folder, before, manifest, quiet=self.quiet)
 
     def text_state(self, target: Target) -> str:
-        """Return a hash of a document's files that differs if a build would read other texts, or the error of reading
-        them."""
+        """Return a hash of the content of a document's files; if they cannot be read, the error message."""
         try:
             if not target.joined and not os.path.isdir(target.document):
                 return hash_file(Path(target.document))
@@ -301,10 +301,10 @@ class BuildRecipe:
         yield sources
 
     def _ordered(self, sources: SourceTexts, folder: Path) -> tuple[SourceTexts, FileHistory]:
-        """Order the files of a document, and count their changes since the index in its folder.
+        """Order the files of a document by `--order`, and add up their changes since the index in its folder.
 
         Raises:
-            UsageError: the file that changes most would be behind a cut.
+            UsageError: with `--max-tokens`, the order changed-last would cut off the files that change most.
         """
         before = _finished(folder)
         history = (before and before.file_history) or FileHistory()
@@ -331,7 +331,7 @@ class BuildRecipe:
         )
 
     def _may_be_long(self, text: Document | SourceTexts) -> bool:
-        """Whether a document is tokenised before the weights are loaded, because it may be too long for the model."""
+        """Whether a document may be too long for the model, and is tokenised before the weights are loaded."""
         return isinstance(text, SourceTexts) or (self.max_tokens is None and len(text.whole()) >= LONG)
 
     def _early_prompt(self, text: Document | SourceTexts, folder: Path) -> FixedPrompt | None:
@@ -366,11 +366,10 @@ class BuildRecipe:
             note(detected, quiet=self.quiet)
 
     def _kept_head(self, tokenizer: "PreTrainedTokenizerBase", before: Manifest | None, folder: Path) -> str | None:
-        """Return the chat template's head from the existing index, if the same template now gives another head.
-        Otherwise None.
+        """Return the existing index's chat template text before the document if the same template now gives another.
 
-        The head changes if the template contains the date. With a new head, the whole document would be prefilled
-        again.
+        Returns None otherwise. A template that contains the date gives another text every day. With a new text before
+        it, the whole document would be prefilled again.
         """
         if before is None or before.prompt.chat is None or self.raw or self.config.force:
             return None
@@ -407,8 +406,11 @@ class BuildRecipe:
 
 
 def tell_built(folder: Path, before: Manifest | None, manifest: Manifest, *, quiet: bool) -> None:
-    """Print the notes that apply after a build: that the index was already up to date, the error that int8 storage
-    causes, and that the new index lacks the default that `tune` had stored in the earlier one."""
+    """Print notes after a build.
+
+    The notes say that the index was already up to date, which error int8 storage causes, and that the new index lacks
+    the default that `tune` stored in the earlier index.
+    """
     if before is not None and manifest.uuid == before.uuid:
         note(f"{folder} is up to date: nothing to build", quiet=quiet)
         return
@@ -421,7 +423,7 @@ def tell_built(folder: Path, before: Manifest | None, manifest: Manifest, *, qui
 
 
 def cut_told(prompt: FixedPrompt) -> str:
-    """Return which files of a cut document are cut or missing; empty for a document of one text."""
+    """Return text that names the cut and the missing files of a cut document; empty for a document of one text."""
     told = [f"{file.path} is cut" for file in prompt.files or () if file.cut]
     if behind := prompt.files_behind:
         told.append(f"not in the index: {', '.join(behind[:NAMED])}{', ...' * (len(behind) > NAMED)}")
@@ -429,7 +431,7 @@ def cut_told(prompt: FixedPrompt) -> str:
 
 
 def _of_table(history: FileHistory | None, prompt: FixedPrompt) -> FileHistory | None:
-    """Return the history of the files that a prompt has; a file that never changed is left out."""
+    """Return the history of the files in a prompt's table, without the files that never changed."""
     if history is None:
         return None
     counts = {file.path: history.changes[file.path] for file in prompt.files or ()}

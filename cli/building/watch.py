@@ -85,7 +85,7 @@ def _build(recipe: BuildRecipe, target: Target, load: Callable[[], LoadedModel],
 
 
 class _Changes:
-    """Waits for changes of the files and folders of documents. Changes between two waits are reported by the next.
+    """Waits for changes in the files and folders of documents. `wait` also reports changes since its last call.
 
     Raises:
         SparsekvError: the system refuses to watch a folder.
@@ -120,7 +120,7 @@ class _Changes:
                 time.sleep(TICK / 1000)
 
     def close(self) -> None:
-        """End the system's watches."""
+        """Stop watching."""
         for stream in self._streams:
             stream.close()
         self._streams = []
@@ -155,12 +155,12 @@ class _Changes:
                 ) from None
 
     def _identities(self) -> list[object]:
-        """Return device and inode of each watched folder, or None where there is none."""
+        """Return device and inode of each watched folder; None for a folder that does not exist."""
         paths = sorted({*self._folders, *(os.path.dirname(path) for path in self._files)})
         return [_identity(path) for path in paths]
 
     def _counts_below(self, change: object, path: str) -> bool:
-        """Whether a change of a path in a folder may change a document: hidden files and indices do not."""
+        """Whether a changed path may belong to a document: it is neither hidden nor in an index."""
         if any(os.path.join(path, "").startswith(index) for index in self._indices):
             return False
         root = next(folder for folder in self._folders if Path(path).is_relative_to(folder))

@@ -12,7 +12,7 @@ from types import ModuleType
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.user.cache import cache_root, read_small
 
-MOST = 1000
+MOST_ENTRIES = 1000
 """Number of history entries that are offered. A file with more than twice as many is cut down to them."""
 
 
@@ -29,8 +29,8 @@ class History:
     def entries(self) -> list[str]:
         """Return the last entries, oldest first."""
         lines = read_small(self.file).splitlines()
-        found = [entry for line in lines if isinstance(entry := _parsed(line), str)][-MOST:]
-        if len(lines) > 2 * MOST:
+        found = [entry for line in lines if isinstance(entry := _parsed(line), str)][-MOST_ENTRIES:]
+        if len(lines) > 2 * MOST_ENTRIES:
             self._write(found, os.O_TRUNC)
         return found
 

@@ -63,13 +63,14 @@ class Interrupts:
 
 @dataclass
 class Chat:
-    """The state of a chat, which questions and commands change.
+    """State of a chat, which questions and commands change.
 
-    stats: whether times are printed after each answer.
-    sources: number of sources that are printed after each answer.
-    dtype: the value of --dtype.
-    left: whether the chat is to end.
-    asked: the last question.
+    Attributes:
+        stats: whether times are printed after each answer.
+        dtype: the value of --dtype.
+        sources: maximum number of sources that are printed after each answer.
+        left: whether the user has asked to end the chat.
+        asked: the last question; empty before the first.
     """
 
     talk: Conversation

@@ -18,7 +18,7 @@ from sparsekv.runtime.selection.registry import DENSE, choose_methods
 from sparsekv.runtime.tracing.trace import TracedIndex
 
 ALIKE = 0.5
-"""Least similarity, from 0 to 1, at which a command is suggested for an unknown name."""
+"""Minimum similarity, from 0 to 1, at which a command is suggested for an unknown name."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,10 @@ def slash(usage: str, told: str) -> Callable[[Callable[[Chat, str], None]], Call
 
 
 def is_command(entry: str) -> bool:
-    """Whether an entry is a command. Pasted text of several lines is never a command, and // begins a question that
-    starts with /."""
+    """Whether an entry is a command, which begins with a single slash.
+
+    Pasted text of several lines is never a command. An entry that begins with // is a question that begins with /.
+    """
     return entry.startswith("/") and not entry.startswith("//") and "\n" not in entry
 
 

@@ -77,8 +77,10 @@ def _number(arguments: Sequence[str]) -> str:
 
 
 def _command_after(option: str, arguments: Sequence[str]) -> str | None:
-    """Return the command that stands after an option, although the option belongs after the command. None if the
-    option already follows a command, or if no command follows it."""
+    """Return the command that follows a misplaced option, which belongs after the command.
+
+    None if the option already follows a command, or if no command follows the option.
+    """
     first = next((number for number, one in enumerate(arguments) if one.partition("=")[0] == option), len(arguments))
     if any(one in COMMANDS for one in arguments[:first]):
         return None
@@ -140,7 +142,7 @@ def _eval_of(arguments: Sequence[str]) -> str:
     at = next((number for number, one in enumerate(given) if one in ("--index", "-i")), len(given))
     folder, others = Path(*given[at + 1 : at + 2]), [*given[:at], *given[at + 2 :]]
     try:
-        # Imported here because it imports a model library; other errors need not wait for that.
+        # Imported here, because it imports a model library, which takes seconds; other errors do not need it.
         from sparsekv.formats.documents.document_hints import eval_hint
         from sparsekv.formats.index.manifest import read_manifest
 
@@ -233,8 +235,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _blames_another(error: SparsekvError) -> bool:
-    """Whether the message blames a file that could not be read, although the real cause is a lack of memory or
-    threads."""
+    """Whether an error's message names an unreadable file although the cause is a lack of memory or threads."""
     below = list(causes(error))[1:]
     return "memory of" not in str(error) and any(_is_memory(one) or _NO_THREAD in str(one) for one in below)
 

@@ -1,4 +1,7 @@
-"""Plotting for all commands: labels, styles of methods, and files. Also the plots of clusterings and posting lists."""
+"""Helpers for the plots of all commands: names at the ends of lines, a style for each method, writing the file.
+
+Also the plots of clusters and of posting lists.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

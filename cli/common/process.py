@@ -24,13 +24,12 @@ _USUAL = gc.get_threshold()
 
 
 def rest_collector() -> None:
-    """Run the garbage collector seldom, until `resume_collector`."""
+    """Let Python's garbage collector run rarely until `resume_collector`."""
     gc.set_threshold(_RESTING, *_USUAL[1:])
 
 
 def resume_collector() -> None:
-    """Run the garbage collector as usual again, if it rests. From then on, it ignores the objects that exist
-    already."""
+    """End `rest_collector`: let Python's garbage collector run as usual, and ignore all objects that exist now."""
     if gc.get_threshold()[0] == _RESTING:
         gc.freeze()
         gc.set_threshold(*_USUAL)
@@ -39,13 +38,13 @@ def resume_collector() -> None:
 LEAST = 768 * 2**20
 """Bytes of address space that torch and transformers need to load."""
 LEAST_LEFT = (560 + 72 * (os.cpu_count() or 1)) * 2**20
-"""Bytes of address space that must be left after everything is loaded. A small model needs them, and so does one
-thread per core, some 70 MiB each. Libraries may abort when a thread cannot start. Measured on 2 cores: an append
+"""Bytes of address space that must be left after all libraries are loaded, for a small model and for one thread of
+about 70 MiB per core. Libraries may abort when a thread cannot start. Measured on 2 cores: an append
 aborted at 650 MiB, never at 660."""
 
 
 def refuse_lost_folder() -> None:
-    """Raise UsageError if the current folder has been deleted: torch's libraries would end the process."""
+    """Raise UsageError if the current folder has been deleted, because torch's libraries would end the process."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -62,7 +61,8 @@ def refuse_small_limit() -> None:
 def refuse_little_room() -> None:
     """Raise SparsekvError if a memory limit leaves less than LEAST_LEFT bytes after the libraries are loaded.
 
-    Under a limit faiss is loaded as well, which otherwise the first k-means loads: it crashes if it finds no room.
+    Under a memory limit faiss is loaded here too. Otherwise the first k-means would load faiss, which crashes if memory
+    is missing.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     pages = Path("/proc/self/statm")

@@ -16,8 +16,11 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 
 
 def answer_may_meet_notes() -> bool:
-    """Whether a note may appear in the middle of an answer, because stdout is a terminal, or a pipe that may lead to
-    one."""
+    """Whether a note may appear in the middle of an answer on a terminal.
+
+    True unless stdout is a regular file: the reader of a pipe may write to a terminal, too. If stdout has no file
+    descriptor, whether stderr is a terminal.
+    """
     with suppress(OSError, ValueError):  # stdout has no file descriptor
         return not stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
     return stderr().is_terminal
@@ -64,8 +67,10 @@ class AnswerStream:
                 self.end()
 
     def _wrapped(self, text: str) -> str:
-        """Return the part of the text that can be printed now. The last word may go on, so it is held back with the
-        blanks before it."""
+        """Return the part of the text that can be printed now.
+
+        The last word, with the blanks before it, is held back, because the next piece may continue the word.
+        """
         width, out = _columns(), []
         for character in text:
             if character == "\n":

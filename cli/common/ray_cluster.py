@@ -68,8 +68,7 @@ class RayWorker(ABC, Generic[Recipe, Job]):
 
 
 def whole_model(name: str | None) -> str | None:
-    """Return a model's name that is valid for processes with another current folder. The path of a local folder
-    becomes absolute."""
+    """Return a model's name that is valid in processes with another current folder: a local path becomes absolute."""
     if name is None or not os.path.isdir(folder := os.path.expanduser(name)):
         return name
     return os.path.abspath(folder)
@@ -87,8 +86,9 @@ load, no further worker is started."""
 class RayCluster(Generic[HashableJob]):
     """A queue of jobs, and the workers of a Ray cluster, each with at most one job.
 
-    worker: class of the workers; each is made from the recipe.
-    count: number of workers. None for one per GPU, or one per four CPUs if there is no GPU.
+    Attributes:
+        worker: class of the workers; each is made from the recipe.
+        count: number of workers. None for one per GPU, or one per four CPUs if there is no GPU.
     """
 
     worker: type[RayWorker[Any, HashableJob]]

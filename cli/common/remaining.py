@@ -7,10 +7,11 @@ MINUTE = 60.0
 
 
 class Remaining:
-    """Estimates the time that is left of one stage. The estimate is corrected with each step.
+    """Estimates the remaining time of one stage from the times of its steps so far.
 
-    The steps of a dense prefill take longer and longer, because each token attends to all earlier ones. So the time per
-    step is extrapolated from the earlier and the later half of the steps so far. It grows at most with their number.
+    The steps of a dense prefill become slower, because each token attends to all earlier tokens. Therefore the time per
+    step is extrapolated linearly from the mean times of the first and the second half of the steps so far. The
+    extrapolated time grows at most in proportion to the number of steps.
 
     Args:
         clock: returns the time in seconds.
@@ -21,7 +22,7 @@ class Remaining:
         self._steps: list[tuple[float, int]] = []
 
     def show(self, done: int, of: int) -> None:
-        """Record that a number of steps is done; a smaller one than before begins anew."""
+        """Record that `done` of `of` steps are done. A smaller `done` than in the last call restarts the estimate."""
         if self._steps and done < self._steps[-1][1]:
             self._steps = []
         if not self._steps or done > self._steps[-1][1]:
@@ -29,7 +30,7 @@ class Remaining:
         self._of = of
 
     def seconds(self) -> float | None:
-        """Return the seconds that are left now; None before the first step is done, and at the end."""
+        """Return the remaining seconds from now on; None before two calls of `show` and after the last step."""
         if len(self._steps) < 2 or self._steps[-1][1] >= self._of:
             return None
         first, middle, last = self._steps[0], self._steps[(len(self._steps) - 1) // 2], self._steps[-1]
@@ -43,7 +44,7 @@ class Remaining:
         return max(0.0, pace * (self._of - last[1]) - (self._clock() - last[0]))
 
     def told(self) -> str:
-        """Return the estimate for the user, such as `about 3 min left`; empty if there is none."""
+        """Return the estimate as text, such as `about 3 min left`; empty without an estimate."""
         seconds = self.seconds()
         if seconds is None:
             return ""

@@ -31,8 +31,7 @@ def stored_line(manifest: Manifest) -> str | None:
 
 
 def storage_record(storage: KVStorage | None) -> dict[str, Any] | None:
-    """Return how keys and values are stored, and the error by layer that this causes. None if they are in the
-    index's dtype."""
+    """Return the record of int8 storage for --json: dtype and errors; None if rows are in the index's dtype."""
     if storage is None:
         return None
     return {
@@ -47,8 +46,10 @@ MORE_THAN_EVERYTHING = "it reads its index beside every key and value; a smaller
 
 
 def print_stats(answer: "Answer", question: int | None = None) -> None:
-    """Print times and the share of keys and values read to stderr. If the method can estimate the attention it
-    misses, also print a table of layers. `question` is the line number of a batch's question."""
+    """Print an answer's times and KV fraction to stderr, and a table of the layers' missed mass if it was measured.
+
+    `question` is the line number of a batch's question.
+    """
     named = "" if question is None else f"question {question}: "
     note(f"{named}{_summary(answer)}", quiet=False)
     if seconds := compiling_took():
@@ -61,8 +62,10 @@ def print_stats(answer: "Answer", question: int | None = None) -> None:
 
 
 def print_sources(answer: "Answer", question: int | None = None) -> None:
-    """Print where the passages stand that an answer attended to, and their shares, to stderr. `question` is the line
-    number of a batch's question."""
+    """Print an answer's sources to stderr: file and lines of each passage, and its share of the attention.
+
+    `question` is the line number of a batch's question.
+    """
     named = "" if question is None else f"question {question}: "
     for one in answer.sources:
         note(f"{named}source: {one.place}  {one.score:.3f}", quiet=False)

@@ -89,8 +89,7 @@ def prepare_streams() -> None:
 
 
 def outlive_reader() -> None:
-    """Keep running when the reader of stdout closes the pipe (`| head -1`). Commands use this that must still write
-    files."""
+    """Keep running when the reader of stdout closes the pipe (`| head -1`), to write files after that."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if isinstance(raw, _Stdout):

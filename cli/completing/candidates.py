@@ -20,9 +20,10 @@ _PLAIN = re.compile(r"[\w./@%+,:=~-]")
 class BashLine:
     """The words of a bash command line without their quotes. The last word is incomplete.
 
-    quote: the quotation mark that is still open in the last word.
-    replaced: number of characters of the last word that stay. bash replaces the text after the last `=` or `:`, or
-    after an open quote.
+    Attributes:
+        quote: the quotation mark that is still open in the last word.
+        replaced: number of characters of the last word that stay. bash replaces the text after the last `=` or `:`, or
+            after an open quote.
     """
 
     words: list[str]
@@ -30,8 +31,10 @@ class BashLine:
     replaced: int
 
     def insertion(self, word: str) -> str | None:
-        """Return the text that replaces the end of the incomplete word in bash. None if the word cannot stand in the
-        open quote."""
+        """Return the text that replaces the end of the incomplete word in bash.
+
+        None if the word has a character that the open quote does not allow.
+        """
         rest = word[self.replaced :]
         if self.quote:
             return None if self.quote in rest or (self.quote == '"' and re.search(r"[$`\\!]", rest)) else rest
@@ -134,7 +137,8 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 class Candidates:
     """Candidates for the incomplete word, each with a description.
 
-    files: `file` or `folder` if the word may also be a path. The shell then completes the path itself.
+    Attributes:
+        files: `file` or `folder` if the word may also be a path. The shell then completes the path itself.
     """
 
     words: dict[str, str] = field(default_factory=dict)

@@ -21,8 +21,10 @@ _DECIDE = ("cli", "indexing", "runtime")
 class KnownOption:
     """Description of an option for completion. `--no-x` is a separate option.
 
-    value: the kind of the option's value: none (a flag), names (one of `choices`), index, model, file, folder or any.
-    owners: the methods that the option belongs to; empty for an option of the command itself.
+    Attributes:
+        value: the kind of the option's value: none (a flag), names (one of `choices`), index, model, file, folder or
+            any.
+        owners: the methods that the option belongs to; empty for an option of the command itself.
     """
 
     names: list[str]

@@ -17,7 +17,7 @@ from sparsekv.formats.documents.document import decode_text
 from sparsekv.formats.errors import UsageError, reason_of, suggestion
 
 NAME = "sparsekv.toml"
-MOST = 2**16
+MOST_BYTES = 2**16
 """Largest size of the file in bytes. The limit exists because someone else may have made the folder and its file."""
 _HEADER = re.compile(r"\s*\[([^\[\]]+)\]\s*(#.*)?")
 _KEY = re.compile(r"\s*([\w.'\" -]+?)\s*=")
@@ -74,11 +74,11 @@ def _read(path: Path) -> str:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise UsageError(f"{shown} is no file; move it away, or write the project's defaults there")
-            data = file.read(MOST + 1)
+            data = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise UsageError(f"{shown} cannot be read: {reason_of(error)}; mend it or move it away") from None
-    if len(data) > MOST:
-        raise UsageError(f"{shown} is longer than {MOST >> 10} KiB; keep a project's defaults alone in it")
+    if len(data) > MOST_BYTES:
+        raise UsageError(f"{shown} is longer than {MOST_BYTES >> 10} KiB; keep a project's defaults alone in it")
     return decode_text(data, shown)
 
 

@@ -121,8 +121,7 @@ def _counts_later(ctx: Any, option: str) -> bool:
 
 
 def _leave_out_others_methods(ctx: Any, options: dict[str, Any]) -> None:
-    """Reset the file's values for options that belong only to methods that are not chosen. Any source may choose
-    methods."""
+    """Reset the file's values of options that belong only to methods that no source has chosen."""
     chosen: set[str] = set()
     for name in NAMING_METHODS:
         value = ctx.params.get(name.replace("-", "_")) or []
@@ -229,10 +228,11 @@ def table_of(file: ProjectFile, path: tuple[str, ...], known: Iterable[tuple[str
 class SetDefault:
     """A default that a file or an environment variable sets: an option's value, or the cache folder.
 
-    command: the command of the option; None for all commands.
-    file, line: where the file sets the value.
-    variable: the environment variable that sets the value.
-    used: whether the value has an effect. False if an environment variable outranks the value.
+    Attributes:
+        command: the command of the option; None for all commands.
+        file, line: where the file sets the value.
+        variable: the environment variable that sets the value.
+        used: whether the value has an effect. False if an environment variable outranks the value.
     """
 
     command: str | None

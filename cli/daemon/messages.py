@@ -17,7 +17,7 @@ GO = b"G"
 TO_ALL = 0x80
 """Bit that is set in the number of a signal if the terminal sends the signal to all processes of a command."""
 _HEAD = struct.Struct("=Q")
-MOST = 16 << 20  # maximum bytes of a message; by default the kernel limits arguments and environment to 6 MiB
+MOST_MESSAGE_BYTES = 16 << 20  # by default the kernel limits arguments and environment to 6 MiB
 MOST_DESCRIPTORS = 200  # maximum number of descriptors in a message; the kernel's limit is 253
 MOST_NUMBER = 300
 """The highest number of a descriptor that a command may have open when it begins."""
@@ -38,7 +38,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         ValueError: the message is incomplete, too long, or not a JSON object.
     """
     head, descriptors, _, _ = socket.recv_fds(connection, _HEAD.size, MOST_DESCRIPTORS)
-    if len(head) != _HEAD.size or (size := _HEAD.unpack(head)[0]) > MOST:
+    if len(head) != _HEAD.size or (size := _HEAD.unpack(head)[0]) > MOST_MESSAGE_BYTES:
         raise ValueError("no message")
     text = bytearray()
     while len(text) < size:

@@ -143,7 +143,8 @@ Request = tuple[dict[str, Any], list[int]]
 class _Server:
     """Keeps one spare watcher with its child. Forks the next watcher when the spare one takes a request.
 
-    idle: seconds without a request after which the server ends.
+    Attributes:
+        idle: seconds without a request after which the server ends.
     """
 
     path: str

@@ -1,5 +1,7 @@
-"""`sparsekv --gpus N COMMAND`: start N processes (ranks) on one machine that run one command together. If one fails,
-all are ended."""
+"""`sparsekv --gpus N COMMAND`: start N processes (ranks) on one machine that run one command together.
+
+If one rank fails, all ranks are ended.
+"""
 
 import os
 import signal

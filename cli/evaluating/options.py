@@ -44,8 +44,10 @@ QUESTION_OPTIONS = ("--question-prefill", "--question-budget")
 
 
 def chosen_methods(names: list[str]) -> dict[str, type[Method]]:
-    """Return the named methods, or without names all methods whose index can be built. `dense` is left out, because
-    dense attention always runs."""
+    """Return the named methods, or without names, all methods whose index can be built.
+
+    `dense` is left out, because dense attention always runs.
+    """
     others = [name for name in names if name != DENSE]
     if names and not others:
         return {}

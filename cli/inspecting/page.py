@@ -32,7 +32,7 @@ def _continues(before: str, text: str) -> bool:
 
 
 def telling_words(words: Sequence[str], positions: Iterable[int]) -> dict[str, int]:
-    """Return the words at some positions with their counts there, the most over-represented words first (by G-test)."""
+    """Return the words at `positions` with their counts there, in the order of over-representation (G-test)."""
     overall, here = Counter(words), Counter(words[position] for position in positions)
     total, inside = len(words), here.total()
 
@@ -43,7 +43,7 @@ def telling_words(words: Sequence[str], positions: Iterable[int]) -> dict[str, i
 
 
 BROKEN = "\ufffd"
-LONGEST = 8  # most tokens that one character may span
+LONGEST = 8  # maximum number of tokens that one character may span
 
 
 def inspection_page(

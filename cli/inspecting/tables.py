@@ -45,7 +45,7 @@ def list_summary(rows: Rows) -> Table:
 
 
 def _spread(rows: Rows, name: str) -> str:
-    """Format the mean of a level's spreads with the least and the largest; `none` if a layer has no spread."""
+    """Format the mean, minimum and maximum of a level's spreads over layers; `none` if a layer has no spread."""
     values = [row[name] for row in rows]
     return "none" if None in values else _range(values)
 

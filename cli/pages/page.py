@@ -218,8 +218,10 @@ REPORT_SCRIPTS = ("scales.js", "pointing.js", "plot.js", "heat_map.js", "report.
 
 
 def budget_texts(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the budget of each row as text, empty for no budget. JavaScript cannot distinguish a budget of 1 token
-    from a share of 1.0."""
+    """Return the budget of each row as text; empty for no budget.
+
+    JavaScript could not distinguish the numbers 1 (one token) and 1.0 (a share).
+    """
     return [budget_text(row["budget"]) for row in rows]
 
 

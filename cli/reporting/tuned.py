@@ -13,8 +13,10 @@ from sparsekv.runtime.tuning.goals import Goal, Progress, Tuned
 
 
 def cost_ahead(artifact: Artifact, goal: Goal, names: list[str]) -> str:
-    """Return a line with the numbers of forms, methods and layers that a search will measure. Raises the errors of
-    `candidates`."""
+    """Return a line with the numbers of variants, methods and layers that a search will measure.
+
+    Raises the errors of `candidates`.
+    """
     forms = candidates(artifact, names, residual=goal.residual)
     of = _counted(len({form.name for form in forms}), "method")
     layers = _counted(len(artifact.manifest.indexed_layers), "layer")

@@ -53,10 +53,11 @@ SYSTEM_ROLES = {"developer": "system"}
 class Limits:
     """Restrictions on requests.
 
-    keys, hosts: as in `Gate`.
-    origins: origins of web pages that may send requests.
-    timeout: maximum number of seconds of an answer; None: no limit.
-    body: maximum number of bytes of a request's body.
+    Attributes:
+        keys, hosts: as in `Gate`.
+        origins: origins of web pages that may send requests.
+        timeout: maximum number of seconds of an answer; None: no limit.
+        body: maximum number of bytes of a request's body.
     """
 
     keys: Sequence[str] = ()

@@ -36,8 +36,9 @@ class ErrorAnswer(BaseModel):
 class ApiError(Exception):
     """Raised for a request that is refused or fails; has the HTTP status of the response.
 
-    param: the wrong field of the request, such as `messages.0.content`.
-    headers: further headers of the response.
+    Attributes:
+        param: the wrong field of the request, such as `messages.0.content`.
+        headers: further headers of the response.
     """
 
     status: int

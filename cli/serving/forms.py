@@ -40,12 +40,13 @@ from sparsekv.runtime.serving.submission import Piece, Usage
 class About:
     """Facts that all parts of a response share.
 
-    model: the model name as the client wrote it.
-    choices: number of answers to each prompt.
-    with_usage: whether a stream ends with the numbers of tokens and the details of attention.
-    with_logprobs: whether the response has log-probabilities.
-    with_sources: whether the response has sources.
-    created: Unix time in seconds.
+    Attributes:
+        model: the model name as the client wrote it.
+        choices: number of answers to each prompt.
+        with_usage: whether a stream ends with the numbers of tokens and the details of attention.
+        with_logprobs: whether the response has log-probabilities.
+        with_sources: whether the response has sources.
+        created: Unix time in seconds.
     """
 
     model: str

@@ -59,7 +59,10 @@ class Message(Body):
 
 
 class StreamOptions(Body):
-    """Options of a stream."""
+    """`stream_options` of OpenAI's API.
+
+    Only `include_usage` has an effect. `include_obfuscation` may only be false.
+    """
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None

@@ -91,7 +91,8 @@ def indices_in(folder: Path) -> Iterator[Path]:
 class Served:
     """An open index, and the config of requests that name no method, budget or prefill.
 
-    budget: the budget of the command line, used with every method; None: the default budget of each method.
+    Attributes:
+        budget: the budget of the command line, used with every method; None: the default budget of each method.
     """
 
     name: str

@@ -17,8 +17,8 @@ _TORCHRUN = "TORCHELASTIC_RUN_ID"
 class Place:
     """A process's rank among `size` ranks.
 
-    `number` is the rank, and `local` is the rank's number on this machine. `folder` is the folder in which ranks find
-    each other; None under torchrun.
+    `number` is the rank, and `local` is the rank's number on this machine. `folder` is the folder through which ranks
+    connect to each other; None under torchrun.
     """
 
     number: int

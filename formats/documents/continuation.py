@@ -37,7 +37,7 @@ SAMPLES = (
 _LEAD = 32
 """Number of last tokens that are decoded to text, after which the following text is tokenised."""
 _WINDOWS = (64, 256, 4096)
-"""Sizes, in characters, of the windows at a text's end that are tokenised to find its last tokens."""
+"""Sizes, in characters, of the ends of a text that are tokenised, one after another, to find its border."""
 
 
 def find_border(
@@ -48,12 +48,15 @@ def find_border(
     *,
     special_tokens: bool = False,
 ) -> tuple[list[int], Border]:
-    """Return a text's first token ids that do not depend on the following text, and the border after them.
+    """Split a text's token ids: return the leading ids that no following text changes, and the border after them.
+
+    The border holds the rest of the text, which is tokenised together with the following text.
 
     Args:
-        text: the end of the text, or all of it.
-        following: samples of following text, each in parts; if there are none, nothing is held back.
-        special_tokens: special tokens in the text have a meaning.
+        ids: the token ids of the text.
+        text: the whole text, or its end.
+        following: samples of following text, each in parts; empty: no token depends on the following text.
+        special_tokens: special tokens in the text keep their meaning.
     """
     for size in _WINDOWS:
         window = text[-size:]
@@ -75,7 +78,7 @@ def find_border(
 
 
 def border_behind(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> Border:
-    """Make the border after tokens that stay unchanged, such as an answer's. Their text is found by decoding."""
+    """Make the border after token ids that never change, such as an answer's. The border's text is decoded from ids."""
     return Border(lead=str(tokenizer.decode(ids[-_LEAD:], clean_up_tokenization_spaces=False)))
 
 
@@ -166,7 +169,7 @@ def _same_start(first: list[int], second: list[int]) -> int:
 
 
 def _characters(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], *, special_tokens: bool) -> int | None:
-    """Return the number of first characters of a text that have exactly these token ids; None if there is none."""
+    """Return the length of the longest beginning of a text that has exactly these token ids; None if there is none."""
     for end in range(len(text), -1, -1):
         found = encode_text(tokenizer, text[:end], special_tokens=special_tokens).ids
         if found == ids:

@@ -55,8 +55,8 @@ def open_source(source: str, *, option: str = "") -> Iterator[BinaryIO]:
 def wait_for_stdin() -> None:
     """Make standard input blocking.
 
-    Another program that shares the pipe may have made it non-blocking. Data that has not arrived yet would then look
-    like the end of the input. That program's own reads block from then on, too.
+    Another program that shares the pipe may have made the pipe non-blocking. A read before the next data arrive would
+    then look like the end of the input. Reads of the other program block from now on, too.
     """
     with suppress(OSError, ValueError):  # standard input has no file descriptor
         os.set_blocking(sys.stdin.fileno(), True)
@@ -252,7 +252,7 @@ def page_encoding(page: bytes, encoding: str = UTF_8) -> str:
 
 
 def undecodable(error: UnicodeError, encoding: str, end: int) -> str:
-    """Return the predicate of an error message for a text that cannot be decoded.
+    """Return the part of an error message that says why a text cannot be decoded.
 
     Args:
         end: byte offset in the text at which the data passed to the decoder ends.

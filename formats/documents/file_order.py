@@ -1,4 +1,4 @@
-"""Order the files of a document, so that a later edit changes as little of the text before it as possible."""
+"""Order the files of a document, so that an edited document keeps as long an unchanged beginning as possible."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,9 +9,9 @@ from sparsekv.formats.index.schema import BY_PATH, CHANGED_LAST, FileOrder
 
 @dataclass(frozen=True)
 class KnownFile:
-    """A file of an earlier version of a document.
+    """A file in the earlier version of a document.
 
-    `changes` is the number of versions in which the file was new or had another text than before.
+    `changes` is the number of versions in which the file was new, or differed from the version before.
     """
 
     path: str
@@ -25,13 +25,13 @@ def in_order(sources: SourceTexts, order: FileOrder, known: Sequence[KnownFile])
     The orders are:
 
     - path: by the parts of the paths.
-    - stable: known files in their order, then the others by path.
-    - changed-last: the known files before the first one that has changed or is gone, in their order. The others follow:
-      the files with the fewest changes first, then in the order of `stable`.
+    - stable: the earlier version's files in their earlier order, then new files by path.
+    - changed-last: the leading files of the earlier version up to the first that has changed or is gone, in their
+      earlier order. All other files follow by their number of changes, fewest first; ties are in the order of `stable`.
 
     Args:
         sources: the files, ordered by path.
-        known: the files of the document's earlier version, in its order; empty if there is none.
+        known: the files of the document's earlier version, in their order; empty if there is no earlier version.
     """
     if order == BY_PATH:
         return sources
@@ -44,8 +44,10 @@ def in_order(sources: SourceTexts, order: FileOrder, known: Sequence[KnownFile])
 
 
 def count_changes(files: Sequence[SourceText], known: Sequence[KnownFile]) -> dict[str, int]:
-    """Return the number of versions in which each file was new or changed. The document's first version counts as
-    none."""
+    """Return, for each file's path, the number of versions in which the file was new or changed.
+
+    The document's first version is not counted.
+    """
     before = {file.path: file for file in known}
     counts = {}
     for file in files:
@@ -56,6 +58,6 @@ def count_changes(files: Sequence[SourceText], known: Sequence[KnownFile]) -> di
 
 
 def _unchanged(files: Sequence[SourceText], known: Sequence[KnownFile]) -> int:
-    """Return the number of leading files that are those of the earlier version, with the same text."""
+    """Return the number of leading files that have the same path and content as in the earlier version."""
     same = [(file.path, file.sha256) == (one.path, one.sha256) for file, one in zip(files, known, strict=False)]
     return [*same, False].index(False)

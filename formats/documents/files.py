@@ -1,6 +1,6 @@
-"""Choose and read the files of a document: those of a folder, or files, folders and globs that are joined in one.
+"""Choose and read the files of a document: the files of a folder, or of several files, folders and globs.
 
-Nothing outside a folder is read: links in it are never followed, and only regular files are opened.
+No file outside a folder is read through the folder: its links are never followed, and only regular files are opened.
 """
 
 import hashlib
@@ -24,18 +24,19 @@ from sparsekv.formats.index.folder import MARKER
 from sparsekv.formats.index.schema import is_source_path
 
 MOST_BYTES = 8 << 20
-"""Size of the largest file that is read."""
+"""Maximum size of a file that is read, in bytes."""
 MOST_TEXT = 32 << 20
-"""Bytes of all files of a document, which are some 8 million tokens."""
+"""Maximum total size of a document's files, in bytes. These are about 8 million tokens."""
 MOST_ENTRIES = 1_000_000
 MOST_DEPTH = 64
-"""Folders below one another, each of which is open while it is read."""
+"""Maximum number of nested folders, all of which are open while the innermost one is read."""
 MOST_IGNORED = 64 << 10
-"""Size of the largest .gitignore that is read."""
+"""Maximum size of a .gitignore that is read, in bytes."""
 MOST_WILDCARDS = 4
-"""Wildcards of a line of .gitignore. The time of a match grows by the length of the path with each of them."""
+"""Maximum number of wildcards in a line of a .gitignore. Each wildcard multiplies the time of a match by the length of
+the path."""
 NAMED = 3
-"""Number of files that are named for each reason why some are left out."""
+"""Number of left-out files that a message names for each reason."""
 IGNORE_FILE = ".gitignore"
 _WILDCARD = re.compile(r"[*?\[]")
 
@@ -45,19 +46,20 @@ ODD_NAME, UNREADABLE, NO_TEXT, EMPTY = "with control characters in their names",
 LARGE, LARGE_DOCUMENT = (f"larger than {size >> 20} MiB" for size in (MOST_BYTES, extracted.MOST_BYTES))
 CHANGED, WILD = "changed meanwhile", f"unread in {IGNORE_FILE}"
 COUNTED = (HIDDEN, IGNORED, EXCLUDED, UNLISTED, LINK)
-"""Reasons for which files are counted and not named."""
+"""Reasons for which a message gives only the number of left-out files, without their names."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which files of a folder are read, by patterns as in a .gitignore, and their encoding.
+    """Patterns that choose the files of a folder, in the syntax of a .gitignore, and the encoding of the files.
 
     Args:
-        include: a file is read only if one of these matches; if there are none, all are read.
-        exclude: files and folders that are left out.
+        include: a file is read only if one of these patterns matches its path; empty: all files are read.
+        exclude: patterns of files and folders that are left out.
+        encoding: the text encoding of all files.
 
     Raises:
-        UsageError: a pattern or the encoding is none.
+        UsageError: a pattern is not valid, or the encoding is unknown.
     """
 
     include: tuple[str, ...] = ()
@@ -73,9 +75,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class SourceText:
-    """A file's text without blank lines at its beginning and white space at its end, and the hash of its bytes.
+    """A file of a document: its path, its text, and the sha256 of its bytes.
 
-    `first_line` is the line of the file at which the text begins.
+    `text` is without the file's leading blank lines and trailing white space. `first_line` is the number of the line at
+    which `text` begins, counted from 1.
     """
 
     path: str
@@ -85,15 +88,16 @@ class SourceText:
 
     @property
     def header(self) -> str:
-        """The lines before the text, from which a model knows the file."""
+        """The lines before the text, which tell a model the file's path."""
         return f"# File: {self.path}\n\n"
 
 
 @dataclass(frozen=True)
 class SourceTexts:
-    """The texts of a document of several files, ordered by the parts of their paths, and the files left out.
+    """A document of several files: the files in the document's order, and the files that were left out.
 
-    `left_out` has the paths by the reason, and `detected` those of texts whose encoding was detected, by its name.
+    `left_out` has the paths of the left-out files for each reason, and `detected` has, for each detected encoding, the
+    paths of the files that were read in it.
     """
 
     files: tuple[SourceText, ...]
@@ -102,12 +106,12 @@ class SourceTexts:
 
     @property
     def text(self) -> str:
-        """The text of the document: each file behind its header, with a blank line between two files."""
+        """The text of the document: each file's header and text, with a blank line between two files."""
         return _BETWEEN.join(f"{file.header}{file.text}" for file in self.files)
 
     @property
     def places(self) -> Iterator[tuple[SourceText, int, int]]:
-        """Yield each file with the characters [start, stop) of its text in the document's."""
+        """Yield each file with the range [start, stop) of its text in the document's text, in characters."""
         place = 0
         for file in self.files:
             place += len(file.header)
@@ -115,7 +119,7 @@ class SourceTexts:
             place += len(file.text) + len(_BETWEEN)
 
     def told(self) -> str:
-        """Return a line about the files that were left out; empty if there are none."""
+        """Return a line that reports the number of left-out files for each reason; empty if no file was left out."""
         parts = []
         for reason, paths in sorted(self.left_out.items()):
             parts.append(f"{len(paths):,} {reason}{'' if reason in COUNTED else _some(paths)}")
@@ -135,7 +139,7 @@ _BETWEEN = "\n\n"
 
 
 def read_folder(folder: Path, choice: Choice) -> SourceTexts:
-    """Read the files of a folder, with paths relative to it.
+    """Read the files of a folder, with paths relative to the folder.
 
     Raises:
         UsageError: the folder cannot be read, is an unfinished index, or has no text, too much text or too many files.
@@ -151,13 +155,13 @@ def read_folder(folder: Path, choice: Choice) -> SourceTexts:
 
 
 def read_several(names: Sequence[str], choice: Choice) -> SourceTexts:
-    """Read files, the files of folders, and those that match globs, as one document.
+    """Read several files, folders and globs as one document.
 
-    Their paths are relative to the current folder if all are in it, and else to the folder that they share. A file
-    that is named by itself is read although it is hidden or ignored.
+    Paths are relative to the current folder if all files are in it, and otherwise to the innermost folder that contains
+    all files. A file that is named itself is read even if it is hidden or ignored.
 
     Raises:
-        UsageError: a name is that of no file, a glob matches none, or as `read_folder`.
+        UsageError: a named file does not exist, a glob matches no file, a name is `-`, or an error of `read_folder`.
     """
     with extracted.Extractor() as extractor:
         reader = _Reader(choice, extractor)
@@ -179,7 +183,7 @@ def read_several(names: Sequence[str], choice: Choice) -> SourceTexts:
 
 
 def is_glob(name: str) -> bool:
-    """Whether a name has wildcards, and is not that of an existing file."""
+    """Whether a name has wildcards and no file has exactly this name."""
     return _WILDCARD.search(name) is not None and not os.path.lexists(name)
 
 
@@ -189,7 +193,7 @@ def folder_of_glob(pattern: str) -> Path:
 
 
 def _glob(pattern: str) -> tuple[Path, str]:
-    """Split a glob into the folder before its first wildcard, and a pattern of .gitignore for files in that folder."""
+    """Split a glob into the folder before its first wildcard, and a .gitignore pattern relative to that folder."""
     parts = pattern.split("/")
     fixed = next(place for place, part in enumerate(parts) if _WILDCARD.search(part))
     root = "/".join(parts[:fixed]) or ("/" if pattern.startswith("/") else ".")
@@ -206,7 +210,7 @@ def _spec(patterns: Iterable[str], named: str) -> GitIgnoreSpec:
 
 
 _Rules = tuple[tuple[str, GitIgnoreSpec], ...]
-"""The rules of .gitignore files, each with the path of its folder, from the outermost to the innermost."""
+"""Patterns of .gitignore files, each with the path of the file's folder, the outermost folder first."""
 
 
 class _Reader:
@@ -222,13 +226,17 @@ class _Reader:
         self._detected: dict[str, list[str]] = {}
         self._entries, self._bytes = 0, 0
         self.chosen = 0
-        """Number of files that were opened, or would have been if their text were of a kind that is read."""
+        """Number of files that were chosen to be read, including files that turned out to have no readable text."""
 
     def result(self, base: Path | None, named: str) -> SourceTexts:
-        """Return the texts with their paths relative to a folder; None: see `read_several`.
+        """Return the files that were read, ordered by the parts of their paths.
+
+        Args:
+            base: the folder to which paths are relative; None: as in `read_several`.
+            named: the name of the document in the error message.
 
         Raises:
-            UsageError: there are none.
+            UsageError: no file with text was read.
         """
         inside = Path.cwd() if base is None else base
         if base is None and not all(Path(path).is_relative_to(inside) for path in self._texts):
@@ -250,7 +258,7 @@ class _Reader:
         return texts
 
     def read_named(self, name: str) -> None:
-        """Read a file that was named by itself. Raises UsageError if there is none."""
+        """Read a file that the user named itself. Raises UsageError if the file does not exist."""
         try:
             kind = os.stat(name).st_mode
         except (OSError, ValueError):
@@ -261,7 +269,11 @@ class _Reader:
             self._leave_out(SPECIAL, name)
 
     def walk(self, folder: Path, pattern: GitIgnoreSpec | None = None) -> None:
-        """Read the files of a folder that match a pattern, if one is given. Raises UsageError if it cannot be read."""
+        """Read the files of a folder and its subfolders; with a pattern, only matching files.
+
+        Raises:
+            UsageError: the folder cannot be read, or has too many files.
+        """
         try:
             descriptor = os.open(folder, _FLAGS | os.O_DIRECTORY)
         except OSError as error:
@@ -272,7 +284,13 @@ class _Reader:
             os.close(descriptor)
 
     def _walk(self, descriptor: int, place: "_Place", prefix: str, rules: _Rules, depth: int) -> None:
-        """Read the files of an open folder in the order of their names; `prefix` is its path in `place`, with a /."""
+        """Read the files of an open folder and its subfolders, in the order of their names.
+
+        Args:
+            prefix: the folder's path relative to `place`, with a / at its end; empty for `place` itself.
+            rules: the .gitignore patterns of the folders above.
+            depth: number of folders above.
+        """
         entries = self._listed(descriptor, place)
         if any(entry.name == MARKER for entry in entries):
             self._leave_out(INDEX, prefix)
@@ -305,7 +323,7 @@ class _Reader:
 
     @contextmanager
     def _opened(self, descriptor: int, name: str, path: str) -> Iterator[int | None]:
-        """Open a folder in an open folder; None, with the reason recorded, if it cannot be opened."""
+        """Yield an open descriptor of a subfolder; None if it cannot be opened, which is recorded as left out."""
         try:
             below = os.open(name, _FLAGS | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
         except OSError:
@@ -318,7 +336,7 @@ class _Reader:
             os.close(below)
 
     def _reason(self, entry: os.DirEntry[str], path: str, place: "_Place", rules: _Rules, *, folder: bool) -> str:
-        """Return the reason why a file or folder is left out; empty if it is not."""
+        """Return the reason why a file or folder is left out; empty if it is to be read."""
         shown = f"{path}/" if folder else path
         if entry.name.startswith("."):
             return HIDDEN
@@ -339,7 +357,7 @@ class _Reader:
         return "" if is_source_path(path) else ODD_NAME
 
     def _ignored_by(self, descriptor: int, prefix: str) -> GitIgnoreSpec:
-        """Read the .gitignore of an open folder. Lines that would take long to match are left out, and recorded."""
+        """Read the .gitignore of an open folder. Invalid and slow patterns are skipped, and recorded as left out."""
         kept = []
         path = f"{prefix}{IGNORE_FILE}"
         data = _content(lambda: os.open(IGNORE_FILE, _FLAGS | os.O_NOFOLLOW, dir_fd=descriptor), MOST_IGNORED)
@@ -361,7 +379,13 @@ class _Reader:
         self._read(path, whole, lambda: os.open(name, _FLAGS | os.O_NOFOLLOW, dir_fd=descriptor))
 
     def _read(self, shown: str, path: str, opener: Callable[[], int]) -> None:
-        """Read a file's text, or record why it has none."""
+        """Read a file's text, or record why the file is left out.
+
+        Args:
+            shown: the path in messages.
+            path: the absolute path.
+            opener: opens the file, and returns its descriptor.
+        """
         self.chosen += 1
         if path in self._texts:
             return
@@ -412,7 +436,7 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _Place:
-    """A folder that is read, by its absolute path, and the pattern of its files; None: all of them."""
+    """The absolute path of a folder that is read, and the pattern that its files must match; None: all files."""
 
     folder: str
     pattern: GitIgnoreSpec | None
@@ -425,7 +449,7 @@ _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def _is_ignored(path: str, rules: _Rules) -> bool:
-    """Whether the innermost .gitignore that has a rule for a path ignores it. A folder's path ends with a /."""
+    """Whether a path is ignored by the innermost .gitignore with a matching pattern. A folder's path ends with a /."""
     for folder, spec in reversed(rules):
         ignored = spec.check_file(path.removeprefix(folder)).include
         if ignored is not None:
@@ -434,7 +458,7 @@ def _is_ignored(path: str, rules: _Rules) -> bool:
 
 
 def _content(opener: Callable[[], int], most: int) -> bytes | str:
-    """Return a file's bytes, or the reason why it is left out."""
+    """Return a file's bytes, or the reason why the file is left out."""
     try:
         with open(opener(), "rb", buffering=0) as file:
             before = os.fstat(file.fileno())

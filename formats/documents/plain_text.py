@@ -19,8 +19,10 @@ from transformers import PreTrainedTokenizerBase
 from sparsekv.formats.errors import SparsekvError, UsageError
 
 _NEUTRAL = ("\n", "0", ".", "-")
-"""Texts that are prepended to a text, to tokenise it without the tokenizer's prefix. They rarely merge with it to one
-token."""
+"""Texts that are prepended to a text, so that the text itself is tokenised without the tokenizer's prefix.
+
+Their last character rarely merges with the text's first character to one token.
+"""
 
 
 class Trusted(str):
@@ -29,9 +31,10 @@ class Trusted(str):
 
 @dataclass(frozen=True)
 class EncodedText:
-    """Token ids of a text, and how often each control token occurs in it as plain text.
+    """Token ids of a text.
 
-    `starts` has the character at which each token begins; it is empty unless it was asked for.
+    `plain` has the number of times that each control token was read as plain text. `starts` has the index of each
+    token's first character in the text; it is empty unless it was requested.
     """
 
     ids: list[int]
@@ -39,19 +42,19 @@ class EncodedText:
     starts: list[int] = field(default_factory=list)
 
     def first(self, tokens: int) -> "EncodedText":
-        """Return the first tokens; `plain` stays that of all."""
+        """Return the first `tokens` tokens, with the `plain` of the whole text."""
         return EncodedText(self.ids[:tokens], self.plain, self.starts[:tokens])
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Token ids of a part of a text. `starts` has the character at which each begins, or is empty."""
+    """Token ids of a part of a text. `starts` has the index of each token's first character, or is empty."""
 
     ids: list[int]
     starts: list[int]
 
     def after(self, tokens: int, shift: int = 0) -> "_Tokens":
-        """Return the tokens behind the first ones, with a number of characters added to their starts."""
+        """Return the tokens after the first `tokens`, with `shift` added to their `starts`."""
         return _Tokens(self.ids[tokens:], [start + shift for start in self.starts[tokens:]])
 
 
@@ -69,7 +72,7 @@ def encode_text(
     Args:
         add_special_tokens: let the tokenizer add its special tokens at the ends.
         special_tokens: let control tokens keep their meaning in all parts.
-        starts: also return where in the text each token begins; only a fast tokenizer knows.
+        starts: also return the index of each token's first character, which only a fast tokenizer reports.
 
     Raises:
         SparsekvError: the tokenizer cannot read a control token of the text as plain text.
@@ -113,9 +116,9 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> _
 
 
 def untrimmed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return a tokenizer with the same ids, by which a token begins at its white space.
+    """Return a tokenizer with the same ids whose reported token starts include a token's leading white space.
 
-    Some tokenizers report that a token begins behind its own white space.
+    Some tokenizers report the first character after the white space as a token's start.
 
     Raises:
         UsageError: the tokenizer does not report where tokens begin.
@@ -132,7 +135,7 @@ def untrimmed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 
 
 def _keep_spaces(processor: Any) -> bool:
-    """Set `trim_offsets` in a serialised post-processor to false; return whether it was set anywhere."""
+    """Set `trim_offsets` to false throughout a serialised post-processor; return whether it was true anywhere."""
     if isinstance(processor, list):
         return max(map(_keep_spaces, processor), default=False)
     if not isinstance(processor, dict):
@@ -203,9 +206,10 @@ def begins_with_prefix(tokenizer: PreTrainedTokenizerBase) -> bool:
 def _runs(
     tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], control: Mapping[int, str]
 ) -> Iterator[tuple[str | int, int]]:
-    """Yield the parts as runs of plain text, and between these the ids of control tokens in trusted parts.
+    """Split the parts of a text at the control tokens in `Trusted` parts.
 
-    With each comes the character of the whole text at which it begins.
+    Yields runs of plain text and ids of control tokens in turn, each with the index of its first character in the whole
+    text. A run may be empty.
     """
     numbers, added = {token: number for number, token in control.items()}, tokenizer.added_tokens_decoder
     literals = re.compile("|".join(f"({re.escape(token)})" for token in sorted(numbers, key=len, reverse=True)))
@@ -236,7 +240,7 @@ def _encode_runs(
     control: Mapping[int, str],
     told: Mapping[str, bool],
 ) -> _Tokens:
-    """Tokenise runs. A run gets the tokenizer's prefix if the tokenizer itself would insert one there."""
+    """Tokenise the runs of `_runs`. A run gets the tokenizer's prefix where the tokenizer itself would insert it."""
     pieces = []
     for place, (run, start) in enumerate(runs):
         if isinstance(run, int):
@@ -268,7 +272,7 @@ def _joined(pieces: Iterable[_Tokens]) -> _Tokens:
 
 
 def _encode_plain(tokenizer: PreTrainedTokenizerBase, text: str, told: Mapping[str, bool], *, goes_on: bool) -> _Tokens:
-    """Tokenise a text, with tokens marked special as plain text. With `goes_on`, the text gets no prefix."""
+    """Tokenise a text in which special tokens are plain text. With `goes_on`, the text gets no prefix."""
     if goes_on and text and begins_with_prefix(tokenizer):
         for lead in _NEUTRAL:
             stem = _encode(tokenizer, lead, split_special_tokens=True).ids
@@ -279,7 +283,7 @@ def _encode_plain(tokenizer: PreTrainedTokenizerBase, text: str, told: Mapping[s
 
 
 def _prefix_after(tokenizer: PreTrainedTokenizerBase, token: str) -> bool:
-    """Whether the tokenizer also inserts the prefix of a text after this control token."""
+    """Whether the tokenizer inserts its prefix also after this control token, as at the start of a text."""
     return _encode(tokenizer, f"{token}a").ids[1:] == _encode(tokenizer, "a").ids
 
 

@@ -37,10 +37,11 @@ class FixedPrompt:
         special_tokens: whether special tokens in the document kept their meaning.
         plain: special tokens of the document that were read as plain text, with their counts.
         cut: number of the document's tokens in the prompt, if the document was cut; None: the prompt has all of them.
-        border: where in the document's text the token ids end. None: the question is tokenised separately.
-        files: the files of a document of several files, by their tokens; None: the document is one text.
-        files_behind: paths of the files that begin behind the last token.
-        template: number of tokens before the document, which are those of the chat template.
+        border: the end of the document's text, on which the question's first tokens depend. None: the question is
+            tokenised separately.
+        files: the table of a document of several files, with each file's tokens; None: the document is one text.
+        files_behind: paths of the files of a cut document that have no token in the prompt.
+        template: number of the chat template's tokens before the document.
     """
 
     input_ids: torch.Tensor
@@ -79,9 +80,10 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase, before: str | None = None) ->
 
 
 def begins_with_system(tokenizer: PreTrainedTokenizerBase, chat: ChatFrame, system: str) -> bool:
-    """Whether the chat template puts before a document, with a system message, the text that is already there.
+    """Whether the text before an index's document is what the chat template renders for a system message.
 
-    The text that the template puts there today without one counts, too: only a date may differ from the frame's.
+    If the system message gives the same text as no system message does today, the result is also True, because then the
+    stored text can differ only in its date.
     """
     system_turn, document = {"role": "system", "content": system}, {"role": "user", "content": _DOCUMENT}
     try:
@@ -160,12 +162,12 @@ def encode_prompt(
 
 
 def _table(sources: SourceTexts, starts: list[int], tokens: int, stops_at: int | None) -> tuple[SourceFile, ...]:
-    """Make the table of a document's files. A file has the tokens that begin in its text.
+    """Make the table of a document's files. A token belongs to the file in whose text the token begins.
 
     Args:
-        starts: the character of the document at which each token begins.
-        tokens: number of tokens in the prompt, which may lack the last ones.
-        stops_at: the character at which the first token behind a cut begins; None: the document is not cut.
+        starts: for each token, the index of its first character in the document's text.
+        tokens: number of tokens in the prompt; the last of the tokens in `starts` may be missing in the prompt.
+        stops_at: index of the first character that a cut removed; None: the document is not cut.
     """
     # The bytes of a character may be several tokens that begin at the same place.
     begins, table = list(accumulate(starts, max)), []
@@ -184,9 +186,9 @@ def _table(sources: SourceTexts, starts: list[int], tokens: int, stops_at: int |
 def _encoder(
     tokenizer: PreTrainedTokenizerBase, head: str, chat: ChatFrame | None, *, special_tokens: bool, starts: bool
 ) -> Callable[[str], EncodedText]:
-    """Return a function that tokenises the beginning of a document behind the chat template's head.
+    """Return a function that tokenises the beginning of a document after `head`, the chat template's text before it.
 
-    The tokens that the tokenizer adds at the end of a text are removed, because a question follows.
+    Tokens that the tokenizer adds at the end of a text are removed, because a question follows the document.
     """
     ending = [] if chat is not None else added_ends(tokenizer)[1]
     exact = untrimmed(tokenizer) if starts else tokenizer
@@ -203,10 +205,10 @@ def _encoder(
 
 
 def departure(tokenizer: PreTrainedTokenizerBase, prompt: FixedPrompt, text: str) -> str:
-    """Describe how a prompt and a question are tokenised differently from the chat template's rendered conversation.
+    """Describe how the tokens of a prompt and a question differ from those of the chat template's conversation.
 
-    Returns an empty text if both have the same token ids. They are not compared if the prompt has no template, or if
-    the document was cut or has special tokens that were read as plain text.
+    Returns an empty text if both have the same token ids. Also returns an empty text, without a comparison, for a
+    prompt without a chat template, a cut document, or special tokens that were read as plain text.
 
     Args:
         text: the whole document.
@@ -230,20 +232,24 @@ def departure(tokenizer: PreTrainedTokenizerBase, prompt: FixedPrompt, text: str
 
 
 def _shown(text: str, chat: ChatFrame | None) -> str:
-    """Return the text as the template renders it at the start of a message; some templates strip leading white
-    space."""
+    """Return the text as the chat template renders it at the start of a message.
+
+    Some templates strip leading white space.
+    """
     return text.lstrip() if chat is not None and chat.trimmed else text
 
 
 def _first(
     encode: Callable[[str], EncodedText], document: Document, tokens: int
 ) -> tuple[EncodedText, bool, int | None]:
-    """Return the first tokens of a prompt, whether the document has more, and the character at which they begin.
+    """Tokenise as much of a document as the first `tokens` tokens of the prompt need.
 
-    The character is None if the document has no more, or if the encoder returns no characters.
+    The tokenised beginning of the document may end inside a token. Therefore its tokens are accepted only if twice as
+    much text begins with the same tokens.
 
-    The text that is tokenised may be cut inside a token. So its tokens are accepted only if a text twice as long begins
-    with the same tokens.
+    Returns:
+        The first tokens of the prompt; whether the document has more tokens; and the index of the first character of
+        the next token, which is None if there is no next token or the encoder returns no `starts`.
     """
     shorter: list[int] = []
     characters = 8 * tokens + 4096
@@ -265,8 +271,8 @@ _TURNS = [("user", _DOCUMENT), ("assistant", _ANSWER), ("user", _QUESTION)]
 def next_turn(tokenizer: PreTrainedTokenizerBase, chat: ChatFrame) -> ChatFrame | None:
     """Return the chat template's texts around a question that follows an answer.
 
-    They begin where the answer's text ends, so they include the template's token that ends an answer. Returns None if
-    the template fails, or if its output lacks the answer or the question.
+    The text before the question begins where the answer ends, so it includes the template's end-of-turn token. Returns
+    None if the template fails, or if its output lacks the answer or the question.
 
     Args:
         chat: the template's texts around the question that was answered.

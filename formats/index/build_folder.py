@@ -104,11 +104,11 @@ class BuildFolder:
 
     @property
     def kept_note(self) -> PrefillNote | None:
-        """The note on the prefill that an interrupted build has begun; None if there is none."""
+        """The journal's note on the prefill of an interrupted build; None if there is no note."""
         return prefill_note(self.notes.get(NOTE))
 
     def forget_prefill(self) -> None:
-        """Remove what an interrupted build has prefilled. Called before this build writes anything."""
+        """Remove the unfinished files of an interrupted build's prefill. Called before this build writes a file."""
         with self._writing():
             self._folder.remove([], leftovers_of=self._journal.paths)
 
@@ -148,7 +148,7 @@ class BuildFolder:
         return next((one for one in records if one and one.recipe == recipe and self.is_whole(one)), None)
 
     def is_there(self, record: FileRecord) -> bool:
-        """Whether the file of a record exists with its size; its content is not read."""
+        """Whether the file of a record exists with the recorded size; the content is not read."""
         with suppress(OSError), self._opened(record) as descriptor:
             return os.fstat(descriptor).st_size == record.bytes
         return False
@@ -169,7 +169,7 @@ class BuildFolder:
             self._remove_strays(self.base)
 
     def _seal(self, manifest: Manifest) -> Manifest:
-        """Write the manifest over an earlier one, and remove files that it does not list."""
+        """Replace the manifest, and remove files that the new manifest does not list."""
         data, sealed = manifest_bytes(manifest)
         with self._writing():
             self._journal.write()
@@ -217,7 +217,7 @@ class BuildFolder:
             mark(self._folder)
 
     def _free_path(self, name: str, recipe: str) -> str:
-        """Return the logical name as the path, or one with the recipe's hash if the base uses a file at that path."""
+        """Return a file's path: its logical name, with the recipe's hash added if the base has a file at that path."""
         in_use = {record.path for record in self.base.files.values()} if self.base else set()
         if name not in in_use:
             return name

@@ -208,7 +208,8 @@ def with_restored_centroids(tensors: Tensors, dtype: torch.dtype) -> dict[str, t
 def _without_empty(keys: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Replace the centroids [Hk, C, D] of empty clusters by the head's mean centroid.
 
-    They are zeros that are never read, and zero may lie far outside the range of the channels.
+    The centroid of an empty cluster is zero and is never read. Zero may be far outside the range of the channels, and
+    would make their scales larger.
     """
     filled = (counts > 0)[..., None]
     usual = (keys * filled).float().sum(1, keepdim=True) / filled.sum(1, keepdim=True).clamp(min=1)

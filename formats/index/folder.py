@@ -94,12 +94,12 @@ class UnfinishedFile(OpenFile):
 
     Args:
         parent: descriptor of the folder that contains it.
-        path: the path below the index's folder that `keep` gives it.
-        number: 8 hex digits of its temporary name; random by default.
-        found: open the file that an interrupted build has left under that name, instead of a new one.
+        path: the file's final path below the index's folder, which `keep` gives to the file.
+        number: 8 hex digits of the temporary name; random by default.
+        found: open the file that an interrupted build has left under this temporary name; False: create the file.
 
     Raises:
-        OSError: the file cannot be created or opened, or what was left is no plain file with a single name.
+        OSError: the file cannot be created or opened, or the left file is not a regular file with a single name.
     """
 
     def __init__(self, parent: int, path: str, number: str | None = None, *, found: bool = False):
@@ -158,12 +158,12 @@ class UnfinishedFile(OpenFile):
 class JoinedFile(OpenFile):
     """The unfinished file of another process, opened here for writing. Only the other process renames or removes it.
 
-    It is never created here. If this process outlives the other, its writes go to that temporary file, which the next
-    build removes, and never to a finished file.
+    This process never creates the file. If it outlives the other process, it still writes to the temporary file, which
+    the next build removes, and never to a finished file.
 
     Args:
-        parent: descriptor of the folder that contains it.
-        name: its temporary name in that folder.
+        parent: descriptor of the folder that contains the file.
+        name: the file's temporary name in this folder.
         shared: the handle that the opened file must match.
 
     Raises:
@@ -302,7 +302,7 @@ class Folder:
         Args:
             names: files to remove, with the temporary files of their names.
             leftovers_of: files of which only the temporary files are removed, which a dead process left.
-            but: the number of temporary files that stay.
+            but: the 8 hex digits in the names of temporary files that are not removed.
         """
         gone = set(names)
         for above in {name.rpartition("/")[0] for name in (*gone, *leftovers_of)}:
@@ -326,7 +326,11 @@ class Folder:
 
     @contextmanager
     def _parent(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-        """Yield the descriptor of the folder that contains a file, and the file's last name; `make` creates it."""
+        """Yield an open descriptor of the folder that holds the file `name`, and the file's name in that folder.
+
+        Args:
+            make: create the folder if it is missing.
+        """
         above, _, last = name.rpartition("/")
         if not above:
             yield self._descriptor, last
@@ -353,7 +357,7 @@ _MARK = b"An index of sparsekv lies in this folder: builds replace and remove th
 
 
 def is_marked(folder: Folder) -> bool:
-    """Whether a folder has the marker file that every build of an index writes first."""
+    """Whether a folder has the marker file, which every build of an index writes before all other files."""
     try:
         return folder.read(MARKER, len(_MARK)) == _MARK
     except OSError:

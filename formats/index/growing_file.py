@@ -147,8 +147,7 @@ class HeldTensors:
 
 
 RemoteSum = Callable[[], str | None]
-"""Waits for the sha256 that another process computes of a file, and returns it; None if this process must compute
-it."""
+"""Waits for a file's sha256 from another process, and returns it; None: this process must compute the sha256."""
 FLUSHED = 64 << 20  # bytes after which a file is flushed to disk: else the final fsync would have to write all of them
 
 
@@ -172,9 +171,9 @@ class GrowingPart:
     Args:
         file: the file to write to.
         tensors: this process's heads, [H / parts, N, D], allocated in full. Rows are read once `put` includes them.
-        part: which of the file's heads these are.
-        end: the number of rows that the file has already.
-        summed: `put` computes checksums.
+        part: the share of the file's heads that this process writes.
+        end: number of rows along N that the file has already.
+        summed: compute a checksum of the rows of each `put`.
     """
 
     def __init__(
@@ -196,7 +195,7 @@ class GrowingPart:
         self._puts: list[Future[str]] = []
 
     def put(self, end: int, threads: ThreadPoolExecutor) -> None:
-        """Have a thread write the new rows before `end`. Raises OSError if earlier rows could not be written."""
+        """Let a thread write the rows from the last call's end to `end`. Raises OSError if an earlier write failed."""
         for put in self._puts:
             if put.done():
                 put.result()
@@ -221,7 +220,7 @@ class GrowingPart:
 
     @property
     def last_put(self) -> Future[str]:
-        """The checksum of the rows of the last `put`, once they are written; empty if none is computed."""
+        """Future of the last `put`. The result is the checksum of the written rows; empty without `summed`."""
         return self._puts[-1]
 
     def _write(self, start: int, end: int, ready: torch.cuda.Event | None) -> str:

@@ -1,8 +1,8 @@
-"""Keep the whole chunks of a prefill in a build's folder, so that an interrupted build goes on from the last of them.
+"""Keep the complete chunks of an interrupted prefill on disk, so that the next build continues after the last one.
 
-Keys and values are in the growing files of the index, which stay under their temporary names. The queries that a build
-needs of each chunk are appended to a file of their own. A note in the journal says which chunks are on disk, and has
-their checksums.
+Keys and values are in the index's growing files, which keep their temporary names. The queries of each chunk that a
+build needs are appended to a separate file. A note in the journal records which chunks are on disk, and their
+checksums.
 """
 
 import hashlib
@@ -30,14 +30,14 @@ _NUMBER = 8
 
 
 class PrefillNote(Record):
-    """Says which chunks of a prefill are on disk.
+    """Note in the journal that records which chunks of a prefill are on disk.
 
     Args:
-        recipe: the hash of everything that determines the rows and queries.
-        ends: ascending numbers of tokens after which a chunk ends.
-        rows: the chained checksum of each growing file, by logical name.
-        queries: bytes of each chunk's part of the file of queries.
-        queries_sha256: the checksum of these parts.
+        recipe: the hash of all settings and tokens that determine the rows and queries.
+        ends: for each chunk, the number of prompt tokens up to its end; ascending.
+        rows: the chained checksum of each growing file's rows, by logical name.
+        queries: size in bytes of each chunk's part of the file of queries.
+        queries_sha256: the checksum of all parts together.
     """
 
     recipe: Sha256
@@ -48,17 +48,17 @@ class PrefillNote(Record):
 
     @property
     def number(self) -> str:
-        """The number of the temporary files."""
+        """The 8 hex digits in the names of the prefill's temporary files."""
         return file_number(self.recipe)
 
 
 def file_number(recipe: str) -> str:
-    """Return the number of the temporary files of a prefill."""
+    """Return the 8 hex digits in the names of the temporary files of a prefill, the first digits of its recipe."""
     return recipe[:_NUMBER]
 
 
 def prefill_note(value: object) -> PrefillNote | None:
-    """Parse a note of the journal; None if there is none, or it is damaged."""
+    """Parse the journal's note on a prefill; None if there is no note, or the note is damaged."""
     try:
         note = PrefillNote.model_validate(value)
     except ValidationError:
@@ -69,12 +69,12 @@ def prefill_note(value: object) -> PrefillNote | None:
 
 @dataclass(frozen=True)
 class KeptPrefill:
-    """The whole chunks of an interrupted prefill, checked, in memory.
+    """The complete chunks of an interrupted prefill, read from disk after their checksums were verified.
 
     Args:
-        tokens: the number of leading tokens that they have.
-        rows: keys and values [Hk, tokens, D] of the files that are not complete, by logical name.
-        queries: the queries of each chunk, by the names that `PrefillKeeper.chunk_done` was given.
+        tokens: number of leading prompt tokens in these chunks.
+        rows: keys and values [Hk, tokens, D] of each unfinished file, by logical name.
+        queries: the queries of each chunk, by the names passed to `PrefillKeeper.chunk_done`.
     """
 
     tokens: int
@@ -88,21 +88,21 @@ def first_link(header: bytes) -> str:
 
 
 def next_link(before: str, chunk: str) -> str:
-    """Return the chained checksum after a chunk with a checksum."""
+    """Return the chained checksum after a further chunk, whose own checksum is `chunk`."""
     return hash_bytes(f"{before}{chunk}".encode())
 
 
 def read_rows(
     file: UnfinishedFile, like: Mapping[str, torch.Tensor], note: PrefillNote, sha256: str
 ) -> dict[str, torch.Tensor] | None:
-    """Read the rows of the whole chunks of a growing file, and check them while they are read.
+    """Read the rows of the complete chunks of a growing file, and verify their chained checksum.
 
     Args:
-        like: tensors [H, N, D] with the shapes and dtypes that the complete file has.
-        sha256: the chained checksum that the note has of the file.
+        like: tensors with the shapes [H, N, D] and dtypes of the finished file.
+        sha256: the chained checksum of the file in the note.
 
     Returns:
-        The tensors [H, n, D] of the n tokens of the whole chunks; None if they are damaged or of another shape.
+        The tensors [H, n, D] of the n tokens in these chunks; None if rows are damaged or the shapes differ.
 
     Raises:
         OSError: the file cannot be read.
@@ -129,7 +129,11 @@ def read_rows(
 
 
 def read_queries(file: UnfinishedFile, note: PrefillNote) -> list[dict[str, torch.Tensor]] | None:
-    """Read the queries of the whole chunks, and check them; None if they are damaged. Raises OSError."""
+    """Read the queries of each complete chunk, and verify their checksum; None if they are damaged.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     if os.fstat(file.descriptor).st_size < sum(note.queries):
         return None
     data = bytearray(sum(note.queries))
@@ -146,7 +150,7 @@ def read_queries(file: UnfinishedFile, note: PrefillNote) -> list[dict[str, torc
 
 
 def _fill(descriptor: int, data: memoryview, place: int) -> bool:
-    """Read bytes at an offset until `data` is full; return False if the file ends before."""
+    """Read bytes from the offset `place` on until `data` is full; return False if the file ends first."""
     while data:
         count = os.preadv(descriptor, [data], place)
         if not count:
@@ -156,15 +160,15 @@ def _fill(descriptor: int, data: memoryview, place: int) -> bool:
 
 
 class PrefillKeeper:
-    """Appends each chunk's queries to their file, and then notes in the journal that the chunk is on disk.
+    """Appends each chunk's queries to a file, and then records in the journal that the chunk is on disk.
 
-    A thread of its own does that, so that the prefill waits for nothing.
+    This happens in a separate thread, so that the prefill does not wait for the disk.
 
     Args:
-        recipe: the hash of everything that determines the rows and queries.
+        recipe: the hash of all settings and tokens that determine the rows and queries.
         file: the file of queries.
         store: stores the note in the journal.
-        found: the note of an interrupted build that this one continues.
+        found: the note of the interrupted build that this build continues; None: the prefill begins anew.
     """
 
     def __init__(
@@ -181,19 +185,19 @@ class PrefillKeeper:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens whose chunks are on disk."""
+        """Number of leading prompt tokens whose chunks are on disk."""
         return self._ends[-1] if self._ends else 0
 
     def chunk_done(self, end: int, files: Mapping[str, GrowingFile], queries: Mapping[str, torch.Tensor]) -> None:
-        """Note a chunk once a thread has written its rows.
+        """Record a chunk in the journal as soon as other threads have written its rows. Returns at once.
 
         Args:
-            end: the number of tokens after the chunk.
-            files: the growing files by logical name, to which `put` has given the chunk's rows.
-            queries: the chunk's queries, which must not change.
+            end: number of prompt tokens up to the chunk's end.
+            files: the growing files by logical name; their `put` was called with the chunk's rows.
+            queries: the chunk's queries, which must not change afterwards.
 
         Raises:
-            OSError: an earlier chunk could not be noted.
+            OSError: an earlier chunk could not be recorded.
         """
         if self._last is not None and self._last.done():
             self._last.result()
@@ -204,7 +208,7 @@ class PrefillKeeper:
         self._last = self._threads.submit(self._note, end, written, made, ready)
 
     def close(self) -> None:
-        """Wait until all chunks are noted, and leave the file for the next build, or remove it if it has no chunk."""
+        """Wait until all chunks are recorded. Leave the queries' file for the next build, or remove an empty file."""
         self._threads.shutdown()
         if self.tokens:
             self._file.leave()

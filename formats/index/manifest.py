@@ -44,7 +44,7 @@ STORING_TOLERANCE: dict[KVDtype, float] = {"int8": 5e-2}
 
 
 def top_logits(logits: torch.Tensor) -> Probe:
-    """Return the PROBE_LOGITS highest of a token's logits [vocabulary], which must be finite."""
+    """Return the `PROBE_LOGITS` highest of a token's logits [vocabulary], all of which must be finite."""
     top = logits.topk(min(PROBE_LOGITS, len(logits)))
     return Probe(token_ids=top.indices.tolist(), logits=top.values.tolist())
 
@@ -64,7 +64,7 @@ def probe_tolerance(manifest: Manifest, dtype: torch.dtype, *, over_exact: bool)
     """Return the largest difference from an index's stored logits that the same model, run in a dtype, may have.
 
     Args:
-        over_exact: the stored logits were computed over the rows before their rounding to int8.
+        over_exact: the stored logits were computed over exact rows, before these were rounded to int8.
     """
     rounding = max(PROBE_TOLERANCE[dtype], PROBE_TOLERANCE[_dtype(manifest.dtype)])
     if manifest.model.quantisation is not None:
@@ -120,7 +120,7 @@ class Journal:
 
 
 def read_journal(folder: Folder) -> Journal | None:
-    """Read the journal in a folder; None if there is none that this version can read."""
+    """Read the journal in a folder; None if there is no journal, or this version cannot read it."""
     try:
         stored = json.loads(folder.read(JOURNAL, _MOST))
         files = _FILES.validate_python(stored["files"])
@@ -149,7 +149,7 @@ class KeptJournal(Journal):
         self._folder, self._guard = folder, threading.RLock()
 
     def know(self, paths: Iterable[str]) -> None:
-        """Add paths; they are on disk after the next write."""
+        """Add paths to the journal, which the next write stores on disk."""
         with self._guard:
             self.paths.update(paths)
 
@@ -162,7 +162,7 @@ class KeptJournal(Journal):
         return path
 
     def reuse(self, name: str, record: FileRecord) -> None:
-        """Add the record of a complete file of an earlier build; it is on disk after the next write."""
+        """Add the record of a complete file of an earlier build, which the next write stores on disk."""
         with self._guard:
             self.files[name] = record
 

@@ -185,7 +185,7 @@ class Artifact:
 
     @property
     def _layer_bytes(self) -> int:
-        """Bytes of the first layer's keys and values."""
+        """Size of the first layer's keys and values, in bytes."""
         return self.manifest.files[layer_file("context", min(self.manifest.attending))].bytes
 
     @property

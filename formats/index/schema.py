@@ -118,11 +118,11 @@ def weights_named(name: str) -> Weights | None:
 class KVStorage(Record):
     """The int8 storage of an index's keys and values, and the error that it causes in dense attention.
 
-    `errors` holds, for each layer that attends, the relative error of dense attention over the stored rows, against
-    dense attention over the exact rows. It is a mean over heads and the tail's queries. It was measured on a prompt of
-    `measured_tokens` tokens whose hash is `measured_ids`. This is an earlier prompt than the index's if the index
-    reuses that prompt's rows. `exact_probe` means that the logits of probe and canary were computed over the rows
-    before rounding. This is so after a conversion, which runs no model and copies the logits.
+    `errors` has a number for each layer that attends: the error of dense attention over the stored rows relative to
+    dense attention over the exact rows, as a mean over heads and the tail's queries. The errors were measured on a
+    prompt of `measured_tokens` tokens whose hash is `measured_ids`. This prompt is an earlier one than the index's if
+    the index reuses the earlier prompt's rows. `exact_probe`: the logits of probe and canary were computed over exact
+    rows. This is the case after a conversion, which runs no model and copies the logits.
     """
 
     dtype: KVDtype
@@ -138,7 +138,7 @@ class KVStorage(Record):
 
     @property
     def worst(self) -> int:
-        """The place of the largest error among the layers that attend."""
+        """Index of the largest error in `errors`."""
         return max(range(len(self.errors)), key=self.errors.__getitem__)
 
 
@@ -178,9 +178,9 @@ def state_tokens(name: str) -> int | None:
 
 
 class ModelIdentity(Record):
-    """The model that computed the keys and values, identified by everything that determines them.
+    """Identity of the model that computed the keys and values: all facts that determine keys and values.
 
-    `weights_hash` is of the checkpoint's weights, before any were rounded to `weights`.
+    `weights_hash` is the hash of the checkpoint's weights, before weights were rounded to `weights`.
     """
 
     id: str
@@ -216,7 +216,7 @@ SOURCE_PATH = re.compile(rf"(?!\.{{1,2}}/)[^/{_UNSAFE}]+(/(?!\.{{1,2}}(/|$))[^/{
 
 
 def is_source_path(path: str) -> bool:
-    """Whether a table of files may hold a path: it is relative, stays in its folder, and is printable UTF-8."""
+    """Whether a path is allowed in a table of files: relative, without `..`, and printable UTF-8."""
     return SOURCE_PATH.fullmatch(path) is not None and path not in (".", "..") and _is_utf_8(path)
 
 
@@ -281,7 +281,7 @@ BY_PATH, CHANGED_LAST = FILE_ORDERS[0], FILE_ORDERS[2]
 
 
 def file_order_named(name: str | None) -> FileOrder | None:
-    """Return the order of files with a name; None for None. Raises UsageError if there is none."""
+    """Return the file order of an `--order` value; None for None. Raises UsageError for an unknown value."""
     if name is not None:
         check_choice("--order", name, FILE_ORDERS)
     return next((order for order in FILE_ORDERS if order == name), None)
@@ -348,7 +348,7 @@ class PrefillRecord(Record):
     revision: int = Field(default=1, description="of the prefill: another one computes other rows by the same options")
 
     def __str__(self) -> str:
-        """The kind, as reports print it, with chunk size and parameters unless it is exact."""
+        """The prefill as reports print it: its kind, with chunk size and parameters if the prefill is sparse."""
         told = ", ".join(f"{name} {value}" for name, value in self.parameters.items())
         return self.kind if self.exact else f"{self.kind} (chunks of {self.chunk_size}, {told})"
 
@@ -364,10 +364,10 @@ class MethodRecord(Record):
 
 
 class Probe(Record):
-    """Top logits of the last prompt token, which are recomputed to check that a model is the same.
+    """Highest logits of the last prompt token, which are recomputed to check that a model is the same.
 
-    They are computed by the model's own attention over the stored context. In an index of an earlier version, which has
-    no canary, they are those of the prefill.
+    A build computes these logits by the model's own attention over the stored context. In an index of an earlier
+    version, which has no canary, the logits are those of the prefill.
     """
 
     token_ids: list[Count] = Field(min_length=1)
@@ -381,7 +381,7 @@ class Probe(Record):
 
 
 class CanaryToken(Probe):
-    """Top logits of the token at an earlier position, for which a build compared our attention with the model's own."""
+    """Highest logits of an earlier token, for which the build compared our attention with the model's own."""
 
     position: Count
 
@@ -394,7 +394,10 @@ class TensorRecord(Record):
 
 
 class FileRecord(Record):
-    """Where a logical file is stored, its tensors, and `recipe`, the hash of everything that decides its content."""
+    """Path, size, checksum and tensors of a logical file.
+
+    `recipe` is the hash of all inputs and settings that determine the file's content.
+    """
 
     path: FileName
     bytes: Annotated[int, Field(ge=0)]
@@ -404,13 +407,13 @@ class FileRecord(Record):
 
 
 class TuneTarget(Record):
-    """The goal of a tuned setting, for the measure named `measure`.
+    """Goal of a tuned setting: a bound `value` on `measure`.
 
-    Recall must be at least `value`, or the error at most `value`, as a mean over layers, heads and queries. Perplexity
-    must be at most `value` times dense attention's.
+    Recall must be at least `value`, and the output error at most `value`, as means over layers, heads and queries.
+    Perplexity must be at most `value` times that of dense attention.
 
-    Recall is measured against the oracle's best tokens at budget `of`, a share or a number of tokens. The search was
-    among `methods`; an empty list means all.
+    Recall is measured against the oracle's tokens at the budget `of`, a share or a number of tokens. `methods` are the
+    methods that the search compared; empty: all methods.
     """
 
     measure: str
@@ -489,7 +492,7 @@ class Manifest(Record):
 
     @property
     def attending(self) -> dict[int, LayerFacts]:
-        """The facts of the layers that attend, whose keys and values are stored, by layer."""
+        """Facts of the layers that attend, by layer index. Only these layers have stored keys and values."""
         return {layer: facts for layer, facts in enumerate(self.layers) if facts is not None}
 
     @property
@@ -499,11 +502,11 @@ class Manifest(Record):
 
     @property
     def keeping(self) -> tuple[int, ...]:
-        """Ascending numbers of the layers that keep a state, by the tensors of the first file of states."""
+        """Indices of the layers that keep a state, ascending, as named by the tensors of the first file of states."""
         names = self.files[state_file(self.states[0])].tensors if self.states else {}
         return tuple(sorted({int(name.removeprefix("layer_").partition(".")[0]) for name in names}))
 
     @property
     def states(self) -> list[int]:
-        """Ascending numbers of tokens after which the states of the layers that keep one are stored."""
+        """Numbers of prompt tokens, ascending, after which the layers' recurrent and convolution states are stored."""
         return sorted(tokens for name in self.files if (tokens := state_tokens(name)) is not None)

@@ -39,7 +39,7 @@ THREADS = min(16, os.cpu_count() or 1)
 SUMS = min(
     64, os.cpu_count() or 1
 )  # checksums computed at a time: one thread takes most of a second for a layer's keys
-HELD_BYTES = 6 << 30  # most bytes of tensors that wait to be written and have no other use
+HELD_BYTES = 6 << 30  # maximum bytes of tensors that wait to be written and have no other use
 
 
 class ArtifactWriter(BuildFolder):
@@ -147,7 +147,7 @@ class ArtifactWriter(BuildFolder):
             return self._begun[name].shared
 
     def unshare_rows(self) -> None:
-        """Remove files that still have a temporary name. No process may write to them any more."""
+        """Remove shared and growing files that still have a temporary name. No process may write to them any more."""
         for files in (self._begun, self._growing):
             while files:
                 files.popitem()[1].discard()
@@ -155,12 +155,15 @@ class ArtifactWriter(BuildFolder):
     def take_kept(
         self, note: PrefillNote, files: Mapping[str, Mapping[str, torch.Tensor]], recipe: str, device: torch.device
     ) -> KeptPrefill | None:
-        """Take over the whole chunks of an interrupted prefill; None, and they are removed, if any is damaged.
+        """Read the complete chunks of an interrupted prefill, and continue its files.
+
+        Returns None if a chunk is damaged; all chunks are then removed.
 
         Args:
-            files: tensors [H, N, D] with the shapes and dtypes of the files to write, by logical name.
+            note: the journal's note on the prefill.
+            files: tensors with the shapes [H, N, D] and dtypes of the files to write, by logical name.
             recipe: the recipe of these files.
-            device: where the rows go.
+            device: the device to which the rows are read.
         """
         rows, opened, tokens = {}, list[UnfinishedFile](), note.ends[-1]
         try:
@@ -184,10 +187,10 @@ class ArtifactWriter(BuildFolder):
         return KeptPrefill(tokens, rows, queries)
 
     def keep_prefill(self, recipe: str) -> None:
-        """Keep the whole chunks of the prefill that follows, if this build is interrupted.
+        """Keep the complete chunks of the next prefill on disk, in case this build is interrupted.
 
         Args:
-            recipe: the hash of everything that determines the rows and queries.
+            recipe: the hash of all settings and tokens that determine the rows and queries.
 
         Raises:
             ArtifactError: the file of queries cannot be written.
@@ -198,11 +201,11 @@ class ArtifactWriter(BuildFolder):
             self._keeper = self._keep(recipe, file)
 
     def chunk_done(self, end: int, queries: Mapping[str, torch.Tensor]) -> None:
-        """Note, in a thread, that a chunk is on disk once its rows are. Does nothing if no prefill is kept.
+        """Let a thread record a chunk in the journal once its rows are on disk. Does nothing without `keep_prefill`.
 
         Args:
-            end: the number of tokens after the chunk, whose rows `write_rows` has been given.
-            queries: the chunk's queries, which must not change.
+            end: number of prompt tokens up to the chunk's end; `write_rows` was called with the chunk's rows.
+            queries: the chunk's queries, which must not change afterwards.
 
         Raises:
             ArtifactError: an earlier chunk could not be written.

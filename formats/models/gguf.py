@@ -148,7 +148,7 @@ def _read_errors(name: str) -> Iterator[None]:
 
 
 def convert(path: Path, folder: Path, reader: GGUFReader | None = None) -> None:
-    """Save a GGUF file's model to a folder, with weights dequantised to float32, its tokenizer and its ending tokens.
+    """Save a GGUF file's model to a folder, with weights dequantised to float32, its tokenizer and its EOS tokens.
 
     Allocates the weights twice.
 

@@ -19,21 +19,25 @@ def files_of(folder: Path) -> Files:
 
 
 class Kept(Generic[Model]):
-    """Objects that were made from the files of folders, by folder and `how`, the arguments of making them."""
+    """Cache of objects made from a folder's files.
+
+    The key is the folder and `how`, the arguments with which an object was made. An entry is valid while the folder's
+    files are unchanged.
+    """
 
     def __init__(self) -> None:
         self._found: dict[Hashable, tuple[Files, Model]] = {}
 
     def keep(self, folder: Path, how: Hashable, files: Files, made: Model) -> None:
-        """Keep an object that was made from a folder, unless the files have changed since the state `files`."""
+        """Store the object `made` from a folder, unless the folder's files have changed since the state `files`."""
         if files and files == files_of(folder):
             self._found[folder, how] = files, made
 
     def take(self, folder: Path, how: Hashable) -> Model | None:
-        """Return an object that was made from a folder; None if there is none, or if the files have changed."""
+        """Return the stored object of a key; None if there is none, or if the folder's files have changed."""
         files, made = self._found.get((folder, how), ((), None))
         return made if files and files == files_of(folder) else None
 
     def everything(self) -> list[Model]:
-        """Return all kept objects."""
+        """Return all stored objects, without a check of their files."""
         return [made for _, made in self._found.values()]

@@ -36,7 +36,7 @@ OWN = "sha256.json"
 TEMPLATES = "additional_chat_templates"
 """The folder from which transformers reads a tokenizer's additional chat templates."""
 
-MOST = 64 << 20
+MOST_TOKENIZER_BYTES = 64 << 20
 """Maximum total bytes of tokenizer files to hash. A folder with more bytes must have other files too, and hashing them
 would take longer than serialising the tokenizer."""
 
@@ -59,13 +59,13 @@ class TokenizerFiles:
         Call this method after the tokenizer is loaded, so that changed files are noticed.
 
         Returns:
-            The hash. None if a file cannot be read, the files have more than MOST bytes, or a file has changed since
-            the snapshot.
+            The hash. None if a file cannot be read, the files have more than `MOST_TOKENIZER_BYTES` bytes in all, or a
+            file has changed since the snapshot.
         """
         import tokenizers
         import transformers
 
-        if self._seen is None or sum(size for _, size, _, _ in self._seen) > MOST:
+        if self._seen is None or sum(size for _, size, _, _ in self._seen) > MOST_TOKENIZER_BYTES:
             return None
         try:
             found = {name: hash_file(self._folder / name) for name, *_ in self._seen}

@@ -50,7 +50,7 @@ another expert; a missing mask or scale does not."""
 def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> int:
     """Check on a few tokens of a prompt that an index can follow the model.
 
-    Takes six forward passes over at most 48 tokens; processes that share a model run them together.
+    Takes six forward passes over at most 48 tokens. All processes that share a model must call this together.
 
     Args:
         input_ids: [N] int64, the prompt.
@@ -99,8 +99,8 @@ def _check_ids(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> No
 def _difference(model: PreTrainedModel, ids: torch.Tensor, name: str) -> tuple[float, int]:
     """Compute the largest difference between the model's own logits and those over captured rows for token ids [T].
 
-    It is relative to the largest logit. It is 0 if logits are not finite, which the prefill detects and reports. The
-    second result is the bytes of the states after these tokens.
+    The difference is relative to the largest logit. It is 0 if logits are not finite, because the prefill detects and
+    reports this. The second result is the size of the states after these tokens, in bytes.
     """
     with _tried("it does not run on token ids alone"), alone(model), soft_caps(model):
         own = model(input_ids=ids[None], use_cache=False).logits[0].float()
@@ -210,9 +210,9 @@ def canary_positions(model: PreTrainedModel, tokens: int) -> list[int]:
 def canary_runs(model: PreTrainedModel, tokens: int, prefix_tokens: int) -> list[tuple[int, int]]:
     """Return for each run the number of tokens before it and its last position.
 
-    A model with layers that keep a state has no state of the tokens before `prefix_tokens`, which a build reuses. Its
-    runs begin behind them. Its last run is of the last token alone, over the state that an opened index has before it:
-    int8 rows of the tokens of a run change the states that these tokens leave.
+    If layers keep a state, runs begin after the `prefix_tokens` reused tokens, because the states before are not known.
+    A further run then has the last token alone, over the state that an opened index has before this token. In a longer
+    run, int8 rows of its tokens would change the states after these tokens.
     """
     keeps = bool(layer_kinds(model.config).keeping)
     first = prefix_tokens if keeps else 0
@@ -235,7 +235,7 @@ def run_canary(
     Args:
         input_ids: [N] int64.
         rows: returns a layer's keys and values [Hk, N, D] as they are stored, on the model's device.
-        states: the states before each run, by the number of tokens before it, if layers keep one.
+        states: the layers' states before each run, by the number of tokens before the run; empty without states.
 
     Raises:
         SparsekvError: the model's own attention cannot run over a cache with these rows.
@@ -284,8 +284,8 @@ def compare_canary(
 ) -> None:
     """Compare an index's canary with the model's logits over the index's first rows, which a build reuses.
 
-    Does nothing for a model with layers that keep a state, of which none is stored before the canary's tokens:
-    `compare_state` compares the tokens behind the state that is reused.
+    Does nothing for a model with layers that keep a state, because no state is stored before the canary's tokens.
+    `compare_state` makes the comparison for such a model.
 
     Args:
         tokens: number of tokens whose rows are reused.
@@ -317,19 +317,19 @@ def compare_canary(
 def compare_state(
     manifest: Manifest, before: int, model: PreTrainedModel, input_ids: torch.Tensor, rows: Rows, state: State
 ) -> None:
-    """Compare keys and values that a model computes from a stored state with the stored ones, before a build reuses it.
+    """Check a stored state before a build reuses it: compare stored keys and values with those computed from the state.
 
-    Int8 rounding may route a token to another expert: then of each layer the median over the tokens counts.
+    In an int8 index the median over tokens counts in each layer, because rounding may route a token to another expert.
 
     Args:
         before: number of tokens before the state.
-        input_ids: [T] int64, the tokens behind the state that the build's prompt and the index have in common. The
-            first RUN of them are compared.
+        input_ids: [T] int64, tokens after the state that the build's prompt and the index have in common. The first RUN
+            of these tokens are compared.
         rows: returns a layer's stored keys and values [Hk, before + T, D], on the model's device.
         state: the stored state.
 
     Raises:
-        ArtifactError: they differ beyond rounding, or the state does not fit the model.
+        ArtifactError: keys or values differ beyond rounding, or the state does not fit the model.
     """
     compared: list[torch.Tensor] = []
     tokens = input_ids[:RUN]
@@ -354,7 +354,7 @@ def compare_state(
 
 
 def _distance(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """Return the distance [T] of each token's rows [Hk, T, D] from the stored ones, relative to their norm."""
+    """Return each token's relative distance [T]: |own - stored| / |stored| of the token's rows in [Hk, T, D]."""
     expected = stored.float()
     apart: torch.Tensor = (own.float() - expected).norm(dim=(0, 2))
     norms: torch.Tensor = expected.norm(dim=(0, 2)).clamp(min=torch.finfo(torch.float32).tiny)

@@ -21,8 +21,8 @@ class ContextLayer(RowLayer):
     """Keys and values of one layer, [1, Hk, N, D] each, allocated once and filled from the front.
 
     Args:
-        tokens: N.
-        prefix: keys and values [Hk, P, D] of the first P tokens, if they are known.
+        tokens: number of tokens N.
+        prefix: keys and values [Hk, P, D] of the first P tokens; None: no rows are known.
     """
 
     def __init__(self, tokens: int, prefix: Pair | None = None):
@@ -39,13 +39,14 @@ class ContextLayer(RowLayer):
             self._prefix = None
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Pair:
-        """Return the rows unchanged. A model may make keys and values of them, which `appended` then gets."""
+        """Return the rows unchanged. A model may compute keys and values from them, which `appended` then stores."""
         return key_states, value_states
 
     def appended(self, call: AttentionCall) -> AttentionCall:
-        """Append the keys and values of a call [Hk, Q, D]; return the call with those of all tokens [Hk, T, D].
+        """Append the keys and values [Hk, Q, D] of a call; return the call with the rows of all tokens [Hk, T, D].
 
-        Raises SparsekvError for more rows than tokens, or if the call has queries of some of its tokens only.
+        Raises:
+            SparsekvError: there are more rows than prompt tokens, or the call lacks the queries of some of its tokens.
         """
         if call.query.shape[1] != call.keys.shape[1]:
             raise SparsekvError(
@@ -74,10 +75,10 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class TakenOver:
-    """The first `tokens` int8 rows of an earlier index, by layer.
+    """Int8 rows of an earlier index's first `tokens` tokens, which the new index stores unchanged.
 
-    They are stored unchanged, because rounding them again would add a second error. `storage` is that index's record of
-    its int8 storage.
+    Dequantising and rounding the rows again would add a second error. `tensors` returns a layer's int8 tensors.
+    `storage` is the earlier index's record of its int8 storage.
     """
 
     tokens: int
@@ -98,7 +99,10 @@ def rows_as_stored(
 
 
 def in_8_bits(rows: Pair, layer: int, taken: TakenOver | None) -> dict[str, torch.Tensor]:
-    """Quantise a layer's rows [Hk, N, D] to the tensors of its file; the first rows may be `taken` unchanged."""
+    """Quantise a layer's keys and values [Hk, N, D] to the tensors of its int8 file.
+
+    The rows in `taken` replace the first rows, and are not quantised again.
+    """
     if taken is None:
         return quantise(*rows)
     first = first_tokens(taken.tensors(layer), taken.tokens)
@@ -143,12 +147,12 @@ class CapturedLayer(CapturedQueries):
 
 @dataclass(frozen=True)
 class BegunPrefill:
-    """The first chunks of a prefill that was interrupted.
+    """The leading chunks of the prompt, which an interrupted build has prefilled.
 
     Args:
-        tokens: the number of their tokens.
-        rows: keys and values [Hk, tokens, D], by layer. Each is taken once.
-        queries: the queries of each chunk, as `chunk_done` got them.
+        tokens: number of tokens in these chunks.
+        rows: keys and values [Hk, tokens, D] by layer. `capture` removes each entry.
+        queries: the queries of each chunk, as they were passed to `chunk_done`.
     """
 
     tokens: int
@@ -156,7 +160,7 @@ class BegunPrefill:
     queries: Sequence[Mapping[str, torch.Tensor]]
 
     def kept(self, kind: str, layer: int) -> torch.Tensor | None:
-        """Return the queries [Hq, n, D] of a kind, `sample` or `tail`, of all chunks; None if there are none."""
+        """Return a layer's queries [Hq, n, D] of the kind `sample` or `tail` in all chunks; None if there are none."""
         parts = [chunk[name] for chunk in self.queries if (name := _query_name(kind, layer)) in chunk]
         return torch.cat(parts, 1) if parts else None
 
@@ -167,10 +171,10 @@ def _query_name(kind: str, layer: int) -> str:
 
 @dataclass
 class _Recorder:
-    """The attention function of a capture. It attends like the prefill, and stores keys, values and queries.
+    """Attention function of a capture, which attends as the prefill does, and stores keys, values and queries.
 
-    These are the last R queries (`tail`) and those at ascending `positions` [P]. `prefix_queries` returns the queries
-    at positions in the prefix, which is not prefilled.
+    The stored queries are those of the last `tail` tokens, and those at the ascending `positions` [P]. `prefix_queries`
+    returns the queries at positions in the prefix, because the prefix is not prefilled.
     """
 
     layers: Mapping[int, ContextLayer]
@@ -212,7 +216,7 @@ class _Recorder:
             self.tails = {layer: tail for layer, tail in tails.items() if tail is not None}
 
     def _check_begun(self, call: AttentionCall, begun: BegunPrefill) -> None:
-        """Raise SparsekvError if a layer's queries of the begun prefill do not fit those of a call."""
+        """Raise SparsekvError if a layer's queries in `begun` have another number, shape or dtype than this build's."""
         counts = {"tail": max(0, begun.tokens - self.tokens + self.tail)}
         counts["sample"] = 0 if call.window is not None else int((self.positions < begun.tokens).sum())
         for kind, count in counts.items():
@@ -226,7 +230,7 @@ class _Recorder:
                 )
 
     def queries_of_chunk(self, first: int, end: int) -> dict[str, torch.Tensor]:
-        """Return the queries kept of the tokens from `first` to `end`, in all layers, as views."""
+        """Return views of the stored queries of the tokens `first` to `end` (excluded), for all layers by name."""
         begin = self.tokens - self.tail
         tail = slice(max(0, first - begin), max(0, end - begin))
         low, high = torch.searchsorted(self.positions, torch.tensor([first, end])).tolist()
@@ -264,11 +268,11 @@ class _Recorder:
 
 @dataclass
 class Capture:
-    """A finished prefill: one entry per layer that attends, and the last token's logits [vocabulary] in float32.
+    """A finished prefill: the rows of each layer that attends, and the last token's logits [vocabulary] in float32.
 
-    `states` are the states of layers that keep one, by the number of tokens that they were copied after. `take` and
-    `take_queries` free a layer's keys and values in the cache. `take` returns them with the layer's queries,
-    and `take_queries` returns only the queries.
+    `states` are copies of the layers' states, by the number of tokens before each copy. `take` returns a layer's keys,
+    values and queries, and frees the layer's rows in the cache. `take_queries` returns only the queries, and frees the
+    rows too.
     """
 
     logits: torch.Tensor
@@ -278,14 +282,14 @@ class Capture:
 
     @property
     def layers(self) -> list[int]:
-        """The numbers of the layers that attend."""
+        """Indices of the layers that attend."""
         return list(self._layers)
 
     def facts(self, layer: int) -> LayerFacts:
         return self._recorder.facts[layer]
 
     def not_finite(self) -> str | None:
-        """Name the first tensor with an infinity or NaN, such as `keys of layer 3`; None if all are finite."""
+        """Name the first tensor that has an infinity or NaN, such as `keys of layer 3`; None if all are finite."""
         for number, layer in self._layers.items():
             recorder = self._recorder
             queries = [recorder.tails[number], recorder.samples.get(number)]
@@ -295,7 +299,7 @@ class Capture:
         return None if is_finite(self.logits) else "logits"
 
     def rows(self, layer: int) -> Pair:
-        """Return keys and values [Hk, N, D] of a layer that was not taken."""
+        """Return the keys and values [Hk, N, D] of a layer before `take` or `take_queries` has freed the rows."""
         keys, values = self._layers[layer].keys, self._layers[layer].values
         assert keys is not None
         assert values is not None
@@ -351,26 +355,26 @@ def capture(
     Args:
         input_ids: [N] int64.
         tail: R, the number of last queries to keep.
-        positions: [P] int64, ascending: further positions whose queries are kept, in one tensor per layer.
-        chunk_size: tokens per forward pass. Apart from rounding, the result of a dense prefill does not depend on it.
-            If the model's RoPE depends on the sequence's length, it is ignored, and the prompt runs in one pass.
+        positions: [P] int64, ascending: positions of the query sample.
+        chunk_size: tokens per forward pass. Apart from rounding, the result of a dense prefill does not depend on this
+            number. If the model's RoPE depends on the sequence's length, the whole prompt runs in one pass.
         prefill: the attention of chunks; dense by default. With a sparse prefill, the last token runs separately, with
             dense attention.
         sinks: number of first tokens that every chunk of a sparse prefill attends to.
         prefix_tokens: leading tokens whose keys and values are already known (an edited document).
         prefix: returns keys and values [Hk, >= prefix_tokens, D] of a layer; needed with `prefix_tokens`.
-        prefix_queries: returns a layer's queries at positions in the prefix; needed if `positions` includes such.
-        prefix_state: the state after the prefix, if layers keep one.
-        marks: numbers of tokens after which states are kept in the capture, from `prefix_tokens` on.
-        stored: numbers of tokens after which `state_done` is called with these and a copy of the states. Chunks end
-            there, and at `marks`, too.
-        begun: the first chunks, if an interrupted prefill has run them. The prefill goes on after them, in the same
-            chunks as if it had not been interrupted. The model keeps no states.
-        chunk_done: called after each chunk but the last with `end`, after `rows_done`, and with the queries that the
-            capture keeps of the tokens since the previous call.
-        rows_done: called for each layer after each chunk, with the layer's keys and values [Hk, N, D] and `end`. The
-            rows before `end` are final.
-        progress: called with the number of tokens done after each chunk.
+        prefix_queries: returns a layer's queries at positions in the prefix; needed if `positions` has some there.
+        prefix_state: the state after the prefix, if layers keep a state.
+        marks: numbers of tokens, at least `prefix_tokens`, after which a copy of the states is added to the capture.
+        stored: numbers of tokens after which `state_done` is called with this number and a copy of the states. A chunk
+            ends at each number in `stored` and in `marks`.
+        begun: leading chunks that an interrupted build has prefilled. The prefill continues after these chunks, with
+            the same chunk ends as without the interruption. Only for models without states.
+        chunk_done: called after `rows_done` for each chunk except the last, with the number of tokens up to the chunk's
+            end, and with the stored queries of the tokens since the previous call.
+        rows_done: called for each layer after each chunk, with the layer's keys and values [Hk, N, D] and the number of
+            tokens up to the chunk's end. The rows of these tokens are final.
+        progress: called after each chunk with the number of tokens prefilled so far.
     """
     tokens = len(input_ids)
     positions = torch.zeros(0, dtype=torch.int64) if positions is None else positions
@@ -429,7 +433,7 @@ def _chunks(
 
 
 def _after(begun: int, chunks: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the chunks behind the first `begun` tokens, the first of them from there."""
+    """Yield the parts of the chunks after the first `begun` tokens."""
     return ((max(start, begun), end) for start, end in chunks if end > begun)
 
 

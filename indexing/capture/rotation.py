@@ -95,7 +95,7 @@ def measure_rotations(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[i
 
 
 def _loudest_token(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
-    """Return the token [1] of largest embedding. A padding token may have an embedding, and so keys, of zeros."""
+    """Return the token [1] of largest embedding, because a padding token's embedding, and so its keys, may be zeros."""
     ids: torch.Tensor = input_ids.unique().to(model.device)
     embedded = model.get_input_embeddings()(ids)
     return ids[embedded.float().norm(dim=-1).argmax()][None]

@@ -65,17 +65,17 @@ class MeasureRotations:
 
 
 ModelRun = TryModel | RunPrompt | RunCanary | MeasureRotations
-"""A run of the model that all processes that share it must start together."""
+"""A run of the model. All processes that share the model must start it together."""
 
 
 class SharedRows(ABC):
-    """Lets processes that each captured some of the heads write these to the same files of an index."""
+    """Lets processes that each capture a part of the heads write their rows to the same files of an index."""
 
     @abstractmethod
     def share(self, folder: Path, files: Mapping[str, SharedFile]) -> bool:
-        """Let all processes open an index's files, given by name; return whether each of them could.
+        """Let all processes open an index's files, given by name; return whether every process could open all files.
 
-        If each of them could, every process writes its heads' rows of the next capture to these files.
+        If so, every process writes its heads' rows of the next capture to these files.
         """
 
     @abstractmethod
@@ -86,18 +86,19 @@ class SharedRows(ABC):
             written: waits for a number of seconds, and returns whether this process has written its rows.
 
         Returns:
-            The layer's queries, and a function that waits for the checksum of its file, if another process computes it.
+            The layer's queries, and a function that waits for the checksum of the layer's file from another process;
+            None if this process must compute the checksum.
         """
 
 
 class Team(ABC):
-    """The processes that run the model: starts each run in all of them, and joins the heads that each captured."""
+    """The processes that run the model. Starts each run in all processes, and joins the heads that they capture."""
 
     part: HeadPart
-    """The part of the heads that this process captures."""
+    """Part of the heads that this process captures."""
     shared_rows: SharedRows | None
-    """Lets the processes write their heads' rows to the same files. None if each process captures all heads: then this
-    process alone writes them."""
+    """Lets the processes write their heads' rows to the same files. None if each process captures all heads, and this
+    process writes all rows."""
     starts_after_prefix: bool
     """Whether a run can start after tokens whose keys and values the folder's index has."""
 
@@ -122,11 +123,11 @@ class Team(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Release the other processes: this process needs no more work from them."""
+        """Let the other processes end, because this process needs no more work from them."""
 
 
 class Alone(Team):
-    """This process has the whole model."""
+    """Team of this process alone, which has the whole model."""
 
     part, shared_rows, starts_after_prefix = ALL_HEADS, None, True
 

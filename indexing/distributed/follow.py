@@ -59,9 +59,9 @@ def follow(ranks: Ranks, loaded: LoadedModel) -> None:
 
 @dataclass
 class _Follower:
-    """The state of a rank between two requests.
+    """State of a rank between two requests.
 
-    `own` is its last capture. `sums` computes and sends the checksums of shared files.
+    `own` is the rank's last capture. `sums` computes and sends the checksums of shared files.
     """
 
     ranks: Ranks

@@ -67,7 +67,7 @@ def _kmeans_faiss(points: torch.Tensor, clusters: int, iterations: int, seed: in
 S = TypeVar("S")
 T = TypeVar("T")
 
-MOST = 8
+MOST_ITEMS = 8
 """Largest number of items that are processed at a time."""
 MOST_TOKENS = 1 << 18
 """Largest number of tokens of all items that are processed at a time. Memory grows by about 20 KB per token for `codes`
@@ -86,7 +86,7 @@ def share_cores(
             must not depend on the number of remaining items.
     """
     threads = torch.get_num_threads()
-    together = max(1, min(threads, MOST, of or len(items), MOST_TOKENS // max(1, tokens)))
+    together = max(1, min(threads, MOST_ITEMS, of or len(items), MOST_TOKENS // max(1, tokens)))
 
     def begin() -> None:
         torch.set_num_threads(threads // together)

@@ -66,10 +66,10 @@ class DensePrefill(Prefill):
 
 @dataclass(frozen=True)
 class SparsePrefill(Prefill):
-    """A chunk attends to itself and to `prefill_budget` earlier tokens: sinks, the last ones, and the best by score.
+    """A chunk attends to itself and to `prefill_budget` earlier tokens: sinks, recent tokens, and the best by score.
 
-    The papers do not reserve a share for the last tokens before the chunk (`prefill_recent` = 0). Without them the
-    first queries of a chunk may not attend to the text that they continue.
+    The papers do not reserve a share of the budget for recent tokens, the last before the chunk (`prefill_recent` = 0).
+    Without recent tokens, the first queries of a chunk may not attend to the text that they continue.
     """
 
     # In revision 1, a build could reuse rows of an earlier index although its sinks or chunks were different.

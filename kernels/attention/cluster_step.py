@@ -22,7 +22,7 @@ from sparsekv.kernels.posting_lists.types import ExactKeys
 from sparsekv.kernels.scores.logits import attention_logits, softcapped
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-MOST = 60.0  # upper bound of a logit minus its log-sum-exp: sums of such exponentials do not overflow float32
+LARGEST_EXPONENT = 60.0  # upper bound of a logit minus its log-sum-exp: sums of exponentials stay within float32
 _took: list[float] = []
 
 
@@ -39,17 +39,16 @@ def threads_of_torch() -> Any:
 
 
 @lru_cache
-def compiled_kernels(name: str, room: str = "attention") -> ModuleType | None:
-    """Import the numba module `sparsekv.kernels.ROOM.NAME`.
+def compiled_kernels(name: str, folder: str = "attention") -> ModuleType | None:
+    """Import the numba module `sparsekv.kernels.FOLDER.NAME`; return None without numba or without GNU OpenMP.
 
-    The first import compiles the module for seconds. Later imports read the machine code from disk. Return None without
-    numba or without GNU OpenMP.
+    The first import compiles the module, which takes seconds. Later imports read the machine code from disk.
     """
     if threads_of_torch() is None:
         return None
     started = time.perf_counter()
     try:
-        found = importlib.import_module(f"sparsekv.kernels.{room}.{name}")
+        found = importlib.import_module(f"sparsekv.kernels.{folder}.{name}")
     except ImportError:
         return None
     if not found.STEP.cache_hits:
@@ -350,7 +349,7 @@ def choose_by_codes(query: torch.Tensor, codes: StepCodes, beside: torch.Tensor,
     job = compiled.prepare(query, budget)
     job.exact_keys, job.sinks = query.data_ptr(), beside.data_ptr()
     scratch = compiled.run(job, query)
-    # `lay_out` of the kernel places the chosen keys directly after the scores.
+    # `place_arrays` of the kernel places the chosen keys directly after the scores.
     return scratch.view(torch.int32)[H * M : 2 * H * M].view(H, M)[:, :budget].long()
 
 
@@ -363,7 +362,7 @@ def _best_by_codes(query: torch.Tensor, codes: StepCodes, beside: torch.Tensor, 
     logits = softcapped(products.gather(-1, names).sum(2) * codes.softmax_scale, codes.softcap)
     weighed = attention_logits(query[:, :, None], codes.centroids, *how)[:, :, 0] + codes.masses[:, None]
     total = torch.logaddexp(weighed.logsumexp(-1), beside)
-    scores = (logits - total[..., None]).clamp(max=MOST).exp().mean(1)
+    scores = (logits - total[..., None]).clamp(max=LARGEST_EXPONENT).exp().mean(1)
     return scores.topk(budget, -1).indices.sort(-1).values
 
 

@@ -59,7 +59,7 @@ JOB = np.dtype(Job)
 Memory = namedtuple("Memory", "scores found taken weights tables logits bins lanes outputs sums done end")
 
 
-def lay_out(job, threads):
+def place_arrays(job, threads):
     """Compute the addresses of the arrays in scratch memory, and its end.
 
     All threads share these arrays:
@@ -91,7 +91,7 @@ def lay_out(job, threads):
     return Memory(job.scratch, found, taken, weights, tables, logits, bins, lanes, outputs, sums, done, done + NUMBER)
 
 
-memory_of = njit(inline="always")(lay_out)
+memory_of = njit(inline="always")(place_arrays)
 
 
 @njit(inline="always")
@@ -113,7 +113,7 @@ def lanes_of(job, memory, thread):
 
 def scratch_size(job: Any, threads: int) -> int:
     """Return the size of the scratch memory in 32-bit words."""
-    memory = lay_out(job, threads)
+    memory = place_arrays(job, threads)
     size: int = (memory.end - memory.scores) // NUMBER
     return size
 
@@ -176,7 +176,7 @@ def keep_best(ranks, number, last, budget, found):
 
 
 ROW = NUMBER * LANES  # bytes of a row of a table
-MOST = np.float32(60)  # upper bound of a logit minus its log-sum-exp: sums of such exponentials do not overflow float32
+LARGEST_EXPONENT = np.float32(60)  # upper bound of a logit minus its log-sum-exp: sums stay within float32
 
 
 @njit(**SUMS)
@@ -279,10 +279,10 @@ def add_probabilities(logits, totals, sums, scores, first, number):
     one, two, three, four = totals[0], totals[1], totals[2], totals[3]
     for key in range(number):
         sums[key] = (
-            exp_of(min(logits[LANES * key] - one, MOST))
-            + exp_of(min(logits[LANES * key + 1] - two, MOST))
-            + exp_of(min(logits[LANES * key + 2] - three, MOST))
-            + exp_of(min(logits[LANES * key + 3] - four, MOST))
+            exp_of(min(logits[LANES * key] - one, LARGEST_EXPONENT))
+            + exp_of(min(logits[LANES * key + 1] - two, LARGEST_EXPONENT))
+            + exp_of(min(logits[LANES * key + 2] - three, LARGEST_EXPONENT))
+            + exp_of(min(logits[LANES * key + 3] - four, LARGEST_EXPONENT))
         )
     for key in range(number):
         score = scores[first + key] + sums[key]

@@ -19,13 +19,14 @@ wait_for_all = types.ExternalFunction("GOMP_barrier", types.void())
 
 
 @njit(inline="always")
-def share_of(before, some, everything, thread, threads):
-    """Split `everything` items evenly over threads.
+def share_of(offset, length, total, thread, threads):
+    """Split `total` items evenly over `threads` threads.
 
-    Return this thread's range within the segment of `some` items that begins at `before`.
+    Return (start, stop) of the items of thread `thread` that lie in the segment `offset` to `offset + length`
+    (excluded), counted from the segment's start. Both are equal if there are none.
     """
-    start, stop = thread * everything // threads - before, (thread + 1) * everything // threads - before
-    return min(max(start, 0), some), min(max(stop, 0), some)
+    start, stop = thread * total // threads - offset, (thread + 1) * total // threads - offset
+    return min(max(start, 0), length), min(max(stop, 0), length)
 
 
 def sources(folder: Path) -> int:

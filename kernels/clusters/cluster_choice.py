@@ -270,7 +270,7 @@ def choose_listed(
 
 
 MOST_CLUSTERS = 32_768
-"""Most clusters of a head, because one program ranks all of them at once."""
+"""Maximum number of clusters of a head, because one program ranks all of them at once."""
 
 
 @on_gpu("sparsekv.kernels.clusters.shared_choice_triton:choose_together_triton")

@@ -78,7 +78,7 @@ def as_stored(codes: torch.Tensor) -> torch.Tensor:
     return codes.view(torch.int32).transpose(1, 2)
 
 
-def lay_out(codes: torch.Tensor) -> torch.Tensor:
+def lay_out_codes(codes: torch.Tensor) -> torch.Tensor:
     """Convert codes [H, M, m] uint8, with m a multiple of four, to `LaidOutCodes.words`; zeros past the last key."""
     padded = pad(codes, (0, 0, 0, -codes.shape[1] % TILE_TOKENS))
     of_32 = padded.view(torch.int32).transpose(1, 2).unflatten(2, (-1, 4, 8))

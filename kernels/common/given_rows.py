@@ -1,6 +1,7 @@
-"""Forward passes of a few tokens over keys and values that a callback returns.
+"""Forward passes of a few tokens over keys and values that a callback returns, for checks such as probe and canary.
 
-This file also finds the name of the argument that passes a cache to a model of transformers.
+Decoding does not use these passes. It uses this file's base classes of caches, and the functions that return the
+arguments of a forward pass.
 """
 
 import sys

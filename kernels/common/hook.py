@@ -1,4 +1,7 @@
-"""Routing of a model's attention to a caller's function, through transformers' `AttentionInterface`."""
+"""Routing of a model's attention to a caller's function, through transformers' `AttentionInterface`.
+
+Decoding passes the method `attend` of its cache (`IndexCache.attend` for a single sequence), and a build its recorder.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -58,9 +61,9 @@ LogitScaling = tuple[float, float | None, torch.Tensor | None]
 class AttentionCall:
     """Arguments of one layer's attention call.
 
-    `query` is [Hq, Q, D]. `keys` and `values` are [Hk, T, D], as the model attends to them: made of what the cache's
-    `update` returned. RoPE and norms are already applied. If a model's keys and values differ in size, the smaller ones
-    have zeros behind their own channels. The sequences of a batch are concatenated along the heads.
+    `query` is [Hq, Q, D]. `keys` and `values` [Hk, T, D] are the rows that the model attends to, computed from the rows
+    that the cache's `update` returned. RoPE and norms are already applied. If a model's keys and values have different
+    numbers of channels, the smaller are padded with zeros. The sequences of a batch are concatenated along the heads.
     """
 
     layer: int

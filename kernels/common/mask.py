@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 MOST_POSITIONS = 2**21
-"""Most positions at which a mask function is evaluated, unless a sequence is longer."""
+"""Maximum number of positions at which a mask function is evaluated, unless a sequence is longer."""
 MEASURED_ELEMENTS = 2**22
-"""Most elements of a mask that are evaluated, unless the rows of LEAST_ROWS queries have more."""
+"""Maximum number of elements of a mask that are evaluated, unless the rows of LEAST_ROWS queries have more."""
 LEAST_ROWS = 24
 
 MaskFunction = Callable[..., torch.Tensor]

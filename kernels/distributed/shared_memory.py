@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 MOST_BYTES = 64 * 1024
-"""Most bytes of a rank's part. Each rank sends its whole part to every other rank; NCCL is faster for larger parts."""
+"""Maximum bytes of a rank's part. Each rank sends its part to every other rank; NCCL is faster for larger parts."""
 PROGRAM_BYTES = 2048  # bytes that one program sends and sums; their address does not depend on the dtype
 PROGRAMS = MOST_BYTES // PROGRAM_BYTES
 

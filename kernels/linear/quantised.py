@@ -15,11 +15,11 @@ GROUP = 32
 PAIR = 2 * GROUP
 """Input channels of a pair of groups: their numbers share bytes, and their scales share an int32 word."""
 FEW = 16
-"""Most rows that the kernels multiply; with more rows, the time of dequantising the weights is small."""
+"""Maximum number of rows that the kernels multiply; with more rows, the time of dequantising the weights is small."""
 BLOCK = 1 << 24
 """Weights that are rounded at a time, because rounding allocates 16 bytes for each weight."""
 WORTH_IT = 1 << 16
-"""Fewest weights for which using a second CPU core saves time."""
+"""Minimum number of weights for which using a second CPU core saves time."""
 
 
 @dataclass(frozen=True)

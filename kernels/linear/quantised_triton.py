@@ -294,7 +294,7 @@ TILES: dict[tuple[int, bool], list[tuple[int, Tile]]] = {
 """Tiles by (bits of a weight, single row): pairs of the fewest outputs and the tile from that number of outputs on."""
 
 AHEAD = 32_768
-"""Most bytes that a program prefetches while the previous kernel still runs."""
+"""Maximum number of bytes that a program prefetches while the previous kernel still runs."""
 
 
 def tile_for(bits, rows, outputs):

@@ -1,4 +1,4 @@
-"""The attention that queries pay to each stored token, added up over the queries."""
+"""Attention weights of stored keys, summed over the queries of one KV head."""
 
 import torch
 
@@ -19,15 +19,16 @@ def attention_shares(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Add up the softmax weights that queries of one KV head give to its stored keys.
+    """Compute each stored key's softmax weight, as a weighted sum over queries of one KV head.
 
-    On a GPU, two kernels read the keys once each, and allocate no logits.
+    The softmax covers the stored keys, and those of the later keys `own` that a query sees. On a GPU, each of two
+    kernels reads the keys once, and no logits are allocated.
 
     Args:
         query: [R, D].
-        keys: [N, D], which all queries see.
-        own: [U, D], the keys after them. Query r sees the first `seen[r]` of these.
-        seen: [R] int64, at most U.
+        keys: [N, D], the stored keys, which all queries see.
+        own: [U, D], the keys of the tokens after the stored tokens.
+        seen: [R] int64; query r sees the first `seen[r]` keys of `own`, at most U.
         weights: [R] float32, the factor of each query in the sum.
 
     Returns:

@@ -21,7 +21,7 @@ EVERYTHING = Budget(1.0)
 
 @dataclass(frozen=True)
 class Dense:
-    """Attention to the whole document. Like a method, `Dense` is a dataclass of its parameters, but it has none."""
+    """Dense attention to the whole document, in place of a method. It has no parameters."""
 
     name: ClassVar[str] = DENSE
     residual: ClassVar[bool] = False
@@ -36,7 +36,7 @@ class Own:
 
 @dataclass(frozen=True)
 class QuestionPrefill:
-    """Prefill config: a question's tokens select chunk by chunk, by a method and budget of their own."""
+    """Prefill config: a question's tokens select chunk by chunk, by a separate method and budget."""
 
     name: str
     method: Method

@@ -18,7 +18,7 @@ from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.selection.interface import Budget, CentroidSegment, Method, MethodSpec
 
-DOUBLINGS = 2  # most times that the guard doubles a budget before a head falls back to dense attention
+DOUBLINGS = 2  # maximum number of times that the guard doubles a budget before a head falls back to dense attention
 
 
 def missed_share(

@@ -158,7 +158,7 @@ class LayerPlan:
 
     @property
     def prefills_densely(self) -> bool:
-        """Whether a question's tokens attend to everything."""
+        """Whether a question's tokens attend to all rows."""
         return isinstance(self.prefill, DensePrefill)
 
     @property

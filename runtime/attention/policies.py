@@ -160,7 +160,8 @@ class Metered(Policy):
     """Records the missed mass of each step; a guard, if there is one, limits the missed mass.
 
     Args:
-        prefetcher: searches for a decode step's rows at the layer's own budget; None: each step searches itself.
+        prefetcher: searches one step ahead for a decode step's rows, at the layer's own budget; None: rows are searched
+            in the same step.
     """
 
     def __init__(

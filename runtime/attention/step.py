@@ -16,11 +16,11 @@ from sparsekv.runtime.selection.interface import Queries, RowSet, piece_batch
 
 
 def everything(rows: PlacedRows, used: int, exact: Pair) -> tuple[RunRows, Pair]:
-    """Return runs and exact rows for `shared_decode`, which together cover the first `used` rows and the rows `exact`.
+    """Return the arguments (runs, exact rows) with which `shared_decode` attends to all rows.
 
-    `shared_decode` reads runs through row indices, and exact rows without indices. Therefore float rows are passed as
-    its exact rows, and the rows `exact`, which are fewer, are passed as runs. Int8 rows can only be passed as runs.
-    Allocates the indices of the runs.
+    All rows are the first `used` rows of `rows`, and the rows `exact`. `shared_decode` reads runs through row indices,
+    and exact rows without indices. Therefore float `rows` are passed as its exact rows, and `exact`, which has fewer
+    rows, as its runs. Int8 rows can only be passed as runs. Allocates the indices of the runs.
     """
     if rows.scales is not None:
         return rows.first(used), exact

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.runtime.cache.buffers import Step, captured, waits
+from sparsekv.runtime.cache.buffers import Run, captured, waits
 
 WARM_UPS = 3
 CPU_EVICTED, CUDA_EVICTED = 2**27, 2**28  # bytes read to evict the caches; at least four times a GPU's L2 cache
@@ -21,9 +21,10 @@ CPU_COPIED, CUDA_COPIED = 2**27, 2**30  # bytes of the copy that measures bandwi
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of a step: mean, median and quartiles over the runs. `how` is `wall clock`, `graph` or `eager`.
+    """Milliseconds of a step: mean, median and quartiles over the runs.
 
-    `output` is the output of the last run.
+    `how` is `wall clock` on a CPU. On a GPU it is `graph` for replays of a CUDA graph, or `eager`. `output` is the
+    output of the last run.
     """
 
     mean: float
@@ -59,8 +60,8 @@ class Clock(ABC):
             self.scrap.sum()
 
     @abstractmethod
-    def time(self, step: Step, cycle: int = 1) -> Timing:
-        """Time a step. The time is the mean of `cycle` calls, because some methods select only at every `cycle`-th."""
+    def time(self, step: Run, cycle: int = 1) -> Timing:
+        """Time a step, as the mean of `cycle` calls, because some methods select only in every `cycle`-th step."""
 
     @abstractmethod
     def _milliseconds(self, run: Callable[[], object]) -> list[float]:
@@ -87,7 +88,7 @@ class WallClock(Clock):
     def __init__(self, device: torch.device, runs: int, *, cold: bool):
         super().__init__(device, runs, cold=cold, evicted=CPU_EVICTED)
 
-    def time(self, step: Step, cycle: int = 1) -> Timing:
+    def time(self, step: Run, cycle: int = 1) -> Timing:
         run = _repeated(step, cycle)
         for _ in range(WARM_UPS):
             run()
@@ -115,7 +116,7 @@ class CudaClock(Clock):
         cache = torch.cuda.get_device_properties(device).L2_cache_size
         super().__init__(device, runs, cold=cold, evicted=max(CUDA_EVICTED, 4 * cache))
 
-    def time(self, step: Step, cycle: int = 1) -> Timing:
+    def time(self, step: Run, cycle: int = 1) -> Timing:
         run = _repeated(step, cycle)
         for _ in range(WARM_UPS):
             run()
@@ -143,7 +144,7 @@ class CudaClock(Clock):
         return [start.elapsed_time(stop) for start, stop in events]
 
 
-def _repeated(step: Step, cycle: int) -> Step:
+def _repeated(step: Run, cycle: int) -> Run:
     def run() -> torch.Tensor:
         for _ in range(cycle - 1):
             step()

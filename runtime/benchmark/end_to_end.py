@@ -17,7 +17,7 @@ from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.attention.sparse_layer import packed_layer
 from sparsekv.runtime.benchmark.clock import Timing, clock_for
-from sparsekv.runtime.benchmark.layer import LayerData, dense_layer, lay_out, sparse_layer
+from sparsekv.runtime.benchmark.layer import LayerData, dense_layer, place_rows, sparse_layer
 from sparsekv.runtime.benchmark.layer_timer import OWN, DenseForm, RefusedError, dense_forms, refuse_unshared
 from sparsekv.runtime.cache.index_cache import Fed, IndexCache, SequenceCache
 from sparsekv.runtime.cache.kv_store import MiddleRows
@@ -284,7 +284,7 @@ class ModelBench:
             context = replace(contexts[turn], position=LayerPosition(number, self.layers, shared))
             selector = method.prepare(context)
             if turn not in laid_out:
-                laid_out[turn] = lay_out(self.data[turn], selector)
+                laid_out[turn] = place_rows(self.data[turn], selector)
             layer = sparse_layer(self.data[turn], laid_out[turn], selector, config)
             if self.data[turn].questions > 1:
                 refuse_unshared(method, layer.plan, f"a model's step with {type(method).__name__}")

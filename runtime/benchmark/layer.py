@@ -14,7 +14,7 @@ from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.attention.plan import LayerParts, plan_layer
 from sparsekv.runtime.attention.sparse_layer import SparseLayer, packed_layer
-from sparsekv.runtime.cache.buffers import Step
+from sparsekv.runtime.cache.buffers import Run
 from sparsekv.runtime.cache.dense_layer import DenseLayer, DenseLayerIn8Bits
 from sparsekv.runtime.cache.kv_store import Int8Middle, MemoryRows, MiddleRows, of_tokens, read_centroids
 from sparsekv.runtime.cache.packed_cache import PackedStep
@@ -111,7 +111,7 @@ class LayerData:
         )
 
 
-def lay_out(data: LayerData, selector: Selector) -> MiddleRows:
+def place_rows(data: LayerData, selector: Selector) -> MiddleRows:
     """Copy the keys and values of the tokens between sinks and tail to the layout that a selector requires."""
     if data.stored is not None:
         return Int8Middle(of_tokens(data.stored, data.middle), selector.layout, data.keys.dtype)
@@ -137,7 +137,7 @@ def sparse_layer(data: LayerData, rows: MiddleRows, selector: Selector, config: 
     return SparseLayer((exact[0], exact[1]), data.split, plan_layer(parts, config))
 
 
-def layer_step(data: LayerData, layer: StoredLayer) -> Step:
+def layer_step(data: LayerData, layer: StoredLayer) -> Run:
     """Create a decode step that computes the attention output [batch Hq, Q, D] of `data.query`, selection included."""
     if data.questions > 1:
         return _shared_step(data, layer)
@@ -146,7 +146,7 @@ def layer_step(data: LayerData, layer: StoredLayer) -> Step:
     return lambda: layer.attend(call)
 
 
-def _shared_step(data: LayerData, layer: StoredLayer) -> Step:
+def _shared_step(data: LayerData, layer: StoredLayer) -> Run:
     """Create a step of several questions. The questions have no keys of their own; all attend only to the context."""
     packed, each = packed_layer(layer, data.questions), torch.arange(data.questions, device=data.keys.device)
     step = PackedStep(each, torch.full_like(each, -1), (each + 1).int(), each, (), 1)

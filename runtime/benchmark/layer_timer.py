@@ -22,13 +22,13 @@ from sparsekv.runtime.benchmark.layer import (
     LayerData,
     dense_layer,
     exact_output,
-    lay_out,
     layer_step,
+    place_rows,
     relative_error,
     sparse_layer,
 )
 from sparsekv.runtime.benchmark.sources import LayerIndexer, Source, asked, layer_of
-from sparsekv.runtime.cache.buffers import Step
+from sparsekv.runtime.cache.buffers import Run
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, MiddleContext
@@ -60,7 +60,7 @@ class SettingTimes:
         """
         rows = LayerRows(self.artifact, self.layer)
         prepared = prepare_layer(rows, form, self.clock.device)
-        middle = lay_out(self.data, prepared.selector)
+        middle = place_rows(self.data, prepared.selector)
         step = layer_step(
             self.data, sparse_layer(self.data, middle, prepared.selector, DecodeConfig(form, Budget(share)))
         )
@@ -79,7 +79,7 @@ DenseForm = Callable[[torch.Tensor], torch.Tensor]
 without a mask."""
 
 
-def dense_steps(data: LayerData) -> Iterator[tuple[str, Step]]:
+def dense_steps(data: LayerData) -> Iterator[tuple[str, Run]]:
     """Yield the results of `dense_forms`, by name, as steps with the query of the layer's data."""
     for name, form in dense_forms(data):
         yield name, partial(form, data.query)
@@ -124,7 +124,7 @@ def _with_backend(form: DenseForm, backend: SDPBackend) -> DenseForm:
     return attend
 
 
-def _runs(step: Step) -> bool:
+def _runs(step: Run) -> bool:
     """Whether torch can run a step."""
     try:
         with warnings.catch_warnings():
@@ -234,7 +234,7 @@ class Bench:
         """
         data = self.data
         selector = form.method.prepare(context)
-        rows = lay_out(data, selector)
+        rows = place_rows(data, selector)
         cycle = form.method.cycle()
         exact_rows = 2.0 * data.keys.shape[0] * (data.split.tokens - data.split.middle)
         for budget in budgets:
@@ -258,7 +258,7 @@ class Bench:
         """Return the name of a measurement with context length and batch."""
         return f"{what} over {self.data.split.tokens:,} tokens, batch {self.batch},"
 
-    def _timed(self, name: str, step: Step, cycle: int = 1) -> Timing:
+    def _timed(self, name: str, step: Run, cycle: int = 1) -> Timing:
         timing = self.clock.time(step, cycle)
         self._check(name, timing.output)
         return timing

@@ -79,10 +79,10 @@ def total_read(reads: Sequence[ReadRows]) -> float:
     return sum(read.known for read in reads) + sum(float(torch.stack(counts).sum()) for counts in each.values())
 
 
-Step = Callable[[], torch.Tensor]
+Run = Callable[[], torch.Tensor]
 
 
-def waits(run: Step, device: torch.device) -> bool:
+def waits(run: Run, device: torch.device) -> bool:
     """Run a step once, and return whether it synchronises with the GPU."""
     torch.cuda.synchronize(device)
     try:
@@ -98,7 +98,7 @@ def waits(run: Step, device: torch.device) -> bool:
 
 
 def captured(
-    run: Step, device: torch.device, warm_up: Step | None = None
+    run: Run, device: torch.device, warm_up: Run | None = None
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
     """Capture a step as a CUDA graph; return the graph and its output tensor, or None if the capture fails.
 

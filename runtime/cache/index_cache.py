@@ -69,9 +69,10 @@ class LayerStats:
 
 @dataclass(frozen=True)
 class Fed:
-    """Tokens of one sequence that a forward pass feeds; their rows are the slot's own rows from index `first` on.
+    """Tokens that a forward pass feeds for the sequence in `slot`.
 
-    `asks`: the tokens are a question's. Otherwise there is one token, the newest of an answer.
+    Their keys and values become the slot's own rows from index `first` on. With `asks`, the tokens belong to a
+    question. Otherwise there is a single token, the newest of an answer.
     """
 
     slot: int
@@ -90,7 +91,7 @@ class SequenceCache(CalledCache, ABC):
     `stored_layers` are the layers that attend, and `by_number` maps their indices in the model to them. `states` are
     the states of the layers that keep a state.
 
-    `watched` takes the queries of some heads in each pass, if it is not None; set it with `watch`.
+    `watched` records the queries of the watched heads in each pass; None: no queries are recorded. Set by `watch`.
 
     `attend` is the attention function to route the model's calls to. `tokens` [slots] int64 on the device are the
     inputs of a decode step. `graphs` are the captured decode steps, by their number of tokens. A captured step is valid
@@ -98,7 +99,7 @@ class SequenceCache(CalledCache, ABC):
     """
 
     ROOM: int
-    """Most rows that are reserved in advance for captured steps."""
+    """Maximum number of rows that are reserved in advance for captured steps."""
 
     def __init__(
         self, layers: Sequence[StoredLayer], built: BuiltLayers | None, slots: int, states: DocumentState | None = None
@@ -136,7 +137,10 @@ class SequenceCache(CalledCache, ABC):
         """Begin a forward pass with tokens of questions; `tokens` is the number of tokens of the stored context."""
 
     def kept(self, slot: int, tokens: int) -> KeptRows:
-        """Copy the first `tokens` own rows of a slot, and its state, if these are all rows of the slot."""
+        """Return copies of the first `tokens` own rows of a slot, and of the slot's state.
+
+        The state is that after all rows of the slot, so it belongs to the copied rows only if these are all rows.
+        """
         raise NotImplementedError
 
     def restore(self, slot: int, kept: KeptRows) -> None:
@@ -144,13 +148,14 @@ class SequenceCache(CalledCache, ABC):
         raise NotImplementedError
 
     def clear(self, slot: int) -> None:
-        """Zero a sequence's own rows, which may not be finite; masked rows must be finite, too."""
+        """Set the own rows of a slot to zero. They may have NaN or infinity, which even a masked row must not have."""
 
     @abstractmethod
     def reserve(self, needed: int, most: int, *, capture: bool) -> bool:
         """Reserve `needed` own rows per sequence for a decode step; return whether buffers may have changed.
 
-        If steps are captured, up to ROOM rows are reserved in advance. `most` is the most own rows of a sequence.
+        If steps are captured, up to ROOM rows are reserved in advance. `most` is the maximum number of own rows that a
+        sequence can get.
         """
 
     @abstractmethod
@@ -180,7 +185,7 @@ class SequenceCache(CalledCache, ABC):
         """Return a fingerprint of all buffers that a captured step refers to."""
 
     def watch(self, watched: WatchedQueries) -> None:
-        """Take queries in each pass from now on. Decode steps are captured again."""
+        """Record the queries of the heads in `watched` in each pass from now on. Decode steps are captured again."""
         self.watched = watched
         self.graphs.clear()
 

@@ -1,4 +1,4 @@
-"""Rows of ended sequences, kept for questions that continue them."""
+"""Keys and values of ended sequences, kept for questions that continue these sequences."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence

@@ -107,7 +107,7 @@ class StoredLayer(RowLayer):
         return self.step_row is None and (tokens > 1 or self.get_seq_length() <= self.prompt_tokens)
 
     def missed(self) -> MissedShares | None:
-        """Return the missed-mass statistics since counting began, with one sync; None if they are not measured."""
+        """Return the missed-mass statistics since counting began, with one sync; None without a measurement."""
         return None
 
     def start_counting(self) -> None:

@@ -1,4 +1,4 @@
-"""Queries that decode steps leave behind for the heads that point at an answer's sources."""
+"""Record the queries of the retrieval heads in each forward pass, from which an answer's sources are computed."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -9,15 +9,16 @@ from sparsekv.kernels.common.hook import AttentionCall
 
 
 class WatchedQueries:
-    """The queries of the last token of each sequence in a forward pass, of some heads of some layers.
+    """Buffer of the watched heads' queries for the last token of each sequence in a forward pass.
 
-    Each pass overwrites them. They lie side by side in one buffer [S, C], where C is the number of all heads' channels,
-    so that one copy takes those of all layers. The buffer stays the same, so that a captured step writes to it, too.
+    Each pass overwrites the buffer [S, C], S sequences by the C channels of all watched heads of all layers. All layers
+    share one buffer, so that one copy reads the queries of all layers. The buffer is never replaced, so captured decode
+    steps can write to it.
 
     Args:
-        heads: numbers [H] of the query heads that are watched, by layer.
-        channels: the channels D of a layer's heads.
-        slots: maximum number of sequences in a pass.
+        heads: for each layer, the indices [H] of the query heads to watch.
+        channels: for each layer, the number of channels D of a head.
+        slots: maximum number S of sequences in a pass.
     """
 
     def __init__(self, heads: Mapping[int, torch.Tensor], channels: Mapping[int, int], slots: int):
@@ -27,7 +28,7 @@ class WatchedQueries:
         self._channels, self._newest = edges[-1], torch.empty(0)
 
     def write(self, call: AttentionCall, last: torch.Tensor | slice) -> None:
-        """Copy the queries of a layer's call at the indices `last` [B], one for each sequence."""
+        """Store the queries of the tokens `last` [B] of a layer's attention call, one token for each sequence."""
         heads = self.heads.get(call.layer)
         if heads is None:
             return
@@ -37,10 +38,10 @@ class WatchedQueries:
         self._newest[: len(found), self._columns[call.layer]] = found
 
     def of(self, places: Sequence[int]) -> Sequence[torch.Tensor]:
-        """Return copies [C] of the queries of some of a pass's sequences, by their places in the pass."""
+        """Return a copy [C] of the queries of each sequence in `places`, which are row indices in the last pass."""
         return self._newest[torch.tensor(places, device=self._newest.device)].unbind()
 
     def of_layer(self, layer: int, steps: torch.Tensor) -> torch.Tensor:
-        """Return a layer's queries [H, T, D] of T tokens, from the copies [T, C]."""
+        """Return a layer's queries [H, T, D] from `steps` [T, C], the copied queries of T tokens."""
         of_layer = steps[:, self._columns[layer]]
         return of_layer.view(len(steps), len(self.heads[layer]), -1).transpose(0, 1)

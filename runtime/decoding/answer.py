@@ -1,4 +1,4 @@
-"""Answers: token ids of a question, tokens that end an answer, streamed text, and the cost of an answer."""
+"""Answers: token ids of a question, EOS tokens, streamed text, and the cost of an answer."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +21,13 @@ LONGEST = 32
 
 
 class Streamer(TextStreamer):
-    """Passes decoded text to a callback piece by piece.
+    """Decodes an answer token by token, and passes the text to a callback piece by piece.
 
-    For each token only the last tokens are decoded again, so the time of a token does not grow with the answer.
+    A new token is decoded together with the last tokens only, so its time does not grow with the answer's length.
 
     Args:
-        ends: ids of tokens that end an answer and are not part of its text.
+        on_text: the callback.
+        ends: ids of the EOS tokens, which are not part of an answer's text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None], ends: Collection[int] = ()):
@@ -45,17 +46,17 @@ class Streamer(TextStreamer):
             self._shorten()
 
     def pending(self) -> str:
-        """Return the decoded text that is not passed on yet, because more tokens may change it."""
+        """Return the decoded text that the callback has not received, because later tokens may still change it."""
         return self._decoded(0)[self.print_len :]
 
     def _decoded(self, start: int) -> str:
         return str(self.tokenizer.decode(self.token_cache[start:], **self.decode_kwargs))
 
     def _begin_line(self, tokens: list[int]) -> None:
-        """Keep the last token that decodes to text in the token cache, and mark its text as already printed.
+        """Begin the token cache of a new line with the end of the old line's `tokens`, from its last text on.
 
-        Some decoders strip the leading space of the first token. Without the kept token, such a decoder would strip a
-        space that belongs to the new line.
+        The text of these tokens is marked as already printed. Some decoders strip the leading space of the first token.
+        If the cache were empty, such a decoder would strip a space that belongs to the new line.
         """
         for start in range(len(tokens) - 1, -1, -1):
             text = self.tokenizer.decode(tokens[start:], **self.decode_kwargs)
@@ -64,9 +65,10 @@ class Streamer(TextStreamer):
                 return
 
     def _shorten(self) -> None:
-        """Drop as many first tokens of the token cache as possible.
+        """Drop as many tokens as possible from the front of the token cache.
 
-        The text of the remaining tokens must be the end of the text of all tokens, and longer than the pending text.
+        The text of the remaining tokens must equal the end of the whole cache's text, and be longer than the pending
+        text.
         """
         text, waiting = self._decoded(0), len(self.pending())
         for start in range(len(self.token_cache) - 1, 0, -1):
@@ -82,10 +84,10 @@ class Streamer(TextStreamer):
 
 
 def ending_tokens(index: OpenIndex) -> set[int]:
-    """Return the ids of the tokens that end an answer: the EOS tokens of the model's `generation_config`.
+    """Return the ids of the EOS tokens, which end an answer: those of the model's `generation_config`.
 
-    If the index has a chat frame, the end-of-turn token of the chat template is added. Without this token the model
-    would continue with invented turns.
+    If the index has a chat frame, the chat template's end-of-turn token is an EOS token too. Without this token the
+    model would continue with invented turns.
     """
     ends = index.model.generation_config.eos_token_id
     found = {ends} if isinstance(ends, int) else set(ends or ())
@@ -95,20 +97,17 @@ def ending_tokens(index: OpenIndex) -> set[int]:
 
 
 def finish_reason(answer: Sequence[int], ends: set[int]) -> str:
-    """Return why an answer ended: `stop` if its last token is in `ends`, otherwise `length`."""
+    """Return why an answer ended: `stop` if its last token is one of the EOS tokens `ends`, otherwise `length`."""
     return "stop" if answer and answer[-1] in ends else "length"
 
 
 def unshown_endings(index: OpenIndex) -> set[int]:
-    """Return the ending tokens that are not shown as text.
-
-    They are the ending tokens among the tokenizer's added tokens, special or not.
-    """
+    """Return the EOS tokens that are not shown as text: those among the tokenizer's added tokens, special or not."""
     return ending_tokens(index) & index.tokenizer.added_tokens_decoder.keys()
 
 
 def answer_text(index: OpenIndex, answer: Sequence[int]) -> str:
-    """Decode an answer's tokens to text, without special tokens and without an added token that ends the answer."""
+    """Decode an answer's tokens to text, without special tokens and without a last token in `unshown_endings`."""
     shown = answer[:-1] if answer and answer[-1] in unshown_endings(index) else answer
     return str(index.tokenizer.decode(list(shown), skip_special_tokens=True))
 
@@ -117,11 +116,14 @@ def answer_text(index: OpenIndex, answer: Sequence[int]) -> str:
 class Answer:
     """A generated text, its tokens and its cost.
 
-    Times are wall-clock seconds. `kv_fraction` covers all decode steps.
+    `prompt_tokens` counts the document, earlier turns and the question. `tokens_per_second` is the speed of the decode
+    steps, which give all tokens but the first. `time_to_first_token` is in wall-clock seconds since the engine took up
+    the question. `kv_fraction` is the KV fraction over all decode steps.
+
     `finish_reason` is `stop` if the model ended the answer, `length` if the token limit was reached, `interrupted` if
-    the caller stopped the answer, and empty for an empty line.
-    `layers` has the missed mass of each layer if the cache measures the missed mass.
-    `sources` are the passages that the answer attended to most, if the request asks for sources.
+    the caller stopped the answer, and empty for an empty line. `layers` has the missed mass of each layer if the cache
+    measures the missed mass. `sources` are the passages that the answer attended to most, if the request asks for
+    sources.
     """
 
     text: str
@@ -148,13 +150,13 @@ def answer_of(
     kv_fraction: float,
     layers: Sequence[LayerStats] = (),
 ) -> Answer:
-    """Make an `Answer` from its token ids and measurements.
+    """Make an `Answer` from its token ids, its text's cost and its times.
 
     Args:
-        times: three clock readings in seconds: when the question was asked, and when the first and the last token of
-            the answer were generated.
+        times: three clock readings in seconds: when the engine took up the question, and when the first and the last
+            token of the answer were generated.
     """
-    (asked, first, last), steps = times, len(ids) - 1
+    (started, first, last), steps = times, len(ids) - 1
     return Answer(
         text=answer_text(index, ids),
         ids=ids,
@@ -162,7 +164,7 @@ def answer_of(
         generated_tokens=len(ids),
         finish_reason=finish_reason(ids, ending_tokens(index)),
         tokens_per_second=steps / (last - first) if steps and last > first else 0.0,
-        time_to_first_token=first - asked,
+        time_to_first_token=first - started,
         kv_fraction=kv_fraction,
         layers=list(layers),
     )
@@ -188,7 +190,7 @@ def question_ids(index: OpenIndex, question: str, *, raw: bool = False, special_
 def framed_ids(
     index: OpenIndex, question: str, chat: ChatFrame | None, border: Border | None, *, special_tokens: bool = False
 ) -> torch.Tensor:
-    """Encode a question as token ids [Q], with the text that a chat frame puts around it.
+    """Encode a question as token ids [Q], with the text that a chat frame puts around the question.
 
     Raises what `question_ids` raises.
 

@@ -35,7 +35,10 @@ def is_compiled(model: "PreTrainedModel") -> bool:
 
 
 def worth_compiling(mode: str, device: torch.device, steps: int) -> bool:
-    """Whether to compile for `steps` decode steps in all: the mode is `on`, or it is `auto` and compiling pays."""
+    """Whether to compile for `steps` decode steps in all.
+
+    True if the mode is `on`, or if it is `auto` and so many steps on a GPU save more time than compiling takes.
+    """
     return mode == "on" or (mode == "auto" and device.type == "cuda" and steps >= WORTH_IT)
 
 
@@ -50,7 +53,7 @@ def compile_layers(model: "PreTrainedModel", backend: str = "inductor", *, token
             document have all of their tokens in one row.
 
     Returns:
-        A handle of the hook that switches between both modes. After its `remove` the mode of the last call stays.
+        The handle of the hook that switches between both modes. After `remove`, the mode of the last call stays.
     """
     _name_caches()
     # Layers differ only in their number. By default the compiler would treat the number as a constant and compile each

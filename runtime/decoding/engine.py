@@ -152,7 +152,7 @@ class Sequence:
         return self.asked == len(self.question)
 
     def chooses(self, fed: Fed) -> bool:
-        """Whether an answer token follows tokens that are fed."""
+        """Whether an answer token is chosen after these tokens are fed."""
         return not fed.asks or self.asked + len(fed.tokens) == len(self.question)
 
     def take(self, token: int, logprobs: TokenLogprobs | None, ends: set[int]) -> bool:
@@ -295,7 +295,7 @@ class Engine:
         return Sequence(self.index, request, before - self.index.split.tokens, longest)
 
     def _watch(self) -> None:
-        """Let the cache take the queries by which sources are found."""
+        """Let the cache record the retrieval heads' queries, from which sources are computed."""
         if appends(self.cache.stored_layers):
             raise UsageError("--sources: with --stream the index also has the answer's tokens; leave one of them out")
         if self.cache.watched is None:
@@ -385,7 +385,7 @@ class Engine:
         return sorted(fed, key=lambda one: one.slot)
 
     def _holds(self, free: int) -> bool:
-        """Whether questions that could take the free slots are held back, because the next step can be replayed."""
+        """Whether waiting questions are held back despite free slots, because the next step can then be replayed."""
         could = min(free, len(self.waiting))
         replayed = bool(self.cache.graphs) and all(one.answer for one in self.active.values())
         steps, waited = self._held

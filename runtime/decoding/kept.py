@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 class KeptIndex:
     """An index whose probe and checksums have been checked with a model.
 
-    prepared: the method of the default config; None for dense attention.
-    config: the index's default config.
-    cache: an unused cache for `config`. The cache and `prepared` share selectors.
+    Attributes:
+        prepared: the method of `config`, prepared for each layer; None for dense attention.
+        config: the index's default config.
+        cache: an unused cache for `config`. The cache and `prepared` share selectors.
     """
 
     artifact: Artifact

@@ -137,7 +137,7 @@ LAID_OUT = 1 << 30
 """Maximum bytes of an index's keys and values that a server copies to memory, in the order in which steps read them."""
 
 BITS: dict[Weights, int] = {"int8": 8, "int4": 4}
-MOST = 0.9
+MOST_ROUNDED = 0.9
 """Share of rounded weights below which the user gets a note."""
 
 
@@ -162,7 +162,7 @@ def with_weights(loaded: LoadedModel, weights: Weights | None, progress: Callabl
     share = quantise_linears(loaded.model, BITS[weights])
     if not share:
         raise UsageError(f"--weights {weights}: model '{loaded.name}' has no linear layers; leave the option out")
-    if share < MOST:
+    if share < MOST_ROUNDED:
         progress(
             f"--weights {weights} rounds {share:.0%} of the weights: those of experts and routers stay as they are"
         )

@@ -133,9 +133,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Place:
-    """Context of the next question: its chat frame, and the border, which is the end of the text before it.
+    """Context of the next question: its chat frame `chat`, and `border`, the end of the text before the question.
 
-    `chat` is None if the question has no chat frame. `border` is None if the text before it is unknown.
+    `chat` is None if the question has no chat frame. `border` is None if the text before the question is unknown.
     """
 
     chat: ChatFrame | None
@@ -143,7 +143,7 @@ class Place:
 
     @classmethod
     def behind(cls, prompt: Prompt) -> "Place":
-        """Return the `Place` (chat frame and border) of a first question, which directly follows the stored prompt."""
+        """Return the place of a first question, which directly follows the stored prompt."""
         return cls(prompt.chat, prompt.border)
 
 

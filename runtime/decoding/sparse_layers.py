@@ -41,7 +41,7 @@ class SparseLayers:
     """Makes the sparse layers of one cache.
 
     Args:
-        take_rows: returns a layer's stored keys and values. They are released when the layer is made.
+        take_rows: returns a layer's stored keys and values, which are released once the layer is made.
         split: the split of the prompt, possibly with an empty tail.
         gather_makers: returns for each layer a maker of the executor that runs all of the layer's steps.
         question_shared: the state that the layers of the question's method share.

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sparsekv.kernels.common.given_rows import with_cache
-from sparsekv.runtime.cache.buffers import ModelGraph, Step, captured, waits
+from sparsekv.runtime.cache.buffers import ModelGraph, Run, captured, waits
 from sparsekv.runtime.cache.index_cache import Fed, SequenceCache
 
 
@@ -89,7 +89,7 @@ class DecodeStep:
             cache.graphs[size] = ModelGraph(*found, cache.buffers())
         return cache.graphs[size]
 
-    def _captured(self, step: Step) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
+    def _captured(self, step: Run) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
         """Capture a step as a CUDA graph; return the graph and its logits.
 
         Returns None if the step synchronises with the GPU or cannot be captured. Counters that trial runs of the step
@@ -114,8 +114,10 @@ class DecodeStep:
 
 @contextmanager
 def _experts_for_few_tokens(model: PreTrainedModel, tokens: int) -> Iterator[None]:
-    """Within the context, a model on a GPU computes mixtures of experts with batched_mm instead of grouped_mm if
-    `tokens` is 1. Transformers makes the same choice when it decodes few tokens."""
+    """Let a model on a GPU compute its experts with batched_mm, not grouped_mm, within the context, if `tokens` is 1.
+
+    Transformers makes the same choice when it decodes few tokens.
+    """
     before = model.get_experts_implementation() if tokens == 1 and model.device.type != "cpu" else {}
     if "grouped_mm" not in before.values():
         yield

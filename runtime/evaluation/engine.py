@@ -54,7 +54,7 @@ class Builder(Protocol):
         """Size of the query sample, in queries per KV head, from which the methods' tensors are built."""
 
     def decides(self, prefill: str) -> dict[str, Any]:
-        """Return the settings that determine an index, in addition to its prompt and the model."""
+        """Return the settings that determine an index, besides its prompt, model and methods."""
 
     def sample_of(self, name: str) -> dict[str, int]:
         """Return the size of the query sample, as `{"queries": n}`, if the sample is larger than method `name` needs.
@@ -232,7 +232,7 @@ class _Asking:
                 shutil.rmtree(self._folder())
 
     def key(self, way: Variant, question: Question) -> str:
-        """Return the key under which an answer is stored: a hash of everything that determines the answer."""
+        """Return the key under which an answer is stored: a hash of all inputs that determine the answer."""
         return hash_json(self._decides(way, question))
 
     def _answered(

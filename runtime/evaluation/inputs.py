@@ -19,7 +19,7 @@ DEFAULT_TASKS, DEFAULT_LENGTH = ["niah-facts"], 4096
 
 @dataclass(frozen=True)
 class Inputs:
-    """A text with the tasks to generate from it, or published contexts. `read` checks them without a model.
+    """A text with the tasks to generate from it, or published contexts. `read` checks the inputs without a model.
 
     `request` is passed to each task. Its length and its token counter are set later, for each of `lengths`.
     """

@@ -69,7 +69,7 @@ def _interval(value: float, replicates: NDArray[np.float64]) -> Interval:
 
 
 def _means(paired: Sequence[Scores], seed: int) -> list[NDArray[np.float64]]:
-    """Return the bootstrap means [replicates] of each of `paired`.
+    """Return bootstrap means [replicates] for each set of scores in `paired`.
 
     A replicate draws contexts and their questions with replacement, the same draws for all of `paired`.
     """
@@ -132,7 +132,7 @@ class Answers:
             self._lock.release()
 
     def add(self, key: str, given: ScoredAnswer, told: dict[str, Any]) -> None:
-        """Write an answer to disk at once (fsync). `told` has extra fields for human readers of the file.
+        """Write an answer to disk at once (fsync). `told` has additional fields, for people who read the file.
 
         Raises:
             SparsekvError: the disk is full or gone.
@@ -198,7 +198,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Result:
-    """The answer to one question with one variant; `tokens` is the token count of its context, as it was indexed."""
+    """The answer to one question with one variant; `tokens` is the number of tokens of the indexed context."""
 
     context: Context
     question: Question
@@ -338,7 +338,7 @@ def cells(results: Iterable[Result]) -> list[Cell]:
 
 
 def _read(shares: Sequence[float | None]) -> float | None:
-    """Return the mean KV fraction of the answers that took a decode step; None if no answer did."""
+    """Return the mean of the known KV fractions of answers; None if none is known."""
     of_steps = [share for share in shares if share is not None]
     return _mean(of_steps) if of_steps else None
 

@@ -56,9 +56,9 @@ class Context:
 class Request:
     """The contexts to generate: `contexts` contexts of `length` tokens, with up to `questions` questions each.
 
-    `pairs` are the user's questions and answers about the text, for tasks that need pairs. By default a context has
-    five questions, or all pairs. Needles are placed at each of `depths`, from 0 to 1, in turn. Without `depths` needles
-    are placed evenly.
+    `text` is the text from which contexts are made, and `count` returns the number of tokens of a text. `pairs` are the
+    user's questions about the text with their answers. If `questions` is None, a context has five questions, or for
+    tasks with pairs, all pairs. Needles are placed at each of `depths`, from 0 to 1, in turn; without `depths`, evenly.
     """
 
     text: str

@@ -149,7 +149,8 @@ class CodesSelector(Selector):
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """Select the tokens of highest estimated probability; with re-ranking, of highest exact probability.
 
-        Reads the centroids of all clusters.
+        Reads the centroids of all clusters. By default a decode step on a CPU with numba does not call this method,
+        because `attend_fused` selects too.
         """
         tokens = budget.tokens(self.middle)
         if tokens == self.middle:

@@ -2,9 +2,9 @@
 
 The attention probabilities of an observation window of queries are summed and pooled along positions, so that the
 neighbours of an important token are kept with it. In the paper, the window is at the end of the prompt, which ends with
-the question. Here the document is prefilled before the question. Before a question, the window holds the last of the
-document's queries that a method may use (`load_observed`). When a question is prefilled, the window holds the
-question's last queries. The ranking by these queries is kept until `forget_question`.
+the question. Here the document is prefilled before the question. Before a question, the window has the last of the
+document's observed queries (`load_observed`, the first half of the tail). When a question is prefilled, the window has
+the question's last queries. The ranking by these queries is kept until `forget_question`.
 
 There are two differences from the published code. One selection serves all query heads of a group, by the mean of their
 pooled sums. For the document's window, the softmax is over the middle alone, because the keys of sinks and tail are not
@@ -53,17 +53,18 @@ class SnapKV(Method):
 
 
 class SnapKVSelector(KeptTokens):
-    """Selects by the last window's ranking of tokens, `order` [Hk, M].
+    """Selects the first tokens of the ranking `order` [Hk, M].
 
-    `prompt_order` [Hk, M] is the ranking by the prompt's window.
+    After a question, `order` is the ranking by the question's last queries. Before a question, it is `document_order`
+    [Hk, M], the ranking by the last of the document's observed queries, which are the first half of the tail.
     """
 
     def __init__(self, method: SnapKV, context: MiddleContext):
         self.method, self.keys, self.facts = method, context.keys, context.facts
         observed = context.load_observed()
         nothing = torch.full(observed.shape[:3], -torch.inf, device=observed.device)
-        self.prompt_order = self._ranking(observed, nothing)
-        super().__init__(self.prompt_order)
+        self.document_order = self._ranking(observed, nothing)
+        super().__init__(self.document_order)
         self.version = 0
 
     def _ranking(self, query: torch.Tensor, exact_logsumexp: torch.Tensor) -> torch.Tensor:
@@ -87,12 +88,12 @@ class SnapKVSelector(KeptTokens):
         return ConversationState(self.forget_question, self.observe)
 
     def observe(self, queries: Queries) -> None:
-        """Replace the ranking by that of the question's window."""
+        """Replace the ranking by the ranking of the question's last queries."""
         self.order, self.version = self._ranking(queries.query, queries.exact_logsumexp()), self.version + 1
 
     def forget_question(self) -> None:
-        """Restore the ranking by the document's window."""
-        self.order, self.version = self.prompt_order, self.version + 1
+        """Restore the ranking by the document's observed queries."""
+        self.order, self.version = self.document_order, self.version + 1
 
     def graph_state(self) -> int:
         """Return a version that changes with each question, because each question has another ranking tensor."""

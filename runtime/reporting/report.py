@@ -96,10 +96,10 @@ MEASURES = tuple(one.name for one in fields(RecallRow) if one.type in (float, fl
 
 @dataclass(frozen=True)
 class RecallReport:
-    """A whole report, with one row per method, variant, budget, layer and KV head.
+    """A recall report: one row for each method, variant, budget, layer and KV head.
 
-    `prefill` names the attention with which the context was prefilled. `kv_storage` is the error of storing keys and
-    values in fewer bits; None if keys and values are stored exactly.
+    `prefill` names the attention with which the context was prefilled. `kv_storage` has the errors of int8 storage. It
+    is None if keys and values are stored in the index's dtype.
     """
 
     index: str

@@ -80,7 +80,7 @@ def _deviation(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _named(lists: torch.Tensor, keys: int, first_token: int) -> torch.Tensor:
-    """Count in how many of one head's posting lists [m, C, L] each key is: [M] int64."""
+    """Count, for each key, the posting lists of one head [m, C, L] that contain the key: [M] int64."""
     counts = [torch.bincount(tokens.flatten() - first_token, minlength=keys) for tokens in lists]
     return torch.stack(counts).sum(0)
 

@@ -1,4 +1,8 @@
-"""Scan of all keys' product-quantisation codes: estimates the keys' logits and selects the best tokens."""
+"""Scan of all keys' product-quantisation codes: estimates the keys' logits and selects the best tokens.
+
+`CodeEstimates` runs on any device. `CodeScan` and `QuestionScan` run only on a GPU. The compiled step of a CPU is in
+`kernels.attention.cluster_step`.
+"""
 
 from functools import cached_property
 
@@ -16,7 +20,7 @@ from sparsekv.kernels.codes.types import (
     LaidOutCodes,
     WeighedClusters,
     as_stored,
-    lay_out,
+    lay_out_codes,
 )
 from sparsekv.kernels.common.launch import power_of_two
 from sparsekv.kernels.posting_lists.list_ranks import rank_rows, top_ranked
@@ -24,7 +28,7 @@ from sparsekv.kernels.posting_lists.types import ExactKeys, KeyGroups
 from sparsekv.kernels.scores.logits import softcapped
 from sparsekv.runtime.selection.wrappers import ResidualClusters
 
-MOST = 60.0  # upper bound of a logit minus its log-sum-exp, so that sums of exponentials do not overflow float32
+LARGEST_EXPONENT = 60.0  # upper bound of a logit minus its log-sum-exp: sums of exponentials stay within float32
 
 
 class CodeEstimates:
@@ -82,7 +86,7 @@ def probability(logits: torch.Tensor, total: torch.Tensor, *, joint: bool) -> to
     log-sum-exp of the logits on all rows and centroids that are attended to.
     """
     # `total` is an estimate, and so a logit may exceed it.
-    probability = (logits - total[..., None]).clamp(max=MOST).exp().mean(1)
+    probability = (logits - total[..., None]).clamp(max=LARGEST_EXPONENT).exp().mean(1)
     return probability.mean(1, keepdim=True) if joint else probability
 
 
@@ -101,7 +105,7 @@ class CodeScan:
     def __init__(self, tensors: dict[str, torch.Tensor], clusters: ResidualClusters, facts: LayerFacts):
         codes, self.facts = tensors["codes"], facts
         turn, books = tensors["query_turn"].contiguous(), tensors["codebooks"].contiguous()
-        self.codes = LaidOutCodes(turn, books, lay_out(codes), codes.shape[1])
+        self.codes = LaidOutCodes(turn, books, lay_out_codes(codes), codes.shape[1])
         counts, bias = clusters.counts.int().contiguous(), tensors["rest_bias"].float().contiguous()
         self.clusters = WeighedClusters(clusters.keys.contiguous(), counts, bias)
         # Each step reads the labels of all keys, and so labels are stored in few bytes.
@@ -110,7 +114,7 @@ class CodeScan:
 
     @staticmethod
     def serves(tensors: dict[str, torch.Tensor]) -> bool:
-        """Whether kernels support these codes, and there are so many keys that a scan by kernels saves time."""
+        """Whether the codes are on a GPU, kernels support them, and a scan of this many keys by kernels saves time."""
         codes, (_, parts, centroids, size) = tensors["codes"], tensors["codebooks"].shape
         # The kernel unrolls its look-ups over the parts, and holds one part of the rotation in shared memory.
         fits = parts % IN_WORD == 0 and parts <= MOST_PARTS and size <= MOST_CHANNELS
@@ -170,7 +174,7 @@ class QuestionScan:
 
     @staticmethod
     def serves(tensors: dict[str, torch.Tensor]) -> bool:
-        """Whether the kernel supports these codes, and there are so many keys that a scan by the kernel saves time."""
+        """Whether the codes are on a GPU, the kernel supports them, and there are enough keys for it to save time."""
         # A tile of the kernel holds all parts. The tile's sizes are powers of two, and a product needs at least 16
         # channels.
         _, parts, _, size = tensors["codebooks"].shape

@@ -143,7 +143,7 @@ class Selection:
     def rows_read(self) -> torch.Tensor | float:
         """Return the number of D-sized rows read per KV head, for selected keys and values and for the index.
 
-        It is a number or a tensor [Hk, Q or 1].
+        The result is a number, or a tensor [Hk, Q or 1].
         """
         # Numbers stay Python numbers, because copying a number to the GPU waits for the GPU's pending work.
         return 2 * self.rows.counts() + self.cost.index_rows
@@ -198,8 +198,8 @@ _PIECES = 2**20  # above any batch index of decoding, because fewer sequences ar
 def piece_batch(start: int) -> int:
     """Return the `batch` key of the piece of a question that begins with query `start`.
 
-    A layer attends with all pieces, one after another, before the next layer runs. Therefore each piece needs a ranking
-    of its own, under its own key.
+    A layer attends for all pieces, one after another, before the next layer runs. Therefore each piece needs a separate
+    ranking, under a separate key.
     """
     return (start + 1) * _PIECES
 

@@ -36,7 +36,7 @@ def refuse_unused(
     """Raise UsageError for an option that the user set and that none of the chosen methods has.
 
     Args:
-        among: all available methods; the error message names those of them that have the option.
+        among: all available methods. The error message names the methods among them that have the option.
     """
     used = {field.name for method in chosen.values() for field in fields(method)}
     for name, value in parameters.items():

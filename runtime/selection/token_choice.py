@@ -1,4 +1,4 @@
-"""Selection of single tokens by logits, by a fixed ranking, or by the ranking of an earlier layer."""
+"""Helpers of the methods that select single tokens: by logits, by a fixed ranking, or by an earlier layer's ranking."""
 
 import math
 from abc import abstractmethod

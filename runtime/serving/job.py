@@ -74,7 +74,7 @@ class Job:
         )
 
     def due(self) -> Finish | None:
-        """Return the finish of a request that was cancelled or whose timeout has passed; None for other requests."""
+        """Return why the request must end now (cancelled, or its timeout has passed); None if it may continue."""
         if self.channel.cancelled:
             return "cancelled"
         timeout = self.request.timeout

@@ -1,4 +1,4 @@
-"""A lane: the requests over one index with one config, and the engine that answers them together."""
+"""A lane: the requests over one index with one config, and the engine that answers these requests together."""
 
 import os
 import time
@@ -29,7 +29,7 @@ OWN_TOKENS = 2048
 
 
 class Lane:
-    """The requests over one index with one config, and the engine that answers them together.
+    """The requests over one index with one config, and the engine that answers these requests together.
 
     All methods are called in the scheduler's thread. `slots` is the maximum number of requests that decode together;
     1 if the config does not let requests share steps. While `drains` is true, no request gets a slot. `document_bytes`

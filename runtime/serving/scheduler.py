@@ -158,7 +158,7 @@ class Scheduler:
         return Stream(job.channel)
 
     def close(self, drain: float) -> bool:
-        """Refuse new requests, wait up to `drain` seconds for the others, cancel the rest, and free the caches.
+        """Refuse new requests, wait up to `drain` seconds for accepted requests, cancel the rest, and free the caches.
 
         A second call from another thread, with a shorter `drain`, shortens the wait of the first call.
 

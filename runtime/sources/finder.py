@@ -1,4 +1,4 @@
-"""Find the passages that an answer's steps attended to, in the heads that retrieve."""
+"""Find the passages of a document to which the retrieval heads attended while an answer was decoded."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,13 +15,16 @@ from sparsekv.runtime.sources.places import Places, Source
 
 @dataclass
 class SourceFinder:
-    """Finds an answer's sources by the attention of its steps' queries to the stored keys of all tokens.
+    """Finds an answer's sources, by dense attention of the retrieval heads' queries to the stored keys of all tokens.
 
-    This is the true attention of the queries, also where a sparse method read only some of the keys. Keeps the keys of
-    the retrieval heads on the model's device from the first answer on.
+    Dense attention is computed even if the answer was decoded with a sparse method. From the first answer on, the
+    retrieval heads' stored keys are held on the model's device.
 
     Args:
-        query_heads: the number of query heads by layer.
+        heads: the retrieval heads.
+        query_heads: number of query heads of each indexed layer.
+        places: the passages of the document.
+        device: the model's device.
     """
 
     artifact: Artifact
@@ -33,14 +36,14 @@ class SourceFinder:
 
     @classmethod
     def of(cls, artifact: Artifact, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> "SourceFinder":
-        """Make the finder of an open index. Runs the model over a short text if its retrieval heads are not known."""
+        """Make the finder of an open index. Runs the model over random tokens if its retrieval heads are not cached."""
         manifest = artifact.manifest
         query_heads = {layer: len(artifact.queries(layer)["tail"]) for layer in manifest.indexed_layers}
         heads = retrieval_heads(model, tokenizer, manifest.model, query_heads)
         return cls(artifact, heads, query_heads, Places(artifact, tokenizer), model.device)
 
     def watched(self, slots: int) -> WatchedQueries:
-        """Return buffers for the queries of the retrieval heads, of up to `slots` sequences in a pass."""
+        """Return a buffer for the retrieval heads' queries, for passes of up to `slots` sequences."""
         layers = [*dict.fromkeys(one.layer for one in self.heads)]
         heads = {layer: torch.tensor([one.head for one in self._of(layer)], device=self.device) for layer in layers}
         channels = {layer: self.artifact.heads_and_channels(layer)[1] for layer in layers}
@@ -53,11 +56,13 @@ class SourceFinder:
     def sources(
         self, queries: Mapping[int, torch.Tensor], own_keys: Callable[[int], torch.Tensor], most: int
     ) -> list[Source]:
-        """Return up to `most` sources of an answer, those of the largest score first.
+        """Return up to `most` sources of an answer, by descending score.
 
         Args:
-            queries: by layer, the queries [H, T, D] of the T tokens from which the answer's tokens were chosen.
-            own_keys: returns a layer's keys [Hk, U, D] of the tokens after the stored prompt, up to the last step's.
+            queries: for each layer, the queries [H, T, D] of its H retrieval heads for the T tokens whose logits gave
+                the answer's tokens.
+            own_keys: returns a layer's keys [Hk, U, D] of the tokens after the stored prompt, up to the last of the T
+                tokens.
         """
         shares = torch.zeros(self.artifact.manifest.split.tokens, device=self.device)
         for layer, of_layer in queries.items():
@@ -72,7 +77,7 @@ class SourceFinder:
         return self.places.sources(shares.cpu(), most)
 
     def _stored_keys(self, layer: int, kv_head: int) -> torch.Tensor:
-        """Return the stored keys [N, D] of a KV head, in the dtype in which they are stored."""
+        """Return the stored keys [N, D] of a KV head on the model's device, in the index's dtype."""
         if (layer, kv_head) not in self._keys:
             rows = self.artifact.context_rows(layer).some("keys", slice(None))
             self._keys[layer, kv_head] = rows[kv_head].to(self.device)

@@ -1,4 +1,4 @@
-"""Find the heads of a model that point back at what it copies: its retrieval heads."""
+"""Find a model's retrieval heads: the query heads that attend to the token that the model copies next."""
 
 import json
 import math
@@ -18,13 +18,13 @@ from sparsekv.kernels.common.hook import AttentionCall, route_attention
 REPEATED = 64
 """Number of random tokens that the test text has twice."""
 SHARE, LEAST = 1 / 32, 4
-"""Share of a model's heads that are taken, and their least number."""
+"""Share of a model's query heads that are retrieval heads, and their minimum number."""
 FOLDER, REVISION = "retrieval-heads", 1
 
 
 @dataclass(frozen=True)
 class Head:
-    """A query head that points back at what it copies. The weights of a model's heads add up to one."""
+    """A retrieval head: query head `head` of `layer`. The weights of a model's retrieval heads add up to 1."""
 
     layer: int
     head: int
@@ -34,10 +34,10 @@ class Head:
 def retrieval_heads(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, identity: ModelIdentity, layers: Mapping[int, int]
 ) -> list[Head]:
-    """Return a model's retrieval heads, from the user's cache or by `measure_heads`.
+    """Return a model's retrieval heads from the user's cache. Heads that are not cached are measured and stored there.
 
     Args:
-        layers: the number of query heads of each layer that may have some.
+        layers: number of query heads of each layer in which retrieval heads are searched, by layer index.
     """
     key = hash_json(
         [REVISION, identity.config_hash, identity.weights_hash, identity.adapter, identity.weights, [*layers]]
@@ -51,7 +51,7 @@ def retrieval_heads(
 
 
 def _parsed(text: str, layers: Mapping[int, int]) -> list[Head] | None:
-    """Read heads as they are stored; None if the text is damaged."""
+    """Parse the heads in a cache file's text; None if the text is damaged."""
     try:
         return [_head(layers, *one) for one in json.loads(text)] or None
     except (ValueError, TypeError, RecursionError):
@@ -68,10 +68,13 @@ def _head(layers: Mapping[int, int], layer: Any, head: Any, weight: Any) -> Head
 
 @torch.inference_mode()
 def measure_heads(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, layers: Sequence[int]) -> list[Head]:
-    """Run a model over random tokens that are repeated once, and return the heads that follow the repetition.
+    """Run a model over `REPEATED` random tokens twice in a row; return the heads that attend to the repeated text.
 
-    A head's weight is the attention that each repeated token pays to the token after its first occurrence, a mean
-    over tokens. No text and no labels are needed. This is the test for induction heads.
+    A head's score is the attention weight that a token of the second half gives to the token after the same token in
+    the first half, as a mean over tokens. This is the usual test for induction heads; it needs neither text nor labels.
+
+    Args:
+        layers: indices of the layers in which heads are searched.
     """
     ids = _random_tokens(model, tokenizer)
     after = torch.arange(1, REPEATED, device=model.device)
@@ -90,7 +93,7 @@ def measure_heads(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, la
 
 
 def _random_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """Return the ids [2 R] of R random tokens of plain text, twice."""
+    """Return token ids [2 R]: R = `REPEATED` random tokens without special and added tokens, twice in a row."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     known = min(len(tokenizer), int(model.get_input_embeddings().weight.shape[0]))  # type: ignore[index]
     plain = torch.tensor([one for one in range(known) if one not in special] or [0])
@@ -99,7 +102,10 @@ def _random_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 
 def _best(scores: dict[int, list[float]]) -> list[Head]:
-    """Return the heads with the highest scores, in order of layer, with weights in proportion to the scores."""
+    """Return the heads of highest score, in order of layer and head, with weights in proportion to the scores.
+
+    `scores` has a list of the query heads' scores for each layer.
+    """
     every = [(score, layer, head) for layer, of_layer in scores.items() for head, score in enumerate(of_layer)]
     best = sorted(every, reverse=True)[: max(LEAST, math.ceil(SHARE * len(every)))]
     total = math.fsum(score for score, _, _ in best)

@@ -1,4 +1,4 @@
-"""Texts of tokens, and the passages that they form."""
+"""Decode the text of each token of a prompt, and split the prompt into passages of whole sentences."""
 
 import re
 from bisect import bisect_left
@@ -20,16 +20,18 @@ SENTENCE_END = re.compile(
 
 @dataclass(frozen=True)
 class Passages:
-    """The sentences of a prompt. `edges` [P + 1] are the positions of their first tokens, and the end of the prompt.
+    """Passages of a prompt: sentences, or parts of long sentences.
 
-    `texts` are the texts of all tokens.
+    Attributes:
+        texts: the text of each of the prompt's tokens.
+        edges: [P + 1], the position of each passage's first token, followed by the number of tokens.
     """
 
     texts: Sequence[str]
     edges: Sequence[int]
 
     def of_tokens(self) -> torch.Tensor:
-        """Index of each token's passage, [N] int64."""
+        """Return the index of each token's passage, [N] int64."""
         lengths = torch.tensor(self.edges).diff()
         return torch.arange(len(lengths)).repeat_interleave(lengths)
 
@@ -37,14 +39,15 @@ class Passages:
         return len(self.edges) - 1
 
     def __iter__(self) -> Iterator[tuple[int, Sequence[str]]]:
-        """Yield each passage's first position, and the texts of its tokens."""
+        """Yield (position of the first token, texts of the tokens) of each passage."""
         return ((start, self.texts[start:stop]) for start, stop in pairwise(self.edges))
 
 
 def split_passages(texts: Sequence[str]) -> Passages:
-    """Split a prompt into sentences by the texts of its tokens. A sentence longer than `LONGEST` is cut between words.
+    """Split a prompt, given as the texts of its tokens, into sentences.
 
-    A token of white space belongs to the sentence before it.
+    A sentence of more than `LONGEST` tokens is cut between words. A token of white space belongs to the sentence before
+    this token.
     """
     starts = [0, *accumulate(map(len, texts))]
     edges = [0]
@@ -68,9 +71,9 @@ def _cut(texts: Sequence[str], edges: Sequence[int]) -> Iterator[int]:
 
 
 def _last_word(texts: Sequence[str], start: int) -> int:
-    """Position at which to cut a passage from `start`: the last begin of a word within `LONGEST` tokens.
+    """Return the token at which to cut a long sentence: the last that begins a word, at most `LONGEST` after `start`.
 
-    If no word begins in the second half of these tokens, as in languages without spaces, return their end.
+    If no word begins in the second half of these tokens, as in languages without spaces, `start + LONGEST` is returned.
     """
     end = start + LONGEST
     words = (
@@ -90,8 +93,9 @@ A character has at most four bytes. The parts of a composed emoji are separate c
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
     """Decode the text of each token, including special tokens.
 
-    If several tokens make up a character, it is the text of the last of them, and the others' texts are empty. Each
-    token is decoded together with the tokens before it, because a tokenizer may drop a space at the begin of a text.
+    If several tokens make up one character, the character is the text of the last token, and the texts of the other
+    tokens are empty. Each token is decoded together with earlier tokens, because a tokenizer may drop a space at the
+    start of a text.
     """
 
     def text(start: int, stop: int) -> str:

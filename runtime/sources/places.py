@@ -1,4 +1,4 @@
-"""Passages of a document by their tokens, and the files and lines where they stand."""
+"""Convert attention shares of tokens to passages of the document, with the file and lines of each passage."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.sources.passages import LONGEST, split_passages, token_texts
 
 BLOCK = 256
-"""Number of tokens of a block. Line breaks before each block are counted once."""
+"""Number of tokens of a block. The line breaks before each block are counted once, and the counts are kept."""
 BESIDE = 0.1
-"""A sentence beside the best one belongs to the source if it has at least this share of the best one's attention."""
+"""A sentence next to the best sentence joins the source if its attention is at least this share of the best one's."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text in the stored prompt.
+    """A named text in the stored prompt: a file, the whole document, or text that `append` added.
 
     Attributes:
-        path: its name.
-        start, stop: the tokens [start, stop) that can be sources.
-        begin: the token from which lines are counted.
-        first_line: the number of the line at that token.
+        path: the file's path, or the index's name (for added text with a number, such as `manual+1`).
+        start, stop: the text's tokens, [start, stop) in the stored prompt, which can be sources.
+        begin: the token from which line breaks are counted.
+        first_line: the number of the line in which the token `begin` starts.
     """
 
     path: str
@@ -42,10 +42,10 @@ class Source:
     """A passage of the document that an answer attended to.
 
     Attributes:
-        path: the file of the passage, or the index's name; see `Places`.
-        lines: its first and last line in the file, counted from 1.
-        tokens: its tokens [start, stop) in the stored prompt.
-        score: share of the retrieval heads' attention that it got, a mean over the answer's steps.
+        path: the name of the passage's text; see `Text`.
+        lines: the passage's first and last line in this text, counted from 1.
+        tokens: the passage's tokens, [start, stop) in the stored prompt.
+        score: the share of the retrieval heads' attention that the passage got, as a mean over the answer's tokens.
     """
 
     path: str
@@ -61,11 +61,11 @@ class Source:
 
 
 class Places:
-    """The texts of an index's document, and the passages in them.
+    """Texts of an index's document, in which sources are searched.
 
-    They are its files, or one text with the name of the index. Text that was added later is a text of its own, with a
-    number behind the index's name: `manual+1`. The chat template's text before the document belongs to none, and
-    neither does the prompt's first token, to which every answer attends.
+    The texts are the document's files, or else the whole document, followed by the texts that `append` added. The chat
+    template's text before the document belongs to no text. The prompt's first token belongs to no text either, because
+    every answer attends to this token.
     """
 
     def __init__(self, artifact: Artifact, tokenizer: PreTrainedTokenizerBase):
@@ -86,7 +86,7 @@ class Places:
         return Text(path, start, stop, start, 1 - BETWEEN.count("\n") if parted else 1)
 
     def sources(self, shares: torch.Tensor, most: int) -> list[Source]:
-        """Return up to `most` passages with the largest sums of the tokens' shares [N], the largest first."""
+        """Return up to `most` sources by descending score: the sum of the attention shares [N] of a source's tokens."""
         left = torch.zeros(len(shares), dtype=torch.float64)
         for one in self.texts:
             left[one.start : one.stop] = shares[one.start : one.stop]
@@ -94,7 +94,10 @@ class Places:
         return sorted(found, key=lambda one: -one.score)
 
     def _passages(self, left: torch.Tensor, most: int) -> Iterator[tuple[Text, int, int, float]]:
-        """Yield passages without common tokens; overwrites the shares `left` [N], which are zero outside of texts."""
+        """Yield up to `most` passages that share no tokens, as (text, start, stop, score).
+
+        Overwrites the shares `left` [N], which must be zero outside the texts.
+        """
         sums = _sums(left)
         for _ in range(most):
             best = int(sums.argmax())
@@ -109,7 +112,10 @@ class Places:
             sums[first:stop] = _sums(left[first : stop + LONGEST])[: stop - first]
 
     def _around(self, left: torch.Tensor, within: Text, best: int, centre: int) -> tuple[int, int]:
-        """Return the sentences of highest share around a token, together at most `LONGEST` tokens."""
+        """Return [start, stop) of the sentences of highest share near the token `centre`, at most `LONGEST` tokens.
+
+        `best` is the first of the `LONGEST` tokens with the largest sum of shares; `centre` is one of these tokens.
+        """
         first = max(within.start, min(best, centre) - LONGEST)
         last = min(within.stop, centre + 2 * LONGEST)
         edges = [first + edge for edge in split_passages(token_texts(self.tokenizer, self.ids[first:last])).edges]
@@ -134,13 +140,13 @@ class Places:
         return Source(whole.path, (first, last), (start, stop), score)
 
     def _line_breaks(self, stop: int) -> int:
-        """Return the number of line breaks in the first `stop` tokens."""
+        """Return the number of line breaks in the prompt's first `stop` tokens."""
         block = stop // BLOCK
         return self._of_blocks[block] + self._text(block * BLOCK, stop).count("\n")
 
     @cached_property
     def _of_blocks(self) -> list[int]:
-        """The numbers of line breaks in the first 0, `BLOCK`, 2 `BLOCK`... tokens."""
+        """Number of line breaks in the prompt's first i `BLOCK` tokens, for i = 0, 1, 2 and so on."""
         starts = range(0, len(self.ids), BLOCK)
         return [*accumulate((self._text(start, start + BLOCK).count("\n") for start in starts), initial=0)]
 
@@ -150,7 +156,7 @@ class Places:
 
 
 def _sums(shares: torch.Tensor) -> torch.Tensor:
-    """Sum the `LONGEST` shares from each token on: [N]."""
+    """Return [N]: for each token, the sum of the shares of the `LONGEST` tokens that begin with this token."""
     total = torch.nn.functional.pad(shares.cumsum(0), (1, 0))
     stops = (torch.arange(len(shares)) + LONGEST).clamp(max=len(shares))
     return total[stops] - total[:-1]

@@ -43,13 +43,15 @@ from sparsekv.runtime.tracing.recorder import (
 from sparsekv.runtime.tracing.tokens import TokenRecorder
 
 MOST_FOUND = 64
-"""Largest number of places of a passage. A text in more places is a word or a punctuation mark and no passage."""
+"""Maximum number of occurrences of a passage. A text with more is a word or a punctuation mark, not a passage."""
 
 
 def tokens_of(
     passages: Iterable[str], texts: Sequence[str], as_stored: Callable[[str], str] = lambda passage: passage
 ) -> torch.Tensor:
-    """Mark the tokens of a prompt that hold a character of a passage, at every place of the passage: [N] bool.
+    """Mark the tokens of a prompt with at least one character of a passage: [N] bool.
+
+    All occurrences of each passage are marked.
 
     White space in a passage matches any white space.
 
@@ -58,7 +60,7 @@ def tokens_of(
         as_stored: returns a passage as the tokenizer normalises it, such as with NFC.
 
     Raises:
-        UsageError: a passage is empty, or not in the prompt, or in more than `MOST_FOUND` places.
+        UsageError: a passage is empty, not in the prompt, or occurs more than `MOST_FOUND` times.
     """
     whole, stops = "".join(texts), torch.tensor(list(accumulate(map(len, texts))))
     starts = torch.cat([stops.new_zeros(1), stops[:-1]])
@@ -89,15 +91,15 @@ def _places(passage: str, stored: str, whole: str) -> list[tuple[int, int]]:
 def log_probability(
     index: OpenIndex, cache: IndexCache, question: torch.Tensor, answer: Sequence[int], *, at_once: bool
 ) -> float:
-    """Compute the log-probability of an answer after a question: the sum over its tokens, each given those before it.
+    """Compute the log-probability of an answer after a question: the sum of its tokens' log-probabilities.
 
-    Rewinds the cache first. Prefills the question at once and feeds the answer token by token, as generation does.
+    Rewinds the cache first. Feeds the question in one forward pass and then the answer token by token, as generation
+    does.
 
     Args:
         cache: a cache of this index.
         question: [Q] token ids after the stored prompt.
-        at_once: feed the answer together with the question. The result is the same if every token attends to
-            everything.
+        at_once: feed question and answer in one forward pass. The result is the same if attention is dense.
     """
     device = index.model.device
     said = torch.tensor(answer, dtype=question.dtype)
@@ -117,7 +119,7 @@ def log_probability(
 
 SHARES = ("exact", "chosen", "stood_for", "missed")
 LEAST = 1e-4
-"""The smallest share of attention that a trace lists."""
+"""Minimum share of attention of a passage or token that a trace lists."""
 
 
 def recorded(recorder: TokenRecorder, layers: list[int], first_token: int) -> dict[str, Any]:
@@ -194,7 +196,7 @@ def _records(
 
 
 def _shares(totals: list[float], passages: list[list[float]]) -> dict[str, Any]:
-    """Map 3 or 4 totals to their names: exact, chosen, stood for, and missed, which is None if there are only 3."""
+    """Return the totals by the names in `SHARES`. The missed share is None if there are only three totals."""
     return {**dict(zip(SHARES, [*totals, None], strict=False)), "passages": passages}
 
 
@@ -329,7 +331,7 @@ class TracedIndex:
         A passage may extend into the document's last characters, which are tokenized with the question.
 
         Raises:
-            UsageError: the model has layers with a state, which the passage went into.
+            UsageError: the model has layers with a state, which contains the passages.
         """
         if self.index.artifact.manifest.states:
             raise UsageError(
@@ -383,7 +385,7 @@ class TracedIndex:
         return asker
 
     def _about(self, answer: Answer) -> dict[str, Any]:
-        """Return the trace's head: index, model, setting, the answer, and the tokens of prompt and answer."""
+        """Return the trace's general facts: index, model, setting, answer, and the tokens of prompt and answer."""
         manifest = self.index.artifact.manifest
         heads = self.index.artifact.context_rows(manifest.indexed_layers[0]).shape[0]
         return {

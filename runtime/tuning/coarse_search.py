@@ -14,9 +14,9 @@ from sparsekv.runtime.selection.registry import methods, methods_of
 from sparsekv.runtime.tuning.goals import Halves, Tuned
 from sparsekv.runtime.tuning.meter import AttentionMeter, Point
 
-# Smallest and largest budget, as a share of the tokens. LEAST is about six tokens of a short document. Above MOST
-# selection saves nothing.
-LEAST, MOST = 0.001, 0.95
+# Smallest and largest budget, as a share of the tokens between sinks and tail. The smallest budget is about six tokens
+# of a short document. Above the largest budget, selection saves nothing.
+SMALLEST_BUDGET, LARGEST_BUDGET = 0.001, 0.95
 
 
 @dataclass
@@ -90,11 +90,11 @@ class BudgetSearch:
 
 
 def rounded(share: float) -> float:
-    """Return a budget clamped to LEAST and MOST, and rounded up to three digits.
+    """Return a budget clamped to SMALLEST_BUDGET and LARGEST_BUDGET, and rounded up to three digits.
 
     A budget that is rounded down might no longer reach its target.
     """
-    share = min(MOST, max(LEAST, share))
+    share = min(LARGEST_BUDGET, max(SMALLEST_BUDGET, share))
     digits = 2 - math.floor(math.log10(share))
     scale = math.pow(10, digits)
     return math.ceil(round(share * scale, 6)) / scale

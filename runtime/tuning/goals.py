@@ -1,5 +1,7 @@
-"""Goals and results of a tuning search. The search measures on one half of the tail's queries, and verifies on the
-other half."""
+"""Goals and results of a tuning search.
+
+The search chooses settings on the first half of the tail's queries, and checks them on the second half.
+"""
 
 import math
 from abc import ABC, abstractmethod
@@ -25,11 +27,15 @@ class Tuned:
     """One method's cheapest setting that meets the goal, or its setting nearest to the goal if none meets the goal.
 
     Attributes:
+        form: the method with its parameters.
         budget: share of the tokens between sinks and tail; the mean of `layer_budgets` if these are set.
-        aim: target of the search. The target is tighter than the goal if held-out queries missed the goal.
-        calibration: the goal's measure on the first half of the tail. Settings are chosen by this value.
-        held_out: the goal's measure on the second half. `recall`, `error` and `kv_fraction` are of this half too.
-        holds: whether the setting meets the goal.
+        layer_budgets: a budget for each layer; None: all layers have the same budget.
+        aim: the value of the goal's measure for which the search looked. It is tighter than the goal if the setting
+            missed the goal on the tail's second half.
+        calibration: the goal's measure on the first half of the tail's queries, by which settings are chosen.
+        held_out: the goal's measure on the second half of the tail's queries.
+        recall, error, kv_fraction: recall, output error and KV fraction on the second half of the tail's queries.
+        holds: whether the setting meets the goal on both halves.
         step_ms: time of a decode step of one layer. None if times are not compared, or the setting misses the target.
     """
 
@@ -47,7 +53,7 @@ class Tuned:
 
     @property
     def cost(self) -> float:
-        """The cost that tuning minimises: the time of a step if it was measured, else the KV fraction."""
+        """Cost that tuning minimises: `step_ms` if it was measured, else the KV fraction."""
         return self.kv_fraction if self.step_ms is None else self.step_ms
 
 
@@ -58,7 +64,10 @@ ROUGH_ERROR = 0.05
 
 @dataclass(frozen=True)
 class Goal(ABC):
-    """A bound `value` on one measure of a setting. Recall counts the oracle's best tokens at the `reference` budget."""
+    """Bound `value` on one measure of a setting: recall, output error or perplexity.
+
+    Recall is the share of the oracle's tokens at the budget `reference` that a setting selects.
+    """
 
     measure: ClassVar[str]
     """Name of the field of `Point` that the goal bounds."""
@@ -78,30 +87,30 @@ class Goal(ABC):
     @property
     @abstractmethod
     def tolerance(self) -> float:
-        """Largest amount by which the gain on held-out queries may be below the target."""
+        """Largest amount by which the gain on the tail's second half may be below the target."""
 
     def meters(self, artifact: Artifact, device: torch.device) -> tuple[Meter, Meter]:
-        """Return a meter for the tail's calibration queries and a meter for its held-out queries.
+        """Return a meter for the tail's first half (calibration) and a meter for its second half (held out).
 
-        Meters of attention compute on `device`.
+        Meters that measure attention compute on `device`.
         """
         chosen_on = AttentionMeter(artifact, self.reference, calibration=True, outputs=self.outputs, device=device)
         return chosen_on, AttentionMeter(artifact, self.reference, calibration=False, device=device)
 
     def gain(self, value: float) -> float:
-        """Convert a value of the measure to a gain. A larger gain is better."""
+        """Convert a value of the goal's measure to a gain, for which larger is better."""
         return -value
 
     def of(self, point: Point) -> float:
-        """Return the point's value of this goal's measure."""
+        """Return the value of the goal's measure in a point."""
         return float(getattr(point, self.measure))
 
     def rough(self) -> "Goal":
-        """Return the goal of the coarse search. This goal bounds recall or output error, not perplexity."""
+        """Return the goal of the coarse search: this goal, or a bound on output error in place of perplexity."""
         return self
 
     def target(self) -> TuneTarget:
-        """Return the goal in the format of a manifest."""
+        """Return the goal as it is stored in a manifest."""
         return TuneTarget(measure=self.measure, value=self.value)
 
     def __str__(self) -> str:
@@ -114,7 +123,7 @@ class Goal(ABC):
 
 @dataclass(frozen=True)
 class RecallGoal(Goal):
-    """Lower bound on recall, the share of the oracle's best tokens at the reference budget that is selected."""
+    """Lower bound on recall, the share of the oracle's tokens at the budget `reference` that a setting selects."""
 
     measure = "recall"
     bound = "at least"
@@ -182,10 +191,11 @@ Progress = Callable[[str, int, int], None]
 
 
 class Halves:
-    """Measures settings on the two halves of the tail: calibration queries and held-out queries.
+    """Measures settings on both halves of the tail's queries: the first (calibration) and the second (held out).
 
     Args:
-        progress: called with a round's name, the number of measured layers or settings, and the total.
+        progress: called with a round's name, the number of layers or settings measured so far, and their total.
+        device: the device that computes attention.
     """
 
     def __init__(self, artifact: Artifact, goal: Goal, progress: Progress, device: torch.device):
@@ -200,32 +210,35 @@ class Halves:
         )
 
     def measure(self, meter: Meter, settings: list[tuple[MethodSpec, Shares]]) -> None:
-        """Measure settings with a meter, as a new round of the progress."""
+        """Measure settings with a meter. The progress shows the measurement as a new round."""
         meter.measure(settings, self.round(len(settings)))
 
     def round(self, settings: int) -> Callable[[int, int], None]:
-        """Begin the next round, over `settings` settings; return its progress callback."""
+        """Begin the next round, which measures `settings` settings; return its progress callback."""
         self.rounds += 1
         stage = f"round {self.rounds} of some 20 ({settings} setting{'' if settings == 1 else 's'})"
         return lambda done, of: self.progress(stage, done, of)
 
     def everywhere(self, share: float) -> Shares:
-        """Return the same share for all layers."""
+        """Return a budget for each layer, all equal to `share`."""
         return dict.fromkeys(self.layers, share)
 
     def gain(self, form: MethodSpec, shares: Shares) -> float:
-        """Return the goal's gain on the calibration queries."""
+        """Return the gain of a measured setting on the tail's first half."""
         return self.gain_at(self.calibration.mean(form, shares))
 
     def gain_at(self, point: Point) -> float:
         return self.goal.gain(self.goal.of(point))
 
     def gap(self, form: MethodSpec, shares: Shares) -> float:
-        """Return the target minus the gain on held-out queries."""
+        """Return the target minus the gain of a measured setting on the tail's second half."""
         return self.target - self.gain_at(self.held_out.mean(form, shares))
 
     def holds(self, form: MethodSpec, shares: Shares) -> bool:
-        """Whether a setting meets the goal on both halves with a KV fraction below 1."""
+        """Whether a setting meets the goal on both halves of the tail's queries, at a KV fraction below 1.
+
+        On the second half the gain may be below the target by the tolerance.
+        """
         return (
             self.gain(form, shares) >= self.target - ROUNDING
             and self.gap(form, shares) <= self.goal.tolerance
@@ -233,14 +246,14 @@ class Halves:
         )
 
     def as_it_is(self, form: MethodSpec, config: DecodeConfig) -> Tuned:
-        """Measure the setting of a config on both halves, without a search."""
+        """Measure a config's setting, with one variant `form` of a method, on both halves. No search follows."""
         shares = {layer: config.budget_of(layer).value for layer in self.layers}
         for meter in {id(one): one for one in (self.calibration, self.held_out, self.attention)}.values():
             self.measure(meter, [(form, shares)])
         return self.tuned(form, config.budget.value, shares, self.target, by_layer=bool(config.layer_budgets))
 
     def tuned(self, form: MethodSpec, budget: float, shares: Shares, aim: float, *, by_layer: bool) -> Tuned:
-        """Return a setting with its measures on both halves; `aim` is the target gain of the search."""
+        """Return a measured setting as a result; `aim` is the gain for which the search looked."""
         calibration, held_out = self.calibration.mean(form, shares), self.held_out.mean(form, shares)
         attention = self.attention.mean(form, shares)
         return Tuned(

@@ -36,7 +36,10 @@ from sparsekv.runtime.selection.interface import (
 
 @dataclass(frozen=True)
 class Scored:
-    """Scored clusters of one level: indices, scores and token counts [Hk, Q or 1, S]; `read` is the number scored."""
+    """Scored clusters of one level: indices, scores and token counts [Hk, Q or 1, S].
+
+    `read` is the number of scored clusters of each head, whose centroids were read.
+    """
 
     level: int
     clusters: torch.Tensor
@@ -128,7 +131,7 @@ def _own_numbers(part: CentroidSegment, counts: torch.Tensor) -> torch.Tensor:
 
 
 def of_clusters(values: torch.Tensor, clusters: torch.Tensor) -> torch.Tensor:
-    """Gather the entries of values [Hk, C] for clusters [Hk, Q or 1, S]."""
+    """Gather the values [Hk, C] of the clusters with indices [Hk, Q or 1, S]."""
     return values[:, None].expand(-1, clusters.shape[1], -1).gather(-1, clusters)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sparsekv.cli.chatting.lines import MOST, History
+from sparsekv.cli.chatting.lines import MOST_ENTRIES, History
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -21,10 +21,10 @@ def test_entries_come_back_as_they_were(tmp_path: Path, entries: list[str]) -> N
 
 def test_a_long_file_is_cut_to_its_last_entries(tmp_path: Path) -> None:
     history = History(tmp_path / "history")
-    history.file.write_text("".join(f'"{number}"\n' for number in range(2 * MOST + 1)))
-    last = [str(number) for number in range(MOST + 1, 2 * MOST + 1)]
+    history.file.write_text("".join(f'"{number}"\n' for number in range(2 * MOST_ENTRIES + 1)))
+    last = [str(number) for number in range(MOST_ENTRIES + 1, 2 * MOST_ENTRIES + 1)]
     assert history.entries() == last
-    assert len(history.file.read_text().splitlines()) == MOST
+    assert len(history.file.read_text().splitlines()) == MOST_ENTRIES
     assert history.entries() == last
 
 

@@ -54,7 +54,7 @@ def test_the_versions_of_who_reads_them_count(folder: Path, library: str, monkey
 
 def test_there_is_none_of_files_that_are_large_or_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert TokenizerFiles(folder / "nowhere").hash() is None
-    monkeypatch.setattr(load, "MOST", 1)
+    monkeypatch.setattr(load, "MOST_TOKENIZER_BYTES", 1)
     assert TokenizerFiles(folder).hash() is None
 
 

@@ -14,7 +14,7 @@ from support.small_index import small_plan, with_changes
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import layer_file
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.indexers.cluster_indexer import MOST, MOST_TOKENS, share_cores
+from sparsekv.indexing.indexers.cluster_indexer import MOST_ITEMS, MOST_TOKENS, share_cores
 from sparsekv.indexing.indexers.interface import LayerInput, indexers
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 
@@ -34,7 +34,8 @@ def test_any_number_of_threads_builds_the_same_from_one_context(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("threads", "tokens", "each"), [(1, 9, 1), (2, 9, 1), (7, 9, 1), (16, 9, 16 // MOST), (6, MOST_TOKENS // 2, 3)]
+    ("threads", "tokens", "each"),
+    [(1, 9, 1), (2, 9, 1), (7, 9, 1), (16, 9, 16 // MOST_ITEMS), (6, MOST_TOKENS // 2, 3)],
 )
 def test_items_come_in_order_and_the_threads_are_given_back(threads: int, tokens: int, each: int) -> None:
     with with_threads(threads):

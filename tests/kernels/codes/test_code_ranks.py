@@ -13,7 +13,7 @@ from support.reference import assert_close
 
 from sparsekv.kernels.codes.code_ranks import code_logits, rank_codes
 from sparsekv.kernels.codes.code_ranks_triton import rank_codes_triton
-from sparsekv.kernels.codes.types import PER_OCTAVE, CodeRanks, LaidOutCodes, WeighedClusters, lay_out
+from sparsekv.kernels.codes.types import PER_OCTAVE, CodeRanks, LaidOutCodes, WeighedClusters, lay_out_codes
 from sparsekv.kernels.posting_lists.types import (
     FEW_RANKS,
     FINE,
@@ -39,7 +39,7 @@ def small_codes(
     D = m * size
     turn, books = normal(seed, heads, D, D).half() / D**0.5, normal(seed + 1, heads, m, 256, size).half()
     named = books.double()[torch.arange(heads)[:, None, None], torch.arange(m), codes].flatten(2)
-    return LaidOutCodes(turn, books, lay_out(codes.byte()), keys), named @ turn.double().transpose(1, 2)
+    return LaidOutCodes(turn, books, lay_out_codes(codes.byte()), keys), named @ turn.double().transpose(1, 2)
 
 
 def small_clusters(seed: int, keys: int, D: int, clusters: int = 70, heads: int = 2) -> WeighedClusters:

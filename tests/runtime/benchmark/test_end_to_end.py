@@ -12,7 +12,7 @@ from support.tiny_models import FAMILIES
 from transformers import PreTrainedModel
 
 from sparsekv.runtime.benchmark.end_to_end import DenseFormLayer, TimedSteps, make_queries_alike, packed_cache
-from sparsekv.runtime.benchmark.layer import LayerData, Shape, lay_out, mixture, sparse_layer
+from sparsekv.runtime.benchmark.layer import LayerData, Shape, mixture, place_rows, sparse_layer
 from sparsekv.runtime.benchmark.layer_timer import dense_forms
 from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
@@ -26,7 +26,7 @@ SHAPE = Shape(600, heads=4, kv_heads=2, head_dim=32)
 
 def _quest(data: LayerData) -> StoredLayer:
     selector = Quest().prepare(data.context({}))
-    return sparse_layer(data, lay_out(data, selector), selector, sparse("quest", Quest(), Budget(0.1)))
+    return sparse_layer(data, place_rows(data, selector), selector, sparse("quest", Quest(), Budget(0.1)))
 
 
 MAKERS: dict[str, Callable[[LayerData], StoredLayer]] = {

@@ -23,7 +23,7 @@ from sparsekv.runtime.reporting.recall import MeasuredSetting, measure_layer
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.interface import Budget, MethodSpec, MiddleContext
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.tuning.coarse_search import LEAST, MOST, BudgetSearch, candidates, rounded
+from sparsekv.runtime.tuning.coarse_search import LARGEST_BUDGET, SMALLEST_BUDGET, BudgetSearch, candidates, rounded
 from sparsekv.runtime.tuning.goals import REFERENCE, ErrorGoal, RecallGoal, Tuned
 from sparsekv.runtime.tuning.meter import AttentionMeter
 from sparsekv.runtime.tuning.tuning import tune
@@ -41,7 +41,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 @given(
     bend=st.floats(0.2, 3.0),
     target=st.floats(0.02, 0.98),
-    start=st.floats(LEAST, MOST),
+    start=st.floats(SMALLEST_BUDGET, LARGEST_BUDGET),
     step=st.floats(1.1, 4.0),
     ratio=st.floats(1.02, 1.5),
 )
@@ -52,16 +52,16 @@ def test_a_search_of_a_rising_curve_ends_at_the_smallest_share(
     search = BudgetSearch(target, start, step, ratio)
     while (share := search.propose()) is not None:
         assert share not in search.gains
-        assert LEAST <= share <= MOST
+        assert SMALLEST_BUDGET <= share <= LARGEST_BUDGET
         search.gains[share] = math.pow(share, bend)
     assert len(search.gains) < 40
     exact = math.pow(target, 1 / bend)
     if search.high is None:
-        assert exact > MOST
-        assert search.best == MOST
+        assert exact > LARGEST_BUDGET
+        assert search.best == LARGEST_BUDGET
     else:
         assert search.best == search.high >= exact * (1 - 1e-9)
-        assert search.high == LEAST or search.high <= exact * ratio * 1.011
+        assert search.high == SMALLEST_BUDGET or search.high <= exact * ratio * 1.011
 
 
 def test_a_search_goes_on_from_what_is_known_when_its_target_rises() -> None:
@@ -73,7 +73,12 @@ def test_a_search_goes_on_from_what_is_known_when_its_target_rises() -> None:
         assert target <= search.best <= 1.06 * target
 
 
-@given(bend=st.floats(0.2, 3.0), target=st.floats(0.02, 0.9), start=st.floats(LEAST, MOST), slack=st.floats(0.01, 0.1))
+@given(
+    bend=st.floats(0.2, 3.0),
+    target=st.floats(0.02, 0.9),
+    start=st.floats(SMALLEST_BUDGET, LARGEST_BUDGET),
+    slack=st.floats(0.01, 0.1),
+)
 @settings(max_examples=100, deadline=None)
 def test_a_search_with_slack_ends_at_what_gains_little_more_than_it_must(
     bend: float, target: float, start: float, slack: float
@@ -83,12 +88,12 @@ def test_a_search_with_slack_ends_at_what_gains_little_more_than_it_must(
         assert search.high is None or search.gains[search.high] > target + slack
         search.gains[share] = math.pow(share, bend)
     exact = math.pow(target, 1 / bend)
-    assert search.high is not None or exact > MOST
-    if search.high not in (None, LEAST):
+    assert search.high is not None or exact > LARGEST_BUDGET
+    if search.high not in (None, SMALLEST_BUDGET):
         assert search.gains[search.high] <= target + slack or search.high <= exact * 1.05 * 1.011
 
 
-@given(st.floats(LEAST, MOST))
+@given(st.floats(SMALLEST_BUDGET, LARGEST_BUDGET))
 def test_shares_are_rounded_up_to_three_digits(share: float) -> None:
     assert share * (1 - 1e-9) <= rounded(share) <= share * 1.01
     assert float(f"{rounded(share):.3g}") == rounded(share)
