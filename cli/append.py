@@ -111,6 +111,6 @@ def _refuse_fixed_methods(artifact: Artifact, online: Collection[str]) -> None:
     fixed = sorted(artifact.manifest.methods.keys() - online)
     if fixed:
         raise UsageError(
-            f"{', '.join(fixed)} of {artifact.folder} cannot take new tokens; give --rebuild to build it again from "
-            "all of them"
+            f"{', '.join(fixed)} of {artifact.folder} cannot append tokens; give --rebuild to build such "
+            "methods again from all tokens"
         )

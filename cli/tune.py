@@ -79,12 +79,14 @@ class TuneOptions:
         str,
         typer.Option(
             metavar="|".join(CHEAPEST),
-            help="What is least: the keys and values that a step reads (rows), or its time, measured on this machine "
-            "over the index's middle layer (time).",
+            help=(
+                "What to minimise: the keys and values that a step reads (rows), or a step's time, measured on "
+                "this machine over the index's middle layer (time)."
+            ),
         ),
     ] = CHEAPEST[0]
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Search, but leave the index as it is.")] = False
-    reset: Annotated[bool, typer.Option("--reset", help="Search nothing: take the index's default away again.")] = False
+    reset: Annotated[bool, typer.Option("--reset", help="Do not search; remove the index's default.")] = False
     model: ModelOption = None
     weights: WeightsOption = "auto"
     as_json: JsonOption = False
@@ -146,7 +148,8 @@ def tune(options: TuneOptions) -> None:
     options.check()
     artifact = open_artifact(options.index, thorough=True)
     if not options.dry_run:
-        refuse_unwritable(artifact.folder)
+        # Checked first: the search takes minutes.
+        refuse_unwritable(artifact.folder, "get permission, or only measure, with --dry-run")
     goal = options.goal(artifact)
     search = _search(options, artifact, goal)
     target = goal.target().model_copy(update={"methods": [one for one in options.method or [] if one != "all"]})
@@ -166,8 +169,8 @@ def tune(options: TuneOptions) -> None:
         say(_advice(options, artifact, search, kept=defaults is not None))
     if defaults is None:
         raise SparsekvError(
-            f"no setting reads less than everything and holds --target-{goal.measure} {goal.value:g}; "
-            "choose an easier target or another method"
+            f"no setting that reads less than the whole document reaches --target-{goal.measure} "
+            f"{goal.value:g}; choose an easier target or another method"
         )
     if unwritten is not None:
         raise unwritten
@@ -235,8 +238,8 @@ def _advice(options: TuneOptions, artifact: Artifact, search: Search, *, kept: b
 
 def _reset(options: TuneOptions, artifact: Artifact) -> None:
     if options.targets or options.dry_run:
-        raise UsageError("--reset: searches nothing; leave the target and --dry-run out")
-    refuse_unwritable(artifact.folder)
+        raise UsageError("--reset only removes the index's default; leave the target and --dry-run out")
+    refuse_unwritable(artifact.folder, "get permission to write there")
     write_defaults(artifact.folder, artifact.manifest, None)
     had = "no default of its own now" if artifact.manifest.defaults else "no default of its own, as before"
     note(f"{artifact.folder} has {had}", quiet=options.run.quiet)

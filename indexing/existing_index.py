@@ -84,8 +84,8 @@ def _keep_additions(build: Build, base: Manifest) -> None:
         lacking = [name for name in build.plan.config.methods if name not in base.methods]
         methods = f"add methods to it with {add_methods_hint(folder, lacking)}, " if lacking else ""
         raise ArtifactError(
-            f"{folder} holds {added:,} tokens that were appended and that this document lacks; {methods}build "
-            "another index with --output, or give --force to replace it by one of this document alone"
+            f"{folder} holds {added:,} appended tokens, which this document does not have; {methods}build "
+            "another index with --output, or give --force to replace it by an index of this document alone"
         )
 
 
@@ -101,8 +101,8 @@ def _keep_others(build: Build, base: Manifest) -> None:
         return
     if (share := _share_that_stays(build, base)) < LEAST_IN_COMMON:
         raise ArtifactError(
-            f"{folder} is the index of another document, {base.split.tokens:,} tokens, of whose passages this "
-            f"one has {share:.0%}; {WAYS_OUT}"
+            f"{folder} is the index of another document ({base.split.tokens:,} tokens): this document has "
+            f"only {share:.0%} of its passages; {WAYS_OUT}"
         )
 
 
@@ -204,8 +204,8 @@ def _keep_dense(build: Build, base: Manifest) -> None:
     prefill = build.plan.config.prefill
     if base.prefill.exact and not prefill.exact:
         raise ArtifactError(
-            f"{build.writer.folder} was prefilled densely, and a {prefill_name(prefill)} prefill would replace that; "
-            f"{WAYS_OUT}"
+            f"{build.writer.folder} was prefilled densely, and this build would replace that by a "
+            f"{prefill_name(prefill)} prefill, which is not exact; {WAYS_OUT}"
         )
 
 
@@ -247,8 +247,8 @@ def _with(build: Build, names: list[str], base: Manifest) -> Build:
         return replace(build, plan=replace(build.plan, config=config))
     except (TypeError, ValueError, UsageError) as error:
         raise ArtifactError(
-            f"methods of {build.writer.folder} cannot be built again as they were: {error}; name all that are wanted "
-            "with --method, or give --force to do without them"
+            f"methods of {build.writer.folder} cannot be built again with their old parameters: {error}; name "
+            "all methods that you want with --method, or give --force to drop the others"
         ) from None
 
 

@@ -79,7 +79,9 @@ def run_command(session: Chat, entry: str) -> None:
         alike = DamerauLevenshtein.normalized_similarity
         nearest = process.extractOne(name, list(COMMANDS), scorer=alike, score_cutoff=ALIKE)
         meant = "/help lists them" if nearest is None else f"did you mean /{nearest[0]}?"
-        raise UsageError(f"no command /{name}: {meant} (a question that begins with / is written //)")
+        raise UsageError(
+            f"no command /{name}: {meant} (to ask a question that begins with /, type a second / before it)"
+        )
     COMMANDS[name].run(session, argument.strip())
 
 

@@ -107,14 +107,18 @@ def find_model(name: str, progress: Progress, *, download: bool = True) -> tuple
     if not name or not os.path.exists(path):
         repository, _, file = name.partition(":")
         if repository.lower().endswith(".gguf"):
-            raise UsageError(f"model '{name}' is no file that is there; check its spelling, or give org/name:FILE.gguf")
+            raise UsageError(
+                f"model '{name}' names a file that does not exist; check its spelling, or give org/name:FILE.gguf"
+            )
         if file.lower().endswith(".gguf"):
             found = hub_gguf(repository, file, download=download)
             return _converted(found, name, progress), name, found.parent.name
         folder = hub_folder(name, download=download)
         return folder, name, folder.name
     if not os.access(path, os.X_OK):
-        raise SparsekvError(f"model '{name}' cannot be read: permission denied; allow it, or name another model")
+        raise SparsekvError(
+            f"model '{name}' cannot be read: permission denied; get permission to read it, or name another model"
+        )
     if not os.path.isfile(path / "config.json"):
         files = sorted(one for one in path.iterdir() if one.suffix.lower() == ".gguf")
         if len(files) == 1:

@@ -234,8 +234,8 @@ def _attend(
     route = _active.get()
     if route is None or route.function is None or route.thread != get_ident():
         raise RuntimeError(
-            "this model answers over an index just now, with sparsekv's attention in place of its own: call it after "
-            "that answer, or load the model a second time"
+            "this model is answering over an index, with sparsekv's attention instead of its own: call the "
+            "model after that answer, or load it a second time"
         )
     return route.function(call)
 
