@@ -85,7 +85,7 @@ def test_tokens_that_no_tokenizer_has_give_no_words(place: Path) -> None:
     inspected = run_here("inspect", "--method", "all", "--model", "model", "--html", "x.html")
     assert inspected.code == 0, inspected.stderr
     assert "no words, only counts: doc.skv names tokens that model does not have" in inspected.stderr
-    fails(1, "generate", "Why?", says=("names tokens that its model does not have",))
+    fails(1, "generate", "Why?", says=("has token ids that its model does not have",))
 
 
 @pytest.mark.parametrize("damage", [_truncate, _remove_layer])

@@ -110,7 +110,7 @@ def test_a_document_that_may_not_be_read_is_wrong_usage(place: Path) -> None:
     user = os.geteuid()
     os.seteuid(user or 65534)
     try:
-        with pytest.raises(UsageError, match=r"cannot read doc\.txt: permission denied; allow reading it"):
+        with pytest.raises(UsageError, match=r"cannot read doc\.txt: permission denied; get permission to read it"):
             read_document("doc.txt")
     finally:
         os.seteuid(user)
@@ -193,7 +193,7 @@ LONG = "n" * 300
         (("generate", "Why?", "--index", LONG), 2, ("file name too long", "build-index")),
         (("recall-report", "--plot", f"{LONG}.png"), 2, ("the name is too long; give a shorter one",)),
         (("recall-report", "--plot", "model"), 2, ("--plot model is a folder; give the name",)),
-        (("inspect", "--plot", "clusters.nonsense"), 2, ("no picture ends like this", "png")),
+        (("inspect", "--plot", "clusters.nonsense"), 2, ("there is no image format with this extension", "png")),
         (("generate", "Why?", "--model", ""), 2, ("--model is empty; leave it out",)),
         (("build-index", "doc.txt", "--model", " "), 2, ("--model is empty; leave it out",)),
         (("tune", "--target-perplexity", "1.1", "--model", ""), 2, ("--model is empty; leave it out",)),

@@ -297,7 +297,7 @@ def test_a_table_that_cannot_be_is_refused(project: Path, change: Callable[[dict
         (("project", "-", "--as-one", "-o", "x.skv"), ("standard input has no name",)),
         (("*.rst", "--as-one", "-o", "x.skv"), ("no file matches *.rst",)),
         (("project", "--exclude", "!"), ("--exclude !: no such pattern",)),
-        (("half.skv",), ("half.skv is the folder of an index that is not finished",)),
+        (("half.skv",), ("half.skv is the folder of an unfinished index",)),
         (("doc.skv", "--exclude", "*.md"), ("--exclude: doc.skv is an index",)),
         (("project", "--ray", "auto", "--as-one"), ("leave --ray out",)),
         (("project", "--order", "age"), ("--order age", "path", "stable", "changed-last")),

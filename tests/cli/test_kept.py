@@ -16,7 +16,7 @@ def test_the_index_of_another_document_is_replaced_by_force_alone(place: Path) -
     before = read_manifest(place / "doc.skv")
     (place / "doc.md").write_text("Another text altogether, of other words than the first one has. " * 60)
     refused = run_here("build-index", "doc.md", "--model", "model", "-q")
-    told = f"doc.skv is the index of another document, {before.split.tokens:,} tokens, of whose passages "
+    told = f"doc.skv is the index of another document ({before.split.tokens:,} tokens): this document has only "
     assert refused.error().startswith(told)
     assert "give --force to replace it" in refused.error()
     assert refused.code == 1
@@ -32,7 +32,7 @@ def test_another_document_is_told_of_before_what_was_appended(place: Path) -> No
     assert "doc.skv is the index of another document" in refused
     (place / "doc.md").write_text((place / "doc.txt").read_text()[:80])  # less than a block, of the same document
     refused = run_here("build-index", "doc.md", "--model", "model", "--sinks", "2", "--tail", "2", "-q").error()
-    assert "tokens that were appended and that this document lacks" in refused
+    assert "appended tokens, which this document does not have" in refused
 
 
 def test_another_document_with_the_same_beginning_is_replaced_by_force_alone(place: Path) -> None:

@@ -92,7 +92,10 @@ def test_a_made_up_trace_is_valid_and_adds_up() -> None:
     [
         (("-o", "trace.txt"), ("--output trace.txt", "ends in .html or .json")),
         (("-o", "trace"), ("--output trace", "ends in .html or .json")),
-        (("-o", "none/trace.json"), ("--output none/trace.json: its folder does not exist", "make it first")),
+        (
+            ("-o", "none/trace.json"),
+            ("--output none/trace.json: the folder to write it in does not exist", "create that folder first"),
+        ),
         (("-o", f"{'n' * 255}.json"), ("the name is too long", "shorter")),
         (("-o", "folder.json"), ("--output folder.json is a folder", "name of a file")),
         (("--without", "No such line."), ("--without 'No such line.'", "no such passage", "copy it from the document")),

@@ -38,7 +38,7 @@ def test_a_model_that_an_index_names_is_not_loaded(place: Path, command: tuple[s
     _naming(place, "someone/tiny; rm x")
     outcome = run_here(*command)
     assert outcome.error() == (
-        "the index was built with someone/tiny; rm x, which you have not named on this machine: add --model "
+        "the index was built with someone/tiny; rm x, which nobody has given with --model on this machine: add --model "
         "'someone/tiny; rm x' if you trust it"
     )
     assert outcome.code == 1
@@ -48,7 +48,10 @@ def test_a_model_that_an_index_names_is_not_loaded(place: Path, command: tuple[s
 def test_a_folder_that_is_gone_is_asked_for(place: Path, command: tuple[str, ...]) -> None:
     _naming(place, "/nowhere/at/all")
     outcome = run_here(*command)
-    assert outcome.error() == ("the index was built with /nowhere/at/all, and no such folder is here; add --model PATH")
+    assert outcome.error() == (
+        "the index was built with /nowhere/at/all, and this folder does not exist here; name the model's folder with "
+        "--model PATH"
+    )
     assert outcome.code == 1
 
 
@@ -97,8 +100,11 @@ def test_what_lies_here_under_a_hub_models_name_is_not_what_was_named(place: Pat
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("someone/tiny", "which you have not named on this machine: add --model someone/tiny if you trust it"),
-        ("/nowhere/at/all", "no such folder is here; add --model PATH"),
+        (
+            "someone/tiny",
+            "which nobody has given with --model on this machine yet; if you trust it, add --model someone/tiny",
+        ),
+        ("/nowhere/at/all", "this folder does not exist here; name the model's folder with --model PATH"),
         (EMBEDDED, f"{EMBEDDED} is not in the cache; fetch it with `sparsekv models pull`"),
     ],
 )

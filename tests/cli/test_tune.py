@@ -145,7 +145,7 @@ def test_a_default_is_taken_away_again(place: Path) -> None:
     outcome = run_here("tune", "--reset")
     assert (outcome.code, outcome.stderr) == (0, "doc.skv has no default of its own now\n")
     assert read_manifest(place / "doc.skv").defaults is None
-    assert "--reset: searches nothing" in run_here("tune", "--reset", "--dry-run").error()
+    assert "--reset only removes the index's default" in run_here("tune", "--reset", "--dry-run").error()
 
 
 @pytest.mark.parametrize("options", [("--method", "quest"), ("--budget", "20%"), ("--lookup", "flat"), ("--residual",)])
@@ -258,7 +258,7 @@ def test_a_perplexity_is_measured_with_the_model(place: Path) -> None:
         (("--target-error", "0"), "--target-error 0: give a share between 0 and 1"),
         (("--target-perplexity", "0.98"), "--target-perplexity 0.98: give a ratio above 1"),
         (("--target-recall", "0.9", "--of", "120%"), "--of 120% is not a budget: give a share"),
-        (("--target-recall", "0.9", "--method", "oracle"), "--method oracle: it is only an upper bound"),
+        (("--target-recall", "0.9", "--method", "oracle"), "--method oracle: this is only an upper bound"),
     ],
 )
 def test_what_is_no_target_is_refused(place: Path, options: tuple[str, ...], says: str) -> None:

@@ -114,9 +114,9 @@ def test_a_wrong_argument_is_named(index: api.Index) -> None:
         index.asker("squeezed").ask_all(QUESTION)
     with pytest.raises(UsageError, match="budgets: there is none"):
         index.recall_report(["window"], [])
-    with pytest.raises(UsageError, match="method is 5: give a text"):
+    with pytest.raises(UsageError, match="method is 5: give a string"):
         index.ask(QUESTION, method=5)
-    with pytest.raises(UsageError, match="placement is 3: give a text"):
+    with pytest.raises(UsageError, match="placement is 3: give a string"):
         index.ask(QUESTION, placement=3)
     for ids in ([1, 2, 10**6], [-1]):
         with pytest.raises(UsageError, match="token ids that the model does not have"):

@@ -72,7 +72,9 @@ def test_a_save_that_would_overwrite_is_refused_and_the_talk_goes_on(place: Path
     with chat(place, "--stats") as one:
         first = prompt_tokens(answer(one, "Why?"))
         assert "error: /save doc.skv exists already; give another name" in answer(one, "/save doc.skv")
-        assert "error: /save none/talk.skv: its folder does not exist" in answer(one, "/save none/talk.skv")
+        assert "error: /save none/talk.skv: the folder to write it in does not exist" in answer(
+            one, "/save none/talk.skv"
+        )
         assert prompt_tokens(answer(one, "Why?")) == first + ANSWER + tokens(FRAME, "Why?")
         one.press("d")
 

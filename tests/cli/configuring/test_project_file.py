@@ -64,7 +64,7 @@ def test_an_index_is_in_the_folder_whatever_way_its_name_takes(
     (place / "x.skv").symlink_to(elsewhere / "real.skv")
     for name in ("x.skv", "a/../x.skv"):
         Path("sparsekv.toml").write_text(f"index = '{name}'\n")
-        fails(2, *GENERATE, says=(f"the index {name} lies outside of the file's folder",))
+        fails(2, *GENERATE, says=(f"the index {name} lies outside the folder of this file",))
 
 
 def test_what_is_no_file(place: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_removed_folder_is_refused(place: Path) -> None:
     outcome = run_here("models", "list", "--json")
     os.chdir(place)
     assert (outcome.code, outcome.stdout) == (2, "")
-    assert outcome.stderr == "sparsekv: error: the current folder is gone; change to another\n"
+    assert outcome.stderr == "sparsekv: error: the current folder no longer exists; change to another\n"
 
 
 def test_config_says_what_is_set_and_where(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

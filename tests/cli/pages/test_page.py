@@ -83,7 +83,7 @@ def test_a_link_to_a_page_stays_a_link(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("none/page.html", "its folder does not exist"),
+        ("none/page.html", "the folder to write it in does not exist"),
         (".", "is a folder"),
         ("x" * 252 + ".html", "the name is too long"),
     ],

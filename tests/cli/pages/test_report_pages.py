@@ -100,7 +100,7 @@ def test_names_that_are_no_page_are_refused_before_anything_is_measured(place: P
     Path("mine.html").write_text("<p>mine")
     fails(2, *command, "--html", "page.png", says=("--html page.png", "call it page.html"))
     fails(2, *command, "--html", "page", says=("--html page", "call it page.html"))
-    fails(2, *command, "--html", "none/page.html", says=("none/page.html", "its folder does not exist"))
+    fails(2, *command, "--html", "none/page.html", says=("none/page.html", "the folder to write it in does not exist"))
     Path("folder.html").mkdir()
     fails(2, *command, "--html", "folder.html", says=("folder.html is a folder",))
     fails(1, *command, "--html", "mine.html", says=("mine.html is there and no page of sparsekv",))

@@ -100,7 +100,7 @@ def test_an_index_names_its_file_and_is_opened_without_it_being_named(file: Path
     file.unlink()
     gone = run_here("generate", "-i", "doc.skv", "Why?", "--max-new-tokens", "2", "-q")
     assert gone.code == 1
-    assert "no such folder is here; add --model PATH" in gone.error()
+    assert "this folder does not exist here; name the model's folder with --model PATH" in gone.error()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_file_that_is_cut_off_is_refused(kept: int, file: Path) -> None:
 
 def test_a_file_that_is_not_there_is_told_so() -> None:
     for name in ("none.gguf", "org/none.GGUF", "./none.gguf"):
-        with pytest.raises(UsageError, match=f"^model '{name}' is no file that is there; check its spelling"):
+        with pytest.raises(UsageError, match=f"^model '{name}' names a file that does not exist; check its spelling"):
             find_model(name, print)
 
 

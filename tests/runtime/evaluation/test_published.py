@@ -150,12 +150,12 @@ def test_one_document_with_many_questions(tmp_path: Path) -> None:
         ("longbench", LONGBENCH | {"answers": []}, r"line 1: a question has no answer"),
         ("longbench", LONGBENCH | {"answers": ["", None, " "]}, r"line 1: a question has no answer"),
         ("ruler", RULER | {"input": "Hello."}, r"line 1: the input does not end with a question"),
-        ("niah", NEEDLE | {"needle": "Gold."}, r"line 1: the needle does not stand in the context"),
+        ("niah", NEEDLE | {"needle": "Gold."}, r"line 1: the needle is not in the context"),
         ("prefixqa", PREFIXQA | {"answers": ["one"]}, r"line 1: 2 questions and 1 answers"),
         ("prefixqa", PREFIXQA | {"questions": []}, r"line 1: no questions"),
         ("prefixqa", PREFIXQA | {"questions": 5}, r"line 1: a field has another type than in the format"),
         ("prefixqa", PREFIXQA | {"answers": None}, r"line 1: a field has another type than in the format"),
-        ("niah", NEEDLE | {"needle": "", "context": ""}, r"line 1: the needle does not stand in the context"),
+        ("niah", NEEDLE | {"needle": "", "context": ""}, r"line 1: the needle is not in the context"),
         ("squad", LONGBENCH, r"--format squad: choose one of longbench, ruler"),
     ],
 )
@@ -169,7 +169,7 @@ def test_what_is_of_another_form_is_refused(tmp_path: Path, form: str, record: d
     [
         (b"", "is empty"),
         (b"[1]\n", "line 1: give one JSON object a line"),
-        (b'{"context": "\\ud83d"}\n', "line 1: a character was cut in half there"),
+        (b'{"context": "\\ud83d"}\n', "line 1: the line has half of a UTF-16 surrogate pair"),
         (b'{"a": 1}\n{', "line 2|line 1"),
         (b"\xff", "not text in UTF-8"),
     ],
