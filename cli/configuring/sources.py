@@ -154,7 +154,7 @@ def _refuse_unnamed_model(name: str, origin: str) -> None:
 
     if not may_be_loaded(name):
         raise UsageError(
-            f"{origin} names the model {name}, which nobody has given with --model on this machine yet; if "
+            f"{origin} names the model {name}, which you have not yet given with --model; if "
             f"you trust it, add --model {shlex.quote(name)} once"
         )
 

@@ -147,7 +147,7 @@ def named_by_index(name: str, progress: Callable[[str], None]) -> str:
         )
     if not may_be_loaded(name):
         raise SparsekvError(
-            f"the index was built with {name}, which nobody has given with --model on this machine yet; if "
+            f"the index was built with {name}, which you have not yet given with --model; if "
             f"you trust it, add --model {shlex.quote(name)}"
         )
     progress(f"loading {name}, which the index names and you have named before")

@@ -1,4 +1,8 @@
-"""Routing of a model's attention to a caller's function, through transformers' `AttentionInterface`."""
+"""Routing of a model's attention to a caller's function, through transformers' `AttentionInterface`.
+
+While an answer is decoded, the function is `IndexCache.attend`. The functions of `given_rows.py` that attend to given
+rows are used by checks of a model, and never by an answer.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -149,7 +149,8 @@ class CodesSelector(Selector):
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """Select the tokens of highest estimated probability; with re-ranking, of highest exact probability.
 
-        Reads the centroids of all clusters.
+        Reads the centroids of all clusters. On a CPU, a decode step with the default options does not call this method:
+        it uses `attend_fused`.
         """
         tokens = budget.tokens(self.middle)
         if tokens == self.middle:

@@ -121,7 +121,7 @@ def test_a_model_is_not_loaded_because_a_file_names_it(sandbox: Sandbox, table: 
     run = sandbox.run("generate", "Why?", "-i", INDEX)
     run.assert_harmless()
     assert run.code == 2
-    assert "which nobody has given with --model on this machine" in run.stderr
+    assert "which you have not yet given with --model" in run.stderr
     named = sandbox.home / "cache" / "named_models.json"
     assert not named.exists() or str(sandbox.home / "evil") not in json.loads(named.read_text())
 

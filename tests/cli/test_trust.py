@@ -38,8 +38,8 @@ def test_a_model_that_an_index_names_is_not_loaded(place: Path, command: tuple[s
     _naming(place, "someone/tiny; rm x")
     outcome = run_here(*command)
     assert outcome.error() == (
-        "the index was built with someone/tiny; rm x, which nobody has given with --model on this machine: add --model "
-        "'someone/tiny; rm x' if you trust it"
+        "the index was built with someone/tiny; rm x, which you have not yet given with --model; if you trust it, add --model "
+        "'someone/tiny; rm x'"
     )
     assert outcome.code == 1
 
@@ -102,7 +102,7 @@ def test_what_lies_here_under_a_hub_models_name_is_not_what_was_named(place: Pat
     [
         (
             "someone/tiny",
-            "which nobody has given with --model on this machine yet; if you trust it, add --model someone/tiny",
+            "which you have not yet given with --model; if you trust it, add --model someone/tiny",
         ),
         ("/nowhere/at/all", "this folder does not exist here; name the model's folder with --model PATH"),
         (EMBEDDED, f"{EMBEDDED} is not in the cache; fetch it with `sparsekv models pull`"),

@@ -97,7 +97,7 @@ def test_heads_of_different_sizes_are_named() -> None:
 def test_layers_of_another_kind_are_named() -> None:
     plan = small_plan()
     plan.loaded.model.config.layer_types = ["full_attention", "chunked_attention", "conv"]
-    with pytest.raises(UsageError, match="tiny-llama has layers of chunked_attention, which no index follows"):
+    with pytest.raises(UsageError, match="tiny-llama has layers of chunked_attention, which sparsekv does not support"):
         small_plan(loaded=plan.loaded)
 
 
