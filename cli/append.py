@@ -98,7 +98,10 @@ def append(
     note(f"added {_named(record)}", quiet=quiet)
     if artifact.manifest.defaults is not None:
         again_with = tune_hint(artifact.folder, artifact.manifest.defaults.target)
-        told = f"the default that tune found was for the shorter text and is used no more; find one with {again_with}"
+        told = (
+            "the default that tune found was for the shorter text and is no longer used; find a new one with "
+            f"{again_with}"
+        )
         note(told, quiet=quiet)
     say(str(artifact.folder))
 

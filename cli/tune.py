@@ -221,8 +221,10 @@ def _keep(options: TuneOptions, artifact: Artifact, search: Search, defaults: De
         return error
     best = search.best
     note(
-        f"{artifact.folder}: {best.form.title} at {told_budget(best)} is the default now"
-        f"{_instead_of(search.before, best)}; tune --reset takes it away",
+        (
+            f"{artifact.folder}: {best.form.title} at {told_budget(best)} is the default "
+            f"now{_instead_of(search.before, best)}; tune --reset removes it"
+        ),
         quiet=options.run.quiet,
     )
     return None

@@ -129,13 +129,13 @@ def tell_what_is_there(build: Build, reuse: ReusePlan) -> None:
     tell_damaged(build)
     if writer.unfinished:
         left = f"{writer.unfinished} file{'s' * (writer.unfinished != 1)}"
-        tell(f"an unfinished build has left {left}; what fits this one is not made again")
+        tell(f"an unfinished build has left {left}; those that fit this build are reused")
     if base is None or plan.growth:
         return
     if plan.config.force:
         lost = [name for name in base.methods if name not in plan.config.methods]
         tell(
-            f"{writer.folder} is replaced as a whole{', and is then without ' * bool(lost)}{', '.join(lost)} (--force)"
+            f"{writer.folder} is replaced completely{', and is then without ' * bool(lost)}{', '.join(lost)} (--force)"
         )
     elif base.prompt.ids_sha256 != build.ids_sha256:
         same, text = reuse.prefix_tokens, base.prompt.text_sha256 == plan.prompt.text_sha256
@@ -146,7 +146,7 @@ def tell_what_is_there(build: Build, reuse: ReusePlan) -> None:
         tell(f"{writer.folder} holds {base.split.tokens:,} tokens of {of}: {told}")
     elif base.files[TOKENS].recipe != build.context_recipe:
         changed = ", ".join(_other_settings(build, base)) or "another configuration of the model"
-        again = "what depends on that is made again, its methods too"
+        again = "keys, values and methods that depend on this are made again"
         tell(f"{writer.folder} was built with {changed}, unlike this call: {again}")
 
 
@@ -227,7 +227,7 @@ def with_lost_methods(build: Build) -> Build:
         return _with(build, there, base)
     lacking = [name for name in there if not _has_its_files(name, writer, base)]
     if lacking:
-        tell(f"{', '.join(lacking)} of {writer.folder}: built again, as files are missing")
+        tell(f"{', '.join(lacking)} of {writer.folder}: built again, because files are missing")
     built_from = {name: base.methods[name].built_from for name in there} if sample_size(plan) else {}
     sampling = [name for name, paths in built_from.items() if any(path.startswith("samples/") for path in paths)]
     together = _with(build, list(dict.fromkeys([*lacking, *sampling])), base)

@@ -414,7 +414,7 @@ def tell_built(folder: Path, before: Manifest | None, manifest: Manifest, *, qui
         note(stored, quiet=quiet)
     if before is not None and before.defaults is not None and manifest.defaults is None:
         again = tune_hint(folder, before.defaults.target)
-        told = "the default that tune found was for the earlier index and is not used any more"
+        told = "the default that tune found was for the earlier index and is no longer used"
         note(f"{told}; run {again} again", quiet=quiet)
 
 

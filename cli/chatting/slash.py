@@ -175,5 +175,5 @@ def trace(session: Chat, argument: str) -> None:
     answer, document = traced.trace(talk.last_asked(), len(talk.turns[-1].answer), truth=True)
     size = write({**document, "question": session.asked}, output)
     if answer.ids != talk.turns[-1].answer:
-        note("asked again, it was answered otherwise", quiet=session.quiet)
+        note("asked again, the question got another answer", quiet=session.quiet)
     note(f"{output}: {describe_size(document, size)}", quiet=session.quiet)

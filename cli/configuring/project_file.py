@@ -148,7 +148,7 @@ def refuse_calls_own(option: Any, kind: Any, where: str) -> None:
     name = long_name(option)
     if name == "index":
         return
-    reason = "it is decided call by call" if name in CALLS_OWN else ""
+    reason = "it must be given with each call" if name in CALLS_OWN else ""
     if kind is Path or name.endswith("-file") or _NAMES_A_FILE.search(option.metavar or ""):
         reason = "it names a file"
     if reason:

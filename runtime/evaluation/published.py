@@ -299,7 +299,7 @@ def _guarded(reader: Callable[[Record], T], record: Record, where: str) -> T:
     except ValueError as error:
         raise UsageError(f"{where}: {error}") from None
     except TypeError:
-        why = "a field has another type than in the format, such as a number instead of a list"
+        why = "a field has another type than the format requires, such as a number instead of a list"
         raise UsageError(f"{where}: {why}") from None
 
 

@@ -243,7 +243,7 @@ def test_a_default_that_no_longer_holds_is_told_of(online: Path) -> None:
     shutil.rmtree("talk.skv")
     assert "is not saved with it; find one with `sparsekv tune --index talk.skv --target-recall 0.5" in saved
     told = run_here("append", "more.txt").stderr
-    assert "is used no more; find one with `sparsekv tune --index doc.skv --target-" in told
+    assert "is no longer used; find a new one with `sparsekv tune --index doc.skv --target-" in told
 
 
 def test_a_text_in_another_encoding_is_the_same_text(online: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_build_writes_anew_what_is_missing_and_loses_no_method(place: Path, da
     before = read_manifest(place / "doc.skv")
     damage(place / "doc.skv")
     built = run_here("build-index", "doc.txt", "--model", "model", "--method", "codes")
-    assert "of doc.skv: built again, as files are missing" in built.stderr
+    assert "of doc.skv: built again, because files are missing" in built.stderr
     after = read_manifest(place / "doc.skv")
     assert list(after.methods) == [*before.methods, "codes"]
     assert {name.partition("/")[0] for name in after.files} - {"samples"} == {

@@ -94,11 +94,11 @@ def test_rounded_rows_of_an_earlier_text_are_told_to_be_replaced(place: Path) ->
         (("--max-tokens", "300"), "are built: the first "),
         (
             ("--sinks", "4"),
-            "doc.skv was built with --sinks 10, unlike this call: what depends on that is made again",
+            "doc.skv was built with --sinks 10, unlike this call: keys, values and methods that depend on this are made again",
         ),
         (
             ("--kv-dtype", "int8"),
-            "doc.skv was built with --kv-dtype auto, unlike this call: what depends on that is made again",
+            "doc.skv was built with --kv-dtype auto, unlike this call: keys, values and methods that depend on this are made again",
         ),
     ],
 )
@@ -114,7 +114,7 @@ def test_what_other_settings_replace_is_told_and_no_method_is_lost(
 
 def test_force_tells_which_methods_are_lost(place: Path) -> None:
     told = run_here("build-index", "doc.txt", "--model", "model", "--method", "multipole", "--force").stderr
-    assert "doc.skv is replaced as a whole, and is then without squeezed (--force)" in told
+    assert "doc.skv is replaced completely, and is then without squeezed (--force)" in told
     assert list(read_manifest(place / "doc.skv").methods) == ["multipole"]
 
 

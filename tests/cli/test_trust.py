@@ -38,8 +38,8 @@ def test_a_model_that_an_index_names_is_not_loaded(place: Path, command: tuple[s
     _naming(place, "someone/tiny; rm x")
     outcome = run_here(*command)
     assert outcome.error() == (
-        "the index was built with someone/tiny; rm x, which you have not yet given with --model; if you trust it, add --model "
-        "'someone/tiny; rm x'"
+        "the index was built with someone/tiny; rm x, which you have not yet given with --model; if you trust it, add "
+        "--model 'someone/tiny; rm x'"
     )
     assert outcome.code == 1
 

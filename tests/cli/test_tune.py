@@ -100,7 +100,7 @@ def test_a_table_names_the_best_and_a_note_the_default(place: Path) -> None:
     assert f"is the default now instead of {first_method()} at 10%" in outcome.stderr
     assert "recall of the oracle's best 5% of at least 0.7" in outcome.stdout
     assert [("best" in row, "does not hold it" in row) for row in rows][::2] == [(True, False), (False, True)]
-    assert "; tune --reset takes it away" in outcome.stderr
+    assert "; tune --reset removes it" in outcome.stderr
     assert "recall" in run_here("inspect").stdout
 
 
