@@ -260,7 +260,7 @@ def test_a_text_in_another_encoding_is_the_same_text(online: Path) -> None:
     _refused(2, ("latin.txt is not text in UTF-8", "--encoding latin-1"), "append", "-i", "plain.skv", "latin.txt")
     assert run_here("append", "-i", "plain.skv", "latin.txt", "--encoding", "latin-1", "-q").code == 0
     assert str(tiny_tokenizer().decode(Artifact(online / "plain.skv").input_ids())).endswith(more)
-    _refused(2, ("--encoding none: no such encoding",), *build, "plain.txt", "--encoding", "none")
+    _refused(2, ("--encoding none: there is no such text encoding",), *build, "plain.txt", "--encoding", "none")
 
 
 def test_text_that_is_appended_to_a_saved_talk_is_a_message(online: Path) -> None:

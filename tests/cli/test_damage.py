@@ -84,7 +84,7 @@ def test_tokens_that_no_tokenizer_has_give_no_words(place: Path) -> None:
     _strange_tokens(place / "doc.skv")
     inspected = run_here("inspect", "--method", "all", "--model", "model", "--html", "x.html")
     assert inspected.code == 0, inspected.stderr
-    assert "no words, only counts: doc.skv names tokens that model does not have" in inspected.stderr
+    assert "no words, only counts: doc.skv has token ids that the tokenizer of model does not have" in inspected.stderr
     fails(1, "generate", "Why?", says=("has token ids that its model does not have",))
 
 

@@ -50,7 +50,11 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("generate", "Why?", "--method", "nonsense"), 2, ("'nonsense'", "squeezed")),
         (("generate", "Why?", "--method", "all"), 2, ("name one method, not all", "squeezed", "dense")),
         (("generate", "Why?", "--prefill", "all"), 2, ("--prefill all: name one method",)),
-        (("eval", "doc.txt", "--question-prefill", "all"), 2, ("--question-prefill all: name one method",)),
+        (
+            ("eval", "doc.txt", "--question-prefill", "all"),
+            2,
+            ("--question-prefill all: questions are prefilled with one method",),
+        ),
         (("eval", "doc.txt", "--question-prefill", "mine"), 2, ("--question-prefill mine: no method", "dense, own")),
         (
             ("generate", "Why?", "--prefill", "own", "--prefill-budget", "5%"),
@@ -121,7 +125,7 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("eval", "doc.txt", "--depth", "101"), 2, ("--depth 101", "percentage")),
         (("eval", "doc.txt", "--pairs", "none.jsonl", "--task", "qa"), 2, ("--pairs none.jsonl", "no such file")),
         (("eval", "doc.txt", "--task", "qa", "--model", "model"), 2, ("--task qa", "--pairs FILE")),
-        (("eval", "doc.txt", "--model", "model"), 2, ("the text has no 4096 tokens", "give --length ")),
+        (("eval", "doc.txt", "--model", "model"), 2, ("--length is 4096 tokens", "give --length ")),
         (("eval", "doc.txt", "--model", "model", "--length", "50"), 2, ("--length 50 is too small for niah-facts",)),
         (("eval", "doc.txt", "--model", "model", "--task", "fwe", "--length", "4096"), 2, ("room for", "--length")),
         (("eval", "doc.txt", "--json", "--csv"), 2, ("--json", "--csv")),

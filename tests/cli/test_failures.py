@@ -127,7 +127,7 @@ def test_closed_streams(place: Path) -> None:
     out = start("build-index", "doc.txt", "--model", "model", "-o", "new.skv", "-q", cwd=place, stdout=None).wait()
     assert (out.code, out.stderr) == (
         1,
-        "sparsekv: error: standard output is closed; send it to a file, or to /dev/null\n",
+        "sparsekv: error: standard output is closed; redirect it to a file or to /dev/null\n",
     )
     assert not (place / "new.skv").exists()
     stdin = start("generate", "-q", cwd=place, stdin=None).wait()

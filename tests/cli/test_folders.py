@@ -296,7 +296,7 @@ def test_a_table_that_cannot_be_is_refused(project: Path, change: Callable[[dict
         (("project", "none.txt", "--as-one", "-o", "x.skv"), ("no such file: none.txt",)),
         (("project", "-", "--as-one", "-o", "x.skv"), ("standard input has no name",)),
         (("*.rst", "--as-one", "-o", "x.skv"), ("no file matches *.rst",)),
-        (("project", "--exclude", "!"), ("--exclude !: no such pattern",)),
+        (("project", "--exclude", "!"), ("--exclude !: this is not a valid pattern",)),
         (("half.skv",), ("half.skv is the folder of an unfinished index",)),
         (("doc.skv", "--exclude", "*.md"), ("--exclude: doc.skv is an index",)),
         (("project", "--ray", "auto", "--as-one"), ("leave --ray out",)),

@@ -94,11 +94,11 @@ def test_rounded_rows_of_an_earlier_text_are_told_to_be_replaced(place: Path) ->
         (("--max-tokens", "300"), "are built: the first "),
         (
             ("--sinks", "4"),
-            "doc.skv was built with --sinks 10, unlike this call: keys, values and methods that depend on this are made again",
+            "doc.skv was built with --sinks 10, unlike this call: keys, values and methods",
         ),
         (
             ("--kv-dtype", "int8"),
-            "doc.skv was built with --kv-dtype auto, unlike this call: keys, values and methods that depend on this are made again",
+            "doc.skv was built with --kv-dtype auto, unlike this call: keys, values and methods",
         ),
     ],
 )
@@ -158,7 +158,7 @@ def test_a_report_refuses_what_it_would_not_use(place: Path, option: tuple[str, 
 
 def test_the_place_of_an_index_is_looked_at_before_a_model_is(place: Path) -> None:
     told = run_here("build-index", "doc.txt", "--model", "no-such-model", "-o", "doc.txt")
-    assert "doc.txt is a file, where an index is a folder" in told.error()
+    assert "doc.txt is a file, and an index is a folder" in told.error()
 
 
 def test_a_report_measures_a_method_as_it_is_configured(place: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_report_refuses_options_that_no_method_reads(place: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("recall-report", "--plot", "picture"), "--plot picture: its name has no ending; call it picture.png"),
+        (("recall-report", "--plot", "picture"), "--plot picture: the name has no extension; give picture.png"),
         (("recall-report", "--within", "-1"), "--within -1: give a share between 0 and 1"),
         ((*BUILD, "--iterations", "999999999999"), "--iterations 999999999999: give a number from 1 to 10000"),
         ((*BUILD, "--method", "quest"), "no index is built for 'quest'"),

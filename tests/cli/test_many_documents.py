@@ -151,7 +151,7 @@ def test_a_list_that_cannot_be_built_is_refused_before_anything_is(
 
 def test_an_index_is_no_folder_of_indices_whatever_its_name(documents: Path) -> None:
     assert run_here("build-index", "a.txt", *TAIL, "-o", "indices").code == 0
-    fails(2, "build-index", "a.txt", "b.txt", *TAIL, "-o", "indices", says=("it is an index, but each of several",))
+    fails(2, "build-index", "a.txt", "b.txt", *TAIL, "-o", "indices", says=("it is an index, but each document",))
 
 
 @pytest.mark.parametrize("output", ["doc.skv", "new.skv", "doc.txt", "new.txt", "out.md"])

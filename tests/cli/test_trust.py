@@ -133,8 +133,8 @@ def test_inspect_has_words_of_a_model_that_is_named_without_its_weights(place: P
     ("name", "says"),
     [
         ("", "--model is empty"),
-        ("~nouser", "model '~nouser': there is no such user's folder"),
-        ("~nouser/model", "model '~nouser/model': there is no such user's folder"),
+        ("~nouser", "model '~nouser': this machine has no such user"),
+        ("~nouser/model", "model '~nouser/model': this machine has no such user"),
         ("a" * 300, f"model '{'a' * 300}' is "),
     ],
     ids=["empty", "nobody", "nobody's model", "long"],

@@ -184,7 +184,7 @@ def test_inspect_shows_the_default(place: Path, setting: Defaults) -> None:
     ("change", "says"),
     [
         ({"method": "gone"}, "no method 'gone'"),
-        ({"parameters": {"pages": 3}}, "knows no pages"),
+        ({"parameters": {"pages": 3}}, "has no option pages"),
         ({"parameters": {"page_size": "two"}}, "its page_size is 'two', which is not of type int"),
     ],
     ids=["method", "parameter", "type"],
@@ -253,7 +253,7 @@ def test_a_perplexity_is_measured_with_the_model(place: Path) -> None:
         ((), "give one target"),
         (("--target-recall", "0.9", "--target-error", "0.1"), "give one target"),
         (("--target-recall", "150%"), "--target-recall 1.5: give a share between 0 and 1"),
-        (("--target-recall", "high"), "'--target-recall': high is no share, such as 0.9 or 90%"),
+        (("--target-recall", "high"), "'--target-recall': high is not a share; give one such as 0.9 or 90%"),
         (("--target-recall", "1.5"), "--target-recall 1.5: give a share between 0 and 1"),
         (("--target-error", "0"), "--target-error 0: give a share between 0 and 1"),
         (("--target-perplexity", "0.98"), "--target-perplexity 0.98: give a ratio above 1"),
@@ -271,7 +271,9 @@ def test_a_target_out_of_reach_leaves_the_index_as_it_is(place: Path) -> None:
     outcome = run_here("tune", "--target-recall", "0.5", "--method", "window", "-q")
     assert outcome.code == 1
     assert "does not hold it" in outcome.stdout
-    assert outcome.stderr.splitlines()[-1].startswith("sparsekv: error: no setting reads less than everything")
+    assert outcome.stderr.splitlines()[-1].startswith(
+        "sparsekv: error: no setting that reads less than the whole document"
+    )
     assert read_manifest(place / "doc.skv").defaults is None
 
 

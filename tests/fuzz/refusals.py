@@ -120,7 +120,7 @@ DUE = (
     ),
     # RoPE of a head's last channels
     Due(
-        "--subspaces rope-pairs: the index does not know how this model rotates its keys",
+        "--subspaces rope-pairs: how this model rotates its keys could not be determined",
         lambda case: case.family in LATENT,
     ),
     Due(

@@ -140,7 +140,9 @@ def test_a_question_is_prefilled_as_asked(index: api.Index) -> None:
     prefilled = [index.asker("window", prefill=how) for how in (None, "dense", "own", "quest")]
     assert [one.cache.layers[0].plan.own_prefill for one in prefilled] == [False, False, True, False]
     assert all(one.ask(QUESTION, SHORT).ids for one in prefilled)
-    with pytest.raises(UsageError, match="prefill_budget 64: give it with prefill and a method that chooses"):
+    with pytest.raises(
+        UsageError, match="prefill_budget 64: this option needs prefill with a method that selects tokens"
+    ):
         index.asker("quest", prefill_budget="64")
 
 

@@ -40,7 +40,8 @@ def test_help_lists_every_command_and_key(place: Path) -> None:
         ("/exit", "error: no command /exit: did you mean /quit?"),
         (
             "/usr/bin is what?",
-            "error: no command /usr/bin: /help lists them (a question that begins with / is written //)",
+            "error: no command /usr/bin: /help lists them (to ask a question that begins with /, type a second / "
+            "before it)",
         ),
         ("/budget lots", "error: /budget lots is not a budget: give a share of the document such as 0.05"),
         ("/method nope", "error: no method 'nope'; there are: "),

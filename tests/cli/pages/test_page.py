@@ -65,7 +65,9 @@ def test_a_page_takes_the_place_of_an_older_one_and_of_nothing_else(tmp_path: Pa
     written(path, "old", 1)
     assert written(path, "new", 2).data() == 2
     other.write_text("<!DOCTYPE html><p>mine")
-    with pytest.raises(SparsekvError, match=r"mine\.html is there and no page of sparsekv; give --html another name"):
+    with pytest.raises(
+        SparsekvError, match=r"mine\.html exists and is not a page of sparsekv; give --html another name"
+    ):
         written(other, "new", 2)
     assert other.read_text() == "<!DOCTYPE html><p>mine"
     with pytest.raises(SparsekvError, match="no page of sparsekv"):

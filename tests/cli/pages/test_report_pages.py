@@ -103,7 +103,7 @@ def test_names_that_are_no_page_are_refused_before_anything_is_measured(place: P
     fails(2, *command, "--html", "none/page.html", says=("none/page.html", "the folder to write it in does not exist"))
     Path("folder.html").mkdir()
     fails(2, *command, "--html", "folder.html", says=("folder.html is a folder",))
-    fails(1, *command, "--html", "mine.html", says=("mine.html is there and no page of sparsekv",))
+    fails(1, *command, "--html", "mine.html", says=("mine.html exists and is not a page of sparsekv",))
     assert Path("mine.html").read_text() == "<p>mine"
 
 

@@ -222,7 +222,8 @@ def test_a_dense_prefill_is_replaced_by_force_alone(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError) as refused:
         build_index(sparse, tmp_path / "dense.skv")
     assert str(refused.value) == (
-        f"{tmp_path / 'dense.skv'} was prefilled densely, and a quoka prefill would replace that; choose another "
+        f"{tmp_path / 'dense.skv'} was prefilled densely, and this build would replace that by a quoka prefill, "
+        "which is not exact; choose another "
         "folder with --output, or give --force to replace it"
     )
     assert not build_index(with_changes(sparse, force=True), tmp_path / "dense.skv").prefill.exact
