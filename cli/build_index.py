@@ -50,7 +50,7 @@ class BuildOptions:
         list[str] | None,
         typer.Argument(
             metavar="DOC",
-            help="Text files, folders of text files, or - for standard input; or an index, to add methods to it.",
+            help="Text files, folders of text files, or - for standard input. Or an index, to add methods to it.",
         ),
     ] = None
     output: Annotated[
@@ -82,12 +82,16 @@ class BuildOptions:
         list[str] | None,
         typer.Option(
             metavar="GLOB",
-            help="Of a folder, index only files that match, by a pattern as in .gitignore ('*.py'); repeatable.",
+            help=(
+                "Of a folder, index only files that match this pattern, written as in .gitignore ('*.py'); repeatable."
+            ),
         ),
     ] = None
     exclude: Annotated[
         list[str] | None,
-        typer.Option(metavar="GLOB", help="Of a folder, leave out files and folders that match; repeatable."),
+        typer.Option(
+            metavar="GLOB", help="Of a folder, leave out files and folders that match this pattern; repeatable."
+        ),
     ] = None
     order: Annotated[
         str | None,

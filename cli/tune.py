@@ -61,7 +61,8 @@ class TuneOptions:
     target_perplexity: Annotated[
         float | None,
         typer.Option(
-            metavar="RATIO", help="Largest ratio of perplexity on the tail to dense attention's, such as 1.02."
+            metavar="RATIO",
+            help="Largest ratio of the perplexity on the tail to that of dense attention, such as 1.02.",
         ),
     ] = None
     of: Annotated[

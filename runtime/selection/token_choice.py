@@ -59,8 +59,10 @@ class LayerSharing(Method):
     select_layer: int = field(
         default=0,
         metadata={
-            "help": "Layer, counted from 0, that attends to everything and selects the tokens for all layers after it; "
-            "layer 2 selects for those between the two. 0: the layer at 13/32 of the model's depth."
+            "help": (
+                "Layer, counted from 0, that attends to all tokens and selects the tokens for all layers after "
+                "it; layer 2 selects for those between the two. 0: the layer at 13/32 of the model's depth."
+            )
         },
     )
 
