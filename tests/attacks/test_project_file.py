@@ -155,7 +155,7 @@ def test_a_pipe_does_not_hang_a_command(sandbox: Sandbox) -> None:
     os.mkfifo(sandbox.home / FILE)
     run = sandbox.run("inspect", "-i", INDEX)
     run.assert_harmless()
-    assert (run.code, "is no file" in run.stderr) == (2, True)
+    assert (run.code, "is not a file" in run.stderr) == (2, True)
 
 
 def test_what_is_beside_the_file_is_found_by_no_link(sandbox: Sandbox, tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_an_index_built_in_pieces_is_the_one_built_at_once(monkeypatch: pytest.M
         (
             ("--index", "doc.skv", "--kv-dtype", "int8"),
             2,
-            ("--kv-dtype", "the index determines this value", "leave it out"),
+            ("--kv-dtype", "the index determines this value", "leave the option out"),
         ),
         (("--shared",), 2, ("--shared", "--batch 16")),
         (("--layer", "1"), 2, ("--layer 1", "--index")),
@@ -228,7 +228,7 @@ def test_an_index_built_in_pieces_is_the_one_built_at_once(monkeypatch: pytest.M
         (
             ("--index", "doc.skv", "--context", "8K"),
             2,
-            ("--context", "the index determines this value", "leave it out"),
+            ("--context", "the index determines this value", "leave the option out"),
         ),
         (("--index", "doc.skv", "--batch", "2"), 2, ("--batch", "the index determines this value")),
         (

@@ -197,7 +197,11 @@ LONG = "n" * 300
         (("generate", "Why?", "--model", ""), 2, ("--model is empty; leave it out",)),
         (("build-index", "doc.txt", "--model", " "), 2, ("--model is empty; leave it out",)),
         (("tune", "--target-perplexity", "1.1", "--model", ""), 2, ("--model is empty; leave it out",)),
-        (("eval", "doc.txt", "--model", "~nouser/x"), 2, ("model '~nouser/x': there is no such user", "whole path")),
+        (
+            ("eval", "doc.txt", "--model", "~nouser/x"),
+            2,
+            ("model '~nouser/x': this machine has no such user", "full path"),
+        ),
         (("models", "pull", "~nouser/x"), 2, ("~nouser/x", "hub")),
     ],
 )

@@ -68,13 +68,13 @@ def test_an_index_is_in_the_folder_whatever_way_its_name_takes(
     (place / "x.skv").symlink_to(elsewhere / "real.skv")
     for name in ("x.skv", "a/../x.skv"):
         Path("sparsekv.toml").write_text(f"index = '{name}'\n")
-        fails(2, *GENERATE, says=(f"the index {name} lies outside the folder of this file",))
+        fails(2, *GENERATE, says=(f"the index {name} is outside the folder of this file",))
 
 
 def test_what_is_no_file(place: Path) -> None:
     for make in (os.mkdir, os.mkfifo):
         make("sparsekv.toml")
-        fails(2, *GENERATE, says=("sparsekv.toml", "is no file" if make is os.mkfifo else "sparsekv.toml"))
+        fails(2, *GENERATE, says=("sparsekv.toml", "is not a file" if make is os.mkfifo else "sparsekv.toml"))
         os.rmdir("sparsekv.toml") if make is os.mkdir else os.unlink("sparsekv.toml")
     Path("sparsekv.toml").symlink_to("gone")
     fails(2, *GENERATE, says=("sparsekv.toml cannot be read: no such file", "move it away"))
@@ -94,7 +94,7 @@ def test_a_removed_folder_is_refused(place: Path) -> None:
     outcome = run_here("models", "list", "--json")
     os.chdir(place)
     assert (outcome.code, outcome.stdout) == (2, "")
-    assert outcome.stderr == "sparsekv: error: the current folder no longer exists; change to another\n"
+    assert outcome.stderr == "sparsekv: error: the current folder no longer exists; change to another folder\n"
 
 
 def test_config_says_what_is_set_and_where(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def test_a_folder_and_links_are_not_replaced(path: Path) -> None:
 
 def test_no_folder_is_made(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSEKV_SERVER", str(path / "deep" / "socket"))
-    fails(2, "start", says=(f"there is no folder {path / 'deep'}", "make it"))
+    fails(2, "start", says=(f"there is no folder {path / 'deep'}", "create it"))
     assert not path.exists()
 
 

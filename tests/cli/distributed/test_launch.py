@@ -65,7 +65,10 @@ def test_heads_that_ranks_cannot_share_are_refused_with_their_numbers(place: Pat
     [
         (("generate", "-i", "doc.skv", "Why?", "--save-to", "s.skv"), "--save-to does not work with several ranks"),
         (("build-index", "doc.txt", "none.txt", "--model", "model"), "with --gpus, one document is indexed at a time"),
-        (("build-index", "doc.txt", "--model", "model", "--prefill", "keydiff", "--force"), "there is no --prefill"),
+        (
+            ("build-index", "doc.txt", "--model", "model", "--prefill", "keydiff", "--force"),
+            "--prefill does not work with several ranks",
+        ),
         (("generate", "-i", "doc.skv", "Why?", "--device", "cuda"), "--device cuda: each rank takes the GPU of"),
     ],
     ids=["save-to", "documents", "prefill", "device"],

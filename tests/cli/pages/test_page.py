@@ -70,7 +70,7 @@ def test_a_page_takes_the_place_of_an_older_one_and_of_nothing_else(tmp_path: Pa
     ):
         written(other, "new", 2)
     assert other.read_text() == "<!DOCTYPE html><p>mine"
-    with pytest.raises(SparsekvError, match="no page of sparsekv"):
+    with pytest.raises(SparsekvError, match="not a page of sparsekv"):
         write_page(Page("", None, (), ()), Path("/dev/null"), "--html")
 
 

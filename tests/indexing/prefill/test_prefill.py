@@ -236,7 +236,7 @@ def test_what_is_appended_is_prefilled_as_the_rest_was(tmp_path: Path) -> None:
     loaded = small_plan(**how).loaded
     addition = encode_addition(loaded.tokenizer, TEXT[700:1000], index.artifact.manifest.prompt.chat)
     with pytest.raises(
-        UsageError, match=r"--chunk-size 64: .* was prefilled by quoka in chunks of 48, .* leave it out"
+        UsageError, match=r"--chunk-size 64: .* was prefilled by quoka in chunks of 48, .* leave the option out"
     ):
         growing_plan(index.artifact, loaded, addition, chunk_size=64)
     plan = growing_plan(index.artifact, loaded, addition, chunk_size=48)
