@@ -64,11 +64,11 @@ def _from_hub(name: str, get: Callable[[], str], *, download: bool) -> Path:
         problem = "is neither a folder here nor a public id on the Hugging Face hub"
         remedy = f"check its spelling, log in with `hf auth login` if it is private, or {OWN}"
         if name.startswith((".", "/", "~")):
-            problem, remedy = "is no folder that is there", f"check its spelling, or {OWN}"
+            problem, remedy = "names a folder that does not exist", f"check its spelling, or {OWN}"
     except RemoteEntryNotFoundError:
         problem, remedy = "has no such file on the Hugging Face hub", "check its spelling"
     except LocalEntryNotFoundError:
-        problem = "is no folder here, not in the hub's cache, and the Hugging Face hub cannot be reached"
+        problem = "is neither a folder here nor in the hub's cache, and the Hugging Face hub cannot be reached"
         remedy = f"check the network and HF_HUB_OFFLINE, give a local folder, or {OWN}"
         if not download:
             problem, remedy = "is not on this machine", f"fetch it with `sparsekv models pull {shlex.quote(name)}`"

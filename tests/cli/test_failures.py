@@ -165,7 +165,7 @@ def test_an_index_that_is_no_folder(place: Path, make: Callable[[Path], object])
     for command in (("generate", "Why?"), ("inspect",), ("recall-report",), ("bench",)):
         outcome = run_here(*command, "--index", "it.skv")
         assert outcome.code == 2
-        assert "--index it.skv is no folder, and an index is one; name the folder" in outcome.error()
+        assert "--index it.skv is not a folder, and an index is a folder; name the folder" in outcome.error()
 
 
 LONG = "n" * 300
