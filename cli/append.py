@@ -98,7 +98,10 @@ def append(
     note(f"added {_named(record)}", quiet=quiet)
     if artifact.manifest.defaults is not None:
         again_with = tune_hint(artifact.folder, artifact.manifest.defaults.target)
-        told = f"the default that tune found was for the shorter text and is used no more; find one with {again_with}"
+        told = (
+            "the default that tune found was for the shorter text and is no longer used; find a new one with "
+            f"{again_with}"
+        )
         note(told, quiet=quiet)
     say(str(artifact.folder))
 
@@ -111,6 +114,6 @@ def _refuse_fixed_methods(artifact: Artifact, online: Collection[str]) -> None:
     fixed = sorted(artifact.manifest.methods.keys() - online)
     if fixed:
         raise UsageError(
-            f"{', '.join(fixed)} of {artifact.folder} cannot take new tokens; give --rebuild to build it again from "
-            "all of them"
+            f"{', '.join(fixed)} of {artifact.folder} cannot append tokens; give --rebuild to build such "
+            "methods again from all tokens"
         )

@@ -61,7 +61,7 @@ class BenchModelOptions:
     distinct_layers: Annotated[
         int | None,
         typer.Option(
-            help="For how many layers keys and values are generated; all layers share these in turn. Default: 2."
+            help=("Number of layers for which keys and values are generated; all layers use these in turn. Default: 2.")
         ),
     ] = None
     runs: Annotated[int | None, typer.Option(help="Runs per step. Default: 10; CUDA: 30.")] = None
@@ -70,8 +70,10 @@ class BenchModelOptions:
         typer.Option(
             "--compile",
             metavar="auto|on|off",
-            help="Compile the model's layers with torch, all but their attention, for every row of "
-            "the table. auto: on a GPU.",
+            help=(
+                "Compile the model's layers with torch, except their attention, for every row of the table. "
+                "auto: on a GPU."
+            ),
         ),
     ] = "auto"
     as_json: JsonOption = False

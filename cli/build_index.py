@@ -50,7 +50,7 @@ class BuildOptions:
         list[str] | None,
         typer.Argument(
             metavar="DOC",
-            help="Text, PDF, DOCX or HTML files, folders of them, or - for standard input; or an index, to add methods "
+            help="Text, PDF, DOCX or HTML files, folders of them, or - for standard input. Or an index, to add methods "
             "to it.",
         ),
     ] = None
@@ -67,8 +67,10 @@ class BuildOptions:
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Index the documents that a file names, one a line without quotes, as seen from this folder; - for "
-            "stdin.",
+            help=(
+                "Index the documents that this file names, one path per line, without quotes and relative to the "
+                "current folder; - for stdin."
+            ),
         ),
     ] = None
     as_one: Annotated[
@@ -81,20 +83,26 @@ class BuildOptions:
         list[str] | None,
         typer.Option(
             metavar="GLOB",
-            help="Of a folder, index only files that match, by a pattern as in .gitignore ('*.py'); repeatable.",
+            help=(
+                "Of a folder, index only files that match this pattern, written as in .gitignore ('*.py'); repeatable."
+            ),
         ),
     ] = None
     exclude: Annotated[
         list[str] | None,
-        typer.Option(metavar="GLOB", help="Of a folder, leave out files and folders that match; repeatable."),
+        typer.Option(
+            metavar="GLOB", help="Of a folder, leave out files and folders that match this pattern; repeatable."
+        ),
     ] = None
     order: Annotated[
         str | None,
         typer.Option(
             metavar="|".join(FILE_ORDERS),
-            help="Order of the files of a folder or of --as-one. stable keeps the order that the index has, with new "
-            "files at the end. changed-last also moves changed files to the end, so that later changes of them cost "
-            "little. Default: the order that the index was built with, or path.",
+            help=(
+                "Order of the files of a folder or of --as-one. stable: the order that the index has, with new "
+                "files at the end. changed-last: changed files go to the end too, so that later changes of them "
+                "cost little. Default: the order that the index was built with, or path."
+            ),
             autocompletion=names_of(lambda: FILE_ORDERS),
         ),
     ] = None
@@ -121,16 +129,22 @@ class BuildOptions:
         int | None,
         typer.Option(
             metavar="N",
-            help="Of a model whose layers do not all attend, also store the other ones' states after each N blocks of "
-            "256 tokens: a later version of DOC is then prefilled from the last of them before its first change. "
-            "Default: those that the index has, or none, and then it is prefilled as a whole.",
+            help=(
+                "For a model some of whose layers keep a state instead of attending: also store these states "
+                "after every N blocks of 256 tokens. A changed DOC is then prefilled only from the last stored "
+                "state before its first change. Default: as in the existing index; without one, none, and a "
+                "changed DOC is prefilled as a whole."
+            ),
         ),
     ] = None
     prefill: Annotated[
         str,
         typer.Option(
             metavar="|".join(prefills()),
-            help="What a chunk of the prefill attends to: all earlier tokens (dense), or those that a method selects.",
+            help=(
+                "Tokens that a chunk of the prefill attends to: all earlier tokens (dense), or those that a "
+                "method selects."
+            ),
         ),
     ] = "dense"
     rope_scaling: Annotated[
@@ -204,20 +218,25 @@ class BuildOptions:
         folders = self.as_one or self.from_file is not None or any(map(os.path.isdir, self.documents or ()))
         for option, given in (("--include", self.include), ("--exclude", self.exclude)):
             if given and not folders:
-                raise UsageError(f"{option} {given[0]}: it chooses files of a folder; name a folder")
+                raise UsageError(
+                    f"{option} {given[0]}: this option selects files in a folder, and no folder is given; name a folder"
+                )
         if self.order is not None and not folders:
-            raise UsageError(f"--order {self.order}: it orders several files; name a folder, or give --as-one")
+            raise UsageError(
+                f"--order {self.order}: this option orders the files of one index, and there is only one file; "
+                "name a folder, or give --as-one"
+            )
         if self.as_one and self.ray is not None:
-            raise UsageError("--ray builds several indices, and --as-one is one; leave --ray out")
+            raise UsageError("--as-one builds one index, which --ray cannot distribute; leave --ray out")
 
     def refuse_with_watch(self, index: Path | None, *, ranks: bool) -> None:
         """Raise UsageError if --watch is combined with what cannot be watched."""
         if index is not None:
-            raise UsageError(f"--watch: {index} is an index, which has no text to watch; name its document")
+            raise UsageError(f"--watch: {index} is an index, and only texts are watched; name the index's document")
         if self.ray is not None:
             raise UsageError("--watch builds in this process, and --ray in others; leave one of them out")
         if ranks:
-            raise UsageError("--watch builds in one process; leave it out, or --gpus")
+            raise UsageError("--watch builds in one process, and --gpus in several; leave one of them out")
 
 
 @app.command(cls=Command)
@@ -274,7 +293,7 @@ def build_index(options: BuildOptions) -> None:
         return say(str(index))
     if ranks is not None:
         if several:
-            raise UsageError("several ranks index one document at a time: name one, or leave --gpus out")
+            raise UsageError("with --gpus, one document is indexed at a time; name one document, or leave --gpus out")
         refuse_with_ranks({"--ray": options.ray, "--prefill": not recipe.config.prefill.exact})
     elif options.ray is not None:
         return index_several(targets, partial(index_by_ray, recipe, options.ray, options.workers), quiet=options.quiet)

@@ -45,9 +45,11 @@ def convert(
     artifact = open_artifact(index, thorough=True, called="INDEX")
     _refuse_rounded(artifact)
     if kv_dtype not in get_args(KVDtype):
-        raise UsageError(f"--kv-dtype {kv_dtype}: an index is converted to 8 bits alone; give int8")
+        raise UsageError(
+            f"--kv-dtype {kv_dtype}: int8 is the only storage that an index can be converted to; give int8"
+        )
     if os.path.lexists(output):
-        raise UsageError(f"{output} is there already; choose another name with --output")
+        raise UsageError(f"{output} exists already; choose another name with --output")
     check_output(output)
     where = choose_device(device)
     # Imported here, because it imports transformers, which takes seconds; --help does not need it.
@@ -70,6 +72,6 @@ def _refuse_rounded(artifact: Artifact) -> None:
     stored = artifact.manifest.kv_storage
     if stored is not None:
         raise UsageError(
-            f"{artifact.folder} stores its keys and values in {stored.dtype} already: the exact ones are gone; copy "
-            "the folder, or build the index again from its document"
+            f"{artifact.folder} stores its keys and values in {stored.dtype} already, and not the unquantised "
+            "ones; copy the folder, or build the index again from its document"
         )

@@ -150,7 +150,7 @@ def _shown_methods(artifact: Artifact, names: list[str]) -> list[str]:
     chosen = methods_of(artifact, names)
     for name in names:
         if name not in held and name != "all":
-            raise UsageError(f"--method {name}: an index holds nothing of it; this one has: {', '.join(held)}")
+            raise UsageError(f"--method {name}: the index has no tensors of this method; it has: {', '.join(held)}")
     return [name for name in held if name in chosen]
 
 
@@ -174,7 +174,10 @@ def _tokenizer(artifact: Artifact, model: str | None, *, quiet: bool) -> "PreTra
         check_tokenizer(artifact.manifest, tokenizer_identity(tokenizer))
         ids = artifact.input_ids()
         if ids.amin() < 0 or ids.amax() > max(tokenizer.get_vocab().values()):
-            raise SparsekvError(f"{artifact.folder} names tokens that {name} does not have")
+            raise SparsekvError(
+                f"{artifact.folder} has token ids that the tokenizer of {name} does not have; name the index's "
+                "model with --model"
+            )
         return tokenizer
     except SparsekvError as error:
         note(f"no words, only counts: {error}", quiet=quiet)
@@ -263,4 +266,7 @@ def _plot(artifact: Artifact, described: dict[str, Described], path: Path) -> No
         if lists := {one.layer: one.lists for one in found if one.lists is not None}:
             plot_lists(lists, title, path)
             return
-    raise UsageError(f"{artifact.folder} holds no method with clusters or lists: there is nothing to plot")
+    raise UsageError(
+        f"{artifact.folder} has no method with clusters or posting lists to plot; add one, such as "
+        "multipole, with build-index"
+    )

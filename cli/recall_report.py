@@ -83,8 +83,11 @@ class ReportOptions:
         typer.Option(
             metavar="SHARE",
             parser=share,
-            help="Measure each method a second time under a limit: a head that leaves more than this share of its "
-            "attention, by estimate, to centroids or drops it gets a larger budget, and then reads everything.",
+            help=(
+                "Measure each method a second time under a limit. A head whose estimated share of attention left "
+                "to centroids or dropped is above the limit gets a larger budget, and in the end attends to all "
+                "tokens."
+            ),
         ),
     ] = None
     within: Annotated[
@@ -99,9 +102,11 @@ class ReportOptions:
         str,
         typer.Option(
             metavar="N,N,...",
-            help="Measure also with so many queries that attend to what any of them selects, as --batch-size of "
-            "`generate` has them; such as 1,4,16,64. With --queries this measures each "
-            "question's last token before what all of them end with.",
+            help=(
+                "Also measure this many queries together, such as 1,4,16,64: each of them attends to the tokens "
+                "that any of them selects, as with --batch-size of `generate`. With --queries, each question's "
+                "last token before the ending that all questions share is measured."
+            ),
         ),
     ] = "1"
     by: Annotated[str | None, typer.Option(metavar="layer,head", help="Rows per layer, per KV head, or both.")] = None
@@ -260,7 +265,7 @@ def _queries(options: ReportOptions, artifact: Artifact, together: list[int]) ->
     if max(together) > len(queries):
         has = "the tail has" if options.queries is None else "--queries has"
         raise UsageError(
-            f"--together {options.together}: {has} {len(queries)} queries to measure on; give at most that"
+            f"--together {options.together}: {has} {len(queries)} queries to measure on; give no larger number"
         )
     return queries
 

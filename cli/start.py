@@ -55,7 +55,7 @@ def start(
     """
     path = socket_path()
     if path is None:
-        raise UsageError(f"{VARIABLE} is off, and no command would use a server; unset it first")
+        raise UsageError(f"{VARIABLE} is off, so no command would use a server; unset this variable first")
     path = os.path.abspath(path)
     refuse_occupied(path)
     refuse_missing_folder(path)

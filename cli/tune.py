@@ -61,7 +61,8 @@ class TuneOptions:
     target_perplexity: Annotated[
         float | None,
         typer.Option(
-            metavar="RATIO", help="Largest ratio of perplexity on the tail to dense attention's, such as 1.02."
+            metavar="RATIO",
+            help="Largest ratio of the perplexity on the tail to that of dense attention, such as 1.02.",
         ),
     ] = None
     of: Annotated[
@@ -79,12 +80,14 @@ class TuneOptions:
         str,
         typer.Option(
             metavar="|".join(CHEAPEST),
-            help="What is least: the keys and values that a step reads (rows), or its time, measured on this machine "
-            "over the index's middle layer (time).",
+            help=(
+                "What to minimise: the keys and values that a step reads (rows), or a step's time, measured on "
+                "this machine over the index's middle layer (time)."
+            ),
         ),
     ] = CHEAPEST[0]
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Search, but leave the index as it is.")] = False
-    reset: Annotated[bool, typer.Option("--reset", help="Search nothing: take the index's default away again.")] = False
+    reset: Annotated[bool, typer.Option("--reset", help="Do not search; remove the index's default.")] = False
     model: ModelOption = None
     weights: WeightsOption = "auto"
     as_json: JsonOption = False
@@ -146,7 +149,8 @@ def tune(options: TuneOptions) -> None:
     options.check()
     artifact = open_artifact(options.index, thorough=True)
     if not options.dry_run:
-        refuse_unwritable(artifact.folder)
+        # Checked first: the search takes minutes.
+        refuse_unwritable(artifact.folder, "get permission, or only measure, with --dry-run")
     goal = options.goal(artifact)
     search = _search(options, artifact, goal)
     target = goal.target().model_copy(update={"methods": [one for one in options.method or [] if one != "all"]})
@@ -166,8 +170,8 @@ def tune(options: TuneOptions) -> None:
         say(_advice(options, artifact, search, kept=defaults is not None))
     if defaults is None:
         raise SparsekvError(
-            f"no setting reads less than everything and holds --target-{goal.measure} {goal.value:g}; "
-            "choose an easier target or another method"
+            f"no setting that reads less than the whole document reaches --target-{goal.measure} "
+            f"{goal.value:g}; choose an easier target or another method"
         )
     if unwritten is not None:
         raise unwritten
@@ -219,8 +223,10 @@ def _keep(options: TuneOptions, artifact: Artifact, search: Search, defaults: De
         return error
     best = search.best
     note(
-        f"{artifact.folder}: {best.form.title} at {told_budget(best)} is the default now"
-        f"{_instead_of(search.before, best)}; tune --reset takes it away",
+        (
+            f"{artifact.folder}: {best.form.title} at {told_budget(best)} is the default "
+            f"now{_instead_of(search.before, best)}; tune --reset removes it"
+        ),
         quiet=options.run.quiet,
     )
     return None
@@ -236,8 +242,8 @@ def _advice(options: TuneOptions, artifact: Artifact, search: Search, *, kept: b
 
 def _reset(options: TuneOptions, artifact: Artifact) -> None:
     if options.targets or options.dry_run:
-        raise UsageError("--reset: searches nothing; leave the target and --dry-run out")
-    refuse_unwritable(artifact.folder)
+        raise UsageError("--reset only removes the index's default; leave the target and --dry-run out")
+    refuse_unwritable(artifact.folder, "get permission to write there")
     write_defaults(artifact.folder, artifact.manifest, None)
     had = "no default of its own now" if artifact.manifest.defaults else "no default of its own, as before"
     note(f"{artifact.folder} has {had}", quiet=options.run.quiet)

@@ -94,5 +94,5 @@ class WaysOut:
         return ArtifactError(f"{folder} needs {size / 1e6:.0f} MB and its disk has {free / 1e6:.0f} MB free; {ways}")
 
     def cannot_write(self, folder: Path, error: OSError) -> ArtifactError:
-        ways = ", or ".join(part for part in ("make room or permission there", self.elsewhere) if part)
+        ways = ", or ".join(part for part in ("free space or get permission there", self.elsewhere) if part)
         return ArtifactError(f"cannot write {folder}: {reason_of(error)}; {ways}, and run the same command again")

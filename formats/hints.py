@@ -58,7 +58,7 @@ def build_hint(folder: Path) -> str:
     # Names are compared without the ending that they share, because it would make all of them similar.
     near = nearest(folder.stem, (index.stem for index in folder.parent.glob("*.skv") if index.is_dir()))
     meant = "" if near is None else f" (did you mean {folder.with_name(f'{near}.skv')}?)"
-    return f"name one that is there{meant}, or build it: {command('build-index', '--help')} says how"
+    return f"name an existing index{meant}, or build it: {command('build-index', '--help')} says how"
 
 
 def first_build_hint() -> str:
@@ -80,7 +80,7 @@ def add_methods_hint(folder: Path, methods: Iterable[str]) -> str:
 def no_folder(given: Path) -> str:
     """Return the rest of an error message for a file that was given as an index: its kind, and a remedy."""
     if given.suffix == ".skv" or not (given.is_file() and is_text(given)):
-        return "is no folder, and an index is one; name the folder that build-index printed"
+        return "is not a folder, and an index is a folder; name the folder that build-index printed"
     index = with_ending(given)
     if index.is_dir():
         return f"is a text, not an index; name the index beside it, {index}"

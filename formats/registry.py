@@ -63,9 +63,9 @@ class Registry(Generic[T]):
             loaded: Any = entry.load()
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            raise UsageError(f"{source} cannot be loaded ({why}); mend or remove it") from error
+            raise UsageError(f"{source} cannot be loaded ({why}); repair or remove it") from error
         if not (isinstance(loaded, type) and self.base is not None and issubclass(loaded, self.base)):
-            raise UsageError(f"{source} is no {getattr(self.base, '__name__', self.kind)}; mend or remove it")
+            raise UsageError(f"{source} is no {getattr(self.base, '__name__', self.kind)}; repair or remove it")
         thing: T = loaded  # type: ignore[assignment]  # issubclass has checked it
         return thing
 

@@ -158,13 +158,13 @@ def stored_indexers(manifest: Manifest) -> dict[str, Indexer]:
     for name, record in manifest.methods.items():
         if revisions.get(name, 0) < record.revision:
             raise ArtifactError(
-                f"method {name} was built by another version of sparsekv ({manifest.writer_version}), and this one "
-                f"cannot build it so; {REBUILD}"
+                f"method {name} was built by another version of sparsekv ({manifest.writer_version}), whose "
+                f"algorithm this version does not have; {REBUILD}"
             )
         try:
             found[name] = known[name](**given_parameters(record.parameters))
         except (TypeError, ValueError, UsageError) as error:
-            raise ArtifactError(f"parameters of {name} in the index cannot be: {error}; {REBUILD}") from None
+            raise ArtifactError(f"parameters of {name} in the index are not valid: {error}; {REBUILD}") from None
     return found
 
 
@@ -225,7 +225,10 @@ def _growth(manifest: Manifest, added: int) -> float:
 def refuse_other_dtype(manifest: Manifest, dtype: str) -> None:
     """Raise UsageError unless `--dtype` is `auto` or the index's dtype, because all rows of an index have one dtype."""
     if dtype not in ("auto", manifest.dtype):
-        raise UsageError(f"--dtype {dtype}: the index is in {manifest.dtype} and grows in it; leave the option out")
+        raise UsageError(
+            f"--dtype {dtype}: the index is in {manifest.dtype}, and appended tokens get the same dtype; "
+            "leave the option out"
+        )
 
 
 def growing_plan(
@@ -280,8 +283,8 @@ def chunk_size_after(artifact: Artifact, given: int | None) -> int | None:
         return given
     if given not in (None, stored):
         raise UsageError(
-            f"--chunk-size {given}: {artifact.folder} was prefilled by {prefill_name(prefill)} in chunks of {stored}, "
-            "and so is what follows; leave it out"
+            f"--chunk-size {given}: {artifact.folder} was prefilled by {prefill_name(prefill)} in chunks of "
+            f"{stored}, and appended tokens must be prefilled in the same way; leave the option out"
         )
     return stored
 

@@ -124,7 +124,8 @@ class MethodStage:
             else:
                 again = add_methods_hint(writer.folder, [name])
                 tell(
-                    f"{name} is not kept, as what it was built from has changed or is damaged; {again} builds it again"
+                    f"{name} is not kept, because the files that it was built from have changed or are damaged; "
+                    f"{again} builds it again"
                 )
         return kept
 

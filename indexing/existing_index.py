@@ -84,8 +84,8 @@ def _keep_additions(build: Build, base: Manifest) -> None:
         lacking = [name for name in build.plan.config.methods if name not in base.methods]
         methods = f"add methods to it with {add_methods_hint(folder, lacking)}, " if lacking else ""
         raise ArtifactError(
-            f"{folder} holds {added:,} tokens that were appended and that this document lacks; {methods}build "
-            "another index with --output, or give --force to replace it by one of this document alone"
+            f"{folder} holds {added:,} appended tokens, which this document does not have; {methods}build "
+            "another index with --output, or give --force to replace it by an index of this document alone"
         )
 
 
@@ -101,8 +101,8 @@ def _keep_others(build: Build, base: Manifest) -> None:
         return
     if (share := _share_that_stays(build, base)) < LEAST_IN_COMMON:
         raise ArtifactError(
-            f"{folder} is the index of another document, {base.split.tokens:,} tokens, of whose passages this "
-            f"one has {share:.0%}; {WAYS_OUT}"
+            f"{folder} is the index of another document ({base.split.tokens:,} tokens): this document has "
+            f"only {share:.0%} of its passages; {WAYS_OUT}"
         )
 
 
@@ -129,13 +129,13 @@ def tell_what_is_there(build: Build, reuse: ReusePlan) -> None:
     tell_damaged(build)
     if writer.unfinished:
         left = f"{writer.unfinished} file{'s' * (writer.unfinished != 1)}"
-        tell(f"an unfinished build has left {left}; what fits this one is not made again")
+        tell(f"an unfinished build has left {left}; those that fit this build are reused")
     if base is None or plan.growth:
         return
     if plan.config.force:
         lost = [name for name in base.methods if name not in plan.config.methods]
         tell(
-            f"{writer.folder} is replaced as a whole{', and is then without ' * bool(lost)}{', '.join(lost)} (--force)"
+            f"{writer.folder} is replaced completely{', and is then without ' * bool(lost)}{', '.join(lost)} (--force)"
         )
     elif base.prompt.ids_sha256 != build.ids_sha256:
         same, text = reuse.prefix_tokens, base.prompt.text_sha256 == plan.prompt.text_sha256
@@ -146,7 +146,7 @@ def tell_what_is_there(build: Build, reuse: ReusePlan) -> None:
         tell(f"{writer.folder} holds {base.split.tokens:,} tokens of {of}: {told}")
     elif base.files[TOKENS].recipe != build.context_recipe:
         changed = ", ".join(_other_settings(build, base)) or "another configuration of the model"
-        again = "what depends on that is made again, its methods too"
+        again = "keys, values and methods that depend on this are made again"
         tell(f"{writer.folder} was built with {changed}, unlike this call: {again}")
 
 
@@ -204,8 +204,8 @@ def _keep_dense(build: Build, base: Manifest) -> None:
     prefill = build.plan.config.prefill
     if base.prefill.exact and not prefill.exact:
         raise ArtifactError(
-            f"{build.writer.folder} was prefilled densely, and a {prefill_name(prefill)} prefill would replace that; "
-            f"{WAYS_OUT}"
+            f"{build.writer.folder} was prefilled densely, and this build would replace that by a "
+            f"{prefill_name(prefill)} prefill, which is not exact; {WAYS_OUT}"
         )
 
 
@@ -227,7 +227,7 @@ def with_lost_methods(build: Build) -> Build:
         return _with(build, there, base)
     lacking = [name for name in there if not _has_its_files(name, writer, base)]
     if lacking:
-        tell(f"{', '.join(lacking)} of {writer.folder}: built again, as files are missing")
+        tell(f"{', '.join(lacking)} of {writer.folder}: built again, because files are missing")
     built_from = {name: base.methods[name].built_from for name in there} if sample_size(plan) else {}
     sampling = [name for name, paths in built_from.items() if any(path.startswith("samples/") for path in paths)]
     together = _with(build, list(dict.fromkeys([*lacking, *sampling])), base)
@@ -247,8 +247,8 @@ def _with(build: Build, names: list[str], base: Manifest) -> Build:
         return replace(build, plan=replace(build.plan, config=config))
     except (TypeError, ValueError, UsageError) as error:
         raise ArtifactError(
-            f"methods of {build.writer.folder} cannot be built again as they were: {error}; name all that are wanted "
-            "with --method, or give --force to do without them"
+            f"methods of {build.writer.folder} cannot be built again with their old parameters: {error}; name "
+            "all methods that you want with --method, or give --force to drop the others"
         ) from None
 
 

@@ -252,13 +252,14 @@ def check_positions(prompt: FixedPrompt, config: PreTrainedConfig, name: str, *,
     if grows:
         again = f", or build the index again with {stretch}" if stretch else ""
         raise UsageError(
-            f"the document and what is added have {tokens:,} tokens and {name} has {positions:,} positions; "
-            f"add less{again}"
+            f"the document and the appended text have {tokens:,} tokens together, and {name} has "
+            f"{positions:,} positions; append less{again}"
         )
     longer = f", or stretch the model with {stretch}" if stretch else ""
     raise UsageError(
-        f"the document has {tokens:,} tokens and {name} has {positions:,} positions; {_less(prompt)}shorten it "
-        f"with --max-tokens {most_tokens(positions)}, which leaves room for questions{longer}"
+        f"the document has {tokens:,} tokens, and {name} has {positions:,} positions; "
+        f"{_less(prompt)}shorten it with --max-tokens {most_tokens(positions)}, which leaves room for "
+        f"questions{longer}"
     )
 
 
@@ -292,15 +293,15 @@ class BuildPlan:
         config = self.loaded.model.config.get_text_config()
         if others := sorted(set(getattr(config, "layer_types", None) or ()) - LAYERS):
             told = f"{self.loaded.name} has layers of {', '.join(others)}"
-            raise UsageError(f"{told}, which no index follows: choose another model")
+            raise UsageError(f"{told}, which sparsekv does not support: choose another model")
         if not self.kinds.attending:
-            raise UsageError(f"{self.loaded.name} has no layer that attends: choose another model")
+            raise UsageError(f"{self.loaded.name} has no attention layers: choose another model")
         parameters = getattr(config, "rope_parameters", None)
         self._check_states(rope_depends_on_length(parameters))
         if not self.config.prefill.exact and rope_depends_on_length(parameters):
             raise UsageError(
-                f"--prefill {prefill_name(self.config.prefill)}: {self.loaded.name} turns keys by the prompt's length, "
-                "so that it has to be run at once; leave the option out"
+                f"--prefill {prefill_name(self.config.prefill)}: {self.loaded.name} rotates keys by the prompt's "
+                "length, so the prompt must be prefilled in one piece; leave the option out"
             )
 
     def _check_states(self, by_length: bool) -> None:
@@ -309,18 +310,19 @@ class BuildPlan:
         if not self.kinds.keeping:
             if config.checkpoints:
                 raise UsageError(
-                    f"--checkpoints {config.checkpoints}: every layer of {name} attends, so that there is no state to "
-                    "keep; leave the option out"
+                    f"--checkpoints {config.checkpoints}: every layer of {name} attends, so there is no state to "
+                    "store; leave the option out"
                 )
             return
         if not config.prefill.exact:
             raise UsageError(
-                f"--prefill {prefill_name(config.prefill)}: {name} has layers with a state, which would follow hidden "
-                "states that are only near the model's own; leave the option out"
+                f"--prefill {prefill_name(config.prefill)}: {name} has layers with a state, and a sparse prefill "
+                "would change that state; leave the option out"
             )
         if by_length:
             raise UsageError(
-                f"{name} has layers with a state, and turns keys by the prompt's length: choose another model"
+                f"{name} has layers with a state and also rotates keys by the prompt's length, which sparsekv "
+                "does not support: choose another model"
             )
 
     def _check_heads(self) -> None:
@@ -330,11 +332,13 @@ class BuildPlan:
         try:
             heads, _, _ = getattr(config, "num_key_value_heads", None), config.num_attention_heads, self.head_dim
         except RuntimeError:  # transformers raises this for a field that differs between layers
-            raise UsageError(f"{told} has layers with heads of different sizes: choose another model") from None
+            raise UsageError(
+                f"{told} has layers with heads of different sizes, and an index needs one size: choose another model"
+            ) from None
         except AttributeError:
             heads = None
         if heads is None:
-            raise UsageError(f"{told} has no KV heads in its config: choose another model")
+            raise UsageError(f"{told} does not give its number of KV heads in its config: choose another model")
 
     @property
     def chunk_size(self) -> int:
@@ -377,10 +381,10 @@ class BuildPlan:
         """
         tokens, ends = len(self.prompt.input_ids), self.config.sinks + self.config.tail
         if tokens <= ends:
-            more = "raise --max-tokens, or lower" if self.prompt.cut else "give a longer one or lower"
+            more = "raise --max-tokens, or lower" if self.prompt.cut else "give a longer document, or lower"
             raise UsageError(
-                f"the document is too short to index: {tokens} tokens with the chat template, where sinks and tail "
-                f"alone take {ends}; {more} --sinks and --tail"
+                f"the document is too short to index: it has {tokens} tokens with the chat template, and sinks "
+                f"and tail alone take {ends}; {more} --sinks and --tail"
             )
         check_positions(self.prompt, self.loaded.model.config, self.loaded.name, grows=self.growth is not None)
         return Split(sinks=self.config.sinks, middle=tokens - ends, tail=self.config.tail)

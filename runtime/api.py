@@ -115,7 +115,7 @@ class Index:
         refuse_unknown(parameters, ASKING)
         for argument, text in {"method": method, "prefill": prefill, "placement": placement}.items():
             if text is not None and not isinstance(text, str):
-                raise UsageError(f"{argument} is {text!r}: give a text")
+                raise UsageError(f"{argument} is {text!r}: give a string")
         with api_words():
             config = choose_config(
                 self.opened.artifact,

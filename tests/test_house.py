@@ -23,6 +23,16 @@ def test_no_files_import_each_other() -> None:
     assert set(house.file_order()) >= house.files().keys()
 
 
+def test_no_docstring_is_the_word_none() -> None:
+    """A tool that fills in a missing docstring with the value None leaves this word."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    said = {
+        name: [ast.get_docstring(node) for node in ast.walk(house.tree(name)) if isinstance(node, kinds)]
+        for name in house.files()
+    }
+    assert [name for name, docstrings in said.items() if "None" in docstrings] == []
+
+
 def test_triton_is_loaded_by_kernels_alone() -> None:
     """It takes long to import, and exists on Linux only: a definition's file names its kernel, and imports none."""
     loading = set()

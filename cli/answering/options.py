@@ -48,8 +48,8 @@ def refuse_merged_heads(config: DecodeConfig) -> None:
         if not isinstance(part, Dense | Own) and part.method.merges_heads:
             others = sorted(name for name, method in methods().items() if not method.merges_heads)
             raise UsageError(
-                f"{part.name} chooses one set of tokens for all heads, and each rank has only some heads; use one "
-                f"process, or one of {', '.join(others)}"
+                f"{part.name} selects one set of tokens for all heads, and each rank has only some of the heads; "
+                f"leave --gpus out, or use one of these methods: {', '.join(others)}"
             )
 
 
@@ -63,8 +63,10 @@ PlacementOption = Annotated[
     str,
     typer.Option(
         metavar="|".join(PLACEMENTS),
-        help="Where the document's keys and values are kept: in the memory of the model's device, in main memory "
-        "(host), or in the index's files (disk).",
+        help=(
+            "Where the document's keys and values are kept: in the memory of the model's device (device), in "
+            "main memory (host), or in the index's files (disk)."
+        ),
         rich_help_panel=PLACED,
     ),
 ]
@@ -90,7 +92,7 @@ SourcesOption = Annotated[
     ),
 ]
 StatsOption = Annotated[
-    bool, typer.Option("--stats", help="Print times, and the share of keys and values read; with --quiet, too.")
+    bool, typer.Option("--stats", help="Print times and the share of keys and values that was read, even with --quiet.")
 ]
 
 
@@ -124,8 +126,10 @@ class AttentionOptions:
         bool,
         typer.Option(
             "--residual",
-            help="Attend to cluster centroids in place of the tokens not selected, where a method would drop these: "
-            "codes and multipole attend to their own without it.",
+            help=(
+                "Attend to cluster centroids instead of the tokens that the method does not select and would "
+                "drop. codes and multipole attend to centroids of their own without this option."
+            ),
             rich_help_panel=ATTENDED,
         ),
     ] = False
@@ -135,9 +139,11 @@ class AttentionOptions:
         str | None,
         typer.Option(
             metavar="dense|own|METHOD",
-            help="What the question's tokens attend to: everything (dense), what --method selects for them by "
-            "--budget (own), or what METHOD does. Default: dense, which reads the document once a question; with own "
-            "most methods lose answers.",
+            help=(
+                "Tokens that the question attends to: all (dense), those that --method selects within --budget "
+                "(own), or those that METHOD selects. Default: dense, which reads the whole document once per "
+                "question. With own, most methods answer fewer questions correctly."
+            ),
             rich_help_panel=ATTENDED,
             autocompletion=names_of(methods, DENSE, Own.name),
         ),
@@ -158,7 +164,9 @@ class AttentionOptions:
         """Return the config for answers over an index. Raises what `choose_config` raises, or UsageError."""
         layers = len(artifact.manifest.layers)
         if not 0 <= self.dense_layers <= layers:
-            raise UsageError(f"--dense-layers {self.dense_layers}: give 0 to {layers}, which is how many the model has")
+            raise UsageError(
+                f"--dense-layers {self.dense_layers}: the model has {layers} layers; give a number from 0 to {layers}"
+            )
         budget, parameters = (self.budget, self.parameters) if self.schedule is None else self._scheduled(self.schedule)
         return choose_config(
             artifact,
@@ -183,7 +191,7 @@ class AttentionOptions:
             UsageError: --budget or --step is given too, or the text is not BUDGET-step-STEPS.
         """
         if self.budget is not None or self.parameters.get("step") is not None:
-            raise UsageError("--schedule is --budget and --step in one; leave these out")
+            raise UsageError("--schedule sets --budget and --step together; leave those two out")
         found = re.fullmatch(r"(.+)-step-(\d+)", schedule)
         if found is None:
             raise UsageError(f"--schedule {schedule}: give BUDGET-step-STEPS, such as 0.15-step-4")
@@ -237,7 +245,10 @@ class SamplingOptions:
     temperature: Annotated[
         float,
         typer.Option(
-            help="0 takes the likeliest token each time; above 0 one is drawn, among those of --top-p and --top-k.",
+            help=(
+                "0: always the most likely token. Above 0: tokens are sampled, among those that --top-p and "
+                "--top-k allow."
+            ),
             rich_help_panel=SAMPLING,
         ),
     ] = 0.0
@@ -267,7 +278,7 @@ class GenerateAttention(AttentionOptions):
         str | None,
         typer.Option(
             metavar="BUDGET-step-STEPS",
-            help="--budget and --step in one: 0.15-step-4 is --budget 0.15 --step 4.",
+            help="Sets --budget and --step together: 0.15-step-4 means --budget 0.15 --step 4.",
             rich_help_panel=ATTENDED,
         ),
     ] = None
@@ -276,8 +287,10 @@ class GenerateAttention(AttentionOptions):
         typer.Option(
             metavar="SHARE",
             parser=share,
-            help="Largest share of its attention, by estimate, that a head may leave to centroids or drop. Above it "
-            "the head's budget is doubled, at most twice, and then the head reads everything.",
+            help=(
+                "Largest estimated share of its attention that a head may leave to centroids or drop. The budget "
+                "of a head above this limit is doubled, at most twice; after that the head attends to all tokens."
+            ),
             rich_help_panel=ATTENDED,
         ),
     ] = None
@@ -285,8 +298,10 @@ class GenerateAttention(AttentionOptions):
         int,
         typer.Option(
             metavar="N",
-            help="Attend to everything in the model's first N layers, as Quest and others do in 2 of them; "
-            "recall-report --by layer shows which layers lose most.",
+            help=(
+                "Attend to all tokens in the model's first N layers; Quest and others use 2. recall-report --by "
+                "layer shows which layers lose most."
+            ),
             rich_help_panel=ATTENDED,
         ),
     ] = 0
@@ -327,19 +342,23 @@ class GenerateOptions:
         str,
         typer.Option(
             metavar="N|auto",
-            help="How many questions of --batch-file to answer at once. They share what each step reads of the "
-            f"document: all attend to what any of them selects. auto: {AT_ONCE['cpu']} on a CPU, up to "
-            f"{AT_ONCE['cuda']} on a GPU, 1 where they cannot.",
+            help=(
+                "How many questions of --batch-file to answer at once. They share each step's reads of the "
+                f"document: all of them attend to the tokens that any of them selects. auto: {AT_ONCE['cpu']} on "
+                f"a CPU, up to {AT_ONCE['cuda']} on a GPU, 1 where they cannot."
+            ),
         ),
     ] = "auto"
     resume: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.jsonl",
-            help="With --batch-file and --json: answers that are in this file are printed and not asked for again; "
-            "new ones are added to it as soon as they are whole. Its lines are of the first questions, in order, of "
-            "the same index and with the same settings. Answers that share steps (--batch-size) depend on those "
-            "beside them: not all are as in one run.",
+            help=(
+                "With --batch-file and --json: print the answers that this file holds already, and append each "
+                "new answer as soon as it is complete. The file must hold the answers to the first questions, in "
+                "order, from the same index with the same settings. With --batch-size, answers depend on the "
+                "questions answered at the same time, so some may differ from those of a single run."
+            ),
         ),
     ] = None
     model: ModelOption = None
@@ -350,7 +369,7 @@ class GenerateOptions:
     save_to: Annotated[
         Path | None,
         typer.Option(
-            metavar="NAME.skv", help="Save document, question and answer as a new index, to ask the next question of."
+            metavar="NAME.skv", help="Save document, question and answer as a new index, for the next question."
         ),
     ] = None
     sources: SourcesOption = None
@@ -369,9 +388,12 @@ class GenerateOptions:
         typer.Option(
             "--compile",
             metavar="auto|on|off",
-            help="Compile the model's layers with torch, all but their attention: decoding is faster, and starts "
-            f"later by ten to twenty seconds, from then on by five. auto: on a GPU, if {WORTH_IT:,} steps may be "
-            "taken, each a token of every question that is answered at once.",
+            help=(
+                "Compile the model's layers with torch, except their attention. Decoding is faster, but starts "
+                "ten to twenty seconds later the first time, and about five seconds later after that. auto: on a "
+                f"GPU, if the answers may take {WORTH_IT:,} steps or more. A step decodes one token of each "
+                "question that is answered at once."
+            ),
         ),
     ] = "auto"
     as_json: Annotated[
@@ -401,7 +423,10 @@ class GenerateOptions:
             refuse_with_ranks({"--resume": self.resume, "--save-to": self.save_to, "--sources": self.sources})
             refuse_merged_heads(config)
             if size not in ("auto", "1"):
-                raise UsageError(f"--batch-size {size}: ranks answer one question at a time; leave it out")
+                raise UsageError(
+                    f"--batch-size {size}: with several ranks, questions are answered one at a time; leave "
+                    "--batch-size out"
+                )
             return 1
         if size == "auto":
             return None
@@ -409,7 +434,7 @@ class GenerateOptions:
             raise UsageError(f"--batch-size {size} has no effect without --batch-file; leave it out")
         if config.measured and size != "1":
             raise UsageError(
-                f"--batch-size {size}: {config.measured} works for one question at a time; give --batch-size 1"
+                f"--batch-size {size}: {config.measured} works only with one question at a time; give --batch-size 1"
             )
         if not size.isascii() or not size.isdigit() or int(size) < 1:
             raise UsageError(f"--batch-size {size}: give auto, or a whole number of at least 1")
@@ -427,7 +452,7 @@ class GenerateOptions:
         With --save-to, the process also outlives the reader of stdout.
         """
         if self.save_to is not None and self.batch_file is not None:
-            raise UsageError("--save-to keeps one question and its answer; leave --batch-file out")
+            raise UsageError("--save-to saves one question and its answer; leave --batch-file out")
         if self.save_to is not None:
             from sparsekv.cli.answering.session import refuse_unsavable  # late: it imports transformers
 
@@ -435,4 +460,4 @@ class GenerateOptions:
             outlive_reader()
         check_choice("--compile", self.compiled, MODES)
         if self.resume is not None and not (self.batch_file and self.as_json):
-            raise UsageError("--resume is for the lines of --batch-file with --json; give both")
+            raise UsageError("--resume needs --batch-file and --json; give both")

@@ -22,7 +22,7 @@ def _refuse_questions_file(file: Path, questions: str | None) -> None:
     """Raise UsageError if the file of answers is also the file of questions."""
     with suppress(OSError):
         if questions is not None and os.path.samefile(file, questions):
-            raise UsageError(f"--resume {file}: that is the file of the questions; name another file")
+            raise UsageError(f"--resume {file}: this is the file of the questions; name another file for the answers")
 
 
 def _refuse_redirected_to(file: Path) -> None:
@@ -33,8 +33,8 @@ def _refuse_redirected_to(file: Path) -> None:
         return
     if same:
         raise UsageError(
-            f"--resume {file}: standard output goes to the same file, to which --resume adds the answers by itself; "
-            "leave the redirection out"
+            f"--resume {file}: standard output is redirected to the same file, and --resume itself writes the "
+            "answers to it; leave the redirection out"
         )
 
 
@@ -96,10 +96,14 @@ class AnswersFile:
         self.file, self.settings = file, settings
         try:
             if file.exists() and not file.is_file():
-                raise UsageError(f"--resume {file}: that is no file that answers can be added to; name another")
+                raise UsageError(
+                    f"--resume {file}: this is not a regular file, so answers cannot be added to it; name another file"
+                )
             content = file.read_bytes() if file.exists() else b""
         except OSError as error:
-            raise UsageError(f"--resume {file} cannot be read: {error.strerror}") from None
+            raise UsageError(
+                f"--resume {file} cannot be read: {error.strerror}; name a file that you may read"
+            ) from None
         self.lines: list[str] = []
         self._lock: IO[bytes] | None = None
         # A last line without a newline was being written when the run was killed.
@@ -119,8 +123,8 @@ class AnswersFile:
         line = line.rstrip(b"\0")
         if line and not (begun and line[: len(begun)] == begun[: len(line)]):
             raise UsageError(
-                f"--resume {self.file}: line {number} is no answer as --json prints them, nor the beginning of one; "
-                "name another file"
+                f"--resume {self.file}: line {number} is neither an answer as --json prints it nor the beginning "
+                "of one; name another file"
             )
 
     def _check(self, line: bytes, number: int, questions: Sequence[str], setting: dict[str, Any]) -> None:
@@ -129,12 +133,12 @@ class AnswersFile:
             question = record["question"]
         except (ValueError, TypeError, KeyError):
             raise UsageError(
-                f"--resume {self.file}: line {number} is no answer as --json prints them; name another file"
+                f"--resume {self.file}: line {number} is not an answer as --json prints it; name another file"
             ) from None
         if number > len(questions):
             raise UsageError(
-                f"--resume {self.file}: it has more answers than there are questions, {len(questions)}; give all that "
-                "it answers, or name another file"
+                f"--resume {self.file}: the file has more answers than the {len(questions)} questions given; give "
+                "all questions that it answers, or name another file"
             )
         if question != questions[number - 1]:
             raise UsageError(f"--resume {self.file}: line {number} answers another question; name another file")
@@ -144,7 +148,7 @@ class AnswersFile:
             if not _same(found.get(name), value):
                 told = f"with {_differing(name.replace('_', '-'), found.get(name), value)}"
                 other = "over another index" if name == "index" else told
-                remedy = "ask as it was asked, or name another file"
+                remedy = "give the settings of that line, or name another file"
                 raise UsageError(f"--resume {self.file}: line {number} was answered {other}; {remedy}")
 
     def begin(self) -> list[str]:
@@ -159,12 +163,14 @@ class AnswersFile:
             with ignored(errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):  # the file system has no locks
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(self._lock.fileno()).st_size != self._found:
-                raise UsageError(f"--resume {self.file} has changed meanwhile; run the same command again")
+                raise UsageError(f"--resume {self.file} was changed by another process; run the same command again")
             self._lock.truncate(self._whole)
         except BlockingIOError:
-            raise UsageError(f"--resume {self.file}: another run adds answers to it; wait for it or stop it") from None
+            raise UsageError(
+                f"--resume {self.file}: another run is adding answers to it; wait until that run ends, or stop it"
+            ) from None
         except OSError as error:
-            remedy = "make its folder, or permission there, or name another file"
+            remedy = "create its folder, get permission to write there, or name another file"
             raise UsageError(f"--resume {self.file} cannot be written: {error.strerror}; {remedy}") from None
         return self.lines
 
@@ -179,5 +185,5 @@ class AnswersFile:
                 out.write(f"{line}\n".encode())
         except OSError as error:
             why = (error.strerror or str(error)).lower()
-            remedy = "make room or permission there, and run the same command again"
+            remedy = "free space or get permission there, and run the same command again"
             raise SparsekvError(f"--resume {self.file} cannot be written: {why}; {remedy}") from None

@@ -39,7 +39,7 @@ def refuse_unsavable(artifact: Artifact, folder: Path, dtype: str, option: str =
     if os.path.lexists(folder):
         raise UsageError(f"{option} {folder} exists already; give another name")
     if not folder.absolute().parent.is_dir():
-        raise UsageError(f"{option} {folder}: its folder does not exist; make it first")
+        raise UsageError(f"{option} {folder}: the folder to write it in does not exist; create that folder first")
     refuse_other_dtype(artifact.manifest, dtype)
     stored_indexers(artifact.manifest)
 

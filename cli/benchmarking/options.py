@@ -32,8 +32,10 @@ class StepOptions:
         str,
         typer.Option(
             metavar="auto|int8",
-            help="Storage dtype of synthetic keys and values, which our steps on a GPU read. auto: the --dtype. "
-            "With int8 and --shared, MB counts selected rows at full precision.",
+            help=(
+                "Storage dtype of synthetic keys and values, which sparsekv's steps on a GPU read. auto: the "
+                "--dtype. With int8 and --shared, MB counts selected rows at full precision."
+            ),
             autocompletion=names_of(lambda: KV_DTYPES),
         ),
     ] = AUTO
@@ -46,6 +48,8 @@ class StepOptions:
             UsageError: --shared is given without --batch, or the storage dtype is unknown.
         """
         if self.shared and not self.batch:
-            raise UsageError("--shared: say with --batch how many questions share a document, such as --batch 16")
+            raise UsageError(
+                "--shared needs the number of questions that share a document; give it with --batch, such as --batch 16"
+            )
         stored, heads = kv_dtype_named(self.kv_dtype), (None, None, None)
         return Wanted(contexts or [], self.batch or [], *heads, dtype, self.seed, self.shared, stored)

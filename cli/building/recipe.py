@@ -98,27 +98,27 @@ def choose_targets(
         return [_joined(named, output)]
     if listed and not any(os.path.exists(one) for one in listed):
         raise UsageError(
-            f"no line of {from_file} names a file that is there; a document itself is given without --from-file"
+            f"no line of {from_file} names an existing file; if it is the document itself, give it without --from-file"
         )
     for one in named:
         if one.endswith(ENDING) and not os.path.exists(one):
             raise UsageError(
-                f"no such file: {one}; an index that is there takes more methods, and one to build is named by an "
-                f"option: -o {shlex.quote(one)}"
+                f"no such file: {one}; if this is the name of the index to build, give it with -o: -o "
+                f"{shlex.quote(one)}"
             )
     if len(named) == 1 and from_file is None:
         return [Target(named[0], output or folder_of(named[0]))]
     if from_file == "-" and "-" in named:
-        raise UsageError("standard input has the list of documents, so that it cannot be one of them; name a file")
+        raise UsageError("standard input has the list of documents, so it cannot be a document as well; name a file")
     if "-" in named:
-        raise UsageError("a document from standard input has no name: index it by itself, with --output NAME.skv")
+        raise UsageError("a document from standard input has no name: index it alone, with --output NAME.skv")
     _check_holds_several(output, {Path(one).suffix for one in named if has_extension(Path(one))})
     return _apart([Target(one, folder_of(one, output)) for one in named])
 
 
 def _joined(names: list[str], output: Path | None) -> Target:
     if output is None and (len(names) > 1 or not os.path.exists(names[0])):
-        raise UsageError("files in one index have no name in common: name the index with --output NAME.skv")
+        raise UsageError("an index of several files has no name of its own: name it with --output NAME.skv")
     return Target(names[0], output or folder_of(names[0]), tuple(names))
 
 
@@ -141,7 +141,7 @@ def folder_of(document: str, parent: Path | None = None) -> Path:
     beside = path.with_name(f"{path.name}{ENDING}") if folder else with_ending(path)
     # If the document's own name is too long, opening the document reports that.
     if len(os.fsencode(Path(document).name)) <= _LONGEST_NAME < len(os.fsencode(beside.name)):
-        raise UsageError(f"{document}: its name is too long for one with .skv; name the index with --output NAME.skv")
+        raise UsageError(f"{document}: the name is too long to add .skv to it; name the index with --output NAME.skv")
     return beside if parent is None else parent / beside.name
 
 
@@ -192,8 +192,8 @@ def _check_holds_several(output: Path | None, extensions: Collection[str]) -> No
         instead = "such as -o indices" if folder.exists() else f"such as -o {shlex.quote(str(folder))}"
         that = "it is an index, but " if (output / MANIFEST).exists() else ""
         raise UsageError(
-            f"--output {output}: {that}each of several documents has an index of its own; name the folder that they go "
-            f"to, {instead}"
+            f"--output {output}: {that}each document gets an index of its own; name the folder for these "
+            f"indices, {instead}"
         )
 
 
@@ -203,7 +203,7 @@ def _apart(targets: list[Target]) -> list[Target]:
     for one in targets:
         if (other := taken.setdefault(one.folder.absolute(), one.document)) != one.document:
             raise UsageError(
-                f"{other} and {one.document} would both be indexed in {one.folder}; build one of them by itself, with "
+                f"{other} and {one.document} would both be indexed in {one.folder}; build one of them alone, with "
                 "--output NAME.skv"
             )
     return targets
@@ -314,8 +314,8 @@ class BuildRecipe:
         if order == CHANGED_LAST and self.max_tokens is not None:
             given = "" if self.order else f", which {folder} was built with,"
             raise UsageError(
-                f"--order {CHANGED_LAST}{given} puts the files that change last, where --max-tokens cuts; give another "
-                f"order, such as --order {BY_PATH}"
+                f"--order {CHANGED_LAST}{given} puts changed files at the end, which --max-tokens cuts off; give "
+                f"another order, such as --order {BY_PATH}"
             )
         ordered = in_order(sources, order, known)
         return ordered, FileHistory(order=order, changes=count_changes(ordered.files, known))
@@ -418,7 +418,7 @@ def tell_built(folder: Path, before: Manifest | None, manifest: Manifest, *, qui
         note(stored, quiet=quiet)
     if before is not None and before.defaults is not None and manifest.defaults is None:
         again = tune_hint(folder, before.defaults.target)
-        told = "the default that tune found was for the earlier index and is not used any more"
+        told = "the default that tune found was for the earlier index and is no longer used"
         note(f"{told}; run {again} again", quiet=quiet)
 
 
@@ -487,9 +487,9 @@ def index_among(documents: Sequence[str], *, ranks: bool) -> Path | None:
     """
     folder = next((Path(one) for one in documents if (Path(one) / MANIFEST).is_file()), None)
     if folder is not None and (len(documents) > 1 or ranks):
-        by_ranks = f"leave --gpus out, or name its document, with --output {shlex.quote(str(folder))}"
+        by_ranks = f"leave --gpus out, or name the index's document, with --output {shlex.quote(str(folder))}"
         what = by_ranks if ranks else "name it alone"
-        raise UsageError(f"{folder} is an index, to which methods would be added; {what}")
+        raise UsageError(f"{folder} is an index, and adding methods to it is a build of its own; {what}")
     return folder
 
 
@@ -505,7 +505,9 @@ def add_methods(folder: Path, recipe: BuildRecipe, given: Iterable[str], show: P
     """
     for option in given:
         named = option.replace("_", "-")
-        raise UsageError(f"--{named}: {folder} is an index, whose text and rows stay as they are; leave the option out")
+        raise UsageError(
+            f"--{named}: {folder} is an index, whose text, keys and values do not change; leave the option out"
+        )
     artifact = Artifact(folder, mending=True)
     before = artifact.manifest
     refuse_other_dtype(before, recipe.dtype)

@@ -57,8 +57,8 @@ def index_several(targets: Sequence[Target], work: Work, *, quiet: bool) -> None
         tell(printable(why if named else f"{document}: {why}"), soft_wrap=True)
     if wrong := len(targets) - len(there) + len(failures):
         raise SparsekvError(
-            f"{wrong} of {len(targets)} documents are not indexed, for the reasons above; the same command "
-            "tries these again, and leaves the others as they are"
+            f"{wrong} of {len(targets)} documents were not indexed, for the reasons above; run the same "
+            "command again to retry only these"
         )
 
 
@@ -107,7 +107,7 @@ def index_by_ray(
         UsageError: a document is standard input, which workers do not have; or the errors of `RayCluster.run`.
     """
     if any(one.document == "-" for one in targets):
-        raise UsageError("--ray: workers have no standard input; name a file")
+        raise UsageError("--ray: workers cannot read this command's standard input; name a file")
     named = {_whole(one): one for one in targets}
     elsewhere = replace(recipe, quiet=True, model=whole_model(recipe.model))
     cluster = RayCluster(IndexWorker, elsewhere, address, workers)

@@ -150,7 +150,7 @@ class _Changes:
                 next(stream)  # begins the watch
             except (OSError, RuntimeError) as error:
                 raise SparsekvError(
-                    f"--watch: the system does not watch {there[0]}: {error}; name a smaller folder, or raise "
+                    f"--watch: cannot watch {there[0]}: {error}; name a smaller folder, or raise "
                     "fs.inotify.max_user_watches"
                 ) from None
 

@@ -104,7 +104,7 @@ class Lines:
             line = (input(prompt) if self.readline is not None else _plain(prompt)).rstrip()
             line.encode()
         except UnicodeError:
-            raise UsageError("that is not text in UTF-8; type or paste it again") from None
+            raise UsageError("the line is not text in UTF-8; type or paste it again") from None
         return line
 
     def _remember(self, entry: str) -> None:

@@ -35,14 +35,18 @@ def _lines() -> Iterator[str]:
     while sys.stdin is not None and (line := sys.stdin.buffer.readline(MOST + 1)):
         number += 1
         if len(line) > MOST:
-            raise UsageError(f"standard input line {number} is longer than {MOST >> 20} MiB; questions are short")
+            raise UsageError(
+                f"standard input line {number} is longer than {MOST >> 20} MiB; give one question per line"
+            )
         if number == 1 and (encoding := marked_encoding(line)) != UTF_8:
             # Input is split at newline bytes, to answer each question as it arrives. Only UTF-8 allows that.
             raise UsageError(f"standard input is text in {encoding.upper()}; convert it to UTF-8, such as by iconv")
         try:
             question = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError:
-            raise UsageError(f"standard input line {number} is not text in UTF-8; convert it first") from None
+            raise UsageError(
+                f"standard input line {number} is not text in UTF-8; convert it to UTF-8, such as by iconv"
+            ) from None
         if "\0" in question:
             raise UsageError(f"standard input line {number} is not text: it contains zero bytes; convert it to UTF-8")
         if question.strip():
@@ -61,8 +65,9 @@ def _no_command(line: str, number: int) -> str:
     first = line.split(" ")[0]
     if first.removeprefix("/") in COMMANDS and first.startswith("/"):
         raise UsageError(
-            f"standard input line {number}: {first} is a command at a terminal alone, and here every line is a "
-            f"question; leave it out (options do what commands do), or write /{first} to ask it"
+            f"standard input line {number}: {first} is a command, and commands work only at a terminal; "
+            f"delete the line and give the command's option instead, or, if it is a question, write /{first} "
+            "to ask it"
         )
     return line[1:] if first.startswith("//") and first.removeprefix("//") in COMMANDS else line
 

@@ -81,7 +81,9 @@ def run_command(session: Chat, entry: str) -> None:
         alike = DamerauLevenshtein.normalized_similarity
         nearest = process.extractOne(name, list(COMMANDS), scorer=alike, score_cutoff=ALIKE)
         meant = "/help lists them" if nearest is None else f"did you mean /{nearest[0]}?"
-        raise UsageError(f"no command /{name}: {meant} (a question that begins with / is written //)")
+        raise UsageError(
+            f"no command /{name}: {meant} (to ask a question that begins with /, type a second / before it)"
+        )
     COMMANDS[name].run(session, argument.strip())
 
 
@@ -175,5 +177,5 @@ def trace(session: Chat, argument: str) -> None:
     answer, document = traced.trace(talk.last_asked(), len(talk.turns[-1].answer), truth=True)
     size = write({**document, "question": session.asked}, output)
     if answer.ids != talk.turns[-1].answer:
-        note("asked again, it was answered otherwise", quiet=session.quiet)
+        note("asked again, the question got another answer", quiet=session.quiet)
     note(f"{output}: {describe_size(document, size)}", quiet=session.quiet)

@@ -121,7 +121,9 @@ def _options(
             if any(field is one for one in preset):
                 continue
             if field.name in taken or _flag(field.name) in taken:
-                raise UsageError(f"{_flag(field.name)} of {name} is also an option of the command itself; rename it")
+                raise UsageError(
+                    f"{_flag(field.name)} of {name} is also an option of the command itself; rename the method's field"
+                )
             of_field = owners.setdefault(field.name, [])
             of_field.append((name, field))
             first, known = of_field[0]

@@ -18,9 +18,12 @@ RayOption = Annotated[
     str | None,
     typer.Option(
         metavar="local|auto|HOST:PORT",
-        help="Let workers of a Ray cluster do it, each with a model of its own and one document (of eval: one context) "
-        "at a time: a cluster started on this machine (local), the one that this machine belongs to (auto), or one by "
-        "its address. Needs pip install 'sparsekv[ray]'.",
+        help=(
+            "Distribute the work over workers of a Ray cluster. Each worker loads the model and processes "
+            "one document (in eval: one context) at a time. local: a cluster started on this machine; auto: "
+            "the cluster that this machine belongs to; HOST:PORT: the cluster at this address. Needs pip "
+            "install 'sparsekv[ray]'."
+        ),
         rich_help_panel="Many documents",
     ),
 ]
@@ -28,7 +31,7 @@ WorkersOption = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Workers of --ray. Default: one a GPU, or without GPUs one for four CPUs.",
+        help="Workers of --ray. Default: one per GPU; without GPUs, one per four CPUs.",
         rich_help_panel="Many documents",
     ),
 ]
@@ -38,7 +41,7 @@ def check_ray(ray: str | None, workers: int | None) -> None:
     """Raise UsageError if `ray` is not the address of a cluster, or if a number of workers is given without a
     cluster."""
     if workers is not None and ray is None:
-        raise UsageError(f"--workers {workers} is for --ray; leave it out")
+        raise UsageError(f"--workers {workers} has no effect without --ray; leave --workers out")
     if ray is not None and ray not in (LOCAL, AUTO) and not re.fullmatch(r"(ray://)?[^\s/]+:\d{1,5}", ray):
         raise UsageError(f"--ray {ray}: give {LOCAL}, {AUTO} or HOST:PORT")
 
@@ -51,7 +54,7 @@ def share(text: str | float) -> float:
         # Decimal arithmetic makes 2.9% exactly equal to 0.029.
         return float(Decimal(text[:-1]) / 100) if text.endswith("%") else float(text)
     except (ValueError, InvalidOperation):
-        raise typer.BadParameter(f"{text or repr(text)} is no share, such as 0.9 or 90%") from None
+        raise typer.BadParameter(f"{text or repr(text)} is not a share; give one such as 0.9 or 90%") from None
 
 
 ATTENDED, PLACED = "What is attended to", "Where the document lies"
@@ -117,7 +120,7 @@ def _values_of(option: str, args: Iterable[str]) -> Iterable[str]:
 def refuse_impossible_name(path: Path, option: str) -> None:
     """Raise UsageError if the path is a folder, its folder is missing, or its name is too long."""
     if not os.path.isdir(path.absolute().parent):
-        raise UsageError(f"{option} {path}: its folder does not exist; make it first")
+        raise UsageError(f"{option} {path}: the folder to write it in does not exist; create that folder first")
     if os.path.isdir(path):
         raise UsageError(f"{option} {path} is a folder; give the name of a file in it")
     if len(os.fsencode(path.name)) > os.pathconf(path.absolute().parent, "PC_NAME_MAX"):
@@ -133,9 +136,12 @@ def refuse_unwritable_plot(plot: Path | None) -> None:
 
     known = FigureCanvasBase.filetypes
     if not plot.suffix:
-        raise UsageError(f"--plot {plot}: its name has no ending; call it {plot}.png")
+        raise UsageError(f"--plot {plot}: the name has no extension; give {plot}.png")
     if plot.suffix[1:].lower() not in known:
-        raise UsageError(f"--plot {plot}: no picture ends like this; choose one of {', '.join(sorted(known))}")
+        raise UsageError(
+            f"--plot {plot}: there is no image format with this extension; give a name that ends in one of "
+            f"{', '.join(sorted(known))}"
+        )
 
 
 def check_model(name: str | None) -> str | None:
@@ -146,7 +152,7 @@ def check_model(name: str | None) -> str | None:
     try:
         Path(name or "").expanduser()
     except RuntimeError:
-        raise UsageError(f"model '{name}': there is no such user's folder here; write its whole path") from None
+        raise UsageError(f"model '{name}': this machine has no such user; give the folder's full path") from None
     return name
 
 
@@ -194,7 +200,7 @@ DeviceOption = Annotated[
 DtypeOption = Annotated[
     str,
     typer.Option(
-        help="Of the model, keys and values: auto, float32, float16 or bfloat16.",
+        help="Dtype of the model, keys and values: auto, float32, float16 or bfloat16.",
         envvar="SPARSEKV_DTYPE",
         autocompletion=lambda: ["auto", "float32", "float16", "bfloat16"],
     ),
@@ -211,8 +217,11 @@ WeightsOption = Annotated[
 KVDtypeOption = Annotated[
     str,
     typer.Option(
-        help="What keys and values are stored in: auto (the model's dtype) or int8: half of bfloat16, a quarter of "
-        "float32. What that costs of attention's accuracy is measured and kept in the index.",
+        help=(
+            "Storage dtype of keys and values: auto (the model's dtype) or int8, which takes half the space "
+            "of bfloat16 and a quarter of that of float32. The error that int8 causes in attention is "
+            "measured and recorded in the index."
+        ),
         autocompletion=lambda: ["auto", "int8"],
     ),
 ]
@@ -226,8 +235,10 @@ EncodingOption = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="Encoding of the text: utf-8, utf-16, latin-1, cp1252, ... (Python's names). Of UTF-16 and UTF-32 a byte "
-        "order mark is enough. In a folder, others than UTF-8 are detected by default.",
+        help=(
+            "Encoding of the text: utf-8, utf-16, latin-1, cp1252, ... (Python's names). UTF-16 and UTF-32 "
+            "are also recognised by a byte order mark. In a folder, other encodings are detected by default."
+        ),
     ),
 ]
 ChunkSizeOption = Annotated[

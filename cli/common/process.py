@@ -48,7 +48,7 @@ def refuse_lost_folder() -> None:
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise UsageError("the current folder is gone; change to another") from None
+        raise UsageError("the current folder no longer exists; change to another folder") from None
 
 
 def refuse_small_limit() -> None:
@@ -79,7 +79,7 @@ def refuse_little_room() -> None:
 def _refuse(limit: int, needed: int) -> None:
     raise SparsekvError(
         f"there is not enough memory to start: a limit (ulimit -v) allows {limit >> 20} MiB; raise it to "
-        f"{needed >> 20} MiB at least, and what the model needs"
+        f"{needed >> 20} MiB at least, plus the memory that the model needs"
     )
 
 

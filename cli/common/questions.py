@@ -145,5 +145,5 @@ def _read(file: str, option: str) -> str:
     except SparsekvError as error:
         raise UsageError(str(error)) from None
     if len(data) > MOST:
-        raise UsageError(f"{name} is longer than {MOST >> 20} MiB; questions are short, give fewer at once")
+        raise UsageError(f"{name} is longer than {MOST >> 20} MiB; split it, and ask fewer questions at once")
     return decode_text(data, name)

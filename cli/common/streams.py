@@ -80,7 +80,7 @@ def prepare_streams() -> None:
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # it stays open
     if sys.stdout is None:
-        raise SparsekvError("standard output is closed; send it to a file, or to /dev/null")
+        raise SparsekvError("standard output is closed; redirect it to a file or to /dev/null")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.flush()
         raw = io.BufferedWriter(_Stdout(sys.stdout.fileno(), "w", closefd=False))

@@ -19,7 +19,7 @@ def refuse_repeated(command: Any, ctx: Any, args: list[str]) -> None:
         single = not option.multiple and (option.secondary_opts or not option.is_flag)
         if single and times > 1:
             often = "twice" if times == 2 else f"{times} times"
-            raise UsageError(f"{_named(option)} is given {often} and takes one value; leave out what you do not mean")
+            raise UsageError(f"{_named(option)} is given {often} and takes one value; give it once")
 
 
 def _named(parameter: Any) -> str:

@@ -73,12 +73,14 @@ def _read(path: Path) -> str:
         # O_NONBLOCK: a stranger may have made the file a pipe without a writer, and open() would wait forever.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise UsageError(f"{shown} is no file; move it away, or write the project's defaults there")
+                raise UsageError(
+                    f"{shown} is not a file; rename or remove it, or replace it by a file with the project's defaults"
+                )
             data = file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"{shown} cannot be read: {reason_of(error)}; mend it or move it away") from None
+        raise UsageError(f"{shown} cannot be read: {reason_of(error)}; make it readable, or move it away") from None
     if len(data) > MOST_BYTES:
-        raise UsageError(f"{shown} is longer than {MOST_BYTES >> 10} KiB; keep a project's defaults alone in it")
+        raise UsageError(f"{shown} is longer than {MOST_BYTES >> 10} KiB; keep only the project's defaults in it")
     return decode_text(data, shown)
 
 
@@ -87,7 +89,7 @@ def _parse(path: Path, text: str) -> ProjectFile:
         tables = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise UsageError(f"{os.path.relpath(path)} is no valid TOML: {reason}; mend it or move it away") from None
+        raise UsageError(f"{os.path.relpath(path)} is not valid TOML: {reason}; correct it, or move it away") from None
     return ProjectFile(path, tables, _lines(text))
 
 
@@ -146,11 +148,13 @@ def refuse_calls_own(option: Any, kind: Any, where: str) -> None:
     name = long_name(option)
     if name == "index":
         return
-    reason = "it is decided call by call" if name in CALLS_OWN else ""
+    reason = "it must be given with each call" if name in CALLS_OWN else ""
     if kind is Path or name.endswith("-file") or _NAMES_A_FILE.search(option.metavar or ""):
         reason = "it names a file"
     if reason:
-        raise UsageError(f"{where}: {name} is not taken from a file, for {reason}; give --{name} on the command line")
+        raise UsageError(
+            f"{where}: {name} is not read from a file, because {reason}; give --{name} on the command line"
+        )
 
 
 def typed(option: Any, kind: Any, value: Any, where: str) -> Any:
@@ -197,7 +201,7 @@ def index_path(value: str, file: ProjectFile, where: str) -> str:
         inside = False
     if not inside:
         raise UsageError(
-            f"{where}: the index {value} lies outside of the file's folder; name it with --index or SPARSEKV_INDEX"
+            f"{where}: the index {value} is outside the folder of this file; name it with --index or SPARSEKV_INDEX"
         )
     return os.path.relpath(path)
 
@@ -236,12 +240,15 @@ def check_tables(file: ProjectFile, commands: Iterable[str]) -> None:
     for key, value in file.tables.items():
         if isinstance(value, dict) and key not in commands:
             near = suggestion(key, commands)
-            raise UsageError(f"{file.where(key)}: there is no command {key}{near}; name one of `sparsekv --help`")
+            raise UsageError(
+                f"{file.where(key)}: there is no command {key}{near}; see `sparsekv --help` for the commands"
+            )
         if not isinstance(value, dict) and key not in SHARED:
             near = suggestion(key, SHARED)
             raise UsageError(
-                f"{file.where(key)}: {key} is no default of all commands{near}; these are {', '.join(SHARED)}; options "
-                "of one command stand below its name in brackets, such as [generate]"
+                f"{file.where(key)}: {key} is not an option that all commands share{near}; those are "
+                f"{', '.join(SHARED)}; write an option of one command below the command's name in brackets, such "
+                "as [generate]"
             )
         if key in SHARED and not isinstance(value, str | dict):
             refuse_type(f"{file.where(key)}: {key}", value, "text in quotes")

@@ -153,8 +153,8 @@ def _refuse_unnamed_model(name: str, origin: str) -> None:
 
     if not may_be_loaded(name):
         raise UsageError(
-            f"{origin} names the model {name}, which you have not named on this machine: add --model "
-            f"{shlex.quote(name)} once, if you trust it"
+            f"{origin} names the model {name}, which you have not yet given with --model; if "
+            f"you trust it, add --model {shlex.quote(name)} once"
         )
 
 
@@ -216,7 +216,7 @@ def table_of(file: ProjectFile, path: tuple[str, ...], known: Iterable[tuple[str
             if key not in inside:
                 below = ", ".join(f"[{'.'.join((*path[:depth], name))}]" for name in sorted(inside))
                 raise UsageError(
-                    f"{file.where(*path[:depth], key)}: {key} is not a command of {path[0]}; its tables are {below}"
+                    f"{file.where(*path[:depth], key)}: {key} is not a command of {path[0]}; its commands are {below}"
                 )
         table = table.get(part, {})
         if not isinstance(table, dict):

@@ -51,14 +51,14 @@ def is_own_peer(connection: socket.socket) -> bool:
 def refuse_occupied(path: str) -> None:
     """Raise UsageError if a path exists and is not a socket of this user. Symbolic links are not followed."""
     if os.path.lexists(path) and not is_own_socket(path):
-        raise UsageError(f"{path}: this is no socket of yours, and would be replaced; {REMEDY}")
+        raise UsageError(f"{path}: this is not a socket of yours, and a server would have to replace it; {REMEDY}")
 
 
 def refuse_missing_folder(path: str) -> None:
     """Raise UsageError if the user has named a socket in a folder that does not exist."""
     folder = os.path.dirname(path)
     if os.environ.get(VARIABLE) and not os.path.isdir(folder):
-        raise UsageError(f"{path}: there is no folder {folder}; make it, or {REMEDY}")
+        raise UsageError(f"{path}: there is no folder {folder}; create it, or {REMEDY}")
 
 
 def refuse_listener(path: str) -> None:

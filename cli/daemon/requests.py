@@ -33,7 +33,7 @@ def stop(path: str) -> bool:
             _answer(path, "stop")
             if not select.select([ended], [], [], PATIENCE)[0]:
                 raise SparsekvError(
-                    f"the server (process {found['pid']}) does not end; end it by `kill -9 {found['pid']}`"
+                    f"the server (process {found['pid']}) does not end; end it with `kill -9 {found['pid']}`"
                 )
         finally:
             os.close(ended)

@@ -75,7 +75,7 @@ def join_ranks(device: str) -> "Ranks | None":
     ranks = join(place)
     if device not in ("auto", ranks.device.type):
         hide = "; to use CPUs, hide the GPUs: CUDA_VISIBLE_DEVICES=" if ranks.device.type == "cuda" else ""
-        raise UsageError(f"--device {device}: each rank takes the device of its number; leave it out{hide}")
+        raise UsageError(f"--device {device}: each rank takes the GPU of its own number; leave --device out{hide}")
     return ranks
 
 
@@ -83,4 +83,4 @@ def refuse_with_ranks(given: Mapping[str, object]) -> None:
     """Raise UsageError for the first of these options that the user has set. They need a single process."""
     for option, value in given.items():
         if value:
-            raise UsageError(f"with several ranks there is no {option}; leave it out, or --gpus")
+            raise UsageError(f"{option} does not work with several ranks; leave it out, or leave --gpus out")

@@ -61,7 +61,7 @@ def run_ranks(size: int, arguments: Sequence[str]) -> int:
         if code == -signal.SIGPIPE:  # the reader closed the pipe
             return 128 + signal.SIGPIPE
     how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
-    raise SparsekvError(f"rank {failed} of {size} {how}, and the others with it; run the same command again")
+    raise SparsekvError(f"rank {failed} of {size} {how}, and the other ranks were stopped; run the same command again")
 
 
 def _told(file: Path) -> int | None:
@@ -178,7 +178,9 @@ def _start_processes(size: int | None) -> int | None:
         return size
     place = own_place()
     if place is not None:
-        raise UsageError(f"--gpus {size}: this is one of {place.size} processes that torchrun started; leave it out")
+        raise UsageError(
+            f"--gpus {size}: this is one of {place.size} processes that torchrun started; leave --gpus out"
+        )
     arguments = _without_option(sys.argv[1:])
     if {"--help", "-h"} & set(arguments) or all(one.startswith("-") for one in arguments):
         return size
@@ -210,7 +212,10 @@ GpusOption = Annotated[
         min=1,
         callback=_start_processes,
         is_eager=True,
-        help="Split the model over N GPUs, one process each; on CPUs where there is no GPU. Only for "
-        f"{' and '.join(BY_RANKS)}, and written before them: sparsekv --gpus 2 generate ...",
+        help=(
+            "Split the model over N GPUs, with one process per GPU; without GPUs, over N processes on CPUs. "
+            f"Only for {' and '.join(BY_RANKS)}, and given before the command's name: sparsekv --gpus 2 "
+            "generate ..."
+        ),
     ),
 ]

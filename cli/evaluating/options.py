@@ -59,7 +59,9 @@ def asking_method(name: str) -> dict[str, type[Method]]:
     """Return the method of `--question-prefill` by its name; an empty dict for `dense` and `own`. Raises UsageError for
     `all`, and for a method that does not exist or whose index cannot be built."""
     if name == "all":
-        raise UsageError(f"{QUESTION_OPTIONS[0]} all: name one method, or dense or own")
+        raise UsageError(
+            f"{QUESTION_OPTIONS[0]} all: questions are prefilled with one method; name it, or give dense or own"
+        )
     if name in (Own.name, DENSE):
         return {}
     try:
@@ -139,7 +141,10 @@ class EvalOptions:
         str,
         typer.Option(
             metavar="dense|own|METHOD",
-            help="What questions attend to: everything, what the answer's method selects (own), or what METHOD does.",
+            help=(
+                "Tokens that questions attend to: all (dense), those that the answer's method selects (own), or "
+                "those that METHOD selects."
+            ),
             autocompletion=names_of(methods, DENSE, Own.name),
         ),
     ] = DENSE

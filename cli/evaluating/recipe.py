@@ -151,6 +151,6 @@ def answer_by_ray(
             raise SparsekvError(f"{failures[0]}{others}; run the same command again to ask the other questions")
         if unanswered(comparison, contexts, answers, recipe.work):
             raise SparsekvError(
-                "the workers have another device or dtype than this process, so that their answers do not count; give "
-                "--device and --dtype"
+                "the workers have another device or dtype than this process, so their answers cannot be "
+                "compared; give --device and --dtype"
             )

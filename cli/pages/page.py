@@ -127,7 +127,7 @@ def refuse_unwritable_page(path: Path | None, option: str) -> None:
 def refuse_other_file(path: Path, option: str, what: str = "page", begins: str = START) -> None:
     """Raise SparsekvError if a file exists at the path that does not begin with `begins`. An empty file is accepted."""
     if os.path.lexists(path) and not _is_ours(path, begins):
-        raise SparsekvError(f"{path} is there and no {what} of sparsekv; give {option} another name")
+        raise SparsekvError(f"{path} exists and is not a {what} of sparsekv; give {option} another name")
 
 
 def _is_ours(path: Path, begins: str) -> bool:
@@ -190,7 +190,10 @@ HtmlOption = Annotated[
     typer.Option(
         "--html",
         metavar="FILE.html",
-        help="Write the report as one HTML file too, with tables to sort and plots to point at; it loads nothing.",
+        help=(
+            "Also write the report as one HTML file with sortable tables and interactive plots. The file "
+            "loads nothing from the network."
+        ),
     ),
 ]
 
@@ -203,7 +206,7 @@ def refuse_unwritable_html(path: Path | None) -> None:
         SparsekvError: a file exists that is no page of sparsekv.
     """
     if path is not None and path.suffix.lower() not in ENDINGS:
-        raise UsageError(f"--html {path}: no page ends like this; call it {path.with_suffix('.html')}")
+        raise UsageError(f"--html {path}: the name of a page ends in .html; give {path.with_suffix('.html')}")
     refuse_unwritable_page(path, "--html")
 
 

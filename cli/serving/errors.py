@@ -85,7 +85,9 @@ def invalid(kind: type[BaseModel], error: ValidationError, given: Any) -> ApiErr
         told = f"{name} is not supported; leave it out"
         return ApiError(400, told, param=name, code="unsupported_parameter")
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{name} is no field of this request; leave it out", param=name, code="unknown_parameter")
+        return ApiError(
+            400, f"{name} is not a field of this request; leave it out", param=name, code="unknown_parameter"
+        )
     if first["type"] == "missing":
         return ApiError(400, f"{name} is missing", param=name, code="missing_required_parameter")
     return ApiError(400, f"{name}: {told}" if name else told, param=name or None, code="invalid_value")

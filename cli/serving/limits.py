@@ -49,7 +49,9 @@ def read_keys(file: Path) -> list[str]:
 def refuse_no_origin(given: str) -> None:
     """Raise UsageError unless a value of --cors is `*` or an origin (SCHEME://HOST[:PORT])."""
     if given != "*" and not ORIGIN.fullmatch(given):
-        told = "is no origin; give SCHEME://HOST[:PORT] as a browser sends it, such as https://chat.example.org, or *"
+        told = (
+            "is not an origin; give SCHEME://HOST[:PORT] as a browser sends it, such as https://chat.example.org, or *"
+        )
         raise UsageError(f"--cors {given} {told}")
 
 
@@ -81,13 +83,13 @@ class Gate:
     def _check(self, path: str, method: str, headers: Headers) -> None:
         """Raise ApiError for a request with a wrong host or without a valid key."""
         if self.hosts and host_name(headers.get("host", "")) not in self.hosts:
-            told = f"this server answers requests to {', '.join(self.hosts)} only; the Host header names another"
+            told = f"this server answers requests to {', '.join(self.hosts)} only; the Host header names another host"
             raise ApiError(421, told, code="wrong_host")
         # A browser first sends an OPTIONS request without a key (CORS preflight).
         if self.keys and path not in OPEN_PATHS and method != "OPTIONS":
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not self._is_known(key.strip()):
-                told = "this server asks for a key: send the header Authorization: Bearer KEY"
+                told = "this server requires a key: send the header Authorization: Bearer KEY"
                 raise ApiError(401, told, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     def _is_known(self, key: str) -> bool:

@@ -39,17 +39,20 @@ class ServeOptions:
         ),
     ] = None
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 is all of this machine's.", rich_help_panel=WHO)
+        str,
+        typer.Option(help="Address to listen on; 0.0.0.0 means all addresses of this machine.", rich_help_panel=WHO),
     ] = "127.0.0.1"
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 is any that is free.", rich_help_panel=WHO)
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 means any free port.", rich_help_panel=WHO)
     ] = 8000
     api_key_file: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A file with keys, one a line, of which a request must have one. A line that begins with # is a "
-            "comment. Default: none is needed.",
+            help=(
+                "A file of API keys, one per line. A request must carry one of these keys. A line that begins "
+                "with # is a comment. Default: no key is needed."
+            ),
             rich_help_panel=WHO,
         ),
     ] = None
@@ -57,7 +60,10 @@ class ServeOptions:
         list[str] | None,
         typer.Option(
             metavar="ORIGIN",
-            help="Let web pages of an origin ask, such as https://chat.example.org; repeatable. Default: none may.",
+            help=(
+                "Allow requests from web pages of this origin, such as https://chat.example.org; repeatable. "
+                "Default: none."
+            ),
             rich_help_panel=WHO,
         ),
     ] = None
@@ -82,7 +88,10 @@ class ServeOptions:
         typer.Option(
             min=0.1,
             metavar="SECONDS",
-            help="Longest time of an answer, its wait for a slot included. Then it ends with an error.",
+            help=(
+                "Longest time of an answer, including its wait for a slot. After this time the answer ends with "
+                "an error."
+            ),
             rich_help_panel=AT_ONCE,
         ),
     ] = 600.0
@@ -91,7 +100,9 @@ class ServeOptions:
         typer.Option(
             min=0.1,
             metavar="SECONDS",
-            help="A client that does not read its answer for so long, while more of it waits, is cut off.",
+            help=(
+                "Disconnect a client that has not read its answer for this long while more of the answer is waiting."
+            ),
             rich_help_panel=AT_ONCE,
         ),
     ] = 60.0
@@ -100,7 +111,7 @@ class ServeOptions:
         typer.Option(
             min=0,
             metavar="SECONDS",
-            help="On SIGTERM or Ctrl-C: how long answers that have begun may still take.",
+            help="How long answers that have begun may still take after SIGTERM or Ctrl-C.",
             rich_help_panel=AT_ONCE,
         ),
     ] = 30.0
@@ -112,9 +123,11 @@ class ServeOptions:
         typer.Option(
             min=0,
             metavar="GIB",
-            help="Memory for the keys and values of documents. Beyond it the index that was asked longest ago is "
-            "closed, if nobody asks it; the next request opens it again. Default: half of what is free, on a GPU of "
-            "the GPU's.",
+            help=(
+                "Memory for the keys and values of documents. Above this limit, the idle index that was asked "
+                "longest ago is closed; the next request for it opens it again. Default: half of the free "
+                "memory, on a GPU of the GPU's free memory."
+            ),
             rich_help_panel=AT_ONCE,
         ),
     ] = None
@@ -138,7 +151,7 @@ class ServeOptions:
         str | None,
         typer.Option(
             metavar="dense|own|METHOD",
-            help="What a question's tokens attend to, as of `generate`. Default: dense.",
+            help="Tokens that a question attends to, as in `generate`. Default: dense.",
             rich_help_panel=ATTENDED,
         ),
     ] = None
@@ -146,7 +159,7 @@ class ServeOptions:
         str,
         typer.Option(
             metavar="device|host|disk",
-            help="Where the documents' keys and values are kept, as of `generate`.",
+            help="Where the documents' keys and values are kept, as in `generate`.",
             rich_help_panel=PLACED,
         ),
     ] = "device"
@@ -154,13 +167,13 @@ class ServeOptions:
         int,
         typer.Option(
             min=1,
-            help="Longest answer, in tokens; at most what the model's positions leave.",
+            help="Longest answer, in tokens. It also ends where the model's context is full.",
             rich_help_panel=UNSAID,
         ),
     ] = 256
     temperature: Annotated[
         float,
-        typer.Option(help="0 takes the likeliest token each time; above 0 one is drawn.", rich_help_panel=UNSAID),
+        typer.Option(help="0: always the most likely token. Above 0: tokens are sampled.", rich_help_panel=UNSAID),
     ] = 0.0
     model: ModelOption = None
     weights: WeightsOption = "auto"

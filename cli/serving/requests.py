@@ -172,7 +172,7 @@ class ChatRequest(Asked):
     def check(self) -> None:
         super().check()
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            told = "max_tokens and max_completion_tokens are one field's old and new name; give one"
+            told = "max_tokens and max_completion_tokens are the old and the new name of one field; give one of them"
             raise ApiError(400, told, param="max_tokens", code="invalid_value")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
@@ -201,7 +201,10 @@ class CompletionRequest(Asked):
         if not all(one.strip() for one in self.prompts):
             raise ApiError(400, "the prompt is empty; write something", param="prompt", code="invalid_value")
         if len(self.prompts) * self.choices > MOST_CHOICES:
-            told = f"{len(self.prompts)} prompts of {self.choices} answers each are more than {MOST_CHOICES}; ask less"
+            told = (
+                f"{len(self.prompts)} prompts of {self.choices} answers each are more than {MOST_CHOICES}; ask "
+                "for fewer"
+            )
             raise ApiError(400, told, param="prompt", code="invalid_value")
 
 

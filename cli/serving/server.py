@@ -52,7 +52,9 @@ def bind(host: str, port: int) -> socket.socket:
         listening.close()
         told = f"cannot listen on {host} port {port}: {reason_of(error)}"
         if error.errno == errno.EADDRNOTAVAIL:
-            raise UsageError(f"--host {host} is no address of this machine; give 127.0.0.1, or one that is") from None
+            raise UsageError(
+                f"--host {host} is not an address of this machine; give 127.0.0.1, or one of this machine's addresses"
+            ) from None
         raise SparsekvError(f"{told}; give another --port (0: any that is free) or --host") from None
     return listening
 

@@ -69,7 +69,7 @@ def note_broken(folder: Path) -> None:
     """Print a note for each `*.skv` in a folder that is not served because it has no manifest."""
     for one in sorted(folder.glob(f"*{ENDING}")):
         if one.is_dir() and not one.is_symlink() and not (one / MANIFEST).is_file():
-            note(f"{one} is not served: it has no {MANIFEST}, so it is no whole index", quiet=False)
+            note(f"{one} is not served: it has no {MANIFEST}, so it is not a complete index", quiet=False)
 
 
 def indices_in(folder: Path) -> Iterator[Path]:

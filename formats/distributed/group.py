@@ -64,8 +64,8 @@ def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConf
     plan, experts = text.base_model_tp_plan or {}, text.base_model_ep_plan or {}
     if _splits_states(plan, {*(getattr(text, "layer_types", None) or ())}):
         raise UsageError(
-            f"transformers' plan to split model '{name}' ({config.model_type}) splits the states of its layers, which "
-            "an index has whole; use one GPU"
+            f"transformers' plan to split model '{name}' ({config.model_type}) also splits the states of its "
+            "layers, and an index needs these states unsplit; use one GPU"
         )
     if plan:
         heads = text.num_key_value_heads

@@ -38,7 +38,7 @@ def open_source(source: str, *, option: str = "") -> Iterator[BinaryIO]:
     """
     if source == "-":
         if sys.stdin is None:
-            raise UsageError("standard input is closed; name a file, or pass it a text")
+            raise UsageError("standard input is closed; name a file, or pipe a text to the command")
         wait_for_stdin()
         stdin: Any = sys.stdin.buffer  # has a method `read1` that its declared type lacks
         yield io.BufferedReader(_Source(stdin.read1, "standard input"))
@@ -122,7 +122,8 @@ def _await_writer(file: io.FileIO, reader: "io.BufferedReader[_Source]") -> None
     while not reader.peek(1) and not reader.raw.waiting and named and not events.poll(100):
         if time.monotonic() > end:
             raise SparsekvError(
-                f"{reader.raw.name}: nobody writes to this pipe; start what writes to it, or name a file"
+                f"{reader.raw.name}: no program writes to this pipe; start the program that writes to it, or name "
+                "a file"
             )
 
 
@@ -227,7 +228,7 @@ def check_encoding(name: str) -> str:
         "a".encode(name)
     except (LookupError, ValueError):
         raise UsageError(
-            f"--encoding {name}: no such encoding of text; give utf-8, utf-16, latin-1 or cp1252"
+            f"--encoding {name}: there is no such text encoding; give utf-8, utf-16, latin-1 or cp1252"
         ) from None
     return found.name
 

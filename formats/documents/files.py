@@ -145,9 +145,7 @@ def read_folder(folder: Path, choice: Choice) -> SourceTexts:
         UsageError: the folder cannot be read, is an unfinished index, or has no text, too much text or too many files.
     """
     if folder.suffix == ENDING or (folder / MARKER).exists():
-        raise UsageError(
-            f"{folder} is the folder of an index that is not finished; name its document, and the build goes on"
-        )
+        raise UsageError(f"{folder} is the folder of an unfinished index; name its document to resume the build")
     with extracted.Extractor() as extractor:
         reader = _Reader(choice, extractor)
         reader.walk(folder)
@@ -168,7 +166,9 @@ def read_several(names: Sequence[str], choice: Choice) -> SourceTexts:
         for name in names:
             before = reader.chosen
             if name == "-":
-                raise UsageError("standard input has no name, and a document of several files names each; name a file")
+                raise UsageError(
+                    "standard input has no name, and a document of several files gives the name of each; name a file"
+                )
             if os.path.isdir(name):
                 reader.walk(Path(name))
             elif not is_glob(name):
@@ -178,7 +178,9 @@ def read_several(names: Sequence[str], choice: Choice) -> SourceTexts:
                 if root.is_dir():
                     reader.walk(root, _spec([pattern], name))
                 if reader.chosen == before:
-                    raise UsageError(f"no file matches {name}; a pattern is as in a shell, and ** is any folders")
+                    raise UsageError(
+                        f"no file matches {name}; patterns are as in a shell, and ** matches any number of folders"
+                    )
     return reader.result(None, "the documents")
 
 
@@ -205,7 +207,7 @@ def _spec(patterns: Iterable[str], named: str) -> GitIgnoreSpec:
         return GitIgnoreSpec.from_lines(patterns)
     except ValueError:
         raise UsageError(
-            f"{named}: no such pattern; give one as in a .gitignore, such as '*.py' or 'docs/**'"
+            f"{named}: this is not a valid pattern; give one as in a .gitignore, such as '*.py' or 'docs/**'"
         ) from None
 
 
@@ -277,7 +279,9 @@ class _Reader:
         try:
             descriptor = os.open(folder, _FLAGS | os.O_DIRECTORY)
         except OSError as error:
-            raise UsageError(f"cannot read {folder}: {reason_of(error)}; allow reading it, or name another") from None
+            raise UsageError(
+                f"cannot read {folder}: {reason_of(error)}; get permission to read it, or name another folder"
+            ) from None
         try:
             self._walk(descriptor, _Place(os.path.abspath(folder), pattern), "", (), 0)
         finally:

@@ -98,8 +98,8 @@ def encode_text(
     places = [*(0 for _ in before), *plain.starts, *(len("".join(parts)) for _ in after)] if starts else []
     if left := _count(ids, untold) - meant:
         raise SparsekvError(
-            f"the text contains {next(iter(left))}, which this model's tokenizer cannot read as plain text; take it "
-            "out, or give --special-tokens where all of the text is your own"
+            f"the text contains {next(iter(left))}, which this model's tokenizer cannot read as plain text; "
+            "remove it, or give --special-tokens if you wrote the whole text yourself"
         )
     text = "".join(part for part in parts if not isinstance(part, Trusted))
     return EncodedText(ids, {token: found[token] for token in sorted(+found, key=text.find)}, places)
@@ -125,7 +125,10 @@ def untrimmed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise UsageError("this model's tokenizer does not tell where tokens begin, so that files cannot be told apart")
+        raise UsageError(
+            "this model's tokenizer does not report where tokens begin in the text, which a document of "
+            "several files needs; index one text, or choose another model"
+        )
     serialized = json.loads(backend.to_str())
     if not _keep_spaces(serialized["post_processor"]):
         return tokenizer

@@ -73,7 +73,10 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase, before: str | None = None) ->
     content, space = f"{_DOCUMENT}{BETWEEN}{_QUESTION}", " \n"
     parts = render(tokenizer, [{"role": "user", "content": content}]).split(content)
     if len(parts) != 2:
-        raise UsageError("the model's chat template does not carry the user's text through once; build with --raw")
+        raise UsageError(
+            "the output of the model's chat template does not contain the user's text unchanged and once; "
+            "build with --raw"
+        )
     padded = render(tokenizer, [{"role": "user", "content": f"{space}{content}{space}"}])
     head = parts[0] if before is None else before
     return ChatFrame(before=head, between=BETWEEN, after=parts[1], trimmed=padded == content.join(parts))

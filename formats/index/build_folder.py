@@ -31,8 +31,8 @@ def refuse_foreign(folder: Folder) -> None:
     others = [name for name in folder.names() if not _BEFORE_ALL.fullmatch(name)]
     if others and not is_marked(folder) and not is_index(folder) and read_journal(folder) is None:
         raise ArtifactError(
-            f"{folder.path} is a folder with other things in it ({others[0]}) and no index; name an index in it, such "
-            f"as --output {folder.path}/NAME.skv, or another place"
+            f"{folder.path} is not an index and contains other files ({others[0]}); name an index inside it, "
+            f"such as --output {folder.path}/NAME.skv, or another folder"
         )
 
 
@@ -44,7 +44,7 @@ def check_output(path: Path) -> None:
     """
     if os.path.lexists(path):
         if not path.is_dir():
-            raise ArtifactError(f"{path} is a file, where an index is a folder; choose another name with --output")
+            raise ArtifactError(f"{path} is a file, and an index is a folder; choose another name with --output")
         try:
             refuse_foreign(Folder(path))
         except OSError as error:
@@ -53,7 +53,10 @@ def check_output(path: Path) -> None:
     if not there.is_dir():
         raise ArtifactError(f"cannot write {path}: {there} is a file, not a folder; choose another name with --output")
     if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
-        raise ArtifactError(f"cannot write {path}: permission denied; allow it, or choose another folder with --output")
+        raise ArtifactError(
+            f"cannot write {path}: permission denied; get permission to write there, or choose another folder "
+            "with --output"
+        )
 
 
 class BuildFolder:

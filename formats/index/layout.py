@@ -54,7 +54,7 @@ def check_values(tensors: Tensors, split: Split, what: str) -> None:
     except ValueError:
         raise ArtifactError(f"{what} has a tensor whose name names no level; {REBUILD}") from None
     if wrong is not None:
-        raise ArtifactError(f"{wrong} in {what} holds numbers that no build of ours writes; {REBUILD}")
+        raise ArtifactError(f"{wrong} in {what} holds numbers that no build writes; {REBUILD}")
 
 
 def _first(faults: Faults) -> str | None:

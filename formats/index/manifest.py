@@ -256,8 +256,8 @@ def parse_manifest(data: bytes, folder: Folder) -> Manifest:
         raise ArtifactError(f"{path} is damaged ({type(error).__name__}); {_remedy(folder)}") from None
     if newer:
         raise ArtifactError(
-            f"{path} has schema {fields.get('schema_version')} and needs a reader of schema {least}, this version "
-            f"reads up to {SCHEMA_VERSION}; upgrade sparsekv"
+            f"{path} has schema {fields.get('schema_version')} and needs a reader of schema {least}, and this "
+            f"version reads up to {SCHEMA_VERSION}; upgrade sparsekv"
         )
     if not intact:
         raise ArtifactError(f"{path} was changed since it was written: its own hash does not match; {_remedy(folder)}")
@@ -292,10 +292,10 @@ def _self_hash(fields: dict[str, object]) -> str:
     return hash_json({name: value for name, value in fields.items() if name != "manifest_sha256"})
 
 
-def refuse_unwritable(folder: Path) -> None:
-    """Raise ArtifactError if an index's manifest cannot be replaced. Called before a measurement starts."""
+def refuse_unwritable(folder: Path, remedy: str) -> None:
+    """Raise ArtifactError, with this remedy, if an index's manifest cannot be replaced."""
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
-        raise ArtifactError(f"cannot write {folder}: permission denied; allow it, or measure alone with --dry-run")
+        raise ArtifactError(f"cannot write {folder}: permission denied; {remedy}")
 
 
 def write_defaults(folder: Path, base: Manifest, defaults: Defaults | None) -> Manifest:
@@ -326,5 +326,7 @@ def write_defaults(folder: Path, base: Manifest, defaults: Defaults | None) -> M
         finally:
             lock.release()
     except OSError as error:
-        raise ArtifactError(f"cannot write {folder}: {reason_of(error)}; make room or permission there") from None
+        raise ArtifactError(
+            f"cannot write {folder}: {reason_of(error)}; free space or get permission to write there"
+        ) from None
     return sealed

@@ -53,7 +53,9 @@ class Snapshot:
             weakref.finalize(self, _close_all, list(self.descriptors.values()))
             if manifest_data(self.folder) == self.data:
                 return
-        raise ArtifactError(f"{path} is being changed without an end by another process; wait for it, and try again")
+        raise ArtifactError(
+            f"{path} keeps being changed by another process; wait until that process ends, and try again"
+        )
 
 
 def _open_all(folder: Folder, manifest: Manifest, mending: bool) -> dict[str, int]:
@@ -83,7 +85,7 @@ def _open(folder: Folder, name: str, record: FileRecord, remedy: str) -> int:
         raise ArtifactError(f"{name} of {folder.path} is missing; {remedy}") from None
     except OSError as error:
         raise ArtifactError(
-            f"cannot read {name} of {folder.path}: {reason_of(error)}; mend that, or {REBUILD}"
+            f"cannot read {name} of {folder.path}: {reason_of(error)}; correct that, or {REBUILD}"
         ) from None
     size = os.fstat(descriptor).st_size
     if size != record.bytes:
@@ -106,7 +108,7 @@ def _allow_descriptors(files: int) -> None:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         if most < used + files:
             raise ArtifactError(
-                f"an index of {files} files cannot be opened by a process that may open {hard}; raise `ulimit -n`"
+                f"the index has {files} files, and this process may open only {hard}; raise `ulimit -n`"
             )
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
@@ -259,8 +261,8 @@ class Artifact:
             return {}
         if tokens not in self.manifest.states:
             raise UsageError(
-                f"{self.folder} stores no state of the model's other layers after {tokens:,} tokens, only after "
-                f"{', '.join(f'{one:,}' for one in self.manifest.states)}"
+                f"{self.folder} stores no state of the model's layers that do not attend after {tokens:,} tokens, "
+                f"only after {', '.join(f'{one:,}' for one in self.manifest.states)}"
             )
         return self.tensors(state_file(tokens), device)
 
@@ -344,8 +346,8 @@ class ArtifactShare(Artifact):
         axis = first_axis(folder, key)
         if axis is None and parts > 1:
             raise UsageError(
-                f"{key} of {folder} in {self.folder} cannot be shared out over ranks: its axes are not known; use one "
-                "process"
+                f"{key} of {folder} in {self.folder} cannot be split over ranks, because its axes are not known; "
+                "use one process"
             )
         if axis not in ("Hk", "Hq"):
             return None

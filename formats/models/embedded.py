@@ -56,8 +56,8 @@ def _make(folder: Path, progress: Callable[[str], None]) -> None:
     free = shutil.disk_usage(folder.parent).free
     if free < SPACE_NEEDED:
         raise SparsekvError(
-            f"no room for {EMBEDDED} in {folder.parent}: {SPACE_NEEDED >> 20} MiB needed, {free >> 20} MiB free; "
-            "make room or set SPARSEKV_CACHE to another folder"
+            f"not enough space for {EMBEDDED} in {folder.parent}: {SPACE_NEEDED >> 20} MiB needed, "
+            f"{free >> 20} MiB free; free space or set SPARSEKV_CACHE to another folder"
         )
     download, converted = unfinished / "download", unfinished / "converted"
     download.mkdir(parents=True)
@@ -141,11 +141,14 @@ def named_by_index(name: str, progress: Callable[[str], None]) -> str:
             raise SparsekvError(f"{name} is not in the cache; fetch it with `sparsekv models pull`")
         return name
     if os.path.isabs(name) and not os.path.exists(name):
-        raise SparsekvError(f"the index was built with {name}, and no such folder is here; add --model PATH")
+        raise SparsekvError(
+            f"the index was built with {name}, and this folder does not exist here; name the model's folder "
+            "with --model PATH"
+        )
     if not may_be_loaded(name):
         raise SparsekvError(
-            f"the index was built with {name}, which you have not named on this machine: add --model "
-            f"{shlex.quote(name)} if you trust it"
+            f"the index was built with {name}, which you have not yet given with --model; if "
+            f"you trust it, add --model {shlex.quote(name)}"
         )
     progress(f"loading {name}, which the index names and you have named before")
     return name

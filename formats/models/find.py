@@ -64,11 +64,11 @@ def _from_hub(name: str, get: Callable[[], str], *, download: bool) -> Path:
         problem = "is neither a folder here nor a public id on the Hugging Face hub"
         remedy = f"check its spelling, log in with `hf auth login` if it is private, or {OWN}"
         if name.startswith((".", "/", "~")):
-            problem, remedy = "is no folder that is there", f"check its spelling, or {OWN}"
+            problem, remedy = "names a folder that does not exist", f"check its spelling, or {OWN}"
     except RemoteEntryNotFoundError:
         problem, remedy = "has no such file on the Hugging Face hub", "check its spelling"
     except LocalEntryNotFoundError:
-        problem = "is no folder here, not in the hub's cache, and the Hugging Face hub cannot be reached"
+        problem = "is neither a folder here nor in the hub's cache, and the Hugging Face hub cannot be reached"
         remedy = f"check the network and HF_HUB_OFFLINE, give a local folder, or {OWN}"
         if not download:
             problem, remedy = "is not on this machine", f"fetch it with `sparsekv models pull {shlex.quote(name)}`"
@@ -107,14 +107,18 @@ def find_model(name: str, progress: Progress, *, download: bool = True) -> tuple
     if not name or not os.path.exists(path):
         repository, _, file = name.partition(":")
         if repository.lower().endswith(".gguf"):
-            raise UsageError(f"model '{name}' is no file that is there; check its spelling, or give org/name:FILE.gguf")
+            raise UsageError(
+                f"model '{name}' names a file that does not exist; check its spelling, or give org/name:FILE.gguf"
+            )
         if file.lower().endswith(".gguf"):
             found = hub_gguf(repository, file, download=download)
             return _converted(found, name, progress), name, found.parent.name
         folder = hub_folder(name, download=download)
         return folder, name, folder.name
     if not os.access(path, os.X_OK):
-        raise SparsekvError(f"model '{name}' cannot be read: permission denied; allow it, or name another model")
+        raise SparsekvError(
+            f"model '{name}' cannot be read: permission denied; get permission to read it, or name another model"
+        )
     if not os.path.isfile(path / "config.json"):
         files = sorted(one for one in path.iterdir() if one.suffix.lower() == ".gguf")
         if len(files) == 1:

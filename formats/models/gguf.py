@@ -87,7 +87,9 @@ def _checksum(path: Path, name: str) -> str:
                 return checksum
         checksum = hash_file(path)
     except OSError as error:
-        raise SparsekvError(f"model '{name}' cannot be read: {reason_of(error)}; allow it, or name another") from None
+        raise SparsekvError(
+            f"model '{name}' cannot be read: {reason_of(error)}; get permission to read it, or name another model"
+        ) from None
     stored: Any = {}
     with contextlib.suppress(ValueError, RecursionError):
         stored = json.loads(read_small(known) or "{}")
@@ -110,8 +112,8 @@ def _make(path: Path, name: str, folder: Path, progress: Callable[[str], None]) 
     free = shutil.disk_usage(folder.parent).free
     if free < bytes_needed:
         raise SparsekvError(
-            f"no room for model '{name}' in {folder.parent}: {bytes_needed >> 20} MiB needed, {free >> 20} MiB free; "
-            "make room or set SPARSEKV_CACHE to another folder"
+            f"not enough space for model '{name}' in {folder.parent}: {bytes_needed >> 20} MiB needed, "
+            f"{free >> 20} MiB free; free space or set SPARSEKV_CACHE to another folder"
         )
     with _read_errors(name):
         inside = _tokenizer_found(reader)
@@ -208,17 +210,21 @@ def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
             found = config.hidden_size // config.num_attention_heads
         if wanted is not None and (found is None or abs(float(found) - float(wanted)) > 1e-6 * abs(float(wanted))):
             raise UsageError(
-                f"has {kind}.{key} = {wanted}, which transformers reads as {found}; use the model's original"
+                f"has {kind}.{key} = {wanted}, which transformers reads as {found}; use the model's original checkpoint"
             )
     rope = getattr(config, "rope_parameters", None) or {}
     base, scaling = _one(reader, f"{kind}.rope.freq_base", None), str(_one(reader, f"{kind}.rope.scaling.type", "none"))
     theta = rope.get("rope_theta", getattr(config, "rope_theta", None))
     if base is not None and theta is not None and abs(float(theta) - float(base)) > 1e-3 * abs(float(base)):
-        raise UsageError(f"has {kind}.rope.freq_base = {base}, which transformers reads as {theta}; use the original")
+        raise UsageError(
+            f"has {kind}.rope.freq_base = {base}, which transformers reads as {theta}; use the model's "
+            "original checkpoint"
+        )
     factors = any(tensor.name.startswith("rope_f") for tensor in reader.tensors)
     if (factors or scaling != "none") and rope.get("rope_type", "default") == "default":
         raise UsageError(
-            "scales its positions (RoPE), which transformers' reader of GGUF files leaves out; use the model's original"
+            "scales its positions (RoPE), which transformers' reader of GGUF files ignores; use the model's "
+            "original checkpoint"
         )
 
 
@@ -265,9 +271,9 @@ def _tokenizer_found(reader: GGUFReader) -> str:
     """Return a description of a file's tokenizer and chat template. Raises UsageError for an unsupported tokenizer."""
     kind = _one(reader, "tokenizer.ggml.model", None)
     if kind is None or "tokenizer.ggml.tokens" not in reader.fields:
-        raise UsageError("has no tokenizer; use the model's original")
+        raise UsageError("has no tokenizer; use the model's original checkpoint")
     if kind not in KINDS:
-        raise UsageError(f"has a tokenizer of kind {kind}, which is not read; use the model's original")
+        raise UsageError(f"has a tokenizer of kind {kind}, which is not supported; use the model's original checkpoint")
     size = len(reader.fields["tokenizer.ggml.tokens"].data)
     template = "chat template" if "tokenizer.chat_template" in reader.fields else "no chat template"
     return f"tokenizer ({KINDS[kind]}, {size:,} tokens) and {template}"
@@ -311,7 +317,9 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
     if pre in BY_DIGIT:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), whole])
     if pre not in (*AS_LLAMA3, *AS_QWEN2):
-        raise UsageError(f"splits text before merging it as '{pre}', which is not known; use the model's original")
+        raise UsageError(
+            f"splits text before merging it as '{pre}', which is not known; use the model's original checkpoint"
+        )
     pattern = Regex(WORDS.format(numbers=r"\p{N}{1,3}" if pre in AS_LLAMA3 else r"\p{N}"))
     split = pre_tokenizers.Split(pattern, "isolated", invert=False)
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])

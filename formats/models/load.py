@@ -290,7 +290,9 @@ def _config(folder: Path, name: str, scaling: RopeScaling | None) -> "PreTrained
             f"model '{name}' ({config.model_type}) is not a causal language model; choose one that generates text"
         )
     if (folder / "adapter_config.json").exists() and not is_peft_available():  # transformers would ignore the adapter
-        raise UsageError(f"model '{name}' has an adapter, which needs peft: install it, or merge it into the weights")
+        raise UsageError(
+            f"model '{name}' has an adapter, which needs peft: install peft, or merge the adapter into the weights"
+        )
     if scaling is not None:
         scaling.stretch(config)
     if any(one._attn_implementation not in PLAIN_ATTENTION for one in (config, config.get_text_config())):
@@ -313,7 +315,8 @@ def _tokenizer(folder: Path, name: str) -> "Tokenizer":
     # For a folder without tokenizer files, transformers may return a tokenizer with special tokens only.
     if not isinstance(tokenizer, Tokenizer) or len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UsageError(
-            f"model '{name}' has no tokenizer that can be read; put its files (tokenizer.json) beside config.json"
+            f"model '{name}' has no tokenizer that can be read; put the tokenizer's files (tokenizer.json) "
+            "into the folder of config.json"
         )
     return tokenizer
 

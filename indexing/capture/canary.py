@@ -72,12 +72,12 @@ def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> int
     except SparsekvError as error:
         raise SparsekvError(f"{name} cannot be indexed: {error}; choose another model") from None
     if difference > TOLERANCE[rounding_dtype(model)]:
-        lacks = "has a mask or a state that an index lacks"
+        lacks = "has a mask or a state that an index does not store"
         if layer_kinds(model.config).keeping:
-            lacks = "has a mask that an index lacks, or does not continue its states by several tokens"
+            lacks = "has a mask that an index does not store, or cannot continue its states by several tokens at once"
         raise SparsekvError(
-            f"{name} cannot be indexed: over captured keys and values its logits are {difference:.0%} from its own, so "
-            f"that it {lacks}; choose another model"
+            f"{name} cannot be indexed: its logits over captured keys and values differ by {difference:.0%} "
+            f"from the logits of a plain run, so it {lacks}; choose another model"
         )
     return state
 
@@ -91,8 +91,8 @@ def _check_ids(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> No
     known, highest = len(model.get_input_embeddings().weight), int(input_ids.max())  # type: ignore[arg-type]
     if highest >= known:
         raise SparsekvError(
-            f"the document has token id {highest}, and {name} has {known} embeddings: its tokenizer belongs to another "
-            "model; put the right one into its folder"
+            f"the document has token id {highest}, and {name} has {known} embeddings: the tokenizer belongs "
+            "to another model; put the model's own tokenizer into its folder"
         )
 
 
@@ -107,11 +107,11 @@ def _difference(model: PreTrainedModel, ids: torch.Tensor, name: str) -> tuple[f
     # Frequencies that depend on the sequence's length may change within the trial: then all of it is captured, at once.
     by_length = rope_depends_on_length(getattr(model.config.get_text_config(), "rope_parameters", None))
     document = TOKENS if by_length else DOCUMENT
-    with _tried("its attention does not run over a cache of keys and values as attended"):
+    with _tried("its attention does not run over a cache of the keys and values that it attends to"):
         captured = capture(model, ids[:document], tail=1, chunk_size=CHUNK, marks={document})
         if all(captured.facts(layer).sliding_window is not None for layer in captured.layers):
             raise SparsekvError(
-                f"every layer of {name} has a sliding window, and an index is of those that see all tokens"
+                f"every layer of {name} has a sliding window, and only layers that attend to all tokens are indexed"
             )
         answered = (
             []
@@ -150,7 +150,7 @@ class _AnswerCache(CalledCache):
         rows = [captured.take(layer) for layer in captured.layers]
         if len(sizes := sorted({(len(one.keys), one.keys.shape[2]) for one in rows})) > 1:
             told = " and ".join(f"{heads} KV heads of {channels} channels" for heads, channels in sizes)
-            raise SparsekvError(f"its layers differ in size ({told}), which no index holds")
+            raise SparsekvError(f"its layers differ in size ({told}), and an index needs one size")
         made = [ContextLayer(TOKENS, (one.keys, one.values)) for one in rows]
         self.rows = dict(zip(captured.layers, made, strict=True))
         super().__init__(layers=kinds.cache_layers(made, state))
@@ -260,8 +260,8 @@ def _run(
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         reason = str(error).partition("\n")[0]
         raise SparsekvError(
-            f"the model's own attention does not run over a cache of given rows, so that ours cannot be compared with "
-            f"it ({reason}); choose another model"
+            "the model's own attention does not run over a cache of given keys and values, so sparsekv's "
+            f"attention cannot be compared with it ({reason}); choose another model"
         ) from None
     ours = routed_logits_over_rows(
         model, input_ids[first:end], first, up_to_last, state, lambda call: DensePrefill().attend(call, 0)
@@ -309,8 +309,10 @@ def compare_canary(
                 f"the canary (logits of token {at:,} over the stored context)",
                 f"{token.logits[0]:.4f} at its top",
                 f"{off:.1%} away",
-                "these are other weights, or the model masks other tokens than it did: use the model it was built with "
-                f"(--model {manifest.model.id}), or {REBUILD}",
+                (
+                    "the model has other weights, or masks other tokens, than the model of the index: use the model "
+                    f"that the index was built with (--model {manifest.model.id}), or {REBUILD}"
+                ),
             )
 
 
@@ -340,7 +342,7 @@ def compare_state(
         compared.extend(_distance(ours, theirs[:, before:]) for ours, theirs in zip(own, stored, strict=True))
         return stored
 
-    wrong = f"the state after {before:,} tokens of the index, from which this build would go on,"
+    wrong = f"the state after {before:,} tokens of the index, from which this build would continue,"
     try:
         logits_over_rows(model, tokens, before, given, state)
     except torch.OutOfMemoryError:
@@ -378,9 +380,9 @@ def judge_canary(runs: Sequence[CanaryRun], dtype: torch.dtype, name: str) -> tu
             )
         if not run.difference <= PROBE_TOLERANCE[dtype]:
             raise SparsekvError(
-                f"{name} attends by a mask or a bias that an index would not follow: at token {run.position:,} the "
-                f"logits of its own attention are {run.difference:.1%} from those of ours over the same keys and "
-                "values; choose another model"
+                f"{name} attends with a mask or a bias that sparsekv does not support: at token {run.position:,} "
+                f"the logits of its own attention are {run.difference:.1%} from those of sparsekv's attention "
+                "over the same keys and values; choose another model"
             )
     tops = [(run.position, top_logits(run.own[-1])) for run in runs]
     last, probe = tops[-1]

@@ -50,7 +50,7 @@ class ContextLayer(RowLayer):
         """
         if call.query.shape[1] != call.keys.shape[1]:
             raise SparsekvError(
-                f"layer {call.layer} skips tokens whose logits are not asked for, which no index follows"
+                f"layer {call.layer} skips tokens whose logits are not needed, so an index would lack these tokens"
             )
         if not self.is_initialized:
             self.lazy_initialization(call.keys[None], call.values[None])
@@ -58,7 +58,7 @@ class ContextLayer(RowLayer):
         assert self.values is not None
         start, self.seen = self.seen, self.seen + call.keys.shape[1]
         if self.seen > self.tokens:
-            raise SparsekvError("its layers attend several times to each token, which no index follows")
+            raise SparsekvError("its layers attend several times to each token, which an index cannot represent")
         self.keys[0, :, start : self.seen] = call.keys
         self.values[0, :, start : self.seen] = call.values
         return replace(call, keys=self.keys[0, :, : self.seen], values=self.values[0, :, : self.seen])
@@ -225,8 +225,8 @@ class _Recorder:
             shape = len(call.query), count, call.query.shape[2]
             if empty.shape != shape or empty.dtype != call.query.dtype:
                 raise SparsekvError(
-                    f"the queries of layer {call.layer} that an interrupted build has left are not those of this one; "
-                    "give --force to begin anew"
+                    f"the queries of layer {call.layer} that an interrupted build has stored differ from those of "
+                    "this build; give --force to begin anew"
                 )
 
     def queries_of_chunk(self, first: int, end: int) -> dict[str, torch.Tensor]:

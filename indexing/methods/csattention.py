@@ -137,7 +137,8 @@ class CSAttentionIndexer(Indexer):
     def check_rope(self, rope: RopeFacts | None) -> None:
         if rope is None:
             raise UsageError(
-                "--subspaces rope-pairs: how this model rotates its keys is not known; give --subspaces contiguous"
+                "--subspaces rope-pairs: how this model rotates its keys could not be determined; give "
+                "--subspaces contiguous"
             )
         if rope.frequencies and self.subspace_size % 2:
             raise UsageError(

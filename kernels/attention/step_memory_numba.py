@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 from sparsekv.kernels.attention.lanes_numba import NOTHING, SUMS, exp_of, exponents, largest_of
 
 if config.DISABLE_JIT:
-    raise ImportError("numba is set not to compile: unset NUMBA_DISABLE_JIT")
+    raise ImportError("numba's compiler is switched off: unset NUMBA_DISABLE_JIT")
 
 thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
 thread_count = types.ExternalFunction("omp_get_num_threads", types.int32())

@@ -1,6 +1,8 @@
 """Routing of a model's attention to a caller's function, through transformers' `AttentionInterface`.
 
 Decoding passes the method `attend` of its cache (`IndexCache.attend` for a single sequence), and a build its recorder.
+The functions of `given_rows.py` that attend to given
+rows are used by checks of a model, and never by an answer.
 """
 
 from collections.abc import Callable, Iterator
@@ -237,8 +239,8 @@ def _attend(
     route = _active.get()
     if route is None or route.function is None or route.thread != get_ident():
         raise RuntimeError(
-            "this model answers over an index just now, with sparsekv's attention in place of its own: call it after "
-            "that answer, or load the model a second time"
+            "this model is answering over an index, with sparsekv's attention instead of its own: call the "
+            "model after that answer, or load it a second time"
         )
     return route.function(call)
 

@@ -32,7 +32,7 @@ class UnsupportedAttentionError(Exception):
     """The model attends in a way that our attention does not support; the message has the `reason` and a remedy."""
 
     def __init__(self, way: str):
-        self.reason = f"the model's attention {way}, which no index can follow"
+        self.reason = f"the model's attention {way}, which an index cannot reproduce"
         super().__init__(f"{self.reason}; choose a model with causal attention, over all tokens or a sliding window")
 
 

@@ -83,7 +83,9 @@ class DecodeConfig:
         check_choice("--placement", self.placement, PLACEMENTS)
         if self.dense_layers and isinstance(getattr(self.attention, "method", None), LayerSharing):
             name = self.attention.name
-            raise UsageError(f"--dense-layers {self.dense_layers}: {name} has its own dense layers; leave it out")
+            raise UsageError(
+                f"--dense-layers {self.dense_layers}: {name} has dense layers of its own; leave the option out"
+            )
         if self.measured and isinstance(self.attention, MethodSpec):
             check_estimates_missed(self.measured, self.attention)
 

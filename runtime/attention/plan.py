@@ -89,8 +89,8 @@ class Appender:
         # can write.
         if self.torn:
             raise SparsekvError(
-                "an answer was interrupted while its tokens moved into the index, and cannot be undone; ask with a new "
-                "asker"
+                "an answer was interrupted while its tokens moved into the index, which cannot be undone; open a "
+                "new session with `index.asker()`"
             )
         self.torn = True
         order = self.index.remove()

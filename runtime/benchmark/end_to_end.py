@@ -148,8 +148,8 @@ def model_config(name: str) -> PreTrainedConfig:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or getattr(config, "attn_logit_softcapping", None):
         raise UsageError(
-            f"--config {name}: its attention has windows or a soft cap, which the dense attention of torch that is "
-            "compared with has not; choose another model"
+            f"--config {name}: its attention has sliding windows or a soft cap, which torch's dense "
+            "attention, the baseline, does not support; choose another model"
         )
     return config
 

@@ -75,7 +75,9 @@ class ModelTimer:
         self.distinct = DISTINCT if what.distinct is None else what.distinct
         layers = int(self.config.num_hidden_layers)
         if not 1 <= self.distinct <= layers:
-            raise UsageError(f"--distinct-layers {self.distinct}: give 1 to {layers}, which is how many the model has")
+            raise UsageError(
+                f"--distinct-layers {self.distinct}: the model has {layers} layers; give a number from 1 to {layers}"
+            )
         self.budgets = Budget.parse_each(what.budgets)
         self.runs = check_runs(RUNS[kind] if what.runs is None else what.runs)
         check_dtype(what.wanted.dtype)

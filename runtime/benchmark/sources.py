@@ -101,13 +101,13 @@ def stored_layer(artifact: Artifact, layer: int | None, device: torch.device, dt
     indexed = manifest.indexed_layers
     number = indexed[len(indexed) // 2] if layer is None else layer
     if number not in indexed:
-        raise UsageError(f"--layer {number}: the index has {', '.join(map(str, indexed))}")
+        raise UsageError(f"--layer {number}: the indexed layers are {', '.join(map(str, indexed))}")
     facts = manifest.attending[number]
     if facts.softcap is not None or facts.attention_sinks:
         what = "learned sinks" if facts.attention_sinks else "a soft cap"
         raise UsageError(
-            f"the attention of layer {number} has {what}, which torch's own dense attention has not, so there is "
-            "nothing to compare with; bench an index of another model"
+            f"the attention of layer {number} has {what}, which torch's dense attention, the baseline, does "
+            "not support; give the index of another model"
         )
     return layer_of(artifact, number, device, dtype)
 
@@ -146,7 +146,9 @@ def asked(data: LayerData, questions: int) -> LayerData:
     """
     known = data.questions
     if not 1 <= questions <= known:
-        raise UsageError(f"--batch {questions}: give 1 to {known}, half the held-out queries of the index")
+        raise UsageError(
+            f"--batch {questions}: give 1 to {known}, which is half the number of the index's held-out queries"
+        )
     places = torch.linspace(known - 1, 0, questions, device=data.query.device).round().long()
     return replace(data, query=data.query[:, places].contiguous())
 
@@ -269,7 +271,9 @@ class StoredLayerSource:
         sizes |= {name: getattr(wanted, name) for name in ("heads", "kv_heads", "head_dim", "kv_dtype")}
         for name, value in sizes.items():
             if value not in (None, []):
-                raise UsageError(f"--{name.replace('_', '-')}: with --index the index determines it; leave it out")
+                raise UsageError(
+                    f"--{name.replace('_', '-')}: with --index, the index determines this value; leave the option out"
+                )
         self.artifact = artifact
         self.dtype = artifact.manifest.dtype if wanted.dtype == "auto" else wanted.dtype
         self.data = stored_layer(artifact, layer, device, DTYPES[self.dtype])

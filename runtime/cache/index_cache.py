@@ -48,8 +48,10 @@ class BuiltLayers:
                     f"{what} of layer {call.layer}",
                     built,
                     found,
-                    "use the versions of transformers and sparsekv that it was built with, or build it again, with "
-                    "--force",
+                    (
+                        "use the versions of transformers and sparsekv that built the index, or build the index again, "
+                        "with --force"
+                    ),
                 )
 
 
@@ -340,8 +342,8 @@ class IndexCache(SequenceCache):
         if len(lengths) > 1 or not lengths <= {tokens, tokens - 1}:
             found = " and ".join(f"{length:,}" for length in sorted(lengths))
             raise SparsekvError(
-                f"the cache has {found} tokens where the question follows {tokens:,}: something else wrote to it; ask "
-                "with a new asker"
+                f"the cache has {found} tokens, and the question begins after {tokens:,}: something else has "
+                "written to the cache; open a new session with `index.asker()`"
             )
 
     def expect_prompt(self, tokens: int) -> None:

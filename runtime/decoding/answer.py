@@ -215,15 +215,16 @@ def answer_room(index: OpenIndex, prompt_tokens: int) -> int | None:
     positions, held = positions_after(config, index.split.tokens), positions_of(config)
     if positions is not None and positions != held and prompt_tokens >= positions:
         raise UsageError(
-            f"document and question have {prompt_tokens} tokens and positions of this model change at {positions}, "
-            f"where no index can follow; ask less, or index a document of more than {positions} tokens"
+            f"document and question have {prompt_tokens} tokens, and this model's positions change beyond "
+            f"{positions}, which the index's keys do not follow; ask a shorter question, or index a document "
+            f"of more than {positions} tokens"
         )
     if positions is None:
         return None
     if prompt_tokens >= positions:
         stretch = ", or build the index with --rope-scaling" if stretchable(config) else ""
         raise UsageError(
-            f"document and question have {prompt_tokens} tokens and the model has {positions} positions; ask a shorter "
-            f"question{stretch}"
+            f"document and question have {prompt_tokens} tokens, and the model has {positions} positions; ask "
+            f"a shorter question{stretch}"
         )
     return positions - prompt_tokens

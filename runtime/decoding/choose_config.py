@@ -83,7 +83,7 @@ def refuse_beside_dense(given: Mapping[str, Any]) -> None:
     for option, value in given.items():
         if value:
             told = option if value is True else f"{option} {value}"
-            raise UsageError(f"{told} has no effect with --method {DENSE}, which reads everything; leave it out")
+            raise UsageError(f"{told} has no effect with --method {DENSE}, which attends to all tokens; leave it out")
 
 
 def prefill_method(artifact: Artifact, name: str | None) -> dict[str, type[Method]]:
@@ -119,7 +119,8 @@ def question_prefill(
     if budget is not None and not named:
         own = f"; {options[0]} own has the answer's budget" if name == Own.name else ""
         raise UsageError(
-            f"{options[1]} {budget}: give it with {options[0]} and a method that chooses, such as quoka{own}"
+            f"{options[1]} {budget}: this option needs {options[0]} with a method that selects tokens, such "
+            f"as quoka{own}"
         )
     if name is None or not named:
         return Own() if name == Own.name else Dense()
@@ -134,8 +135,8 @@ def _default(artifact: Artifact, defaults: Defaults) -> DecodeConfig:
     except (UsageError, TypeError, ValueError) as error:
         anew = defaults.target.model_copy(update={"methods": []})  # the index may lack some of the target's methods now
         raise ArtifactError(
-            f"the default of {artifact.folder}, {defaults.method}, cannot run any more: {error}; run "
-            f"{tune_hint(artifact.folder, anew)} again, or choose with --method"
+            f"the default of {artifact.folder}, {defaults.method}, can no longer run: {error}; run "
+            f"{tune_hint(artifact.folder, anew)} again, or name a method with --method"
         ) from None
     form = MethodSpec(defaults.method, defaults.variant, configured, defaults.residual)
     return DecodeConfig(
@@ -150,7 +151,7 @@ def _configured(method: type[Method], parameters: Mapping[str, Any]) -> Method:
     """Make a method with the parameters that a manifest stores; raise UsageError if they do not fit the method."""
     own = {field.name: field.default for field in fields(method)}
     if unknown := parameters.keys() - own.keys():
-        raise UsageError(f"this version knows no {', '.join(sorted(unknown))}")
+        raise UsageError(f"this version has no option {', '.join(sorted(unknown))}")
     for name, value in parameters.items():
         # Checked here, because a value of another type might only fail in the middle of an answer.
         if isinstance(own[name], bool | int | str) and type(value) is not type(own[name]):

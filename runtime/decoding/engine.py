@@ -258,7 +258,10 @@ class Engine:
         while waiting or left:
             with exclusive(self.index.model):
                 if left and self.cache.rewinds != mine:
-                    raise UsageError("another question was asked over the cache of a batch; ask again, or ask_all")
+                    raise UsageError(
+                        "another question was asked between two answers of a batch, over the same cache; ask the batch "
+                        "again, or use ask_all"
+                    )
                 self.waiting = waiting
                 done = self._until_answered()
                 left, mine = len(self.active), self.cache.rewinds
@@ -289,15 +292,18 @@ class Engine:
             longest = min(longest, self.own_tokens - len(request.question))
             if longest < 1:
                 raise UsageError(
-                    f"the question has {len(request.question):,} tokens, and question and answer have memory for "
-                    f"{self.own_tokens:,}; ask a shorter one, or let fewer requests decode together"
+                    f"the question has {len(request.question):,} tokens, and memory is reserved for a question and "
+                    f"answer of {self.own_tokens:,}; ask a shorter question, or let fewer requests decode together"
                 )
         return Sequence(self.index, request, before - self.index.split.tokens, longest)
 
     def _watch(self) -> None:
         """Let the cache record the retrieval heads' queries, from which sources are computed."""
         if appends(self.cache.stored_layers):
-            raise UsageError("--sources: with --stream the index also has the answer's tokens; leave one of them out")
+            raise UsageError(
+                "--sources cannot be used with --stream, which moves the answer's tokens into the index; leave "
+                "one of them out"
+            )
         if self.cache.watched is None:
             self.cache.watch(self.index.source_finder.watched(self.cache.slots))
 

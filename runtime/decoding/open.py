@@ -128,14 +128,14 @@ def _check_state(artifact: Artifact, model: PreTrainedModel, own: State, stored:
     if not stored:
         return
     if {name: one.shape for name, one in own.items()} != {name: one.shape for name, one in stored.items()}:
-        raise ArtifactError(f"states of {artifact.folder} have other sizes than the model's; {REBUILD}")
+        raise ArtifactError(f"the states stored in {artifact.folder} have other sizes than the model's; {REBUILD}")
     manifest = artifact.manifest
     distances = torch.stack([_distance(own[name], stored[name]) for name in stored])
     off = float(distances.amax() if manifest.kv_storage is None else distances.median())
     if not off <= ROW_TOLERANCE * probe_tolerance(manifest, model.dtype, over_exact=manifest.kv_storage is not None):
         raise ArtifactError(
-            f"the state after all tokens of {artifact.folder} is {off:.1%} from the one that the model has there; "
-            f"{REBUILD}"
+            f"the state that {artifact.folder} stores for the end of the document differs by {off:.1%} from "
+            f"the model's; {REBUILD}"
         )
 
 
@@ -150,8 +150,11 @@ def _other(manifest: Manifest, part: str, stored: str, found: str) -> IdentityEr
         f"the probe ({part} of the last prompt token over the stored context)",
         stored,
         found,
-        f"these are other weights{states}, or the model masks other tokens than it did: use the model it was built "
-        f"with (--model {manifest.model.id}) or build the index again for this one",
+        (
+            f"the model has other weights{states}, or masks other tokens, than the model of the index: use "
+            f"the model that the index was built with (--model {manifest.model.id}) or build the index again "
+            "for this one"
+        ),
     )
 
 
@@ -192,7 +195,9 @@ def _states_fit(artifact: Artifact) -> Iterator[None]:
         if not artifact.manifest.states or isinstance(error, SparsekvError):
             raise
         reason = str(error).partition("\n")[0]
-        raise ArtifactError(f"states of {artifact.folder} do not fit the model ({reason}); {REBUILD}") from None
+        raise ArtifactError(
+            f"the states stored in {artifact.folder} do not fit the model ({reason}); {REBUILD}"
+        ) from None
 
 
 def _check_heads(artifact: Artifact, layer: int, keys: torch.Tensor) -> None:
@@ -233,7 +238,7 @@ class OpenIndex:
         self._held: dict[int, LayerRows] = {}
         _check_layers(self.artifact, layer_kinds(self.model.config))
         if not self.knows(torch.cat([self.input_ids, torch.tensor(self.artifact.manifest.probe.token_ids)])):
-            raise ArtifactError(f"{self.artifact.folder} names tokens that its model does not have; {REBUILD}")
+            raise ArtifactError(f"{self.artifact.folder} has token ids that its model does not have; {REBUILD}")
 
     def knows(self, ids: torch.Tensor) -> bool:
         """Whether the model has embeddings for all of the token ids [T]."""

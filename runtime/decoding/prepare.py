@@ -149,7 +149,8 @@ def _told_of(name: str, artifact: Artifact) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ArtifactError(
-            f"{name} of {artifact.folder} is not what this version builds ({type(error).__name__}: {error}); {REBUILD}"
+            f"{name} of {artifact.folder} does not have the tensors and parameters that this version builds "
+            f"({type(error).__name__}: {error}); {REBUILD}"
         ) from error
 
 

@@ -37,8 +37,8 @@ class Sampling:
         for option, value in {"--top-p": self.top_p, "--top-k": self.top_k}.items():
             if value is not None and not self.temperature:
                 raise UsageError(
-                    f"{option} {value} has no effect at --temperature 0, which takes the likeliest token; give one "
-                    "above 0, or leave it out"
+                    f"{option} {value} has no effect at --temperature 0, which always takes the most likely token; "
+                    "give a temperature above 0, or leave the option out"
                 )
 
 

@@ -239,8 +239,8 @@ class Conversation:
             asker, prefill = Session.open(self.index, self.config), self.config.question
             if isinstance(prefill, QuestionPrefill) and appends(asker.cache.stored_layers):
                 raise UsageError(
-                    f"--stream cannot be used with --prefill {prefill.name}: at the next question {prefill.name} could "
-                    "not choose tokens that --stream has moved into the index; leave one of them out"
+                    f"--stream cannot be used with --prefill {prefill.name}: at the next question, {prefill.name} "
+                    "cannot select tokens that --stream has moved into the index; leave one of the two options out"
                 )
             for turn in self.turns:
                 self._feed(asker.cache, turn.question)
@@ -270,7 +270,7 @@ class Conversation:
             if not self.turns:
                 raise
             spoken = len(self.before(len(self.turns))) - len(self.index.input_ids)
-            raise UsageError(f"{error}; or forget the {spoken} tokens of the talk so far") from None
+            raise UsageError(f"{error}; or forget the conversation so far, which has {spoken} tokens") from None
 
     def _add(self, turn: Turn) -> None:
         turn, self.place = add_turn(self.index, self.place, turn, raw=self.raw)

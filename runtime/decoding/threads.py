@@ -154,7 +154,8 @@ def exclusive_process() -> Iterator[None]:
 def _refuse_callback() -> None:
     if called_back():
         raise UsageError(
-            "an index was asked or opened by on_text or stop, within an answer; do it when that answer has come back"
+            "on_text or stop asked or opened an index in the middle of an answer; do that after the answer "
+            "has been returned"
         )
 
 

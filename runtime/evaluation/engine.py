@@ -151,13 +151,13 @@ def check_room(comparison: Comparison, contexts: list[Context]) -> None:
         room = comparison.room(context, tokens)
         if room is not None and room < 1:
             raise UsageError(
-                f"the question and the answer of {context.task} leave no room for a document in the positions of "
-                f"{comparison.loaded.name}; give a smaller --max-new-tokens, or a model with more positions"
+                f"the question and the answer of {context.task} take all positions of {comparison.loaded.name}, "
+                "so no document fits; give a smaller --max-new-tokens, or a model with more positions"
             )
         if room is not None and tokens > room:
             raise UsageError(
-                f"a document of {context.task} has {tokens} tokens, where {comparison.loaded.name} has room for {room} "
-                "beside the question and the answer; give a smaller --length"
+                f"a document of {context.task} has {tokens} tokens, and {comparison.loaded.name} has positions "
+                f"for {room} besides the question and the answer; give a smaller --length"
             )
 
 

@@ -80,7 +80,9 @@ NUMBERS_OF = (
 def things(number: int, random_numbers: random.Random) -> list[str]:
     """Draw `number` different names of things from `NUMBERS_OF`. Raises UsageError if the list has fewer."""
     if number > len(NUMBERS_OF):
-        raise UsageError(f"--questions {number}: niah-facts has {len(NUMBERS_OF)} for a context; ask for fewer")
+        raise UsageError(
+            f"--questions {number}: niah-facts has {len(NUMBERS_OF)} questions at most per context; give fewer"
+        )
     return random_numbers.sample(NUMBERS_OF, number)
 
 
@@ -154,8 +156,8 @@ def fill(units: list[str], render: Callable[[list[str]], str], count: CountToken
     if used == len(units) and (tokens := count(render(units))) < 0.75 * length:
         shorter = f"--length {tokens}, or " if tokens >= LEAST_SUGGESTED else ""
         raise UsageError(
-            f"the text has no {length} tokens for --task {task}, only {tokens} with its questions; give {shorter}a "
-            "longer text"
+            f"the text is too short for --task {task}: --length is {length} tokens, and text and questions "
+            f"together have {tokens}; give {shorter}a longer text"
         )
     return units[:used]
 

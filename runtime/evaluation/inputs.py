@@ -47,11 +47,11 @@ class Inputs:
     ) -> "Inputs":
         """Read the inputs; raise UsageError for options that contradict each other, and for unreadable files."""
         if (document is None) == (data is None):
-            raise UsageError("give a text to make tasks of, or --data FILE with --format; one of the two")
+            raise UsageError("give either a text to make tasks from, or --data FILE with --format")
         if (data is None) != (data_format is None):
             raise UsageError("--data and --format belong together: give both")
         if data is not None and (tasks or depths or pairs):
-            raise UsageError("--data brings its own tasks: leave out --task, --depth and --pairs")
+            raise UsageError("the file of --data has its own tasks: leave out --task, --depth and --pairs")
         shares = tuple(depth / 100 for depth in depths)
         request = Request("", len, min(lengths, default=1), contexts, questions, shares, seed)
         for task in tasks:
@@ -128,8 +128,8 @@ def _fit(context: Context, inputs: Inputs, comparison: Comparison) -> Context:
     if any(_is_cut_out(question, context, short) for question in context.questions):
         needed = comparison.count(context.text)
         raise UsageError(
-            f"--data, {context.name}: the answer to its question would be cut out of its {needed:,} tokens, of which "
-            f"{limit:,} are kept; give --length {needed}, with a model that has this many positions"
+            f"--data, {context.name}: its {needed:,} tokens are cut to {limit:,}, which removes the answer to "
+            f"its question; give --length {needed}, with a model that has this many positions"
         )
     return short
 

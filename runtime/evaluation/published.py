@@ -170,9 +170,7 @@ class QuestionAnswering(Task):
         text = "".join(pieces).rstrip()
         asked = [ask(question, answers, text) for question, answers in request.pairs if _inside(answers, text, request)]
         if not asked:
-            raise UsageError(
-                f"no answer of --pairs stands in the first {request.length} tokens; give a larger --length"
-            )
+            raise UsageError(f"no answer of --pairs is in the first {request.length} tokens; give a larger --length")
         return [Context("qa", f"{request.length} tokens", text, tuple(asked[: request.questions]), request.length)]
 
 
@@ -193,7 +191,10 @@ class Continuation(DrawnTask):
         window = fill(pieces[start:], _joined, request.count, request.length, "perplexity")
         rest = "".join(pieces[start + len(window) :][:CONTINUATION_TOKENS])
         if not rest:
-            raise UsageError("no text follows the context, for --task perplexity; give a longer text or less --length")
+            raise UsageError(
+                "--task perplexity needs text after the context, and there is none; give a longer text or a "
+                "smaller --length"
+            )
         question = Question("", (rest,), "perplexity", CONTINUATION_TOKENS)
         return Context(
             "perplexity", f"{request.length} tokens, {number}", _joined(window), (question,), request.length, bare=True
@@ -275,7 +276,10 @@ def _lines(file: str, option: str = "--data") -> list[tuple[int, Record]]:
                 json.dumps(record, ensure_ascii=False).encode()  # a lone surrogate, such as \ud83d, cannot be encoded
                 found.append((number, record))
             except UnicodeEncodeError:
-                raise UsageError(f"{option} {file}, line {number}: a character was cut in half there") from None
+                raise UsageError(
+                    f"{option} {file}, line {number}: the line has half of a UTF-16 surrogate pair, such as \\ud83d "
+                    "alone; write the whole character"
+                ) from None
             except (ValueError, TypeError, RecursionError):
                 raise UsageError(f"{option} {file}, line {number}: give one JSON object a line") from None
     if not found:
@@ -295,7 +299,7 @@ def _guarded(reader: Callable[[Record], T], record: Record, where: str) -> T:
     except ValueError as error:
         raise UsageError(f"{where}: {error}") from None
     except TypeError:
-        why = "a field has another type than in the format, such as a number instead of a list"
+        why = "a field has another type than the format requires, such as a number instead of a list"
         raise UsageError(f"{where}: {why}") from None
 
 
@@ -369,7 +373,7 @@ def _niah(record: Record, name: str) -> Context:
     """Read a haystack with its needle. Without `answer`, an answer is scored by F1 with the needle's words."""
     text, needle = str(record["context"]), str(record["needle"]).strip()
     if not needle or needle not in text:
-        raise ValueError("the needle does not stand in the context")
+        raise ValueError("the needle is not in the context")
     asked = str(record["retrieval_question"] if "retrieval_question" in record else record["question"])
     exact = "answer" in record
     question = Question(

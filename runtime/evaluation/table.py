@@ -118,7 +118,10 @@ class Answers:
             self._file = self._path.open("a+b")
             self._load(self._file)
         except Timeout:
-            raise SparsekvError(f"{self._path.parent} is in use by another run; wait for it or give --work") from None
+            raise SparsekvError(
+                f"{self._path.parent} is in use by another run; wait until that run ends, or give another folder "
+                "with --work"
+            ) from None
         except OSError as error:
             raise SparsekvError(f"cannot write {self._path}: {error.strerror or error}; give another --work") from None
         return self
@@ -174,7 +177,7 @@ class Answers:
                 )
             except (ValueError, KeyError, TypeError, RecursionError):
                 raise SparsekvError(
-                    f"line {number} of {self._path} is damaged; remove it, and its question is asked again"
+                    f"line {number} of {self._path} is damaged; remove the line, and its question is asked again"
                 ) from None
         file.truncate(whole)  # only after every line was valid, so that another program's file is not changed
 

@@ -57,13 +57,20 @@ class CSAttention(Method):
     stream: bool = field(
         default=False,
         metadata={
-            "help": "Append generated tokens to the index's posting lists or clusters. For long answers: with clusters "
-            "one step in --buffer is slow."
+            "help": (
+                "Append generated tokens to the index's posting lists or clusters. For long answers. With "
+                "clusters, one step in every --buffer steps is slow."
+            )
         },
     )
     buffer: int = field(
         default=128,
-        metadata={"help": "With --stream, generated tokens appended together; until then all are attended to."},
+        metadata={
+            "help": (
+                "With --stream, number of generated tokens that are appended together; until then, all of them "
+                "are attended to."
+            )
+        },
     )
 
     def __post_init__(self) -> None:

@@ -30,13 +30,19 @@ class Multipole(ClusterMethod):
     replace: bool = field(default=True, metadata={"help": "Represent the clusters not selected by their centroids."})
     stream: bool = field(
         default=False,
-        metadata={"help": "Append generated tokens to the clusters. For long answers: one step in --buffer is slow."},
+        metadata={
+            "help": (
+                "Append generated tokens to the clusters. For long answers. One step in every --buffer steps is slow."
+            )
+        },
     )
     buffer: int = field(
         default=128,
         metadata={
-            "help": "With --stream, generated tokens appended together; before that up to twice as many wait, and all "
-            "are attended to."
+            "help": (
+                "With --stream, number of generated tokens that are appended together. Up to twice as many wait "
+                "until then, and all of them are attended to."
+            )
         },
     )
 

@@ -59,16 +59,19 @@ class LayerSharing(Method):
     select_layer: int = field(
         default=0,
         metadata={
-            "help": "Layer, counted from 0, that attends to everything and selects the tokens for all layers after it; "
-            "layer 2 selects for those between the two. 0: the layer at 13/32 of the model's depth."
+            "help": (
+                "Layer, counted from 0, that attends to all tokens and selects the tokens for all layers after "
+                "it; layer 2 selects for those between the two. 0: the layer at 13/32 of the model's depth."
+            )
         },
     )
 
     def __post_init__(self) -> None:
         if self.select_layer < 0 or 0 < self.select_layer <= FULL_LAYERS:
             raise UsageError(
-                f"--select-layer {self.select_layer}: the first {FULL_LAYERS} layers attend to everything and the next "
-                f"chooses; give {FULL_LAYERS + 1} or more, or 0 for the layer at 13/32 of the depth"
+                f"--select-layer {self.select_layer}: the first {FULL_LAYERS} layers attend to all tokens, and "
+                f"the layer after them selects at the earliest; give {FULL_LAYERS + 1} or more, or 0 for the "
+                "layer at 13/32 of the depth"
             )
 
     def selecting_layers(self, position: LayerPosition) -> tuple[int, int]:
@@ -79,7 +82,8 @@ class LayerSharing(Method):
         """
         if self.select_layer >= position.layers:
             raise UsageError(
-                f"--select-layer {self.select_layer}: the index has {position.layers} layers, counted from 0; give less"
+                f"--select-layer {self.select_layer}: the index has {position.layers} layers, counted from 0; "
+                "give a smaller number"
             )
         return FULL_LAYERS, self.select_layer or max(FULL_LAYERS, round(RULE_OF_THUMB * position.layers))
 

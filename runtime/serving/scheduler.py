@@ -103,7 +103,9 @@ class Scheduler:
         """
         with self._changed:
             if any(one.model is not index.model for one in self._indices.values()):
-                raise UsageError(f"{name} has another model than the indices that are served; serve it by itself")
+                raise UsageError(
+                    f"{name} has another model than the other indices that are served; serve it by another server"
+                )
             self._indices[name] = index
             self._close_unused_at_rest()
 
@@ -145,7 +147,7 @@ class Scheduler:
         _check(index, request)
         with self._changed:
             if self._closed:
-                raise UsageError("this server is closing; ask another one, or start it again")
+                raise UsageError("this server is shutting down; ask another server, or start this one again")
             if self._waiting() >= self.queue:
                 raise QueueFullError(self._retry_after())
             lane = self._lane(index, request.config)
@@ -351,7 +353,7 @@ def _check(index: OpenIndex, request: Submission) -> None:
     """Raise UsageError for a request that cannot be answered."""
     tokens = request.tokens
     if tokens.dim() != 1 or not len(tokens) or tokens.dtype != torch.int64:
-        raise UsageError("a request has no tokens behind the document; ask a question")
+        raise UsageError("a request has no tokens after the document; ask a question")
     if not index.knows(tokens):
         raise UsageError("the question has token ids that the model does not have; make them with its tokenizer")
     if request.timeout is not None and not request.timeout > 0:

@@ -335,8 +335,8 @@ class TracedIndex:
         """
         if self.index.artifact.manifest.states:
             raise UsageError(
-                "--without: the model has layers with a state, out of which no passage can be taken; leave the option "
-                "out, or build an index of the document without the passage"
+                "--without: the model has layers with a state, from which a passage cannot be removed; leave the "
+                "option out, or build an index of the document without the passage"
             )
         tokenizer, border = self.index.tokenizer, self.index.artifact.manifest.prompt.border
 

@@ -130,7 +130,7 @@ def candidates(artifact: Artifact, names: list[str], *, residual: bool) -> list[
     known = methods()
     for name in names:
         if name in known and known[name].is_bound:
-            raise UsageError(f"--method {name}: it is only an upper bound for other methods; choose another")
+            raise UsageError(f"--method {name}: this is only an upper bound for other methods; choose another method")
     chosen = [name for name in methods_of(artifact, names) if not known[name].is_bound]
     residual = residual and _has_centroids(artifact)
     return [form for name in chosen for form in forms(artifact, name, residual=residual)]

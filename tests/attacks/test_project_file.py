@@ -89,7 +89,7 @@ def test_a_file_that_would_write_or_read_elsewhere_is_refused(
     run = sandbox.run(*arguments)
     run.assert_harmless()
     assert run.code == 2
-    assert "is not taken from a file" in run.stderr
+    assert "is not read from a file" in run.stderr
     assert changes(before, hash_tree(sandbox.home)) == []
 
 
@@ -108,7 +108,7 @@ def test_another_index_is_not_reached(sandbox: Sandbox, value: str) -> None:
     run = sandbox.zygote.run("append", "more.txt", folder=clone, environment={"HOME": str(sandbox.home)})
     run.assert_harmless()
     assert run.code == 2, run
-    assert "outside of the file's folder" in run.stderr
+    assert "outside the folder of this file" in run.stderr
     assert changes(before, hash_tree(sandbox.home)) == []
 
 
@@ -121,7 +121,7 @@ def test_a_model_is_not_loaded_because_a_file_names_it(sandbox: Sandbox, table: 
     run = sandbox.run("generate", "Why?", "-i", INDEX)
     run.assert_harmless()
     assert run.code == 2
-    assert "which you have not named on this machine" in run.stderr
+    assert "which you have not yet given with --model" in run.stderr
     named = sandbox.home / "cache" / "named_models.json"
     assert not named.exists() or str(sandbox.home / "evil") not in json.loads(named.read_text())
 
@@ -155,7 +155,7 @@ def test_a_pipe_does_not_hang_a_command(sandbox: Sandbox) -> None:
     os.mkfifo(sandbox.home / FILE)
     run = sandbox.run("inspect", "-i", INDEX)
     run.assert_harmless()
-    assert (run.code, "is no file" in run.stderr) == (2, True)
+    assert (run.code, "is not a file" in run.stderr) == (2, True)
 
 
 def test_what_is_beside_the_file_is_found_by_no_link(sandbox: Sandbox, tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def test_a_default_that_no_longer_holds_is_told_of(online: Path) -> None:
     shutil.rmtree("talk.skv")
     assert "is not saved with it; find one with `sparsekv tune --index talk.skv --target-recall 0.5" in saved
     told = run_here("append", "more.txt").stderr
-    assert "is used no more; find one with `sparsekv tune --index doc.skv --target-" in told
+    assert "is no longer used; find a new one with `sparsekv tune --index doc.skv --target-" in told
 
 
 def test_a_text_in_another_encoding_is_the_same_text(online: Path) -> None:
@@ -260,7 +260,7 @@ def test_a_text_in_another_encoding_is_the_same_text(online: Path) -> None:
     _refused(2, ("latin.txt is not text in UTF-8", "--encoding latin-1"), "append", "-i", "plain.skv", "latin.txt")
     assert run_here("append", "-i", "plain.skv", "latin.txt", "--encoding", "latin-1", "-q").code == 0
     assert str(tiny_tokenizer().decode(Artifact(online / "plain.skv").input_ids())).endswith(more)
-    _refused(2, ("--encoding none: no such encoding",), *build, "plain.txt", "--encoding", "none")
+    _refused(2, ("--encoding none: there is no such text encoding",), *build, "plain.txt", "--encoding", "none")
 
 
 def test_text_that_is_appended_to_a_saved_talk_is_a_message(online: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_build_of_a_model_that_is_bent_beyond_the_preflight(
 ) -> None:
     build = (*BUILD, "-o", "bent.skv", "--kv-dtype", kv_dtype)
     with _loaded_as(beyond):
-        fails(1, *build, says=("attends by a mask or a bias", "at token", "choose another model"))
+        fails(1, *build, says=("attends with a mask or a bias", "at token", "choose another model"))
         fails(1, "generate", "Why?", "--index", "bent.skv", says=("unfinished",))
     left = [path for path in Path("bent.skv").rglob("*") if path.is_file() and path.name != "unfinished.json"]
     assert sum(path.stat().st_size for path in left if path.name != ".sparsekv") == 0
@@ -98,7 +98,14 @@ def test_a_refused_build_leaves_the_index_that_was_there(
     Path("doc.txt").write_text(Path("doc.txt").read_text() + "One more line.\n" * 20)
     before = Path("doc.skv", MANIFEST).read_bytes()
     with _loaded_as(beyond):
-        fails(1, *BUILD, "-o", "doc.skv", *options, says=("the model masks" if not options else "attends by a mask",))
+        fails(
+            1,
+            *BUILD,
+            "-o",
+            "doc.skv",
+            *options,
+            says=("or masks other tokens" if not options else "attends with a mask",),
+        )
     assert Path("doc.skv", MANIFEST).read_bytes() == before
     assert run_here("generate", "Why?", "--max-new-tokens", "2").code == 0
 

@@ -130,7 +130,11 @@ def test_answers_and_talks_over_8_bits_are_saved_and_asked_again(indices: Path) 
         (("doc.txt", "-o", "new.skv"), 2, ("INDEX doc.txt is a text",)),
         (("exact.skv", "-o", "direct.skv"), 2, ("direct.skv is there already", "--output")),
         (("exact.skv", "-o", "new.skv", "--kv-dtype", "auto"), 2, ("--kv-dtype auto", "give int8")),
-        (("exact.skv", "-o", "new.skv", "--kv-dtype", "fp8"), 2, ("--kv-dtype fp8", "to 8 bits alone; give int8")),
+        (
+            ("exact.skv", "-o", "new.skv", "--kv-dtype", "fp8"),
+            2,
+            ("--kv-dtype fp8", "that an index can be converted to; give int8"),
+        ),
         (("direct.skv", "-o", "new.skv"), 2, ("direct.skv stores its keys and values in int8 already", "document")),
         (("direct.skv", "-o", "new.skv", "--kv-dtype", "auto"), 2, ("in int8 already", "document")),
         (("exact.skv",), 2, ("--output",)),

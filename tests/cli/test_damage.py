@@ -84,8 +84,8 @@ def test_tokens_that_no_tokenizer_has_give_no_words(place: Path) -> None:
     _strange_tokens(place / "doc.skv")
     inspected = run_here("inspect", "--method", "all", "--model", "model", "--html", "x.html")
     assert inspected.code == 0, inspected.stderr
-    assert "no words, only counts: doc.skv names tokens that model does not have" in inspected.stderr
-    fails(1, "generate", "Why?", says=("names tokens that its model does not have",))
+    assert "no words, only counts: doc.skv has token ids that the tokenizer of model does not have" in inspected.stderr
+    fails(1, "generate", "Why?", says=("has token ids that its model does not have",))
 
 
 @pytest.mark.parametrize("damage", [_truncate, _remove_layer])
@@ -93,7 +93,7 @@ def test_a_build_writes_anew_what_is_missing_and_loses_no_method(place: Path, da
     before = read_manifest(place / "doc.skv")
     damage(place / "doc.skv")
     built = run_here("build-index", "doc.txt", "--model", "model", "--method", "codes")
-    assert "of doc.skv: built again, as files are missing" in built.stderr
+    assert "of doc.skv: built again, because files are missing" in built.stderr
     after = read_manifest(place / "doc.skv")
     assert list(after.methods) == [*before.methods, "codes"]
     assert {name.partition("/")[0] for name in after.files} - {"samples"} == {

@@ -50,7 +50,11 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("generate", "Why?", "--method", "nonsense"), 2, ("'nonsense'", "squeezed")),
         (("generate", "Why?", "--method", "all"), 2, ("name one method, not all", "squeezed", "dense")),
         (("generate", "Why?", "--prefill", "all"), 2, ("--prefill all: name one method",)),
-        (("eval", "doc.txt", "--question-prefill", "all"), 2, ("--question-prefill all: name one method",)),
+        (
+            ("eval", "doc.txt", "--question-prefill", "all"),
+            2,
+            ("--question-prefill all: questions are prefilled with one method",),
+        ),
         (("eval", "doc.txt", "--question-prefill", "mine"), 2, ("--question-prefill mine: no method", "dense, own")),
         (
             ("generate", "Why?", "--prefill", "own", "--prefill-budget", "5%"),
@@ -63,7 +67,7 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("generate", "Why?", "--budget", "some"), 2, ("--budget some",)),
         (("generate", "Why?", "--temperature", "-1"), 2, ("--temperature -1",)),
         (("generate", "Why?", "--top-p", "2"), 2, ("--top-p 2",)),
-        (("generate", "Why?", "--top-p", "0.5"), 2, ("--top-p 0.5", "--temperature 0", "leave it out")),
+        (("generate", "Why?", "--top-p", "0.5"), 2, ("--top-p 0.5", "--temperature 0", "leave the option out")),
         (("generate", "Why?", "--top-k", "0"), 2, ("--top-k 0",)),
         (("generate", "Why?", "--max-new-tokens", "0"), 2, ("--max-new-tokens 0",)),
         (("generate", "Why?", "--method", "squeezed", "--page-size", "8"), 2, ("--page-size", "squeezed")),
@@ -75,7 +79,7 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("generate", "Why?", "--index", "none.skv"), 2, ("none.skv", "build-index")),
         (("generate", "Why?", "--model", "none"), 2, ("none", "models list")),
         (("generate", "Why?", "--schedule", "often"), 2, ("--schedule often", "0.15-step-4")),
-        (("generate", "Why?", "--schedule", "0.1-step-4"), 2, ("--step", "leave it out")),
+        (("generate", "Why?", "--schedule", "0.1-step-4"), 2, ("--step", "leave those two out")),
         (("generate", "Why?", "--schedule", "0.1-step-4", "--budget", "0.1"), 2, ("--schedule", "leave")),
         (("generate", "Why?", "--placement", "tape"), 2, ("--placement tape", "disk")),
         (("generate", "Why?", "--guard", "2"), 2, ("--guard 2", "0.2")),
@@ -121,7 +125,7 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("eval", "doc.txt", "--depth", "101"), 2, ("--depth 101", "percentage")),
         (("eval", "doc.txt", "--pairs", "none.jsonl", "--task", "qa"), 2, ("--pairs none.jsonl", "no such file")),
         (("eval", "doc.txt", "--task", "qa", "--model", "model"), 2, ("--task qa", "--pairs FILE")),
-        (("eval", "doc.txt", "--model", "model"), 2, ("the text has no 4096 tokens", "give --length ")),
+        (("eval", "doc.txt", "--model", "model"), 2, ("--length is 4096 tokens", "give --length ")),
         (("eval", "doc.txt", "--model", "model", "--length", "50"), 2, ("--length 50 is too small for niah-facts",)),
         (("eval", "doc.txt", "--model", "model", "--task", "fwe", "--length", "4096"), 2, ("room for", "--length")),
         (("eval", "doc.txt", "--json", "--csv"), 2, ("--json", "--csv")),
@@ -226,7 +230,7 @@ def test_a_question_longer_than_the_positions(place: Path) -> None:
 
 def test_an_evaluated_answer_longer_than_the_positions(place: Path, embedded_folder: Path) -> None:
     asked = ("eval", "doc.txt", "--task", "niah-single", "--length", "500", "--work", "work")
-    fails(2, *asked, "--max-new-tokens", "9999", says=("leave no room for a document", "smaller --max-new-tokens"))
+    fails(2, *asked, "--max-new-tokens", "9999", says=("take all positions of", "smaller --max-new-tokens"))
     fails(2, *asked, "--max-new-tokens", "8000", says=("a document of niah-single has", "has room for"))
 
 

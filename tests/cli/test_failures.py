@@ -110,7 +110,7 @@ def test_a_document_that_may_not_be_read_is_wrong_usage(place: Path) -> None:
     user = os.geteuid()
     os.seteuid(user or 65534)
     try:
-        with pytest.raises(UsageError, match=r"cannot read doc\.txt: permission denied; allow reading it"):
+        with pytest.raises(UsageError, match=r"cannot read doc\.txt: permission denied; get permission to read it"):
             read_document("doc.txt")
     finally:
         os.seteuid(user)
@@ -127,7 +127,7 @@ def test_closed_streams(place: Path) -> None:
     out = start("build-index", "doc.txt", "--model", "model", "-o", "new.skv", "-q", cwd=place, stdout=None).wait()
     assert (out.code, out.stderr) == (
         1,
-        "sparsekv: error: standard output is closed; send it to a file, or to /dev/null\n",
+        "sparsekv: error: standard output is closed; redirect it to a file or to /dev/null\n",
     )
     assert not (place / "new.skv").exists()
     stdin = start("generate", "-q", cwd=place, stdin=None).wait()
@@ -165,7 +165,7 @@ def test_an_index_that_is_no_folder(place: Path, make: Callable[[Path], object])
     for command in (("generate", "Why?"), ("inspect",), ("recall-report",), ("bench",)):
         outcome = run_here(*command, "--index", "it.skv")
         assert outcome.code == 2
-        assert "--index it.skv is no folder, and an index is one; name the folder" in outcome.error()
+        assert "--index it.skv is not a folder, and an index is a folder; name the folder" in outcome.error()
 
 
 LONG = "n" * 300
@@ -193,11 +193,15 @@ LONG = "n" * 300
         (("generate", "Why?", "--index", LONG), 2, ("file name too long", "build-index")),
         (("recall-report", "--plot", f"{LONG}.png"), 2, ("the name is too long; give a shorter one",)),
         (("recall-report", "--plot", "model"), 2, ("--plot model is a folder; give the name",)),
-        (("inspect", "--plot", "clusters.nonsense"), 2, ("no picture ends like this", "png")),
+        (("inspect", "--plot", "clusters.nonsense"), 2, ("there is no image format with this extension", "png")),
         (("generate", "Why?", "--model", ""), 2, ("--model is empty; leave it out",)),
         (("build-index", "doc.txt", "--model", " "), 2, ("--model is empty; leave it out",)),
         (("tune", "--target-perplexity", "1.1", "--model", ""), 2, ("--model is empty; leave it out",)),
-        (("eval", "doc.txt", "--model", "~nouser/x"), 2, ("model '~nouser/x': there is no such user", "whole path")),
+        (
+            ("eval", "doc.txt", "--model", "~nouser/x"),
+            2,
+            ("model '~nouser/x': this machine has no such user", "full path"),
+        ),
         (("models", "pull", "~nouser/x"), 2, ("~nouser/x", "hub")),
     ],
 )

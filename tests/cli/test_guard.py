@@ -75,4 +75,4 @@ def test_a_limit_in_percent() -> None:
     assert read[0] == read[1]
     refused = run_here(*ASK, "--guard", "much", "--method", "squeezed")
     assert refused.code == 2
-    assert "much is no share, such as 0.9 or 90%" in refused.stderr
+    assert "much is not a share; give one such as 0.9 or 90%" in refused.stderr

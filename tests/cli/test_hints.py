@@ -231,7 +231,7 @@ def test_dense_attention_is_no_method_to_compare(place: Path) -> None:
 
 def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(place: Path) -> None:
     told = run_here("build-index", "doc.txt", "-o", "new.skv", "--model", "./nowhere").error()
-    assert told.startswith("model './nowhere' is no folder that is there; check its spelling, or take ")
+    assert told.startswith("model './nowhere' names a folder that does not exist; check its spelling, or take ")
 
 
 def test_a_text_that_is_too_long_is_told_what_fits(place: Path) -> None:

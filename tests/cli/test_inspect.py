@@ -110,7 +110,11 @@ def test_one_method_is_described_and_drawn_when_it_is_named(lists: Artifact) -> 
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("nonsense", "no method 'nonsense'"), ("multipole-windowed", "not built with"), ("quest", "holds nothing of it")],
+    [
+        ("nonsense", "no method 'nonsense'"),
+        ("multipole-windowed", "not built with"),
+        ("quest", "has no tensors of this method"),
+    ],
 )
 def test_a_method_that_the_index_does_not_have_is_refused(place: Path, name: str, why: str) -> None:
     outcome = run_here("inspect", "--method", name, "-q")

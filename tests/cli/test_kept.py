@@ -16,7 +16,7 @@ def test_the_index_of_another_document_is_replaced_by_force_alone(place: Path) -
     before = read_manifest(place / "doc.skv")
     (place / "doc.md").write_text("Another text altogether, of other words than the first one has. " * 60)
     refused = run_here("build-index", "doc.md", "--model", "model", "-q")
-    told = f"doc.skv is the index of another document, {before.split.tokens:,} tokens, of whose passages "
+    told = f"doc.skv is the index of another document ({before.split.tokens:,} tokens): this document has only "
     assert refused.error().startswith(told)
     assert "give --force to replace it" in refused.error()
     assert refused.code == 1
@@ -32,7 +32,7 @@ def test_another_document_is_told_of_before_what_was_appended(place: Path) -> No
     assert "doc.skv is the index of another document" in refused
     (place / "doc.md").write_text((place / "doc.txt").read_text()[:80])  # less than a block, of the same document
     refused = run_here("build-index", "doc.md", "--model", "model", "--sinks", "2", "--tail", "2", "-q").error()
-    assert "tokens that were appended and that this document lacks" in refused
+    assert "appended tokens, which this document does not have" in refused
 
 
 def test_another_document_with_the_same_beginning_is_replaced_by_force_alone(place: Path) -> None:
@@ -94,11 +94,11 @@ def test_rounded_rows_of_an_earlier_text_are_told_to_be_replaced(place: Path) ->
         (("--max-tokens", "300"), "are built: the first "),
         (
             ("--sinks", "4"),
-            "doc.skv was built with --sinks 10, unlike this call: what depends on that is made again",
+            "doc.skv was built with --sinks 10, unlike this call: keys, values and methods",
         ),
         (
             ("--kv-dtype", "int8"),
-            "doc.skv was built with --kv-dtype auto, unlike this call: what depends on that is made again",
+            "doc.skv was built with --kv-dtype auto, unlike this call: keys, values and methods",
         ),
     ],
 )
@@ -114,7 +114,7 @@ def test_what_other_settings_replace_is_told_and_no_method_is_lost(
 
 def test_force_tells_which_methods_are_lost(place: Path) -> None:
     told = run_here("build-index", "doc.txt", "--model", "model", "--method", "multipole", "--force").stderr
-    assert "doc.skv is replaced as a whole, and is then without squeezed (--force)" in told
+    assert "doc.skv is replaced completely, and is then without squeezed (--force)" in told
     assert list(read_manifest(place / "doc.skv").methods) == ["multipole"]
 
 
@@ -158,7 +158,7 @@ def test_a_report_refuses_what_it_would_not_use(place: Path, option: tuple[str, 
 
 def test_the_place_of_an_index_is_looked_at_before_a_model_is(place: Path) -> None:
     told = run_here("build-index", "doc.txt", "--model", "no-such-model", "-o", "doc.txt")
-    assert "doc.txt is a file, where an index is a folder" in told.error()
+    assert "doc.txt is a file, and an index is a folder" in told.error()
 
 
 def test_a_report_measures_a_method_as_it_is_configured(place: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_report_refuses_options_that_no_method_reads(place: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("recall-report", "--plot", "picture"), "--plot picture: its name has no ending; call it picture.png"),
+        (("recall-report", "--plot", "picture"), "--plot picture: the name has no extension; give picture.png"),
         (("recall-report", "--within", "-1"), "--within -1: give a share between 0 and 1"),
         ((*BUILD, "--iterations", "999999999999"), "--iterations 999999999999: give a number from 1 to 10000"),
         ((*BUILD, "--method", "quest"), "no index is built for 'quest'"),

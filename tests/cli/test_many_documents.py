@@ -56,8 +56,8 @@ def test_a_document_that_fails_is_told_at_the_end_and_the_others_are_built(docum
     assert built.stderr.splitlines() == [
         "no such file: none.txt; the others are indexed",
         "b.txt is not text: it contains zero bytes; convert it to plain text first",
-        "sparsekv: error: 2 of 4 documents are not indexed, for the reasons above; the same command tries these again, "
-        "and leaves the others as they are",
+        "sparsekv: error: 2 of 4 documents were not indexed, for the reasons above; run the same command again to "
+        "retry only these",
     ]
     assert not (documents / "b.skv").exists()
 
@@ -72,7 +72,7 @@ def test_no_model_is_loaded_where_no_document_is_there(place: Path) -> None:
     told = run_here("build-index", "none.txt", "gone.txt", "--model", "no-such-model")
     assert (told.code, told.stdout) == (1, "")
     assert told.stderr.splitlines()[:2] == ["no such file: none.txt", "no such file: gone.txt"]
-    assert "error: 2 of 2 documents are not indexed" in told.stderr
+    assert "error: 2 of 2 documents were not indexed" in told.stderr
 
 
 def test_what_is_whole_is_not_built_again(documents: Path) -> None:
@@ -151,12 +151,12 @@ def test_a_list_that_cannot_be_built_is_refused_before_anything_is(
 
 def test_an_index_is_no_folder_of_indices_whatever_its_name(documents: Path) -> None:
     assert run_here("build-index", "a.txt", *TAIL, "-o", "indices").code == 0
-    fails(2, "build-index", "a.txt", "b.txt", *TAIL, "-o", "indices", says=("it is an index, but each of several",))
+    fails(2, "build-index", "a.txt", "b.txt", *TAIL, "-o", "indices", says=("it is an index, but each document",))
 
 
 @pytest.mark.parametrize("output", ["doc.skv", "new.skv", "doc.txt", "new.txt", "out.md"])
 def test_several_indices_go_into_a_folder_that_is_no_index(documents: Path, output: str) -> None:
-    says = (f"--output {output}: ", "each of several documents has an index of its own")
+    says = (f"--output {output}: ", "each document gets an index of its own")
     fails(2, "build-index", "a.txt", "b.txt", *TAIL, "-o", output, says=says)
 
 

@@ -41,7 +41,7 @@ def test_an_index_with_appended_text_takes_methods_as_its_errors_say(place: Path
     before = read_manifest(Path("grown.skv"))
     lacks = run_here("recall-report", "-i", "grown.skv", "--method", "squeezed").error()
     refused = run_here(*BUILD, "-o", "grown.skv", "--method", "squeezed").error()
-    assert "tokens that were appended and that this document lacks" in refused
+    assert "appended tokens, which this document does not have" in refused
     shown = ("build-index", "grown.skv", "--method", "squeezed")
     assert f"add it with `sparsekv {' '.join(shown)}`" in lacks
     assert f"add methods to it with `sparsekv {' '.join(shown)}`" in refused

@@ -53,5 +53,5 @@ def test_a_place_below_a_file_is_told(place: Path) -> None:
 
 
 def test_a_folder_with_other_things_is_left_alone(place: Path) -> None:
-    fails(1, *BUILD, "-q", "-o", "model", says=("model is a folder with other things", "--output"))
+    fails(1, *BUILD, "-q", "-o", "model", says=("model is not an index and contains other files", "--output"))
     assert (place / "model" / "model.safetensors").exists()

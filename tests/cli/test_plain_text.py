@@ -135,7 +135,7 @@ def test_a_byte_order_mark_makes_no_other_index(place: Path) -> None:
         (("eval", "."), ". is a folder; name a text file in it"),
         (("eval", "/"), "/ is a folder; name a text file in it"),
         (("build-index", "a" * 300), "name too long"),
-        (("build-index", "b" * 252), "name is too long for one with .skv; name the index with --output NAME.skv"),
+        (("build-index", "b" * 252), "name is too long to add .skv to it; name the index with --output NAME.skv"),
     ],
     ids=lambda one: one[-1][:10] if isinstance(one, tuple) else "",
 )

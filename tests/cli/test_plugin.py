@@ -80,7 +80,7 @@ def test_without_the_package_its_method_is_told_as_unknown(with_plugin: Zygote, 
     [
         ("quest", "broken:Quest", "two methods are called 'quest'"),
         ("odd", "broken:Missing", "method 'odd' of the installed package broken cannot be loaded (AttributeError"),
-        ("odd", "broken:NUMBER", "method 'odd' of the installed package broken is no Method; mend or remove it"),
+        ("odd", "broken:NUMBER", "method 'odd' of the installed package broken is no Method; repair or remove it"),
     ],
 )
 def test_a_package_that_does_not_fit_is_told_in_a_line(
@@ -156,7 +156,9 @@ def test_an_option_that_the_command_has_itself_is_refused(name: str) -> None:
 
     own = make_dataclass("Own", [(name, float, field(default=0.0))])
     option = f"--{name.replace('_', '-')}"
-    with pytest.raises(UsageError, match=f"{option} of own is also an option of the command itself; rename it"):
+    with pytest.raises(
+        UsageError, match=f"{option} of own is also an option of the command itself; rename the method's field"
+    ):
         with_options(Options, {"own": own})(command)
     with_options(Options, {"own": own}, preset=fields(own))(command)
 

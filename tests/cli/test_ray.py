@@ -109,7 +109,7 @@ def test_a_document_that_kills_its_workers_is_set_aside_and_the_others_are_built
         stderr.splitlines()[0]
         == "poison.txt: 3 workers died while they worked on it; it is set aside: run it by itself"
     )
-    assert "1 of 5 documents are not indexed" in stderr.splitlines()[1]
+    assert "1 of 5 documents were not indexed" in stderr.splitlines()[1]
     assert len(stdout.splitlines()) == 4
     _assert_as_one_by_one(place, names)
 
@@ -193,9 +193,24 @@ def test_what_is_no_address_is_refused_before_anything_is_made(place: Path, addr
 
 
 def test_what_means_nothing_with_a_cluster_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fails(2, "build-index", "doc.txt", *OPTIONS, "--workers", "2", says=("--workers 2 is for --ray; leave it out",))
+    fails(
+        2,
+        "build-index",
+        "doc.txt",
+        *OPTIONS,
+        "--workers",
+        "2",
+        says=("--workers 2 has no effect without --ray; leave --workers out",),
+    )
     output = ("-o", "new.skv", "--ray", "local")
-    fails(2, "build-index", "-", *OPTIONS, *output, says=("--ray: workers have no standard input; name a file",))
+    fails(
+        2,
+        "build-index",
+        "-",
+        *OPTIONS,
+        *output,
+        says=("--ray: workers cannot read this command's standard input; name a file",),
+    )
     monkeypatch.setitem(sys.modules, "ray", None)
     fails(
         2, "build-index", "doc.txt", *OPTIONS, "--ray", "local", says=("--ray needs Ray: pip install 'sparsekv[ray]'",)

@@ -106,9 +106,9 @@ def test_a_chat_its_saved_index_and_reports(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("home")
 def test_what_no_state_can_follow_is_refused_in_a_line() -> None:
     trace = ("trace", "--index", "doc.skv", QUESTION, "--without", "Line 1 says", "-q")
-    fails(2, *trace, says=("out of which no passage can be taken",))
+    fails(2, *trace, says=("from which a passage cannot be removed",))
     tune = ("tune", "--index", "doc.skv", "--target-perplexity", "1.1", "-q")
-    fails(2, *tune, says=("has no state of the model's other layers within its tail",))
+    fails(2, *tune, says=("stores no state of the model's layers that do not attend at the beginning of its tail",))
     build = ("build-index", "doc.txt", "--model", "model", "-q")
     fails(2, *build, "--prefill", "quoka", "-o", "other.skv", says=("has layers with a state",))
     assert not Path("other.skv").exists()
@@ -150,7 +150,11 @@ def test_a_wrong_state_whose_sums_are_right_is_told_before_an_answer_or_an_appen
         done = run_here(*command, "-q")
         assert done.code == 1, (how, tokens)
         (line,) = done.stderr.splitlines()
-        assert f"state after {tokens:,} tokens" in line or "states/token" in line or "state after all tokens" in line
+        assert (
+            f"state after {tokens:,} tokens" in line
+            or "states/token" in line
+            or "stores for the end of the document" in line
+        )
         assert read_manifest(home / "doc.skv").uuid == before
         shutil.rmtree("doc.skv")
         Path("kept.skv").rename("doc.skv")

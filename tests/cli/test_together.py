@@ -32,7 +32,7 @@ def test_no_more_than_there_are_questions(place: Path) -> None:
     Path("questions.txt").write_text("\n".join(QUESTIONS) + "\n")
     refused = run_here(*REPORT, "--queries", "questions.txt", "--model", "model", "--together", "5")
     assert refused.code == 2
-    assert "--together 5: --queries has 4 queries to measure on; give at most that" in refused.stderr
+    assert "--together 5: --queries has 4 queries to measure on; give no larger number" in refused.stderr
 
 
 def test_more_than_the_tail_has(place: Path) -> None:

@@ -92,7 +92,10 @@ def test_a_made_up_trace_is_valid_and_adds_up() -> None:
     [
         (("-o", "trace.txt"), ("--output trace.txt", "ends in .html or .json")),
         (("-o", "trace"), ("--output trace", "ends in .html or .json")),
-        (("-o", "none/trace.json"), ("--output none/trace.json: its folder does not exist", "make it first")),
+        (
+            ("-o", "none/trace.json"),
+            ("--output none/trace.json: the folder to write it in does not exist", "create that folder first"),
+        ),
         (("-o", f"{'n' * 255}.json"), ("the name is too long", "shorter")),
         (("-o", "folder.json"), ("--output folder.json is a folder", "name of a file")),
         (("--without", "No such line."), ("--without 'No such line.'", "no such passage", "copy it from the document")),
@@ -117,13 +120,13 @@ def test_a_page_holds_the_trace_that_is_printed(place: Path) -> None:
 
 def test_a_page_takes_the_place_of_no_other_file(place: Path) -> None:
     (place / "mine.html").write_text("<p>Mine.</p>")
-    fails(1, *QUESTION, "-o", "mine.html", says=("mine.html is there and no page of sparsekv",))
+    fails(1, *QUESTION, "-o", "mine.html", says=("mine.html exists and is not a page of sparsekv",))
     assert (place / "mine.html").read_text() == "<p>Mine.</p>"
 
 
 def test_a_trace_takes_the_place_of_an_older_one_and_of_no_other_file(place: Path) -> None:
     (place / "package.json").write_text('{\n  "name": "mine"\n}')
-    fails(1, *QUESTION, "-o", "package.json", says=("package.json is there and no trace of sparsekv",))
+    fails(1, *QUESTION, "-o", "package.json", says=("package.json exists and is not a trace of sparsekv",))
     assert (place / "package.json").read_text().startswith('{\n  "name"')
     (place / "linked.json").symlink_to("trace.json")
     for name in ("trace.json", "trace.json", "linked.json"):

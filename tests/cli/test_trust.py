@@ -38,8 +38,8 @@ def test_a_model_that_an_index_names_is_not_loaded(place: Path, command: tuple[s
     _naming(place, "someone/tiny; rm x")
     outcome = run_here(*command)
     assert outcome.error() == (
-        "the index was built with someone/tiny; rm x, which you have not named on this machine: add --model "
-        "'someone/tiny; rm x' if you trust it"
+        "the index was built with someone/tiny; rm x, which you have not yet given with --model; if you trust it, add "
+        "--model 'someone/tiny; rm x'"
     )
     assert outcome.code == 1
 
@@ -48,7 +48,10 @@ def test_a_model_that_an_index_names_is_not_loaded(place: Path, command: tuple[s
 def test_a_folder_that_is_gone_is_asked_for(place: Path, command: tuple[str, ...]) -> None:
     _naming(place, "/nowhere/at/all")
     outcome = run_here(*command)
-    assert outcome.error() == ("the index was built with /nowhere/at/all, and no such folder is here; add --model PATH")
+    assert outcome.error() == (
+        "the index was built with /nowhere/at/all, and this folder does not exist here; name the model's folder with "
+        "--model PATH"
+    )
     assert outcome.code == 1
 
 
@@ -97,8 +100,11 @@ def test_what_lies_here_under_a_hub_models_name_is_not_what_was_named(place: Pat
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("someone/tiny", "which you have not named on this machine: add --model someone/tiny if you trust it"),
-        ("/nowhere/at/all", "no such folder is here; add --model PATH"),
+        (
+            "someone/tiny",
+            "which you have not yet given with --model; if you trust it, add --model someone/tiny",
+        ),
+        ("/nowhere/at/all", "this folder does not exist here; name the model's folder with --model PATH"),
         (EMBEDDED, f"{EMBEDDED} is not in the cache; fetch it with `sparsekv models pull`"),
     ],
 )
@@ -127,8 +133,8 @@ def test_inspect_has_words_of_a_model_that_is_named_without_its_weights(place: P
     ("name", "says"),
     [
         ("", "--model is empty"),
-        ("~nouser", "model '~nouser': there is no such user's folder"),
-        ("~nouser/model", "model '~nouser/model': there is no such user's folder"),
+        ("~nouser", "model '~nouser': this machine has no such user"),
+        ("~nouser/model", "model '~nouser/model': this machine has no such user"),
         ("a" * 300, f"model '{'a' * 300}' is "),
     ],
     ids=["empty", "nobody", "nobody's model", "long"],

@@ -100,7 +100,7 @@ def test_a_table_names_the_best_and_a_note_the_default(place: Path) -> None:
     assert f"is the default now instead of {first_method()} at 10%" in outcome.stderr
     assert "recall of the oracle's best 5% of at least 0.7" in outcome.stdout
     assert [("best" in row, "does not hold it" in row) for row in rows][::2] == [(True, False), (False, True)]
-    assert "; tune --reset takes it away" in outcome.stderr
+    assert "; tune --reset removes it" in outcome.stderr
     assert "recall" in run_here("inspect").stdout
 
 
@@ -145,7 +145,7 @@ def test_a_default_is_taken_away_again(place: Path) -> None:
     outcome = run_here("tune", "--reset")
     assert (outcome.code, outcome.stderr) == (0, "doc.skv has no default of its own now\n")
     assert read_manifest(place / "doc.skv").defaults is None
-    assert "--reset: searches nothing" in run_here("tune", "--reset", "--dry-run").error()
+    assert "--reset only removes the index's default" in run_here("tune", "--reset", "--dry-run").error()
 
 
 @pytest.mark.parametrize("options", [("--method", "quest"), ("--budget", "20%"), ("--lookup", "flat"), ("--residual",)])
@@ -184,7 +184,7 @@ def test_inspect_shows_the_default(place: Path, setting: Defaults) -> None:
     ("change", "says"),
     [
         ({"method": "gone"}, "no method 'gone'"),
-        ({"parameters": {"pages": 3}}, "knows no pages"),
+        ({"parameters": {"pages": 3}}, "has no option pages"),
         ({"parameters": {"page_size": "two"}}, "its page_size is 'two', which is not of type int"),
     ],
     ids=["method", "parameter", "type"],
@@ -253,12 +253,12 @@ def test_a_perplexity_is_measured_with_the_model(place: Path) -> None:
         ((), "give one target"),
         (("--target-recall", "0.9", "--target-error", "0.1"), "give one target"),
         (("--target-recall", "150%"), "--target-recall 1.5: give a share between 0 and 1"),
-        (("--target-recall", "high"), "'--target-recall': high is no share, such as 0.9 or 90%"),
+        (("--target-recall", "high"), "'--target-recall': high is not a share; give one such as 0.9 or 90%"),
         (("--target-recall", "1.5"), "--target-recall 1.5: give a share between 0 and 1"),
         (("--target-error", "0"), "--target-error 0: give a share between 0 and 1"),
         (("--target-perplexity", "0.98"), "--target-perplexity 0.98: give a ratio above 1"),
         (("--target-recall", "0.9", "--of", "120%"), "--of 120% is not a budget: give a share"),
-        (("--target-recall", "0.9", "--method", "oracle"), "--method oracle: it is only an upper bound"),
+        (("--target-recall", "0.9", "--method", "oracle"), "--method oracle: this is only an upper bound"),
     ],
 )
 def test_what_is_no_target_is_refused(place: Path, options: tuple[str, ...], says: str) -> None:
@@ -271,7 +271,9 @@ def test_a_target_out_of_reach_leaves_the_index_as_it_is(place: Path) -> None:
     outcome = run_here("tune", "--target-recall", "0.5", "--method", "window", "-q")
     assert outcome.code == 1
     assert "does not hold it" in outcome.stdout
-    assert outcome.stderr.splitlines()[-1].startswith("sparsekv: error: no setting reads less than everything")
+    assert outcome.stderr.splitlines()[-1].startswith(
+        "sparsekv: error: no setting that reads less than the whole document"
+    )
     assert read_manifest(place / "doc.skv").defaults is None
 
 

@@ -71,5 +71,5 @@ def test_a_cluster_answers_as_one_process_does_though_a_worker_is_killed(command
 
 
 def test_workers_are_a_clusters(command: tuple[str, ...]) -> None:
-    fails(2, *command, "--workers", "2", says=("--workers 2 is for --ray; leave it out",))
+    fails(2, *command, "--workers", "2", says=("--workers 2 has no effect without --ray; leave --workers out",))
     fails(2, *command, "--ray", "127.0.0.1:1", says=("--ray 127.0.0.1:1: no cluster answers",))

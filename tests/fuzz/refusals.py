@@ -52,36 +52,42 @@ def _options(case: Case, name: str) -> list[object]:
 N = r"([\d,]+)"
 DUE = (
     Due(
-        rf"document and question have {N} tokens and the model has {N} positions; ask a shorter", _few_positions, False
+        rf"document and question have {N} tokens, and the model has {N} positions; ask a shorter", _few_positions, False
     ),
     Due(
-        rf"document and question have {N} tokens and positions of this model change at {N}, where no index can follow",
+        rf"document and question have {N} tokens, and this model's positions change beyond {N}, which the index's "
+        "keys do not follow",
         lambda case: case.rope == "longrope",
         False,
     ),
-    Due(rf"the document and what is added have {N} tokens and \S+ has {N} positions; add less", _few_positions, False),
-    Due(rf"the document has {N} tokens and \S+ has {N} positions; shorten it with", _few_positions, False),
     Due(
-        rf"a document of \S+ has {N} tokens, where \S+ has room for {N} ",
+        rf"the document and the appended text have {N} tokens together, and \S+ has {N} positions; append less",
+        _few_positions,
+        False,
+    ),
+    Due(rf"the document has {N} tokens, and \S+ has {N} positions; shorten it with", _few_positions, False),
+    Due(
+        rf"a document of \S+ has {N} tokens, and \S+ has positions for {N} besides",
         lambda case: case.deed in EVALUATING and (case.positions > 0 or case.rope in BY_LENGTH),
         False,
     ),
     Due(
-        r"the question and the answer of \S+ leave no room for a document in the positions of \S+;",
+        r"the question and the answer of \S+ take all positions of \S+, so no document fits;",
         lambda case: case.deed in EVALUATING and (case.positions > 0 or case.rope in BY_LENGTH),
     ),
     Due(
-        rf"the document is too short to index: {N} tokens with the chat template, where sinks and tail alone take {N};",
+        rf"the document is too short to index: it has {N} tokens with the chat template, and sinks and tail alone "
+        rf"take {N};",
         less=True,
     ),
-    Due("--method oracle: it is only an upper bound for other methods", lambda case: case.deed in TUNING),
-    Due("no setting reads less than everything and holds --target-", lambda case: case.deed in TUNING),
+    Due("--method oracle: this is only an upper bound for other methods", lambda case: case.deed in TUNING),
+    Due("no setting that reads less than the whole document reaches --target-", lambda case: case.deed in TUNING),
     Due(
         "--stream: a trace covers only the document's own tokens; leave it out",
         lambda case: case.deed in TRACING and True in _options(case, "stream"),
     ),
     Due(
-        r"--stream cannot be used with --prefill \S+: at the next question \S+ could not choose tokens that --stream",
+        r"--stream cannot be used with --prefill \S+: at the next question, \S+ cannot select tokens that --stream",
         lambda case: True in _options(case, "stream") and case.question_prefill not in (None, "dense", "own"),
     ),
     Due(
@@ -99,21 +105,24 @@ DUE = (
             or any(isinstance(size, int) and size % 2 for size in _options(case, "subspace_size"))
         ),
     ),
-    Due(r"--select-layer (\d+): the index has (\d+) layers, counted from 0; give less", less=False),
+    Due(r"--select-layer (\d+): the index has (\d+) layers, counted from 0; give a smaller number", less=False),
     Due(
-        "this index has one level; build it with two",
+        "this index has one level of clusters, and the option needs two",
         lambda case: "hierarchical" in _options(case, "lookup"),
     ),
     Due(
-        r"\S+ cannot be indexed: every layer of \S+ has a sliding window, and an index is of those",
+        r"\S+ cannot be indexed: every layer of \S+ has a sliding window, and only layers that attend to all tokens",
         lambda case: case.window > 0,
     ),
     Due(
-        r"--prefill \S+: \S+ turns keys by the prompt's length, so that it has to be run at once",
+        r"--prefill \S+: \S+ rotates keys by the prompt's length, so the prompt must be prefilled in one piece",
         lambda case: case.rope in BY_LENGTH,
     ),
     # RoPE of a head's last channels
-    Due("--subspaces rope-pairs: how this model rotates its keys is not known", lambda case: case.family in LATENT),
+    Due(
+        "--subspaces rope-pairs: how this model rotates its keys could not be determined",
+        lambda case: case.family in LATENT,
+    ),
     Due(
         "(?:--method multipole-windowed: the model does not rotate its keys by RoPE"
         "|windowed RoPE needs to know how each layer rotates its keys, which this index does not record)",

@@ -35,7 +35,7 @@ def test_runs_have_palettes_of_their_own() -> None:
 def test_refusal_whose_numbers_agree_is_due() -> None:
     case, told = (
         Case(positions=264),
-        "document and question have {} tokens and the model has 264 positions; ask a shorter",
+        "document and question have {} tokens, and the model has 264 positions; ask a shorter",
     )
     assert is_due(case, told.format(264))
     assert is_due(case, f"sparsekv: error: {told.format('1,264')} question")

@@ -217,7 +217,7 @@ def test_more_than_the_models_positions_is_refused(tmp_path: Path) -> None:
     plan = _plan()
     first = build_index(plan, tmp_path / "a.skv")
     tokens = first.split.tokens + 2 + POSITIONS
-    with pytest.raises(UsageError, match=rf"have {tokens:,} tokens .* {POSITIONS:,} positions; add less"):
+    with pytest.raises(UsageError, match=rf"have {tokens:,} tokens .* {POSITIONS:,} positions; append less"):
         _grow(tmp_path / "a.skv", plan.loaded, "x" * POSITIONS)
     assert Artifact(tmp_path / "a.skv").manifest == first
 

@@ -87,7 +87,7 @@ def test_a_build_tells_what_an_unfinished_one_has_left(tmp_path: Path) -> None:
     assert written > 1
     for _ in range(2):
         build_index(plan, folder, tell=told.append)
-    assert told == [f"an unfinished build has left {written} files; what fits this one is not made again"]
+    assert told == [f"an unfinished build has left {written} files; those that fit this build are reused"]
 
 
 def test_a_second_run_changes_nothing_at_all(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_rows_are_taken_over_for_the_model_that_made_them_alone(tmp_path: Path, 
     bent = bend_attention(plan.loaded.model, "ending", spares_the_end)
     bent_plan = replace(plan, loaded=replace(plan.loaded, model=bent))
     reopen(bent_plan, tmp_path / "doc.skv")
-    with pytest.raises(IdentityError, match=r"the canary \(logits of token .* other weights, or the model masks"):
+    with pytest.raises(IdentityError, match=r"the canary \(logits of token .* other weights, or masks other tokens"):
         build_index(GROWN[grow](tmp_path / "doc.skv", bent_plan), tmp_path / "doc.skv")
     assert (tmp_path / "doc.skv" / MANIFEST).read_bytes() == before
     grown = build_index(GROWN[grow](tmp_path / "doc.skv", plan), tmp_path / "doc.skv")
@@ -122,7 +122,7 @@ def test_methods_of_a_bent_model_are_refused_in_an_index_of_an_earlier_version(t
     _without_canary(tmp_path / "doc.skv")
     before = read_manifest(tmp_path / "doc.skv")
     bent = bend_attention(plan.loaded.model, f"later_{how}", BEYOND[how])
-    with pytest.raises(SparsekvError, match="attends by a mask or a bias"):
+    with pytest.raises(SparsekvError, match="attends with a mask or a bias"):
         _built_onto(tmp_path / "doc.skv", replace(plan, loaded=replace(plan.loaded, model=bent)))
     assert read_manifest(tmp_path / "doc.skv") == before
     reopen(plan, tmp_path / "doc.skv")

@@ -114,9 +114,9 @@ def test_a_wrong_argument_is_named(index: api.Index) -> None:
         index.asker("squeezed").ask_all(QUESTION)
     with pytest.raises(UsageError, match="budgets: there is none"):
         index.recall_report(["window"], [])
-    with pytest.raises(UsageError, match="method is 5: give a text"):
+    with pytest.raises(UsageError, match="method is 5: give a string"):
         index.ask(QUESTION, method=5)
-    with pytest.raises(UsageError, match="placement is 3: give a text"):
+    with pytest.raises(UsageError, match="placement is 3: give a string"):
         index.ask(QUESTION, placement=3)
     for ids in ([1, 2, 10**6], [-1]):
         with pytest.raises(UsageError, match="token ids that the model does not have"):
@@ -140,7 +140,9 @@ def test_a_question_is_prefilled_as_asked(index: api.Index) -> None:
     prefilled = [index.asker("window", prefill=how) for how in (None, "dense", "own", "quest")]
     assert [one.cache.layers[0].plan.own_prefill for one in prefilled] == [False, False, True, False]
     assert all(one.ask(QUESTION, SHORT).ids for one in prefilled)
-    with pytest.raises(UsageError, match="prefill_budget 64: give it with prefill and a method that chooses"):
+    with pytest.raises(
+        UsageError, match="prefill_budget 64: this option needs prefill with a method that selects tokens"
+    ):
         index.asker("quest", prefill_budget="64")
 
 

@@ -369,7 +369,10 @@ class ClusterMethod(Method):
     def is_hierarchical(self, context: MiddleContext) -> bool:
         """Whether the lookup is hierarchical; raises UsageError if it is and the index has only one level."""
         if self.lookup == "hierarchical" and "level1.centroids" not in context.tensors:
-            raise UsageError("this index has one level; build it with two, such as --levels 0.05,0.01")
+            raise UsageError(
+                "this index has one level of clusters, and the option needs two; build the index again with two, "
+                "such as --levels 0.05,0.01"
+            )
         return self.lookup == "hierarchical"
 
     @classmethod

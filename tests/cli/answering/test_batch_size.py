@@ -89,14 +89,14 @@ def test_answers_are_not_redirected_to_the_file_that_they_are_added_to() -> None
     same = Path("same.jsonl").resolve()
     refused = start(*ASK, "--json", "--resume", same.name, cwd=same.parent, stdout=str(same)).wait()
     assert refused.code == 2
-    assert "--resume same.jsonl: standard output goes to the same file" in refused.stderr
+    assert "--resume same.jsonl: standard output is redirected to the same file" in refused.stderr
     assert Path("same.jsonl").read_bytes() == b""
 
 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("hello", "line 1 is no answer as --json prints them; name another file"),
+        ("hello", "line 1 is not an answer as --json prints it; name another file"),
         ('{"question": "What else?"}', "line 1 answers another question; name another file"),
         ('{"question": "What is 3 times 3?", "method": "quest"}', "line 1 was answered with method quest, not "),
     ],
@@ -114,14 +114,14 @@ def test_answers_to_more_questions_than_there_are_stay() -> None:
     Path("answers.jsonl").write_text(whole + whole.splitlines(keepends=True)[0])
     refused = run_here(*ASK, "--json", "--resume", "answers.jsonl")
     assert refused.code == 2
-    assert f"it has more answers than there are questions, {len(QUESTIONS)}; give all that it answers" in refused.stderr
+    assert f"the file has more answers than the {len(QUESTIONS)} questions given; give all questions" in refused.stderr
     assert Path("answers.jsonl").read_text().startswith(whole)
 
 
 def test_answers_cannot_be_added_where_there_is_no_folder() -> None:
     refused = run_here(*ASK, "--json", "--resume", "nowhere/answers.jsonl")
     assert refused.code == 2
-    assert "cannot be written: No such file or directory; make its folder" in refused.stderr
+    assert "cannot be written: No such file or directory; create its folder" in refused.stderr
 
 
 def test_times_say_which_question_they_are_of() -> None:
@@ -134,7 +134,7 @@ def test_only_the_beginning_of_an_answer_is_cut_off(content: str) -> None:
     Path("notes.json").write_bytes(content.encode())
     refused = run_here(*ASK, "--json", "--resume", "notes.json")
     assert refused.code == 2
-    assert "--resume notes.json: line 1 is no answer as --json prints them" in refused.stderr
+    assert "--resume notes.json: line 1 is neither an answer as --json prints it" in refused.stderr
     assert Path("notes.json").read_bytes() == content.encode()
 
 
@@ -143,7 +143,7 @@ def test_what_comes_after_the_last_answer_is_not_cut_off() -> None:
     Path("answers.jsonl").write_text(f"{whole}my notes")
     refused = run_here(*ASK, "--json", "--resume", "answers.jsonl")
     assert refused.code == 2
-    assert f"--resume answers.jsonl: line {len(QUESTIONS) + 1} is no answer" in refused.stderr
+    assert f"--resume answers.jsonl: line {len(QUESTIONS) + 1} is neither an answer" in refused.stderr
     assert Path("answers.jsonl").read_text() == f"{whole}my notes"
 
 
@@ -151,7 +151,9 @@ def test_what_comes_after_the_last_answer_is_not_cut_off() -> None:
 def test_what_is_no_file_takes_no_answers(name: str) -> None:
     refused = run_here(*ASK, "--json", "--resume", name)
     assert refused.code == 2
-    assert f"--resume {name}: that is no file that answers can be added to; name another" in refused.stderr
+    assert (
+        f"--resume {name}: this is not a regular file, so answers cannot be added to it; name another" in refused.stderr
+    )
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EIO])
@@ -176,7 +178,7 @@ def test_the_beginning_of_the_first_answer_is_cut_off(begun: str) -> None:
 def test_answers_do_not_go_where_the_questions_are() -> None:
     refused = run_here(*ASK, "--json", "--resume", "./questions.txt")
     assert refused.code == 2
-    assert "--resume questions.txt: that is the file of the questions; name another file" in refused.stderr
+    assert "--resume questions.txt: this is the file of the questions; name another file" in refused.stderr
     assert Path("questions.txt").read_text() == "\n".join(QUESTIONS) + "\n"
 
 
@@ -185,7 +187,10 @@ def test_one_run_at_a_time_adds_answers() -> None:
         fcntl.flock(other, fcntl.LOCK_EX)
         refused = run_here(*ASK, "--json", "--resume", "answers.jsonl")
     assert refused.code == 2
-    assert "--resume answers.jsonl: another run adds answers to it; wait for it or stop it" in refused.stderr
+    assert (
+        "--resume answers.jsonl: another run is adding answers to it; wait until that run ends, or stop it"
+        in refused.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -225,9 +230,9 @@ def test_several_questions_times_are_told_together() -> None:
 
 def test_resuming_is_for_lines_of_json() -> None:
     refused = run_here(*ASK, "--resume", "answers.jsonl")
-    assert (refused.code, "--resume is for the lines of --batch-file with --json" in refused.stderr) == (2, True)
+    assert (refused.code, "--resume needs --batch-file and --json" in refused.stderr) == (2, True)
     Path("folder").mkdir()
-    assert "--resume folder: that is no file" in run_here(*ASK, "--json", "--resume", "folder").stderr
+    assert "--resume folder: this is not a regular file" in run_here(*ASK, "--json", "--resume", "folder").stderr
 
 
 @pytest.mark.parametrize(("first", "then"), [("100%", "1"), ("1", "1.0")])

@@ -98,7 +98,7 @@ REFUSED = [
     (("--sources", "0"), "--sources 0: give a whole number from 1 to 64"),
     (("--sources", "three"), "--sources three: give a whole number from 1 to 64"),
     (("--sources", "65"), "--sources 65: give a whole number from 1 to 64"),
-    (("--sources", "2", "--method", "multipole", "--stream"), "with --stream the index also has the answer's tokens"),
+    (("--sources", "2", "--method", "multipole", "--stream"), "--sources cannot be used with --stream"),
 ]
 
 

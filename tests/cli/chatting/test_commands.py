@@ -40,7 +40,8 @@ def test_help_lists_every_command_and_key(place: Path) -> None:
         ("/exit", "error: no command /exit: did you mean /quit?"),
         (
             "/usr/bin is what?",
-            "error: no command /usr/bin: /help lists them (a question that begins with / is written //)",
+            "error: no command /usr/bin: /help lists them (to ask a question that begins with /, type a second / "
+            "before it)",
         ),
         ("/budget lots", "error: /budget lots is not a budget: give a share of the document such as 0.05"),
         ("/method nope", "error: no method 'nope'; there are: "),
@@ -72,7 +73,9 @@ def test_a_save_that_would_overwrite_is_refused_and_the_talk_goes_on(place: Path
     with chat(place, "--stats") as one:
         first = prompt_tokens(answer(one, "Why?"))
         assert "error: /save doc.skv exists already; give another name" in answer(one, "/save doc.skv")
-        assert "error: /save none/talk.skv: its folder does not exist" in answer(one, "/save none/talk.skv")
+        assert "error: /save none/talk.skv: the folder to write it in does not exist" in answer(
+            one, "/save none/talk.skv"
+        )
         assert prompt_tokens(answer(one, "Why?")) == first + ANSWER + tokens(FRAME, "Why?")
         one.press("d")
 

@@ -30,7 +30,7 @@ def test_a_line_is_never_a_command(place: Path) -> None:
 def test_a_line_that_would_be_a_command_is_refused(place: Path) -> None:
     done = sparsekv(*ASK, "-q", cwd=place, stdin="Why?\n/save talk.skv\n")
     assert (done.returncode, done.stdout) == (2, run_here("generate", "Why?", *ASK[1:], "-q").stdout)
-    assert "standard input line 2: /save is a command at a terminal alone" in done.stderr
+    assert "standard input line 2: /save is a command, and commands work only at a terminal" in done.stderr
     assert "write //save to ask it" in done.stderr
     assert not (place / "talk.skv").exists()
 

@@ -12,4 +12,4 @@ def test_a_deleted_folder_is_told(command: str, tmp_path: Path, monkeypatch: pyt
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    fails(2, command, "Why?", says=("the current folder is gone; change to another",))
+    fails(2, command, "Why?", says=("the current folder no longer exists; change to another",))

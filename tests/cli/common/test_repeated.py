@@ -3,7 +3,7 @@
 import pytest
 from support.command import fails, run_here
 
-TWICE = "is given twice and takes one value; leave out what you do not mean"
+TWICE = "is given twice and takes one value; give it once"
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,22 @@ GENERATE, BUILD = ("generate", "Why?"), ("build-index", "doc.txt", "-o", "new.sk
 @pytest.mark.parametrize(
     ("file", "command", "says"),
     [
-        ("index = \n", GENERATE, ("sparsekv.toml is no valid TOML", "line 1", "mend it")),
-        ("[" * 20000, GENERATE, ("sparsekv.toml is no valid TOML", "mend it")),
+        ("index = \n", GENERATE, ("sparsekv.toml is not valid TOML", "line 1", "correct it")),
+        ("[" * 20000, GENERATE, ("sparsekv.toml is not valid TOML", "correct it")),
         (b"index = '\xff'", GENERATE, ("sparsekv.toml is not text in UTF-8",)),
         ("#" * 70_000, GENERATE, ("sparsekv.toml is longer than 64 KiB",)),
-        ("indx = 'doc.skv'", GENERATE, ("sparsekv.toml, line 1: indx is no default of all", "did you mean index?")),
-        ("budget = 0.1", GENERATE, ("line 1: budget is no default of all commands", "[generate]")),
+        (
+            "indx = 'doc.skv'",
+            GENERATE,
+            ("sparsekv.toml, line 1: indx is not an option that all", "did you mean index?"),
+        ),
+        ("budget = 0.1", GENERATE, ("line 1: budget is not an option that all commands share", "[generate]")),
         ("[generat]\nbudget = 1", GENERATE, ("line 1: there is no command generat (did you mean generate?)",)),
         ("\n[generate]\nbudgett = 1", GENERATE, ("line 3: generate has no option budgett (did you mean budget?)",)),
         ("[generate]\nmax_new_tokens = 1", GENERATE, ("line 2: generate has no option", "mean max-new-tokens?")),
         ("[generate]\nno-replace = true", GENERATE, ("has no option no-replace (did you mean replace?)",)),
         ("[generate.deep]\nx = 1", GENERATE, ("generate has no option deep",)),
-        ("generate = 1", GENERATE, ("generate is no default of all commands",)),
+        ("generate = 1", GENERATE, ("generate is not an option that all commands share",)),
         ("[models]\nquiet = true", ("models", "list"), ("line 2: quiet is not a command of models", "[models.pull]")),
         ("[models]\nlist = 1", ("models", "list"), ("line 2: list is a command; write [models.list]",)),
         ("index = 3", GENERATE, ("line 1: index is an integer; write text in quotes",)),
@@ -64,13 +68,13 @@ def test_an_index_is_in_the_folder_whatever_way_its_name_takes(
     (place / "x.skv").symlink_to(elsewhere / "real.skv")
     for name in ("x.skv", "a/../x.skv"):
         Path("sparsekv.toml").write_text(f"index = '{name}'\n")
-        fails(2, *GENERATE, says=(f"the index {name} lies outside of the file's folder",))
+        fails(2, *GENERATE, says=(f"the index {name} is outside the folder of this file",))
 
 
 def test_what_is_no_file(place: Path) -> None:
     for make in (os.mkdir, os.mkfifo):
         make("sparsekv.toml")
-        fails(2, *GENERATE, says=("sparsekv.toml", "is no file" if make is os.mkfifo else "sparsekv.toml"))
+        fails(2, *GENERATE, says=("sparsekv.toml", "is not a file" if make is os.mkfifo else "sparsekv.toml"))
         os.rmdir("sparsekv.toml") if make is os.mkdir else os.unlink("sparsekv.toml")
     Path("sparsekv.toml").symlink_to("gone")
     fails(2, *GENERATE, says=("sparsekv.toml cannot be read: no such file", "move it away"))
@@ -90,7 +94,7 @@ def test_a_removed_folder_is_refused(place: Path) -> None:
     outcome = run_here("models", "list", "--json")
     os.chdir(place)
     assert (outcome.code, outcome.stdout) == (2, "")
-    assert outcome.stderr == "sparsekv: error: the current folder is gone; change to another\n"
+    assert outcome.stderr == "sparsekv: error: the current folder no longer exists; change to another folder\n"
 
 
 def test_config_says_what_is_set_and_where(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

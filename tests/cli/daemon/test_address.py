@@ -19,7 +19,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_file_is_not_replaced(path: Path) -> None:
     path.write_text("mine")
-    fails(2, "start", says=(str(path), "no socket of yours", "name another place in SPARSEKV_SERVER"))
+    fails(2, "start", says=(str(path), "not a socket of yours", "name another place in SPARSEKV_SERVER"))
     assert run_here("stop").code == 0
     remove_own_socket(str(path))
     assert (path.read_text(), os.listdir(path.parent)) == ("mine", ["notes.txt"])
@@ -27,16 +27,16 @@ def test_a_file_is_not_replaced(path: Path) -> None:
 
 def test_a_folder_and_links_are_not_replaced(path: Path) -> None:
     path.mkdir()
-    fails(2, "start", says=("no socket of yours",))
+    fails(2, "start", says=("not a socket of yours",))
     path.rmdir()
     path.symlink_to("nothing")
-    fails(2, "start", says=("no socket of yours",))
+    fails(2, "start", says=("not a socket of yours",))
     assert path.is_symlink()
 
 
 def test_no_folder_is_made(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSEKV_SERVER", str(path / "deep" / "socket"))
-    fails(2, "start", says=(f"there is no folder {path / 'deep'}", "make it"))
+    fails(2, "start", says=(f"there is no folder {path / 'deep'}", "create it"))
     assert not path.exists()
 
 

@@ -68,7 +68,7 @@ def test_a_reader_that_leaves_ends_it_silently(shell: Shell) -> None:
 def test_closed_streams_stay_closed(shell: Shell) -> None:
     done = shell.script("sparsekv inspect -i doc.skv >&-")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "sparsekv: error: standard output is closed; send it to a file, or to /dev/null\n"
+    assert done.stderr == "sparsekv: error: standard output is closed; redirect it to a file or to /dev/null\n"
 
 
 def test_a_terminal_is_the_commands(shell: Shell) -> None:

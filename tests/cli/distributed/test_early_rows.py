@@ -74,7 +74,7 @@ def test_what_the_second_rank_cannot_write_is_told_once(new: Path) -> None:
     stdout, stderr = running.communicate(timeout=60)
     assert (running.returncode, stdout) == (1, "")
     assert stderr == (
-        "sparsekv: error: cannot write new.skv: file too large; make room or permission there, or choose another "
+        "sparsekv: error: cannot write new.skv: file too large; free space or get permission there, or choose another "
         "folder with --output, and run the same command again\n"
     )
     _assert_built(new)

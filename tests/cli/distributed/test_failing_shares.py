@@ -53,7 +53,7 @@ def test_a_rank_that_is_killed_leaves_a_build_to_finish(place: Path, moment: str
     number, where = MOMENTS[moment]
     done = _build(place, number, where, "killed")
     assert (done.returncode, done.stdout) == (1, "")
-    told = f"sparsekv: error: rank {number} of 2 was killed ({signal.SIGKILL.name}), and the others with it"
+    told = f"sparsekv: error: rank {number} of 2 was killed ({signal.SIGKILL.name}), and the other ranks were stopped"
     assert done.stderr.startswith(told)
     again = start_ranks(*BUILD)
     assert (*again.communicate(timeout=300), again.returncode) == ("new.skv\n", "", 0)

@@ -36,7 +36,7 @@ def test_commands_for_one_process_are_refused(place: Path) -> None:
 @pytest.mark.slow
 def test_an_error_of_all_ranks_is_told_once(place: Path) -> None:
     code, line = _told("generate", "-i", "doc.skv", "Why?", "--method", "lessismore")
-    assert (code, line[:44]) == (2, "lessismore chooses one set of tokens for all")
+    assert (code, line[:44]) == (2, "lessismore selects one set of tokens for all")
     assert "tidaldecode" in line
 
 
@@ -63,10 +63,13 @@ def test_heads_that_ranks_cannot_share_are_refused_with_their_numbers(place: Pat
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("generate", "-i", "doc.skv", "Why?", "--save-to", "s.skv"), "with several ranks there is no --save-to"),
-        (("build-index", "doc.txt", "none.txt", "--model", "model"), "several ranks index one document at a time"),
-        (("build-index", "doc.txt", "--model", "model", "--prefill", "keydiff", "--force"), "there is no --prefill"),
-        (("generate", "-i", "doc.skv", "Why?", "--device", "cuda"), "--device cuda: each rank takes the device of"),
+        (("generate", "-i", "doc.skv", "Why?", "--save-to", "s.skv"), "--save-to does not work with several ranks"),
+        (("build-index", "doc.txt", "none.txt", "--model", "model"), "with --gpus, one document is indexed at a time"),
+        (
+            ("build-index", "doc.txt", "--model", "model", "--prefill", "keydiff", "--force"),
+            "--prefill does not work with several ranks",
+        ),
+        (("generate", "-i", "doc.skv", "Why?", "--device", "cuda"), "--device cuda: each rank takes the GPU of"),
     ],
     ids=["save-to", "documents", "prefill", "device"],
 )
@@ -105,7 +108,7 @@ def test_a_rank_that_is_killed_ends_all_and_the_same_command_finishes(place: Pat
     stdout, stderr = running.communicate(timeout=60)
     assert (running.returncode, stdout) == (1, "")
     assert stderr == (
-        f"sparsekv: error: rank {number} of 2 was killed (SIGKILL), and the others with it; run the same command "
+        f"sparsekv: error: rank {number} of 2 was killed (SIGKILL), and the other ranks were stopped; run the same "
         "again\n"
     )
     assert not any(one.is_running() for one in ranks.values())
@@ -124,7 +127,9 @@ def test_a_rank_that_is_killed_before_they_meet_ends_the_other(place: Path, numb
     both_ranks(running)[number].kill()
     stdout, stderr = running.communicate(timeout=60)
     assert (running.returncode, stdout) == (1, "")
-    assert stderr.startswith(f"sparsekv: error: rank {number} of 2 was killed (SIGKILL), and the others with it")
+    assert stderr.startswith(
+        f"sparsekv: error: rank {number} of 2 was killed (SIGKILL), and the other ranks were stopped"
+    )
 
 
 @pytest.mark.slow

@@ -65,10 +65,12 @@ def test_a_page_takes_the_place_of_an_older_one_and_of_nothing_else(tmp_path: Pa
     written(path, "old", 1)
     assert written(path, "new", 2).data() == 2
     other.write_text("<!DOCTYPE html><p>mine")
-    with pytest.raises(SparsekvError, match=r"mine\.html is there and no page of sparsekv; give --html another name"):
+    with pytest.raises(
+        SparsekvError, match=r"mine\.html exists and is not a page of sparsekv; give --html another name"
+    ):
         written(other, "new", 2)
     assert other.read_text() == "<!DOCTYPE html><p>mine"
-    with pytest.raises(SparsekvError, match="no page of sparsekv"):
+    with pytest.raises(SparsekvError, match="not a page of sparsekv"):
         write_page(Page("", None, (), ()), Path("/dev/null"), "--html")
 
 
@@ -83,7 +85,7 @@ def test_a_link_to_a_page_stays_a_link(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("none/page.html", "its folder does not exist"),
+        ("none/page.html", "the folder to write it in does not exist"),
         (".", "is a folder"),
         ("x" * 252 + ".html", "the name is too long"),
     ],

@@ -98,12 +98,12 @@ def test_pages_are_one_file_that_loads_nothing_and_names_stay_text(place: Path, 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_names_that_are_no_page_are_refused_before_anything_is_measured(place: Path, command: tuple[str, ...]) -> None:
     Path("mine.html").write_text("<p>mine")
-    fails(2, *command, "--html", "page.png", says=("--html page.png", "call it page.html"))
-    fails(2, *command, "--html", "page", says=("--html page", "call it page.html"))
-    fails(2, *command, "--html", "none/page.html", says=("none/page.html", "its folder does not exist"))
+    fails(2, *command, "--html", "page.png", says=("--html page.png", "give page.html"))
+    fails(2, *command, "--html", "page", says=("--html page", "give page.html"))
+    fails(2, *command, "--html", "none/page.html", says=("none/page.html", "the folder to write it in does not exist"))
     Path("folder.html").mkdir()
     fails(2, *command, "--html", "folder.html", says=("folder.html is a folder",))
-    fails(1, *command, "--html", "mine.html", says=("mine.html is there and no page of sparsekv",))
+    fails(1, *command, "--html", "mine.html", says=("mine.html exists and is not a page of sparsekv",))
     assert Path("mine.html").read_text() == "<p>mine"
 
 

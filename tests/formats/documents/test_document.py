@@ -168,5 +168,5 @@ def test_a_text_in_another_encoding_says_which(data: bytes, encoding: str, says:
 @pytest.mark.parametrize("name", ["", "utf-99", "base64", "rot13", "hex", "a\0b", "é", "undefined"])
 def test_what_is_no_encoding_of_text_is_refused_by_its_name(name: str, path: Path) -> None:
     path.write_text("A text.")
-    with pytest.raises(UsageError, match="no such encoding of text"):
+    with pytest.raises(UsageError, match="there is no such text encoding"):
         read_document(str(path), name)

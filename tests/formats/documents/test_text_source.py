@@ -79,7 +79,9 @@ def test_closed_standard_input_is_named() -> None:
     script = "from sparsekv.formats.documents.document import read_bytes\nread_bytes('-')"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, preexec_fn=lambda: os.close(0), capture_output=True, text=True, check=False)
-    assert done.stderr.splitlines()[-1].endswith("UsageError: standard input is closed; name a file, or pass it a text")
+    assert done.stderr.splitlines()[-1].endswith(
+        "UsageError: standard input is closed; name a file, or pipe a text to the command"
+    )
 
 
 def test_a_pipe_is_read_to_its_end(pipe: str) -> None:
@@ -107,7 +109,7 @@ def test_a_writer_that_is_slow_is_waited_for(pipe: str, monkeypatch: pytest.Monk
 
 def test_a_pipe_that_nobody_writes_to_is_given_up(pipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document, "PATIENCE", 0.2)
-    with pytest.raises(SparsekvError, match=r"pipe: nobody writes to this pipe; start what writes"):
+    with pytest.raises(SparsekvError, match=r"pipe: no program writes to this pipe; start the program"):
         read_bytes(pipe)
 
 

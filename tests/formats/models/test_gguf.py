@@ -100,14 +100,14 @@ def test_an_index_names_its_file_and_is_opened_without_it_being_named(file: Path
     file.unlink()
     gone = run_here("generate", "-i", "doc.skv", "Why?", "--max-new-tokens", "2", "-q")
     assert gone.code == 1
-    assert "no such folder is here; add --model PATH" in gone.error()
+    assert "this folder does not exist here; name the model's folder with --model PATH" in gone.error()
 
 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
         ({"pre": "mine"}, "splits text before merging it as 'mine', which is not known"),
-        ({"tokenizer.ggml.model": "rwkv"}, "has a tokenizer of kind rwkv, which is not read"),
+        ({"tokenizer.ggml.model": "rwkv"}, "has a tokenizer of kind rwkv, which is not supported"),
         ({"tokenizer.ggml.model": None}, "has no tokenizer; use the model's original"),
         ({"split.count": 3}, "is one of several parts of a GGUF file; join them"),
         ({"qwen2.rope.scaling.type": "yarn"}, r"scales its positions \(RoPE\), which transformers' reader"),
@@ -135,13 +135,15 @@ def test_a_file_that_is_cut_off_is_refused(kept: int, file: Path) -> None:
 
 def test_a_file_that_is_not_there_is_told_so() -> None:
     for name in ("none.gguf", "org/none.GGUF", "./none.gguf"):
-        with pytest.raises(UsageError, match=f"^model '{name}' is no file that is there; check its spelling"):
+        with pytest.raises(UsageError, match=f"^model '{name}' names a file that does not exist; check its spelling"):
             find_model(name, print)
 
 
 def test_a_disk_without_room_is_told_before_a_byte_is_written(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1 << 10})())
-    with pytest.raises(SparsekvError, match=r"no room for model 'tiny.gguf' in .*/gguf: 0 MiB needed, 0 MiB free"):
+    with pytest.raises(
+        SparsekvError, match=r"not enough space for model 'tiny.gguf' in .*/gguf: 0 MiB needed, 0 MiB free"
+    ):
         find_model("tiny.gguf", print)
 
 

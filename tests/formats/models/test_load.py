@@ -231,7 +231,7 @@ def test_a_home_of_nobody_is_no_folder(hub_cache: Path) -> None:
 def test_an_adapter_is_not_left_out_without_a_word(tiny_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_folder, tmp_path / "adapted")
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    with pytest.raises(UsageError, match="has an adapter, which needs peft: install it"):
+    with pytest.raises(UsageError, match="has an adapter, which needs peft: install peft"):
         load_model(str(folder))
 
 

@@ -36,7 +36,7 @@ def test_other_logits_than_the_models_own_are_refused() -> None:
         CanaryRun(at, own, own + of) for at, of in ((99, 1e-6), (199, 1e-6), (199, 0.05 * own.roll(1, -1)))
     )
     assert [token.position for token in judge_canary([right, last], torch.float32, RENAMED)[0]] == [99]
-    with pytest.raises(SparsekvError, match=r"attends by a mask or a bias .* at token 199 .*%.*another model"):
+    with pytest.raises(SparsekvError, match=r"attends with a mask or a bias .* at token 199 .*%.*another model"):
         judge_canary([right, bent], torch.float32, RENAMED)
 
 

@@ -175,7 +175,12 @@ def test_rotations_stand_in_the_manifest_and_stay_with_an_index(tmp_path: Path) 
             False,
             r"^--method multipole-windowed: .* does not rotate its keys by RoPE",
         ),
-        ("csattention", CSAttentionIndexer(), False, "^--subspaces rope-pairs: how this model rotates its keys is not"),
+        (
+            "csattention",
+            CSAttentionIndexer(),
+            False,
+            "^--subspaces rope-pairs: how this model rotates its keys could not be determined",
+        ),
         ("csattention", CSAttentionIndexer(subspace_size=1), True, "^--subspace-size 1 splits pairs of channels"),
     ],
 )

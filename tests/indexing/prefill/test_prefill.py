@@ -222,7 +222,8 @@ def test_a_dense_prefill_is_replaced_by_force_alone(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError) as refused:
         build_index(sparse, tmp_path / "dense.skv")
     assert str(refused.value) == (
-        f"{tmp_path / 'dense.skv'} was prefilled densely, and a quoka prefill would replace that; choose another "
+        f"{tmp_path / 'dense.skv'} was prefilled densely, and this build would replace that by a quoka prefill, "
+        "which is not exact; choose another "
         "folder with --output, or give --force to replace it"
     )
     assert not build_index(with_changes(sparse, force=True), tmp_path / "dense.skv").prefill.exact
@@ -235,7 +236,7 @@ def test_what_is_appended_is_prefilled_as_the_rest_was(tmp_path: Path) -> None:
     loaded = small_plan(**how).loaded
     addition = encode_addition(loaded.tokenizer, TEXT[700:1000], index.artifact.manifest.prompt.chat)
     with pytest.raises(
-        UsageError, match=r"--chunk-size 64: .* was prefilled by quoka in chunks of 48, .* leave it out"
+        UsageError, match=r"--chunk-size 64: .* was prefilled by quoka in chunks of 48, .* leave the option out"
     ):
         growing_plan(index.artifact, loaded, addition, chunk_size=64)
     plan = growing_plan(index.artifact, loaded, addition, chunk_size=48)

@@ -110,7 +110,7 @@ def test_an_answer_ends_with_the_models_positions(index: OpenIndex, monkeypatch:
     assert generate(index, cache, question, Sampling(max_new_tokens=50)).generated_tokens == 3
     for positions in (prompt, prompt - 10):
         monkeypatch.setattr(index.model.config, "max_position_embeddings", positions)
-        with pytest.raises(UsageError, match=f"have {prompt} tokens and the model has {positions} positions"):
+        with pytest.raises(UsageError, match=f"have {prompt} tokens, and the model has {positions} positions"):
             generate(index, cache, question, Sampling())
 
 
@@ -124,7 +124,7 @@ def test_an_answer_stays_on_its_side_of_where_phi3_starts_over(tmp_path: Path) -
     answer = generate(index, cache, question, Sampling(max_new_tokens=20))
     assert answer.generated_tokens == 6
     index.model.config.original_max_position_embeddings = prompt - 1
-    with pytest.raises(UsageError, match=f"positions of this model change at {prompt - 1}"):
+    with pytest.raises(UsageError, match=f"this model's positions change beyond {prompt - 1}"):
         generate(index, cache, question, Sampling(max_new_tokens=20))
     index.model.config.original_max_position_embeddings = len(index.input_ids) - 1
     longer = generate(index, cache, question, Sampling(max_new_tokens=20))

@@ -55,7 +55,10 @@ def test_an_answer_ends_at_the_switch_and_a_question_beyond_it_is_refused(tmp_pa
     room = 90 - len(question)
     cache, sampling = index.cache(sparse("squeezed", Squeezed(), Budget(1.0))), Sampling(max_new_tokens=200)
     assert generate(index, cache, question, sampling).generated_tokens <= room
-    told = f"positions of this model change at {TOKENS + 90}, where no index can follow; ask less, or index a document"
+    told = (
+        f"this model's positions change beyond {TOKENS + 90}, which the index's keys do not follow; ask a shorter "
+        "question, or index a document"
+    )
     with pytest.raises(UsageError, match=told):
         generate(index, cache, random_ids(90), sampling)
     engine = packed(index, index.dense_cache(), 2)

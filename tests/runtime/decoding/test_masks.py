@@ -213,6 +213,7 @@ def test_other_attention_is_refused_before_the_prefill(
     with pytest.raises(SparsekvError) as error:
         build_index(plan_of(make(), methods={}), tmp_path / "a.skv")
     assert str(error.value) == (
-        f"tiny-model cannot be indexed: the model's attention {reason}, which no index can follow; choose another model"
+        f"tiny-model cannot be indexed: the model's attention {reason}, which an index cannot reproduce; choose "
+        "another model"
     )
     assert not (tmp_path / "a.skv" / MANIFEST).exists()

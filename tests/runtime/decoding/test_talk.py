@@ -98,7 +98,7 @@ def test_a_dense_prefill_of_questions_changes_nothing_at_a_full_budget(
 def test_what_moves_into_an_index_and_a_prefill_of_its_own_exclude_each_other(every_index: OpenIndex) -> None:
     """The prefill's method knows the document's tokens alone."""
     prefill = QuestionPrefill("snapkv", METHODS["snapkv"], Budget(1.0), 7)
-    refusal = "^--stream cannot be used with --prefill snapkv: .* snapkv could not choose tokens that --stream has"
+    refusal = "^--stream cannot be used with --prefill snapkv: .* snapkv cannot select tokens that --stream has"
     with pytest.raises(UsageError, match=refusal):
         Conversation(every_index, replace(setting("multipole"), question=prefill))
     talk = Conversation(every_index, replace(setting("snapkv"), question=prefill))
@@ -251,7 +251,7 @@ def test_a_full_model_is_told_from_a_long_question(every_index: OpenIndex, monke
         talk.ask("?" * 100, SAMPLING)
     talk.ask(QUESTIONS[0], SAMPLING)
     spoken = len(talk.turns[0].tokens)
-    with pytest.raises(UsageError, match=f"or forget the {spoken} tokens of the talk so far"):
+    with pytest.raises(UsageError, match=f"or forget the conversation so far, which has {spoken} tokens"):
         talk.ask("?" * 50, SAMPLING)
     talk.forget()
     talk.ask(QUESTIONS[0], SAMPLING)

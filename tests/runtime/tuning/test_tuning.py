@@ -161,7 +161,7 @@ def test_candidates_have_a_residual_where_it_can_help(artifact: Artifact) -> Non
     assert {"quest", "window"} <= residual(wanted=True)
     assert "multipole" not in residual(wanted=True)
     assert residual(wanted=False) == set()
-    with pytest.raises(UsageError, match="--method oracle: it is only an upper bound"):
+    with pytest.raises(UsageError, match="--method oracle: this is only an upper bound"):
         candidates(artifact, ["quest", "oracle"], residual=False)
 
 
