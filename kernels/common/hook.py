@@ -1,8 +1,7 @@
 """Routing of a model's attention to a caller's function, through transformers' `AttentionInterface`.
 
 Decoding passes the method `attend` of its cache (`IndexCache.attend` for a single sequence), and a build its recorder.
-The functions of `given_rows.py` that attend to given
-rows are used by checks of a model, and never by an answer.
+The functions of `given_rows.py` that attend to given rows are used by checks of a model, and never by an answer.
 """
 
 from collections.abc import Callable, Iterator
