@@ -163,7 +163,7 @@ class Answers:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise SparsekvError(
-                f"cannot write {self._path}: {error.strerror or error}; free space there, and run the same command again"
+                f"cannot write {self._path}: {error.strerror or error}; free space, and run the same command again"
             ) from None
 
     def _load(self, file: IO[bytes]) -> None:
