@@ -102,7 +102,7 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("eval",), 2, ("--data", "--format")),
         (("eval", "doc.txt", "--seed", "-1"), 2, ("--seed", "greater than or equal to 0")),
         (("generate", "Why?", "--seed", str(10**20)), 2, (f"--seed {10**20}", f"at most {2**63 - 1}")),
-        (("eval", "doc.txt", "--data", "x.jsonl", "--format", "ruler"), 2, ("one of the two",)),
+        (("eval", "doc.txt", "--data", "x.jsonl", "--format", "ruler"), 2, ("give either a text",)),
         (("eval", "--data", "x.jsonl"), 2, ("--data and --format belong together",)),
         (("eval", "--data", "none.jsonl", "--format", "ruler"), 2, ("none.jsonl", "no such file")),
         (("eval", "--data", "doc.txt", "--format", "ruler"), 2, ("doc.txt, line 1", "JSON object")),
