@@ -127,7 +127,11 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("eval", "doc.txt", "--task", "qa", "--model", "model"), 2, ("--task qa", "--pairs FILE")),
         (("eval", "doc.txt", "--model", "model"), 2, ("--length is 4096 tokens", "give --length ")),
         (("eval", "doc.txt", "--model", "model", "--length", "50"), 2, ("--length 50 is too small for niah-facts",)),
-        (("eval", "doc.txt", "--model", "model", "--task", "fwe", "--length", "4096"), 2, ("has positions for", "--length")),
+        (
+            ("eval", "doc.txt", "--model", "model", "--task", "fwe", "--length", "4096"),
+            2,
+            ("has positions for", "--length"),
+        ),
         (("eval", "doc.txt", "--json", "--csv"), 2, ("--json", "--csv")),
         (("eval", "doc.txt", "--plot", "none/x.png"), 2, ("none/x.png", "folder")),
         (("eval", "doc.txt", "--model", "none"), 2, ("none", "models list")),
