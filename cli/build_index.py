@@ -223,8 +223,8 @@ class BuildOptions:
                 )
         if self.order is not None and not folders:
             raise UsageError(
-                f"--order {self.order}: this option orders the files of one index, and there is only one file; "
-                "name a folder, or give --as-one"
+                f"--order {self.order}: this option orders the files of one index, and each document here is one "
+                "file; name a folder, or give --as-one"
             )
         if self.as_one and self.ray is not None:
             raise UsageError("--as-one builds one index, which --ray cannot distribute; leave --ray out")

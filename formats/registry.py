@@ -54,7 +54,10 @@ class Registry(Generic[T]):
     def add(self, name: str, thing: T) -> None:
         """Register an entry under a name; raises UsageError if another entry has the name."""
         if name in self.known and self.known[name] is not thing:
-            raise UsageError(f"two {self.kind}s are called '{name}', {_where(self.known[name])} and {_where(thing)}")
+            raise UsageError(
+                f"two {self.kind}s are called '{name}', {_where(self.known[name])} and {_where(thing)}; rename or "
+                "remove one of them"
+            )
         self.known[name] = thing
 
     def _load(self, entry: EntryPoint) -> T:

@@ -58,7 +58,9 @@ def refuse_unknown(given: Iterable[str], own: Iterable[str]) -> None:
     for name in given:
         if name not in known:
             meant = suggestion(name, [*known, *(field.name for field in fields(Sampling))])
-            raise UsageError(f"{name} is no argument{meant}; name it as in docs/how-to/python.md, or leave it out")
+            raise UsageError(
+                f"{name} is not an argument of this call{meant}; name it as in docs/how-to/python.md, or leave it out"
+            )
 
 
 T = TypeVar("T")
@@ -111,7 +113,7 @@ class Index:
         of_sampling = {one.name for one in fields(Sampling)}
         for name, value in parameters.items():
             if name in of_sampling:
-                raise UsageError(f"{name} is Sampling's: give ask a Sampling({name}={value!r})")
+                raise UsageError(f"{name} is an argument of Sampling: give ask a Sampling({name}={value!r})")
         refuse_unknown(parameters, ASKING)
         for argument, text in {"method": method, "prefill": prefill, "placement": placement}.items():
             if text is not None and not isinstance(text, str):
@@ -180,7 +182,7 @@ class Index:
             chosen = {name: methods()[name] for name in methods_of(artifact, _several(names))}
             refuse_unused(chosen, parameters)
             if not _several(budgets):
-                raise UsageError("budgets: there is none; give one, such as 0.05")
+                raise UsageError("budgets is empty; give at least one, such as 0.05")
             report = recall_report(
                 artifact,
                 list(chosen),
@@ -191,7 +193,7 @@ class Index:
                 device=model.device,
             )
         if unknown := sorted(set(_several(by)) - set(GROUPS)):
-            raise UsageError(f"by: no rows of {', '.join(unknown)}; give {' or '.join(GROUPS)}, or both")
+            raise UsageError(f"by: a report has no rows by {', '.join(unknown)}; give {' or '.join(GROUPS)}, or both")
         return row_records(report.by(*_several(by)))
 
 

@@ -123,8 +123,8 @@ class AnswersFile:
         line = line.rstrip(b"\0")
         if line and not (begun and line[: len(begun)] == begun[: len(line)]):
             raise UsageError(
-                f"--resume {self.file}: line {number} is neither an answer as --json prints it nor the beginning "
-                "of one; name another file"
+                f"--resume {self.file}: line {number} is not an answer as --json prints it, nor the beginning of "
+                "one; name another file"
             )
 
     def _check(self, line: bytes, number: int, questions: Sequence[str], setting: dict[str, Any]) -> None:

@@ -118,7 +118,7 @@ def choose_targets(
 
 def _joined(names: list[str], output: Path | None) -> Target:
     if output is None and (len(names) > 1 or not os.path.exists(names[0])):
-        raise UsageError("an index of several files has no name of its own: name it with --output NAME.skv")
+        raise UsageError("an index of several files has no name of its own: name the index with --output NAME.skv")
     return Target(names[0], output or folder_of(names[0]), tuple(names))
 
 

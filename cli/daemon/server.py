@@ -75,7 +75,10 @@ def _refuse_threads() -> None:
         os._exit(0)
     os.waitpid(child, 0)
     if len(os.listdir("/proc/self/task")) != 1:
-        raise SparsekvError("an installed package starts threads when it is imported, so no server can be forked")
+        raise SparsekvError(
+            "an installed package starts threads when it is imported, so no server can be forked; use the "
+            "commands without a server"
+        )
 
 
 @contextmanager

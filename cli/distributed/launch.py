@@ -166,7 +166,10 @@ def refuse_other_commands(arguments: Sequence[str]) -> None:
     """Raise UsageError if these arguments call a command that runs only as one process."""
     command = next((one for one in arguments if not one.startswith("-")), "")
     if command and command not in BY_RANKS:
-        raise UsageError(f"{command} runs as one process; several GPUs are for {' and '.join(BY_RANKS)}")
+        raise UsageError(
+            f"{command} runs as one process; several GPUs are only for {' and '.join(BY_RANKS)}: run it "
+            "without --gpus or torchrun"
+        )
 
 
 def _start_processes(size: int | None) -> int | None:

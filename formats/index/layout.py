@@ -303,11 +303,11 @@ def _check_states(manifest: Manifest) -> None:
     for tokens in (split.sinks + split.middle, split.tokens - 1, split.tokens):
         _ = manifest.files[state_file(tokens)]
     if stored[0] < 1 or stored[-1] > split.tokens:
-        raise ValueError(f"{state_file(stored[-1])} is behind its prompt")
+        raise ValueError(f"{state_file(stored[-1])} is beyond the end of the prompt")
     for name, record in first.items():
         known = _STATE.fullmatch(name)
         if known is None or int(known[1]) >= len(manifest.layers) or not record.shape or record.shape[0] != 1:
-            raise ValueError(f"{name[:80]} of {state_file(stored[0])} is no state of one of its layers")
+            raise ValueError(f"{name[:80]} of {state_file(stored[0])} is not a state of one of its layers")
         if record.dtype not in (manifest.dtype, "float32"):
             raise ValueError(f"{name[:80]} of {state_file(stored[0])} is in {record.dtype[:80]}")
     for tokens in stored[1:]:
@@ -325,7 +325,7 @@ def _check_layer(manifest: Manifest, layer: int, facts: LayerFacts, letters: Let
     _check(queries, manifest.files[queries], wanted, letters, manifest.dtype)
     rope = facts.rope
     if rope is not None and 2 * len(rope.frequencies) > letters["D"]:
-        raise ValueError(f"layer {layer} turns {len(rope.frequencies)} pairs of {letters['D']} channels")
+        raise ValueError(f"layer {layer} rotates {len(rope.frequencies)} pairs of {letters['D']} channels")
     if letters["Hq"] % letters["Hk"]:
         raise ValueError(f"layer {layer} has {letters['Hq']} query heads on {letters['Hk']} KV heads")
     if not indexed:

@@ -162,7 +162,9 @@ class Answers:
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise SparsekvError(f"cannot write {self._path}: {error.strerror or error}") from None
+            raise SparsekvError(
+                f"cannot write {self._path}: {error.strerror or error}; free space, and run the same command again"
+            ) from None
 
     def _load(self, file: IO[bytes]) -> None:
         """Read all answers. An incomplete last line of a killed run is removed from the file."""

@@ -128,7 +128,7 @@ def test_answers_and_talks_over_8_bits_are_saved_and_asked_again(indices: Path) 
     [
         (("none.skv", "-o", "new.skv"), 2, ("no index at none.skv",)),
         (("doc.txt", "-o", "new.skv"), 2, ("INDEX doc.txt is a text",)),
-        (("exact.skv", "-o", "direct.skv"), 2, ("direct.skv is there already", "--output")),
+        (("exact.skv", "-o", "direct.skv"), 2, ("direct.skv exists already", "--output")),
         (("exact.skv", "-o", "new.skv", "--kv-dtype", "auto"), 2, ("--kv-dtype auto", "give int8")),
         (
             ("exact.skv", "-o", "new.skv", "--kv-dtype", "fp8"),

@@ -59,7 +59,7 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (
             ("generate", "Why?", "--prefill", "own", "--prefill-budget", "5%"),
             2,
-            ("--prefill-budget 5%: give it with --prefill", "--prefill own has the answer's budget"),
+            ("--prefill-budget 5%: this option needs --prefill", "--prefill own has the answer's budget"),
         ),
         (("generate", "Why?", "--budget", "0"), 2, ("--budget 0", "0.05")),
         (("generate", "Why?", "--budget", "2.5"), 2, ("--budget 2.5",)),
@@ -79,7 +79,7 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("generate", "Why?", "--index", "none.skv"), 2, ("none.skv", "build-index")),
         (("generate", "Why?", "--model", "none"), 2, ("none", "models list")),
         (("generate", "Why?", "--schedule", "often"), 2, ("--schedule often", "0.15-step-4")),
-        (("generate", "Why?", "--schedule", "0.1-step-4"), 2, ("--step", "leave those two out")),
+        (("generate", "Why?", "--schedule", "0.1-step-4"), 2, ("--step", "leave it out")),
         (("generate", "Why?", "--schedule", "0.1-step-4", "--budget", "0.1"), 2, ("--schedule", "leave")),
         (("generate", "Why?", "--placement", "tape"), 2, ("--placement tape", "disk")),
         (("generate", "Why?", "--guard", "2"), 2, ("--guard 2", "0.2")),
@@ -102,7 +102,7 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("eval",), 2, ("--data", "--format")),
         (("eval", "doc.txt", "--seed", "-1"), 2, ("--seed", "greater than or equal to 0")),
         (("generate", "Why?", "--seed", str(10**20)), 2, (f"--seed {10**20}", f"at most {2**63 - 1}")),
-        (("eval", "doc.txt", "--data", "x.jsonl", "--format", "ruler"), 2, ("one of the two",)),
+        (("eval", "doc.txt", "--data", "x.jsonl", "--format", "ruler"), 2, ("give either a text",)),
         (("eval", "--data", "x.jsonl"), 2, ("--data and --format belong together",)),
         (("eval", "--data", "none.jsonl", "--format", "ruler"), 2, ("none.jsonl", "no such file")),
         (("eval", "--data", "doc.txt", "--format", "ruler"), 2, ("doc.txt, line 1", "JSON object")),
@@ -127,7 +127,11 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("eval", "doc.txt", "--task", "qa", "--model", "model"), 2, ("--task qa", "--pairs FILE")),
         (("eval", "doc.txt", "--model", "model"), 2, ("--length is 4096 tokens", "give --length ")),
         (("eval", "doc.txt", "--model", "model", "--length", "50"), 2, ("--length 50 is too small for niah-facts",)),
-        (("eval", "doc.txt", "--model", "model", "--task", "fwe", "--length", "4096"), 2, ("room for", "--length")),
+        (
+            ("eval", "doc.txt", "--model", "model", "--task", "fwe", "--length", "4096"),
+            2,
+            ("has positions for", "--length"),
+        ),
         (("eval", "doc.txt", "--json", "--csv"), 2, ("--json", "--csv")),
         (("eval", "doc.txt", "--plot", "none/x.png"), 2, ("none/x.png", "folder")),
         (("eval", "doc.txt", "--model", "none"), 2, ("none", "models list")),
@@ -231,7 +235,7 @@ def test_a_question_longer_than_the_positions(place: Path) -> None:
 def test_an_evaluated_answer_longer_than_the_positions(place: Path, embedded_folder: Path) -> None:
     asked = ("eval", "doc.txt", "--task", "niah-single", "--length", "500", "--work", "work")
     fails(2, *asked, "--max-new-tokens", "9999", says=("take all positions of", "smaller --max-new-tokens"))
-    fails(2, *asked, "--max-new-tokens", "8000", says=("a document of niah-single has", "has room for"))
+    fails(2, *asked, "--max-new-tokens", "8000", says=("a document of niah-single has", "has positions for"))
 
 
 def test_debug_shows_the_traceback(place: Path) -> None:

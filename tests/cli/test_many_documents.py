@@ -123,7 +123,7 @@ def test_a_list_of_one_document_puts_its_index_into_the_folder(documents: Path) 
         ((), ("no document to index: name a text file",)),
         (("--from-file", "empty.txt"), ("empty.txt has no names; put one a line there",)),
         (("--from-file", "none.txt"), ("no such file: --from-file none.txt",)),
-        (("--from-file", "a.txt"), ("no line of a.txt names a file", "without --from-file")),
+        (("--from-file", "a.txt"), ("no line of a.txt names an existing file", "without --from-file")),
         (("a.txt", "b.skv"), ("no such file: b.skv", "-o b.skv")),
         (("a.txt", "sub/a.md"), ("a.txt and sub/a.md would both be indexed in out/a.skv", "--output NAME.skv")),
         (("a.txt", "-"), ("standard input has no name", "--output NAME.skv")),

@@ -58,7 +58,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[Fields], None], str]] = {
     "counts": (_shape(METHOD, "level0.counts", [2, 6]), "level0.counts of"),
     "counts' dtype": (_dtype(METHOD, "level0.counts", "int64"), "level0.counts of"),
     "dtype": (_set("dtype", "float16"), "keys of"),
-    "rope": (_set("layers.0.rope", {"frequencies": [1.0] * 5, "interleaved": False}), "layer 0 turns 5 pairs of 8"),
+    "rope": (_set("layers.0.rope", {"frequencies": [1.0] * 5, "interleaved": False}), "layer 0 rotates 5 pairs of 8"),
     "a sink logit": (_set("layers.0.attention_sinks", True), f"sink_logits is not in {QUERIES}"),
 }
 

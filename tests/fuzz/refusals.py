@@ -107,7 +107,7 @@ DUE = (
     ),
     Due(r"--select-layer (\d+): the index has (\d+) layers, counted from 0; give a smaller number", less=False),
     Due(
-        "this index has one level of clusters, and the option needs two",
+        "--lookup hierarchical: the index has one level of clusters",
         lambda case: "hierarchical" in _options(case, "lookup"),
     ),
     Due(

@@ -55,11 +55,13 @@ def test_what_is_asked_wrongly_is_told_in_the_words_of_the_api(index: api.Index)
         index.ask([QUESTION])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"sampling is 20: give sparsekv\.Sampling\(max_new_tokens"):
         index.ask(QUESTION, 20)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"budgit is no argument \(did you mean budget\?\)"):
+    with pytest.raises(UsageError, match=r"budgit is not an argument of this call \(did you mean budget\?\)"):
         index.ask(QUESTION, budgit="5%")
-    with pytest.raises(UsageError, match=r"max_tokens is no argument \(did you mean max_new_tokens\?\)"):
+    with pytest.raises(
+        UsageError, match=r"max_tokens is not an argument of this call \(did you mean max_new_tokens\?\)"
+    ):
         index.ask(QUESTION, max_tokens=20)
-    with pytest.raises(UsageError, match=r"budget is no argument \(did you mean budgets\?\)"):
+    with pytest.raises(UsageError, match=r"budget is not an argument of this call \(did you mean budgets\?\)"):
         index.recall_report(["quest"], budget="5%")
     with pytest.raises(UsageError, match=r"^budget lots is not a budget: give a share"):
         index.ask(QUESTION, budget="lots")
@@ -67,7 +69,9 @@ def test_what_is_asked_wrongly_is_told_in_the_words_of_the_api(index: api.Index)
         index.ask(QUESTION, method="quest", hash_bits=3)
     with pytest.raises(UsageError, match=r"add it with `sparsekv build-index .* --method csattention`"):
         index.ask(QUESTION, method="csattention")
-    with pytest.raises(UsageError, match=r"max_new_tokens is Sampling's: give ask a Sampling\(max_new_tokens=20\)"):
+    with pytest.raises(
+        UsageError, match=r"max_new_tokens is an argument of Sampling: give ask a Sampling\(max_new_tokens=20\)"
+    ):
         index.ask(QUESTION, max_new_tokens=20)
 
 
@@ -108,11 +112,11 @@ def test_a_wrong_argument_is_named(index: api.Index) -> None:
         index.asker("squeezed", page_size=8)
     with pytest.raises(UsageError, match="no method 'nonsense'"):
         index.recall_report(["nonsense"])
-    with pytest.raises(UsageError, match="by: no rows of head; give layer or kv_head, or both"):
+    with pytest.raises(UsageError, match="by: a report has no rows by head; give layer or kv_head, or both"):
         index.recall_report(["window"], by=["head"])
     with pytest.raises(UsageError, match="questions is a single text; give a list of texts"):
         index.asker("squeezed").ask_all(QUESTION)
-    with pytest.raises(UsageError, match="budgets: there is none"):
+    with pytest.raises(UsageError, match="budgets is empty; give at least one"):
         index.recall_report(["window"], [])
     with pytest.raises(UsageError, match="method is 5: give a string"):
         index.ask(QUESTION, method=5)

@@ -370,8 +370,8 @@ class ClusterMethod(Method):
         """Whether the lookup is hierarchical; raises UsageError if it is and the index has only one level."""
         if self.lookup == "hierarchical" and "level1.centroids" not in context.tensors:
             raise UsageError(
-                "this index has one level of clusters, and the option needs two; build the index again with two, "
-                "such as --levels 0.05,0.01"
+                "--lookup hierarchical: the index has one level of clusters, and this lookup needs two; build "
+                "the index again with two, such as --levels 0.05,0.01"
             )
         return self.lookup == "hierarchical"
 

@@ -134,7 +134,7 @@ def test_only_the_beginning_of_an_answer_is_cut_off(content: str) -> None:
     Path("notes.json").write_bytes(content.encode())
     refused = run_here(*ASK, "--json", "--resume", "notes.json")
     assert refused.code == 2
-    assert "--resume notes.json: line 1 is neither an answer as --json prints it" in refused.stderr
+    assert "--resume notes.json: line 1 is not an answer as --json prints it" in refused.stderr
     assert Path("notes.json").read_bytes() == content.encode()
 
 
@@ -143,7 +143,7 @@ def test_what_comes_after_the_last_answer_is_not_cut_off() -> None:
     Path("answers.jsonl").write_text(f"{whole}my notes")
     refused = run_here(*ASK, "--json", "--resume", "answers.jsonl")
     assert refused.code == 2
-    assert f"--resume answers.jsonl: line {len(QUESTIONS) + 1} is neither an answer" in refused.stderr
+    assert f"--resume answers.jsonl: line {len(QUESTIONS) + 1} is not an answer" in refused.stderr
     assert Path("answers.jsonl").read_text() == f"{whole}my notes"
 
 

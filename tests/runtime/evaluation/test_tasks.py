@@ -157,7 +157,7 @@ def test_a_continuation_follows_its_context() -> None:
 
 @pytest.mark.parametrize("name", [name for name in tasks() if name not in ("cwe", "fwe", "qa")])
 def test_a_text_that_is_too_short_is_refused(name: str) -> None:
-    with pytest.raises(UsageError, match=f"--task {name}, only"):
+    with pytest.raises(UsageError, match=f"the text is too short for --task {name}:"):
         tasks()[name].make(request(text="One short sentence. " * 20))
 
 
