@@ -130,6 +130,14 @@ class SourceTexts:
         parts = (f"{len(paths):,} as {name}{_some(paths)}" for name, paths in sorted(self.detected.items()))
         return f"encodings detected: {', '.join(parts)}" if self.detected else ""
 
+    def told_gone(self, before: Sequence[str]) -> str:
+        """Return the paths of an earlier version that have no text in this one, with the reasons; empty if there are
+        none."""
+        reasons = {path: reason for reason, paths in self.left_out.items() for path in paths}
+        here = {file.path for file in self.files}
+        gone = [f"{path} ({reasons.get(path, 'not there')})" for path in before if path not in here]
+        return f"{', '.join(gone[:NAMED])}{', ...' * (len(gone) > NAMED)}"
+
 
 def _some(paths: list[str]) -> str:
     return f" ({', '.join(paths[:NAMED])}{', ...' * (len(paths) > NAMED)})"

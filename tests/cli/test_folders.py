@@ -116,6 +116,15 @@ def test_after_a_change_the_index_is_that_of_a_fresh_build(project: Path, change
     assert answers[0] == answers[1] != ""
 
 
+def test_files_that_have_no_text_any_more_are_named(project: Path) -> None:
+    _build("project", "-q")
+    (project / "src" / "c.py").unlink()
+    (project / "a.md").write_bytes(b"\0\1\2")
+    (project / "d.md").write_text("Fourth file.\n")
+    told = _build("project").stderr
+    assert "project.skv had files that are not in its document now: a.md (not text), src/c.py (not there)" in told
+
+
 CHANGES = (_edit, _add, _remove, _rename)
 FAST = [("stable", _add), ("changed-last", _edit)]
 
