@@ -295,5 +295,5 @@ def test_a_model_by_qwens_recipe_for_yarn_holds_more_than_its_config_names(tmp_p
     assert len(Artifact(tmp_path / "a.skv").input_ids()) > 300 > config.max_position_embeddings
     with pytest.raises(UsageError) as error:
         build_index(small_plan(tokens=500, loaded=plan.loaded), tmp_path / "b.skv")
-    assert "tokens and tiny-llama has 400 positions; shorten it" in str(error.value)
+    assert "tokens, and tiny-llama has 400 positions; shorten it" in str(error.value)
     assert "--rope-scaling" not in str(error.value)

@@ -48,7 +48,7 @@ def test_what_is_no_number_is_told_with_the_number(message: str, arguments: list
         (["generate", "Why?", "--gpus", "3"], "--gpus stands before the command: `sparsekv --gpus 3 generate` ..."),
         (["build-index", "a", "--gpus=4"], "--gpus stands before the command: `sparsekv --gpus 4 build-index` ..."),
         (["build-index", "a", "--gpus"], "--gpus stands before the command: `sparsekv --gpus 2 build-index` ..."),
-        (["chat", "--gpus", "3"], "chat runs as one process; several GPUs are only for build-index and generate"),
+        (["chat", "--gpus", "3"], "chat runs as one process; several GPUs are for build-index and generate"),
     ],
 )
 def test_gpus_behind_a_command_are_told_of_with_their_number(arguments: list[str], told: str) -> None:
