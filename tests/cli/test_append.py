@@ -105,7 +105,7 @@ def test_a_method_that_takes_no_tokens_stops_the_command_unless_it_may_be_built_
         (("append", "none.txt"), 2, ("no such file", "none.txt")),
         (("append", "model"), 2, ("model is a folder",)),
         (("append", "empty.txt"), 2, ("empty.txt is empty",)),
-        (("append", "long.txt"), 2, (f"{POSITIONS:,} positions", "add less", "--rope-scaling")),
+        (("append", "long.txt"), 2, (f"{POSITIONS:,} positions", "append less", "--rope-scaling")),
         (("append", "more.txt", "--index", "none.skv"), 2, ("none.skv", "build-index")),
         (("append", "more.txt", "--chunk-size", "0"), 2, ("--chunk-size 0",)),
         (("append", "more.txt", "--device", "tpu"), 2, ("--device tpu", "cpu")),
@@ -221,7 +221,7 @@ def test_a_text_that_was_added_is_not_added_again_unless_it_is_wanted(online: Pa
 def test_a_build_of_the_document_alone_does_not_lose_what_was_appended(online: Path) -> None:
     assert run_here("append", "more.txt", "-q").code == 0
     build = ("build-index", "doc.txt", "--model", "model", "--method", "multipole", "--block", "512", "-q")
-    _refused(1, ("doc.skv holds", "tokens that were appended", "--output", "--force"), *build)
+    _refused(1, ("doc.skv holds", "appended tokens", "--output", "--force"), *build)
     assert run_here(*build, "--force").code == 0
     assert Artifact(Path("doc.skv")).manifest.additions == []
 

@@ -84,7 +84,10 @@ def test_questions_share_the_steps_of_layers_of_both_kinds(place: Path) -> None:
     [
         (("--dense-layers", "-1"), ("--dense-layers -1", "0 to 3")),
         (("--dense-layers", "4"), ("--dense-layers 4", "0 to 3")),
-        (("--dense-layers", "1", "--method", "tidaldecode"), ("--dense-layers 1", "tidaldecode has its own")),
+        (
+            ("--dense-layers", "1", "--method", "tidaldecode"),
+            ("--dense-layers 1", "tidaldecode has dense layers of its own"),
+        ),
     ],
     ids=["negative", "too-many", "its-own"],
 )

@@ -37,7 +37,7 @@ def test_a_full_disk(place: Path) -> None:
     done = zygote().run(*BUILD, "-q", "-o", "new.skv", folder=place, limits={"FSIZE": 100_000})
     assert done.code == 1, done
     assert len(done.stderr.splitlines()) == 1
-    assert "cannot write new.skv: file too large; make room" in done.stderr
+    assert "cannot write new.skv: file too large; free space" in done.stderr
     assert not (place / "new.skv" / "manifest.json").exists()
     again = run_here(*BUILD, "-q", "-o", "new.skv")
     assert again.code == 0, again.stderr

@@ -62,5 +62,5 @@ def test_the_estimate_is_told_and_corrected(place: Path, monkeypatch: pytest.Mon
 def test_a_long_text_is_refused_before_the_weights_are_read(place: Path) -> None:
     (place / "long.txt").write_text("words " * 6000)
     shutil.copytree("model", "no-weights", ignore=shutil.ignore_patterns("*.safetensors"))
-    says = ("tokens and ", "no-weights has 4,096 positions; shorten it with --max-tokens 3800")
+    says = ("tokens, and ", "no-weights has 4,096 positions; shorten it with --max-tokens 3800")
     fails(2, "build-index", "long.txt", "--model", "no-weights", "-q", says=says)

@@ -348,7 +348,7 @@ def test_a_plan_of_transformers_that_splits_states_is_refused() -> None:
     config = tiny_config("qwen3_next")
     shares_of(config, "tiny", 2)
     config.base_model_tp_plan = config.base_model_tp_plan | {"layers.*.linear_attn.in_proj_qkvz": "colwise"}
-    with pytest.raises(UsageError, match=r"plan to split model 'tiny' \(qwen3_next\) splits the states"):
+    with pytest.raises(UsageError, match=r"plan to split model 'tiny' \(qwen3_next\) also splits the states"):
         shares_of(config, "tiny", 2)
 
 

@@ -144,7 +144,7 @@ def test_a_manifest_that_cannot_be_written_stays(index: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        with pytest.raises(ArtifactError, match=r"cannot write .*: file too large; make room"):
+        with pytest.raises(ArtifactError, match=r"cannot write .*: file too large; free space"):
             write(index)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -115,7 +115,7 @@ def test_a_disk_that_fills_stops_the_prefill(tmp_path: Path, monkeypatch: pytest
                 time.sleep(0.01)
         return end
 
-    with pytest.raises(ArtifactError, match=r"no space left on device; make room"):
+    with pytest.raises(ArtifactError, match=r"no space left on device; free space"):
         prefill()
     assert not list(folder.glob("context/*"))
 

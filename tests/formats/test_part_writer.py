@@ -289,6 +289,6 @@ def test_a_disk_that_fills_is_told_as_to_one_process(
             assert then == "ends"
             second.end(NAME, LONG)
 
-    with ArtifactWriter(folder) as writer, pytest.raises(ArtifactError, match=r"some.skv: no space left on device; m"):
+    with ArtifactWriter(folder) as writer, pytest.raises(ArtifactError, match=r"some.skv: no space left on device; f"):
         prefill(writer)
     assert not list(folder.glob("context/*"))

@@ -189,7 +189,7 @@ def test_a_python_without_pip_is_told_how_to_get_it(
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("SPARSEKV_CACHE", str(tmp_path / "file"))
-    with pytest.raises(SparsekvError, match=r"cannot write .*file/models: .*; make room .* SPARSEKV_CACHE"):
+    with pytest.raises(SparsekvError, match=r"cannot write .*file/models: .*; free space .* SPARSEKV_CACHE"):
         pull_embedded()
 
 

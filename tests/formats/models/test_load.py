@@ -96,7 +96,7 @@ def test_an_unknown_model_is_named_with_the_way_out(hub_cache: Path, name: str) 
     for attempt in (load_model, pull):
         with pytest.raises(UsageError, match="sparsekv models list") as error:
             attempt(name)
-        assert str(error.value).startswith(f"model '{name}' is ")
+        assert str(error.value).startswith(f"model '{name}' ")
         assert "\n" not in str(error.value)
 
 
@@ -224,7 +224,7 @@ def test_a_tokenizer_alone_is_never_downloaded(hub_cache: Path, monkeypatch: pyt
 
 def test_a_home_of_nobody_is_no_folder(hub_cache: Path) -> None:
     for attempt in (load_model, pull, load_tokenizer):
-        with pytest.raises(UsageError, match="'~nouser/model' is "):
+        with pytest.raises(UsageError, match="'~nouser/model' names a folder that does not exist"):
             attempt("~nouser/model")
 
 

@@ -84,7 +84,7 @@ def not_itself(batch: int, head: int, query: torch.Tensor, key: torch.Tensor) ->
     ids=["bidirectional", "prefix", "prefix and window", "every other", "growing", "chunks", "not itself"],
 )
 def test_any_other_mask_is_refused_even_before_it_differs(function: Callable[..., Any]) -> None:
-    with pytest.raises(UnsupportedAttentionError, match=r"which no index can follow; choose a model with causal"):
+    with pytest.raises(UnsupportedAttentionError, match=r"which an index cannot reproduce; choose a model with causal"):
         window_of(made(function, tokens=4))
 
 

@@ -224,7 +224,7 @@ def test_a_report_follows_the_layers(deep: OpenIndex, at_once: int | None, monke
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"select_layer": 1}, "--select-layer 1: the first 2 layers attend to everything .*; give 3 or more"),
+        ({"select_layer": 1}, "--select-layer 1: the first 2 layers attend to all tokens, .*; give 3 or more"),
         ({"select_layer": -3}, "--select-layer -3"),
         ({"recent_share": 1.5}, "--recent-share 1.5: give a share from 0 to 1"),
     ],

@@ -233,7 +233,7 @@ def test_closing_lets_answers_end_within_its_time(served: Served) -> None:
     stream = served.ask(scheduler, "a", question(0))
     scheduler.close(60)
     check(list(stream), served.alone("a", question(0)))
-    with pytest.raises(UsageError, match="closing"):
+    with pytest.raises(UsageError, match="shutting down"):
         served.ask(scheduler, "a", question(0))
     scheduler = Scheduler(served.indices)
     stream = served.ask(scheduler, "a", question(4), 4000)
