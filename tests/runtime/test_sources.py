@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.small_index import build_small, reopen, small_plan
+from support.source_shares import retrieval_shares
 from support.tiny_models import tiny_tokenizer
 
 from sparsekv.formats.documents.prompt import encode_prompt
@@ -38,13 +39,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenIndex]:
 def test_scores_are_those_of_the_models_own_attention(index: OpenIndex) -> None:
     """Of all tokens up to a step's own, the answer's included, means over the steps."""
     answer = Session.open(index, DecodeConfig(Dense())).ask(QUESTION, ANSWER, sources=5)
-    ids = torch.cat([index.input_ids, QUESTION, torch.tensor(answer.ids[:-1])])
-    index.model.set_attn_implementation("eager")
-    with torch.inference_mode():
-        weights = index.model(input_ids=ids[None], use_cache=False, output_attentions=True).attentions
-    steps = slice(-len(answer.ids), None)
-    shares = sum(one.weight * weights[one.layer][0, one.head, steps].mean(0) for one in index.source_finder.heads)
-    assert isinstance(shares, torch.Tensor)
+    shares = retrieval_shares(index, QUESTION, answer)
     assert len(answer.sources) == 5
     for one in answer.sources:
         assert one.score == pytest.approx(float(shares[slice(*one.tokens)].sum()), rel=1e-4)

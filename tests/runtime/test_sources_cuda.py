@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.configs import sparse
 from support.small_index import INDEXERS, reopen, small_plan
+from support.source_shares import retrieval_shares
 
 from sparsekv.indexing.build import build_index
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
@@ -50,13 +51,7 @@ def test_answers_of_a_batch_have_their_own_sources(session: Session) -> None:
 
 def _check(index: OpenIndex, question: torch.Tensor, answer: Answer) -> None:
     """The scores are the mean weights of the retrieval heads in the passages."""
-    ids = torch.cat([index.input_ids.cpu(), question, torch.tensor(answer.ids[:-1])]).cuda()
-    index.model.set_attn_implementation("eager")
-    with torch.inference_mode():
-        weights = index.model(input_ids=ids[None], use_cache=False, output_attentions=True).attentions
-    steps = slice(-len(answer.ids), None)
-    shares = sum(one.weight * weights[one.layer][0, one.head, steps].mean(0) for one in index.source_finder.heads)
-    assert isinstance(shares, torch.Tensor)
+    shares = retrieval_shares(index, question, answer)
     assert len(answer.sources) == 5
     for one in answer.sources:
         assert one.score == pytest.approx(float(shares[slice(*one.tokens)].sum()), rel=1e-3)

@@ -38,7 +38,7 @@ IMPORTS = (
     "transformers.models.auto.tokenization_auto",
     transformers.models.llama.modeling_llama.__name__,
 )
-"""What runs import beside their command's module; none of them starts a thread."""
+"""Modules that commands import besides their own. None of them starts a thread."""
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate")
 """Audit events of file operations that change something, besides `open` to write."""
 

@@ -1,0 +1,18 @@
+"""Attention of the retrieval heads to the tokens, by the model's own attention: the definition of sources' scores."""
+
+import torch
+
+from sparsekv.runtime.decoding.answer import Answer
+from sparsekv.runtime.decoding.open import OpenIndex
+
+
+@torch.inference_mode()
+def retrieval_shares(index: OpenIndex, question: torch.Tensor, answer: Answer) -> torch.Tensor:
+    """Weights [N] of all tokens, prompt, question [Q] and answer, in the retrieval heads: means over the answer's
+    steps. The model keeps eager attention."""
+    ids = torch.cat([index.input_ids.cpu(), question, torch.tensor(answer.ids[:-1])]).to(index.model.device)
+    index.model.set_attn_implementation("eager")
+    weights = index.model(input_ids=ids[None], use_cache=False, output_attentions=True).attentions
+    steps = slice(-len(answer.ids), None)
+    heads = index.source_finder.heads
+    return torch.stack([one.weight * weights[one.layer][0, one.head, steps].mean(0) for one in heads]).sum(0)
