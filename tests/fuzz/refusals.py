@@ -65,7 +65,11 @@ DUE = (
         _few_positions,
         False,
     ),
-    Due(rf"the document has {N} tokens, and \S+ has {N} positions; shorten it with", _few_positions, False),
+    Due(
+        rf"the document has {N} tokens, and \S+ has {N} positions; (?:leave files out with .*, or )?shorten it with",
+        _few_positions,
+        False,
+    ),
     Due(
         rf"a document of \S+ has {N} tokens, and \S+ has positions for {N} besides",
         lambda case: case.deed in EVALUATING and (case.positions > 0 or case.rope in BY_LENGTH),
