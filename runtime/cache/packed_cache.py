@@ -82,7 +82,7 @@ class PackedStep:
         asks = torch.zeros_like(self.ends, dtype=torch.bool)
         if self.pieces:  # a step without questions may be captured, and must not copy from the host to a GPU
             ends = torch.tensor([piece.where.stop for piece in self.pieces], dtype=self.ends.dtype)
-            asks = (self.ends[:, None] == ends.to(self.ends.device)).any(1)
+            asks = (self.ends[:, None] == sent(ends, self.ends.device)).any(1)
         return _tokens(self.slots, self.rows, self.ends, asks)
 
     @cached_property
@@ -97,14 +97,19 @@ class PackedStep:
     def places(self) -> torch.Tensor:
         """The indices [T'] int64 of the tokens of `pieces`."""
         of_each = [torch.arange(piece.first, piece.first + piece.tokens) for piece in self.pieces]
-        return torch.cat(of_each).to(self.rows.device)
+        return sent(torch.cat(of_each), self.rows.device)
 
     @cached_property
     def asking(self) -> StepTokens:
         """The tokens of `pieces`, which belong to questions."""
         ends = torch.tensor([piece.tokens for piece in self.pieces], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        ends = ends.to(self.rows.device)
+        ends = sent(ends, self.rows.device)
         return _tokens(self.slots[self.places], self.rows[self.places], ends, torch.ones_like(ends, dtype=torch.bool))
+
+
+def sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy numbers of the host to a device. The host does not wait for what a GPU computes at the moment."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
 
 
 class SlotRows:
@@ -220,6 +225,15 @@ class PackedCache(SequenceCache):
     def expect_prompt(self, tokens: int) -> None:
         """Do nothing, because each step marks its questions' tokens itself."""
 
+    def passes(self, fed: Sequence[Fed]) -> list[list[Fed]]:
+        """Divide a step on a GPU into a pass that is replayed, and then one of the questions' tokens.
+
+        The host launches the second pass while the GPU computes the first one. Both read the weights, which takes less
+        time than the launches of a pass with all tokens.
+        """
+        parts = [one for one in fed if not one.asks], [one for one in fed if one.asks]
+        return [part for part in parts if part] if self.capturable else [list(fed)]
+
     def questions_input(self, fed: Sequence[Fed], tokens: int) -> ModelInput:
         device, lengths = self.tokens.device, torch.tensor([len(one.tokens) for one in fed])
         ends = lengths.cumsum(0)
@@ -229,14 +243,14 @@ class PackedCache(SequenceCache):
         single = [first for one, first in zip(fed, firsts, strict=True) if not one.asks]
         rows = torch.cat([torch.arange(one.first, one.first + len(one.tokens)) for one in fed])
         self.step = PackedStep(
-            slots=torch.tensor([one.slot for one in fed]).repeat_interleave(lengths).to(device),
-            rows=rows.to(device),
-            ends=ends.int().to(device),
-            single=torch.tensor(single).to(device),
+            slots=sent(torch.tensor([one.slot for one in fed]).repeat_interleave(lengths), device),
+            rows=sent(rows, device),
+            ends=sent(ends.int(), device),
+            single=sent(torch.tensor(single, dtype=torch.int64), device),
             pieces=tuple(pieces),
             longest=int(rows.max()) + 1,
         )
-        ids = torch.tensor([list(chain.from_iterable(one.tokens for one in fed))], device=device)
+        ids = sent(torch.tensor([list(chain.from_iterable(one.tokens for one in fed))]), device)
         return ids, (tokens + self.step.rows)[None]
 
     def own_keys(self, layer: int, slot: int, tokens: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ from sparsekv.runtime.attention.sparse_layer import SparseLayer, appends, divide
 from sparsekv.runtime.cache.buffers import read_share, total_read
 from sparsekv.runtime.cache.index_cache import Fed, IndexCache, SequenceCache
 from sparsekv.runtime.cache.kept_turns import KeptTurns
-from sparsekv.runtime.cache.packed_cache import BatchedCache, PackedCache
+from sparsekv.runtime.cache.packed_cache import BatchedCache, PackedCache, sent
 from sparsekv.runtime.decoding.answer import (
     Answer,
     Streamer,
@@ -455,7 +455,7 @@ class Engine:
     def _ask(self, fed: list[Fed]) -> torch.Tensor:
         """Run a pass with tokens of questions; return the logits [B, V] after each sequence's last token."""
         ids, positions = self.cache.questions_input(fed, self.index.split.tokens)
-        ends = torch.tensor([len(one.tokens) for one in fed], device=ids.device).cumsum(0)
+        ends = sent(torch.tensor([len(one.tokens) for one in fed]).cumsum(0), ids.device)
         logits: torch.Tensor = self.index.model(
             input_ids=ids,
             position_ids=positions,
