@@ -43,7 +43,11 @@ def small_world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World.make(tmp_path_factory.mktemp("small_world"), zygote(), methods=("multipole",))
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+DAILY = [name if name != "an edit" else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS]
+"""An edit of one document is a case of an edited folder's, which is killed below."""
+
+
+@pytest.mark.parametrize("name", DAILY)
 def test_some_kills_lose_nothing(small_world: World, tmp_path: Path, name: str) -> None:
     assert_nothing_is_lost(small_world, tmp_path, COMMANDS[name], every=2 if name == "tune" else 48)
 

@@ -19,7 +19,7 @@ from sparsekv.formats.models.converted import SUMS, seal
 from sparsekv.formats.models.embedded import EMBEDDED
 
 TEXTS = ("manual", "doc", "book", "report", "more", "chapter2")
-CHARACTERS = 1600  # of a text: some 400 tokens
+CHARACTERS = 1300  # of a text: some 400 tokens
 QUESTIONS = "What is an assignment?\nWhat is a target?\n"
 COMPOSED = re.compile(r"[|&;$`*]|<<|2>")
 """Of a line that is more than one plain command."""
@@ -126,7 +126,8 @@ def _run(block: Block, script: str, folder: Path, give: Give) -> None:
     """One line as it is shown, but for the length of answers; what a line begins with is run in this process where it
     is one command of sparsekv, for each process of its own imports for seconds."""
     _given(script, folder, give)
-    script = re.sub(rf"sparsekv (generate|chat|trace) (?!.*{ANSWER.split()[0]})", rf"sparsekv \1 {ANSWER} ", script)
+    script = re.sub(r"sparsekv (generate|chat|trace) (?!.*--max-new-tokens)", rf"sparsekv \1 {ANSWER} ", script)
+    script = re.sub(r"--max-new-tokens \d+", ANSWER, script)
     script = f"{TYPED} | {script}" if script.startswith("sparsekv chat") else script
     first, separator, rest = re.sub(r"\s+#.*", "", script).partition(" | ")
     command, _, target = first.partition(" > ")

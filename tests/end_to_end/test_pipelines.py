@@ -5,16 +5,18 @@ import io
 import json
 from pathlib import Path
 
+import pytest
 from support.command import shell, sparsekv
 
 from sparsekv.formats.index.reader import Artifact
 
 
+@pytest.mark.slow
 def test_build_and_ask_in_one_line(embedded_folder: Path, document: Path, tmp_path: Path) -> None:
-    (tmp_path / "doc.txt").write_text(document.read_text()[:2000])
+    (tmp_path / "doc.txt").write_text(document.read_text()[:1000])
     done = shell(
         'A=$(sparsekv build-index doc.txt) && echo "What is this about?" | '
-        'sparsekv generate --index "$A" --max-new-tokens 24 | head -3',
+        'sparsekv generate --index "$A" --max-new-tokens 8 | head -3',
         tmp_path,
     )
     assert done.returncode in (0, 141), done.stderr  # 141: head had enough before the answer ended
@@ -40,7 +42,7 @@ def test_a_batch_gives_one_line_an_answer(index: Artifact) -> None:
     folder = index.folder.parent
     (folder / "questions.txt").write_text("What is an assignment?\n\nWhat is a target?\n")
     plain = sparsekv(
-        "generate", "-i", index.folder, "--batch-file", "questions.txt", "--max-new-tokens", "8", "-q", cwd=folder
+        "generate", "-i", index.folder, "--batch-file", "questions.txt", "--max-new-tokens", "4", "-q", cwd=folder
     )
     assert plain.returncode == 0, plain.stderr
     first, blank, second = plain.stdout.splitlines()
@@ -49,7 +51,7 @@ def test_a_batch_gives_one_line_an_answer(index: Artifact) -> None:
     assert blank == ""
     assert plain.stderr == ""
     done = sparsekv(
-        *("generate", "-i", index.folder, "--batch-file", "-", "--json", "--max-new-tokens", "8"),
+        *("generate", "-i", index.folder, "--batch-file", "-", "--json", "--max-new-tokens", "4"),
         cwd=folder,
         stdin="What is an assignment?\nWhat is a target?\n",
     )
@@ -60,7 +62,7 @@ def test_a_batch_gives_one_line_an_answer(index: Artifact) -> None:
 
 
 def test_question_from_argument_file_and_stdin_agree(index: Artifact) -> None:
-    folder, options = index.folder.parent, ("--max-new-tokens", "6", "--budget", "0.2")
+    folder, options = index.folder.parent, ("--max-new-tokens", "4", "--budget", "0.2")
     (folder / "question.txt").write_text("What is an assignment?\n")
     asked = [
         sparsekv("generate", "-i", index.folder, "What is an assignment?", *options, cwd=folder),

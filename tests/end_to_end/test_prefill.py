@@ -17,13 +17,13 @@ from sparsekv.indexing.prefill.quoka import KeyDiffPrefill, QuokaPrefill, Sample
 def test_a_document_is_prefilled_sparsely_asked_and_reported_so(
     embedded_folder: Path, document: Path, tmp_path: Path
 ) -> None:
-    how = ("--prefill", "quoka", "--prefill-budget", "256", "--chunk-size", "128")
+    how = ("--prefill", "quoka", "--prefill-budget", "128", "--chunk-size", "64")
     built = sparsekv(
-        "build-index", document, "-o", "q.skv", "--max-tokens", "800", "--method", "squeezed", *how, cwd=tmp_path
+        "build-index", document, "-o", "q.skv", "--max-tokens", "400", "--method", "squeezed", *how, cwd=tmp_path
     )
     assert built.returncode == 0, built.stderr
     prefill = Artifact(tmp_path / "q.skv").manifest.prefill
-    assert (prefill.kind, prefill.chunk_size, prefill.parameters["prefill_budget"]) == ("quoka", 128, 256)
+    assert (prefill.kind, prefill.chunk_size, prefill.parameters["prefill_budget"]) == ("quoka", 64, 128)
 
     # Opening it recomputes the probe, which a context that differs from the stored one would fail.
     question = ("generate", "--index", "q.skv", "Which statement is this about?", "--max-new-tokens", "4", "--json")
@@ -32,7 +32,7 @@ def test_a_document_is_prefilled_sparsely_asked_and_reported_so(
     assert json.loads(asked.stdout)["generated_tokens"] <= 4
 
     report = sparsekv("recall-report", "--index", "q.skv", "--method", "window", "--json", cwd=tmp_path)
-    assert json.loads(report.stdout)["prefill"].startswith("quoka (chunks of 128, ")
+    assert json.loads(report.stdout)["prefill"].startswith("quoka (chunks of 64, ")
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def test_only_the_system_message_before_the_document_is_accepted(server: Server,
     assert own.startswith("You are")
 
     def answer(*messages: dict[str, str]) -> str:
-        told = client.chat.completions.create(model="manual", messages=messages, max_tokens=TOKENS)  # type: ignore[arg-type]
+        told = client.chat.completions.create(model="manual", messages=messages, max_tokens=4)  # type: ignore[arg-type]
         return str(told.choices[0].message.content)
 
     asked, other = user(QUESTIONS[0]), "You are a pirate."

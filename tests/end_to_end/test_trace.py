@@ -13,9 +13,9 @@ QUESTION = "In which colour is the lighthouse of Gravenholm painted?"
 
 @pytest.fixture(scope="module")
 def fact_index(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some 600 tokens of technical prose with a sentence of another kind in their middle."""
+    """Some 300 tokens of technical prose with a sentence of another kind in their middle."""
     folder = tmp_path_factory.mktemp("fact")
-    paragraphs = DOCUMENT[:2500].split("\n\n")
+    paragraphs = DOCUMENT[:1250].split("\n\n")
     paragraphs.insert(len(paragraphs) // 2, FACT)
     (folder / "fact.txt").write_text("\n\n".join(paragraphs), encoding="utf-8")
     done = sparsekv("build-index", "fact.txt", "--method", "codes", "-q", cwd=folder)

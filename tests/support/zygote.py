@@ -1,8 +1,8 @@
 """The command's process, imported once and forked for every run: a program that `forked.py` starts.
 
-Each connection brings one request, a line of JSON. A fork watches over it: it forks again, its child becomes the
-command and goes through `run()` to the interpreter's own end, and the watcher answers with how that ended. Nothing
-computes before a fork, so there are no threads that it would lose.
+Each connection brings one request, a line of JSON. A fork becomes the command and goes through `run()` to the
+interpreter's own end, and this process answers with how that ended. Nothing computes before a fork, so there are no
+threads that it would lose.
 """
 
 import atexit
@@ -11,6 +11,7 @@ import ctypes
 import gc
 import importlib
 import json
+import math
 import os
 import resource
 import select
@@ -20,11 +21,14 @@ import struct
 import sys
 import threading
 import time
+import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers.models.llama.modeling_llama
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from sparsekv.cli.common.commands import COMMANDS
 from sparsekv.cli.main import run
@@ -32,55 +36,84 @@ from sparsekv.cli.main import run
 STANDARD = ("stdin", "stdout", "stderr")
 IMPORTS = (
     "faiss",
+    "sparsekv.cli.answering.resuming",
     "sparsekv.cli.app",
+    "sparsekv.cli.building.several",
+    "sparsekv.cli.building.watch",
     "sparsekv.cli.common.plots",  # whose fonts each home would have to list anew
+    "sparsekv.indexing.append",
+    "sparsekv.indexing.convert",
     "transformers.convert_slow_tokenizer",
     "transformers.models.auto.tokenization_auto",
     transformers.models.llama.modeling_llama.__name__,
 )
 """Modules that commands import besides their own. None of them starts a thread."""
+COMPILED = ("sparsekv.kernels.attention.cluster_step_numba", "sparsekv.kernels.attention.code_step_numba")
+"""Modules that numba's extra brings."""
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate")
 """Audit events of file operations that change something, besides `open` to write."""
 
 
+@dataclass(frozen=True)
+class _Watched:
+    """A run under way: who asked for it, and until when it may take."""
+
+    connection: socket.socket
+    child: int
+    started: float
+    deadline: float
+
+    def end(self, *, late: bool) -> None:
+        """Kill what is left of the run's group, and answer with how it ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.child, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(self.child, 0)[1])
+        answer = {"code": code, "seconds": time.monotonic() - self.started, "late": late}
+        with self.connection, contextlib.suppress(BrokenPipeError):
+            self.connection.sendall(json.dumps(answer).encode())
+
+
 def _serve(path: str) -> dict[str, Any]:
     """Fork for every request; returns in the children alone, with what they are to do. Ends with its standard input."""
+    runs: dict[int, _Watched] = {}  # by the descriptor of each process
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen()
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # watchers leave nothing behind
         print("ready", flush=True)
-        while server in select.select([server, sys.stdin], [], [])[0]:
-            connection, _ = server.accept()
-            with connection:
-                if os.fork() == 0:
-                    server.close()
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    return _watch(connection)
-    os._exit(0)
+        while True:
+            soonest = min((run.deadline for run in runs.values()), default=math.inf)
+            wait = None if soonest == math.inf else max(0.0, soonest - time.monotonic())
+            ready = select.select([server, sys.stdin, *runs], [], [], wait)[0]
+            if sys.stdin in ready:
+                for run in runs.values():
+                    run.end(late=True)
+                os._exit(0)
+            for descriptor, run in [*runs.items()]:
+                if descriptor in ready or run.deadline <= time.monotonic():
+                    os.close(descriptor)
+                    runs.pop(descriptor).end(late=descriptor not in ready)
+            if server in ready:
+                request, run = _start(server.accept()[0])
+                if run is None:
+                    for descriptor, other in runs.items():
+                        os.close(descriptor)
+                        other.connection.close()
+                    return request
+                runs[os.pidfd_open(run.child)] = run
 
 
-def _watch(connection: socket.socket) -> dict[str, Any]:
-    with connection.makefile("rw") as lines:
+def _start(connection: socket.socket) -> tuple[dict[str, Any], _Watched | None]:
+    """Fork for a connection's request; in the child nothing is watched."""
+    with connection.makefile() as lines:
         request: dict[str, Any] = json.loads(lines.readline())
-        started = time.monotonic()
-        child = os.fork()
-        if child == 0:
-            return request
-        print(json.dumps({"pid": child}), file=lines, flush=True)
-        late = _wait(child, started + request["seconds"])
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        lines.write(json.dumps({"code": code, "seconds": time.monotonic() - started, "late": late}))
-    os._exit(0)
-
-
-def _wait(child: int, deadline: float) -> bool:
-    """Whether a child still ran at its deadline. It is left as a zombie, so that its group keeps its number."""
-    descriptor = os.pidfd_open(child)
-    ended, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-    return not ended
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        connection.close()
+        return request, None
+    with contextlib.suppress(BrokenPipeError):
+        connection.sendall(f"{json.dumps({'pid': child})}\n".encode())
+    return request, _Watched(connection, child, started, started + request["seconds"])
 
 
 def _become(request: dict[str, Any]) -> None:
@@ -174,10 +207,15 @@ if __name__ == "__main__":
     for command in COMMANDS:
         importlib.import_module(f"sparsekv.cli.{command.replace('-', '_')}")
     with contextlib.suppress(ImportError):
-        importlib.import_module("sparsekv.kernels.attention.cluster_step_numba")
+        for name in COMPILED:
+            importlib.import_module(name)
     for name in IMPORTS:
         importlib.import_module(name)
+    get_checkpoint_conversion_mapping("")  # of all families, which the first model that is loaded would compile
     assert os.listdir("/proc/self/task") == [str(os.getpid())], "a thread would be lost at each fork"
+    # At its end torch takes apart what it registered, operator by operator, which is most of a short run.
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False
     gc.freeze()
     _become(_serve(sys.argv[1]))
     torch.set_num_threads(1)  # torch renews a pool that went through a fork, and two threads that both do so fail
