@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,8 @@ class Zygote:
         limits: Mapping[str, int] = {},
         unprivileged: bool = False,
         kill_before: int | None = None,
+        ignored: Sequence[int] = (),
+        program: str | None = None,
         **standard: str | None,
     ) -> Started:
         """Start the command in a folder.
@@ -132,6 +134,8 @@ class Zygote:
             limits: `RLIMIT_` names; AS counts from what the imports take.
             unprivileged: obeys permissions, also where the tests run as root.
             kill_before: SIGKILL before the n-th operation that changes a file.
+            ignored: signals that the run ignores, as under nohup.
+            program: a module below `tests` that is run instead of the command.
             standard: files for `stdin`, `stdout`, `stderr`; None closes one.
         """
         outputs = tempfile.TemporaryDirectory(prefix="outputs-")
@@ -143,6 +147,8 @@ class Zygote:
             "limits": LIMITS | dict(limits),
             "unprivileged": unprivileged,
             "kill_before": kill_before,
+            "ignored": list(ignored),
+            "program": program,
             "stdin": "/dev/null",
             "stdout": f"{outputs.name}/stdout",
             "stderr": f"{outputs.name}/stderr",

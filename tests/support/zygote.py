@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import resource
+import runpy
 import select
 import signal
 import socket
@@ -88,6 +89,8 @@ def _become(request: dict[str, Any]) -> None:
     os.setsid()
     for number, name in enumerate(STANDARD):
         _redirect(number, name, request[name])
+    for number in request["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
     os.chdir(request["folder"])
     os.environ.update(request["environment"])
     for name, value in request["limits"].items():
@@ -95,7 +98,7 @@ def _become(request: dict[str, Any]) -> None:
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     if request["unprivileged"]:
         _drop_privileges()
-    sys.argv = ["sparsekv", *request["arguments"]]
+    sys.argv = [request["program"] or "sparsekv", *request["arguments"]]
     if request["kill_before"] is not None:
         sys.addaudithook(_Countdown(request["kill_before"], request["folder"]))
 
@@ -182,7 +185,12 @@ if __name__ == "__main__":
     _become(_serve(sys.argv[1]))
     torch.set_num_threads(1)  # torch renews a pool that went through a fork, and two threads that both do so fail
     try:
-        run()
+        if sys.argv[0] == "sparsekv":
+            run()
+        else:
+            sys.path.insert(0, str(Path(__file__).parents[1]))
+            runpy.run_module(sys.argv[0], run_name="__main__")
+        _end(0)
     except SystemExit as end:
         _end(int(str(end.code)))
     except Exception:

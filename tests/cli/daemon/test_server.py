@@ -235,7 +235,7 @@ def test_new_packages_end_it(shell: Shell) -> None:
     server = os.pidfd_open(shell.server())
     (shell.folder / "plugins" / "another.py").touch()
     assert "plugins has changed" in shell.run("start", "--status").stdout
-    assert shell.run("inspect", "--help").returncode == 0
+    assert shell.run("serve", "--help").returncode == 0
     deadline = time.monotonic() + LATE
     while (shell.folder / "socket").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
