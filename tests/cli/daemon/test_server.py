@@ -25,7 +25,7 @@ LATE = 30.0  # seconds after which something is stuck
         ((*ASK, "Why?", "--budget", "100%"), ""),
         ((*ASK, "-", "--method", "squeezed"), "Why is that?\n"),
         (("chat", "-i", "doc.skv", "--max-new-tokens", "3"), "One?\nTwo?\n"),
-        (("recall-report", "-i", "doc.skv", "--json", "-q"), ""),
+        (("recall-report", "-i", "doc.skv", "--method", "squeezed", "--budget", "5%", "--json", "-q"), ""),
         (("inspect", "-i", "doc.skv"), ""),
         ((*ASK, "Why?", "--budget", "none"), ""),
         (("generate", "-i", "no.skv", "Why?"), ""),
