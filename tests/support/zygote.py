@@ -33,13 +33,12 @@ from sparsekv.cli.main import run
 STANDARD = ("stdin", "stdout", "stderr")
 IMPORTS = (
     "faiss",
-    "sparsekv.cli.app",
     "sparsekv.cli.common.plots",  # whose fonts each home would have to list anew
     "transformers.convert_slow_tokenizer",
     "transformers.models.auto.tokenization_auto",
     transformers.models.llama.modeling_llama.__name__,
 )
-"""Modules that commands import besides their own. None of them starts a thread."""
+"""Modules that commands import besides their own, whatever packages are installed. None of them starts a thread."""
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate")
 """Audit events of file operations that change something, besides `open` to write."""
 
@@ -58,6 +57,30 @@ def _serve(path: str) -> dict[str, Any]:
                     server.close()
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     return _watch(connection)
+    os._exit(0)
+
+
+def _branch(path: str) -> str:
+    """Fork for every process that forks commands: one for this program's own socket, and more as they are asked for,
+    whose commands find packages in more folders. Returns in these, with their sockets."""
+    if os.fork() == 0:
+        return path
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{path}-branches")
+        server.listen()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        while server in select.select([server, sys.stdin], [], [])[0]:
+            connection, _ = server.accept()
+            if os.fork() == 0:
+                server.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                with connection.makefile() as lines:
+                    branch, folder = json.loads(lines.readline())
+                sys.path.insert(0, folder)
+                os.dup2(connection.fileno(), 1)
+                connection.close()
+                return str(branch)
+            connection.close()
     os._exit(0)
 
 
@@ -174,15 +197,16 @@ def _end(code: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for command in COMMANDS:
-        importlib.import_module(f"sparsekv.cli.{command.replace('-', '_')}")
     with contextlib.suppress(ImportError):
         importlib.import_module("sparsekv.kernels.attention.cluster_step_numba")
     for name in IMPORTS:
         importlib.import_module(name)
+    own = _branch(sys.argv[1])
+    for command in ("app", *COMMANDS):
+        importlib.import_module(f"sparsekv.cli.{command.replace('-', '_')}")
     assert os.listdir("/proc/self/task") == [str(os.getpid())], "a thread would be lost at each fork"
     gc.freeze()
-    _become(_serve(sys.argv[1]))
+    _become(_serve(own))
     torch.set_num_threads(1)  # torch renews a pool that went through a fork, and two threads that both do so fail
     try:
         if sys.argv[0] == "sparsekv":
