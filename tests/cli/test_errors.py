@@ -221,7 +221,7 @@ def test_a_residual_without_value_centroids_fails_before_a_model_is_looked_for(p
 
 def test_an_answer_that_fills_the_positions_is_told_so(place: Path) -> None:
     left = POSITIONS - read_manifest(place / "doc.skv").split.tokens
-    (place / "long.txt").write_text("y" * (left - 100))
+    (place / "long.txt").write_text("y" * (left - 60))
     told = run_here("generate", "--prompt-file", "long.txt", "--max-new-tokens", "99999", "--budget", "5%").stderr
     assert "(the model has no more positions)" in told
 
@@ -232,10 +232,10 @@ def test_a_question_longer_than_the_positions(place: Path) -> None:
     fails(2, "recall-report", "--queries", "long.txt", says=("4096 positions", "--rope-scaling"))
 
 
-def test_an_evaluated_answer_longer_than_the_positions(place: Path, embedded_folder: Path) -> None:
-    asked = ("eval", "doc.txt", "--task", "niah-single", "--length", "500", "--work", "work")
+def test_an_evaluated_answer_longer_than_the_positions(place: Path) -> None:
+    asked = ("eval", "doc.txt", "--model", "model", "--task", "niah-single", "--length", "500", "--work", "work")
     fails(2, *asked, "--max-new-tokens", "9999", says=("take all positions of", "smaller --max-new-tokens"))
-    fails(2, *asked, "--max-new-tokens", "8000", says=("a document of niah-single has", "has positions for"))
+    fails(2, *asked, "--max-new-tokens", "3800", says=("a document of niah-single has", "has positions for"))
 
 
 def test_debug_shows_the_traceback(place: Path) -> None:

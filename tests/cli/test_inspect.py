@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,12 +28,22 @@ def blocks(place: Path) -> Artifact:
     return Artifact(place / "blocks.skv")
 
 
-@pytest.fixture
-def lists(place: Path) -> Artifact:
-    """The document with squeezed's clusters and csattention's lists, as `doc.skv`."""
-    build = ("build-index", "doc.txt", "--model", "model", "--method", "squeezed", "--method", "csattention")
-    outcome = run_here(*build, "--subspace-size", "8", "--centroids", "8", "-q")
+@pytest.fixture(scope="module")
+def with_lists(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`doc.skv` with csattention's lists too, to be copied, never changed."""
+    folder = tmp_path_factory.mktemp("lists") / "doc.skv"
+    shutil.copytree(built / "doc.skv", folder)
+    build = ("build-index", built / "doc.txt", "-o", folder, "--model", built / "model", "--method", "csattention")
+    outcome = run_here(*build, "--method", "squeezed", "--subspace-size", "8", "--centroids", "8", "-q")
     assert outcome.code == 0, outcome.stderr
+    return folder
+
+
+@pytest.fixture
+def lists(place: Path, with_lists: Path) -> Artifact:
+    """The document with squeezed's clusters and csattention's lists, as `doc.skv`."""
+    shutil.rmtree(place / "doc.skv")
+    shutil.copytree(with_lists, place / "doc.skv")
     return Artifact(place / "doc.skv")
 
 

@@ -49,7 +49,10 @@ def test_another_document_with_the_same_beginning_is_replaced_by_force_alone(pla
     assert hashes[-1] != before.prompt.block_hashes[-1]
 
 
-@pytest.mark.parametrize("line", [0, 20, 39], ids=["first", "middle", "last"])
+@pytest.mark.parametrize(
+    "line",
+    [pytest.param(0, id="first"), pytest.param(20, id="middle", marks=pytest.mark.slow), pytest.param(39, id="last")],
+)
 def test_a_line_may_be_edited_anywhere(place: Path, line: int) -> None:
     lines = (place / "doc.txt").read_text().splitlines()
     lines[line] = "This line says something else now."
@@ -195,7 +198,8 @@ def test_nonsense_is_told_before_any_work(place: Path, arguments: tuple[str, ...
 
 
 def test_pages_longer_than_the_document_are_one_page(place: Path) -> None:
-    outcome = run_here("generate", "Why?", "--model", "model", "--method", "quest", "--page-size", "999999999999")
+    ask = ("generate", "Why?", "--model", "model", "--max-new-tokens", "2")
+    outcome = run_here(*ask, "--method", "quest", "--page-size", "999999999999")
     assert outcome.code == 0, outcome.stderr
 
 

@@ -17,7 +17,14 @@ def _same_but_methods(before: Manifest, after: Manifest) -> None:
     assert {name: one for name, one in after.files.items() if name in before.files} == before.files
 
 
-@pytest.mark.parametrize("options", [(), ("--raw", "--sinks", "4", "--tail", "64", "--max-tokens", "900")], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        ("--raw", "--sinks", "4", "--tail", "64", "--max-tokens", "900"),
+    ],
+    ids=str,
+)
 def test_an_index_takes_the_methods_that_its_document_would_give_it(place: Path, options: tuple[str, ...]) -> None:
     assert run_here(*BUILD, *options, "-o", "some.skv", "--method", "multipole").code == 0
     before = read_manifest(Path("some.skv"))
@@ -33,7 +40,7 @@ def test_an_index_takes_the_methods_that_its_document_would_give_it(place: Path,
     }
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
 def test_an_index_with_appended_text_takes_methods_as_its_errors_say(place: Path, kv_dtype: str) -> None:
     assert run_here(*BUILD, "-o", "grown.skv", "--method", "multipole", "--kv-dtype", kv_dtype).code == 0
     Path("more.txt").write_text("One more line.\n")

@@ -36,7 +36,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def with_plugin(plugin: Path) -> Zygote:
     """Starts commands of a process that has found the package."""
-    return Zygote(PYTHONPATH=str(plugin))
+    return zygote().with_packages(plugin)
 
 
 def run(commands: Zygote, *arguments: str) -> Run:

@@ -1,5 +1,7 @@
 """What a command imports before it has something to do, and what it never imports for a given use."""
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,30 +9,60 @@ from pathlib import Path
 import pytest
 from support.command import environment
 
+INDEX = ("--index", "doc.skv", "-q")
+COMMANDS = {
+    "inspect": ("inspect", *INDEX),
+    "tune": ("tune", "--target-recall", "0.5", "--method", "squeezed", "--dry-run", *INDEX),
+    "recall-report": ("recall-report", "--method", "squeezed", *INDEX),
+    "generate": ("generate", "What is it?", "--max-new-tokens", "2", *INDEX),
+}
+LAZY = ("append", "build_index", "chat", "convert", "generate", "inspect", "models", "recall_report", "trace", "tune")
+IN_FORKS = """
+import importlib, json, os, sys
+import torch
 
-def test_options_are_read_without_transformers() -> None:
-    """Which takes longer to import than all else: --help, a mistyped option and a report of the tail do not wait."""
-    code = (
-        "import importlib, sys\n"
-        "for command in sys.argv[1:]:\n"
-        "    importlib.import_module(f'sparsekv.cli.{command}')\n"
-        "    slow = ('transformers', 'huggingface_hub', 'faiss', 'matplotlib', 'numba')\n"
-        "    print(command, *(name for name in slow if name in sys.modules))\n"
+def imported(name, call):
+    if name == "options":
+        for command in call:
+            importlib.import_module(f"sparsekv.cli.{command}")
+        return 0
+    from sparsekv.cli.main import run
+    sys.argv = ["sparsekv", *call]
+    try:
+        run()
+    except SystemExit as ended:
+        return ended.code
+
+for name, call in json.loads(sys.argv[1]).items():
+    if os.fork() == 0:
+        torch.set_num_threads(1)
+        code = imported(name, call)
+        with open(f"{name}.json", "w") as file:
+            json.dump([code, sorted(sys.modules)], file)
+        os._exit(0)
+    os.wait()
+"""
+"""Each call in a fork of one process that has imported torch, which all of them need and takes most of their time."""
+
+
+@pytest.fixture(scope="module")
+def imported(built: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """Modules by the call that has imported them: of COMMANDS, or "options" of all LAZY commands."""
+    folder = tmp_path_factory.mktemp("imported")
+    shutil.copytree(built / "doc.skv", folder / "doc.skv")
+    calls = json.dumps({"options": LAZY} | COMMANDS)
+    done = subprocess.run(
+        [sys.executable, "-c", IN_FORKS, calls], cwd=folder, env=environment(), capture_output=True, text=True
     )
-    commands = [
-        "append",
-        "build_index",
-        "chat",
-        "convert",
-        "generate",
-        "inspect",
-        "models",
-        "recall_report",
-        "trace",
-        "tune",
-    ]
-    said = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True, check=True)
-    assert said.stdout.splitlines() == commands
+    ended = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("options", *COMMANDS)}
+    assert [code for code, _ in ended.values()] == [0] * len(ended), done.stderr
+    return {name: set(modules) for name, (_, modules) in ended.items()}
+
+
+def test_options_are_read_without_transformers(imported: dict[str, set[str]]) -> None:
+    """Which takes longer to import than all else: --help, a mistyped option and a report of the tail do not wait."""
+    assert {f"sparsekv.cli.{command}" for command in LAZY} <= imported["options"]
+    assert {"transformers", "huggingface_hub", "faiss", "matplotlib", "numba"} & imported["options"] == set()
 
 
 def test_the_help_of_serve_waits_for_neither_torch_nor_a_web_framework() -> None:
@@ -46,35 +78,15 @@ def test_the_help_of_serve_waits_for_neither_torch_nor_a_web_framework() -> None
 @pytest.mark.parametrize(
     ("command", "never"),
     [
-        (("inspect",), {"transformers", "huggingface_hub", "matplotlib", "numba", "faiss"}),
-        pytest.param(
-            ("tune", "--target-recall", "0.5", "--method", "squeezed", "--dry-run"),
-            {"transformers", "huggingface_hub"},
-            marks=pytest.mark.slow,
-        ),
-        (("recall-report", "--method", "squeezed"), {"transformers", "huggingface_hub", "matplotlib"}),
-        (
-            ("generate", "What is it?", "--max-new-tokens", "2"),
-            {"faiss", "matplotlib", "ray", "gguf", "sparsekv.indexing", "sparsekv.runtime.evaluation"},
-        ),
+        ("inspect", {"transformers", "huggingface_hub", "matplotlib", "numba", "faiss"}),
+        ("tune", {"transformers", "huggingface_hub"}),
+        ("recall-report", {"transformers", "huggingface_hub", "matplotlib"}),
+        ("generate", {"faiss", "matplotlib", "ray", "gguf", "sparsekv.indexing", "sparsekv.runtime.evaluation"}),
     ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_command_imports_nothing_that_its_work_does_not_need(
-    command: tuple[str, ...], never: set[str], place: Path
+    command: str, never: set[str], imported: dict[str, set[str]]
 ) -> None:
-    code = (
-        "import sys\n"
-        "from sparsekv.cli.main import run\n"
-        "try:\n"
-        "    run()\n"
-        "except SystemExit as ended:\n"
-        "    print(ended.code, sorted(sys.modules), file=sys.stderr)\n"
-    )
-    given = [*command, "--index", "doc.skv", "-q"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *given], cwd=place, env=environment(), capture_output=True, text=True, check=True
-    )
-    code, _, modules = done.stderr.rpartition("\n")[0].rpartition("\n")[-1].partition(" ")
-    assert code == "0", done.stderr
-    assert never & set(modules.strip("[]").replace("'", "").split(", ")) == set()
+    assert f"sparsekv.cli.{command.replace('-', '_')}" in imported[command]
+    assert never & imported[command] == set()

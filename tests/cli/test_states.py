@@ -100,7 +100,7 @@ def test_a_chat_its_saved_index_and_reports(monkeypatch: pytest.MonkeyPatch) -> 
     assert "after each of 256, 512, 768" in _stdout("inspect", "--index", "doc.skv")
     _stdout("convert", "doc.skv", "--kv-dtype", "int8", "-o", "small.skv", "-q")
     assert read_manifest(Path("small.skv")).states == manifest.states
-    _stdout("trace", "--index", "doc.skv", QUESTION, "-o", "trace.json", "-q")
+    _stdout("trace", "--index", "doc.skv", QUESTION, "-o", "trace.json", *SHORT)
 
 
 @pytest.mark.usefixtures("home")

@@ -1,6 +1,7 @@
 """`--weights`: commands load a model with the weights that its index was built with."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,20 @@ from support.tiny_models import FAMILIES
 ASK = ("generate", "--max-new-tokens", "6", "--model", "model", "--method", "dense", "--json", "-q")
 
 
-@pytest.fixture
-def rounded(place: Path) -> Path:
-    """The current folder, with `int8.skv` of the document."""
-    options = ("--model", "model", "--weights", "int8", "--method", "multipole", "-q")
-    outcome = run_here("build-index", "doc.txt", "-o", "int8.skv", *options)
+@pytest.fixture(scope="module")
+def int8(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index of the document by a model of rounded weights, to be copied, never changed."""
+    folder = tmp_path_factory.mktemp("rounded") / "int8.skv"
+    options = ("--model", built / "model", "--weights", "int8", "--method", "multipole", "-q")
+    outcome = run_here("build-index", built / "doc.txt", "-o", folder, *options)
     assert outcome.code == 0, outcome.stderr
+    return folder
+
+
+@pytest.fixture
+def rounded(place: Path, int8: Path) -> Path:
+    """The current folder, with `int8.skv` of the document."""
+    shutil.copytree(int8, place / "int8.skv")
     return place
 
 

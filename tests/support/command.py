@@ -33,15 +33,19 @@ def installed(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[
     return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, check=False)
 
 
-def start(*arguments: str | Path, cwd: Path, seconds: float = 600, **standard: str | None) -> Started:
+def start(
+    *arguments: str | Path, cwd: Path, seconds: float = 600, ignored: Sequence[int] = (), **standard: str | None
+) -> Started:
     """Start the real command, forked from a process that has its imports; it may take what a model needs.
 
     Args:
         seconds: time after which the command is killed.
+        ignored: signals that the command ignores.
     """
     limits = LIMITS | {"AS": 1 << 40, "FSIZE": 1 << 40}
     home = {"HOME": str(Path.home())}
-    return zygote().start(*arguments, folder=cwd, environment=home, seconds=seconds, limits=limits, **standard)
+    how = {"environment": home, "seconds": seconds, "limits": limits, "ignored": ignored}
+    return zygote().start(*arguments, folder=cwd, **how, **standard)
 
 
 def sparsekv(*arguments: str | Path, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,7 @@
 """The real command in processes of its own, without the seconds of its imports: forked from one that has them."""
 
 import contextlib
+import copy
 import functools
 import json
 import os
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,19 +94,16 @@ def _printed(path: Path) -> str:
 class Zygote:
     """Starts commands at the speed of a fork, several at once if need be; ends with this process.
 
-    Its imports see this process's environment, with a home of its own and `environment_of_imports`.
+    Its imports see this process's environment, with a home of its own.
     """
 
-    def __init__(self, **environment_of_imports: str) -> None:
+    def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="zygote-")  # a home, for what libraries keep for a user
         home, self.socket = self._folder.name, f"{self._folder.name}/socket"
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         self._process = subprocess.Popen(
             [sys.executable, "-P", Path(__file__).with_name("zygote.py"), self.socket],
-            env=environment
-            | ONE_THREAD
-            | {"HOME": home, "HF_HOME": f"{home}/hub", "HF_HUB_OFFLINE": "1"}
-            | environment_of_imports,
+            env=environment | ONE_THREAD | {"HOME": home, "HF_HOME": f"{home}/hub", "HF_HUB_OFFLINE": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -113,6 +111,16 @@ class Zygote:
 
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
+
+    def with_packages(self, folder: Path) -> "Zygote":
+        """Another one, whose commands find the packages in a folder too. Ends with this one."""
+        branch = copy.copy(self)
+        branch.socket = f"{self.socket}-{folder.name}"
+        with socket.socket(socket.AF_UNIX) as connection, connection.makefile() as lines:
+            connection.connect(f"{self.socket}-branches")
+            connection.sendall(f"{json.dumps([branch.socket, str(folder)])}\n".encode())
+            assert lines.readline() == "ready\n"
+        return branch
 
     def start(
         self,
@@ -123,6 +131,8 @@ class Zygote:
         limits: Mapping[str, int] = {},
         unprivileged: bool = False,
         kill_before: int | None = None,
+        ignored: Sequence[int] = (),
+        program: str | None = None,
         **standard: str | None,
     ) -> Started:
         """Start the command in a folder.
@@ -132,6 +142,8 @@ class Zygote:
             limits: `RLIMIT_` names; AS counts from what the imports take.
             unprivileged: obeys permissions, also where the tests run as root.
             kill_before: SIGKILL before the n-th operation that changes a file.
+            ignored: signals that the run ignores, as under nohup.
+            program: a module below `tests` that is run instead of the command.
             standard: files for `stdin`, `stdout`, `stderr`; None closes one.
         """
         outputs = tempfile.TemporaryDirectory(prefix="outputs-")
@@ -143,6 +155,8 @@ class Zygote:
             "limits": LIMITS | dict(limits),
             "unprivileged": unprivileged,
             "kill_before": kill_before,
+            "ignored": list(ignored),
+            "program": program,
             "stdin": "/dev/null",
             "stdout": f"{outputs.name}/stdout",
             "stderr": f"{outputs.name}/stderr",

@@ -20,6 +20,8 @@ with socket.socket(socket.AF_UNIX) as connection:
         "limits": {"CORE": 0},
         "unprivileged": False,
         "kill_before": None,
+        "ignored": [],
+        "program": None,
         **files,
     }
     with connection.makefile("rw") as lines:

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from sparsekv.formats.index.schema import AUTO
 
 from . import rank_job
 from .causal_families import save_family
-from .command import environment
+from .forked import zygote
 from .small_index import without_window
 
 DOCUMENT = "".join(f"Line {number} says that {number} times {number} is {number * number}.\n" for number in range(12))
@@ -87,10 +85,10 @@ def _homes(folder: Path) -> tuple[Path, Path]:
 def _run_ranks(folder: Path, *arguments: str, apart: bool) -> None:
     meeting = folder / "meeting"
     meeting.mkdir()
-    own = environment() | {FOLDER: str(meeting), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    own["PYTHONPATH"] = f"{Path(__file__).parents[1]}:{own.get('PYTHONPATH', '')}"
+    own = {FOLDER: str(meeting), "WORLD_SIZE": "2"}
     first, second = _homes(folder)
     places = (first, "." if apart else folder, second, folder)
-    command = [sys.executable, "-m", rank_job.__name__, *arguments, *map(str, places)]
-    done = subprocess.run(command, env=own, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    limits = {"AS": 1 << 40}
+    given = {"folder": folder, "environment": own, "limits": limits, "seconds": 600}
+    done = zygote().run(*arguments, *places, program=rank_job.__name__, **given)
+    assert done.code == 0, done.stderr

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import resource
+import runpy
 import select
 import signal
 import socket
@@ -36,10 +37,6 @@ from sparsekv.cli.main import run
 STANDARD = ("stdin", "stdout", "stderr")
 IMPORTS = (
     "faiss",
-    "sparsekv.cli.answering.resuming",
-    "sparsekv.cli.app",
-    "sparsekv.cli.building.several",
-    "sparsekv.cli.building.watch",
     "sparsekv.cli.common.plots",  # whose fonts each home would have to list anew
     "sparsekv.indexing.append",
     "sparsekv.indexing.convert",
@@ -47,7 +44,9 @@ IMPORTS = (
     "transformers.models.auto.tokenization_auto",
     transformers.models.llama.modeling_llama.__name__,
 )
-"""Modules that commands import besides their own. None of them starts a thread."""
+"""Modules that commands import besides their own, whatever packages are installed. None of them starts a thread."""
+LATE = ("cli.answering.resuming", "cli.app", "cli.building.several", "cli.building.watch")
+"""Modules of `sparsekv` that commands import besides their own, and that may look for installed packages."""
 COMPILED = ("sparsekv.kernels.attention.cluster_step_numba", "sparsekv.kernels.attention.code_step_numba")
 """Modules that numba's extra brings."""
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate")
@@ -102,6 +101,30 @@ def _serve(path: str) -> dict[str, Any]:
                 runs[os.pidfd_open(run.child)] = run
 
 
+def _branch(path: str) -> str:
+    """Fork for every process that forks commands: one for this program's own socket, and more as they are asked for,
+    whose commands find packages in more folders. Returns in these, with their sockets."""
+    if os.fork() == 0:
+        return path
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{path}-branches")
+        server.listen()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        while server in select.select([server, sys.stdin], [], [])[0]:
+            connection, _ = server.accept()
+            if os.fork() == 0:
+                server.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                with connection.makefile() as lines:
+                    branch, folder = json.loads(lines.readline())
+                sys.path.insert(0, folder)
+                os.dup2(connection.fileno(), 1)
+                connection.close()
+                return str(branch)
+            connection.close()
+    os._exit(0)
+
+
 def _start(connection: socket.socket) -> tuple[dict[str, Any], _Watched | None]:
     """Fork for a connection's request; in the child nothing is watched."""
     with connection.makefile() as lines:
@@ -121,6 +144,8 @@ def _become(request: dict[str, Any]) -> None:
     os.setsid()
     for number, name in enumerate(STANDARD):
         _redirect(number, name, request[name])
+    for number in request["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
     os.chdir(request["folder"])
     os.environ.update(request["environment"])
     for name, value in request["limits"].items():
@@ -128,7 +153,7 @@ def _become(request: dict[str, Any]) -> None:
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     if request["unprivileged"]:
         _drop_privileges()
-    sys.argv = ["sparsekv", *request["arguments"]]
+    sys.argv = [request["program"] or "sparsekv", *request["arguments"]]
     if request["kill_before"] is not None:
         sys.addaudithook(_Countdown(request["kill_before"], request["folder"]))
 
@@ -204,23 +229,29 @@ def _end(code: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for command in COMMANDS:
-        importlib.import_module(f"sparsekv.cli.{command.replace('-', '_')}")
     with contextlib.suppress(ImportError):
         for name in COMPILED:
             importlib.import_module(name)
     for name in IMPORTS:
         importlib.import_module(name)
     get_checkpoint_conversion_mapping("")  # of all families, which the first model that is loaded would compile
+    own = _branch(sys.argv[1])
+    for module in (*LATE, *(f"cli.{command.replace('-', '_')}" for command in COMMANDS)):
+        importlib.import_module(f"sparsekv.{module}")
     assert os.listdir("/proc/self/task") == [str(os.getpid())], "a thread would be lost at each fork"
     # At its end torch takes apart what it registered, operator by operator, which is most of a short run.
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
         finalizer.atexit = False
     gc.freeze()
-    _become(_serve(sys.argv[1]))
+    _become(_serve(own))
     torch.set_num_threads(1)  # torch renews a pool that went through a fork, and two threads that both do so fail
     try:
-        run()
+        if sys.argv[0] == "sparsekv":
+            run()
+        else:
+            sys.path.insert(0, str(Path(__file__).parents[1]))
+            runpy.run_module(sys.argv[0], run_name="__main__")
+        _end(0)
     except SystemExit as end:
         _end(int(str(end.code)))
     except Exception:

@@ -117,14 +117,17 @@ def _open_files(pid: int) -> list[str]:
 
 def test_a_command_that_ignores_it_goes_on(place: Path) -> None:
     """As under nohup, or in the background of a script."""
-    script = f"trap '' INT; exec {EXECUTABLE} generate Why? --max-new-tokens 2 -q"
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(["sh", "-c", script], cwd=place, env=environment(), stdout=pipe, stderr=pipe, text=True)
-    while process.poll() is None and not _maps(process.pid, "libtorch_cpu"):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate()
-    assert (process.returncode, stdout.count("\n"), stderr) == (0, 1, "")
+    os.mkfifo(place / "pipe")
+    writer = os.open(place / "pipe", os.O_RDWR)
+    asked = ("generate", "--prompt-file", "pipe", "--max-new-tokens", "2", "-q")
+    started = start(*asked, cwd=place, ignored=(signal.SIGINT,))
+    while str(place / "pipe") not in _open_files(started.pid):
+        time.sleep(0.002)
+    os.kill(started.pid, signal.SIGINT)
+    os.write(writer, b"Why?\n")
+    os.close(writer)
+    run = started.wait()
+    assert (run.code, run.stdout.count("\n"), run.stderr) == (0, 1, "")
 
 
 def test_an_interrupted_batch_that_is_resumed_says_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ LATE = 30.0  # seconds after which something is stuck
         ((*ASK, "Why?", "--budget", "100%"), ""),
         ((*ASK, "-", "--method", "squeezed"), "Why is that?\n"),
         (("chat", "-i", "doc.skv", "--max-new-tokens", "3"), "One?\nTwo?\n"),
-        (("recall-report", "-i", "doc.skv", "--json", "-q"), ""),
+        (("recall-report", "-i", "doc.skv", "--method", "squeezed", "--budget", "5%", "--json", "-q"), ""),
         (("inspect", "-i", "doc.skv"), ""),
         ((*ASK, "Why?", "--budget", "none"), ""),
         (("generate", "-i", "no.skv", "Why?"), ""),
@@ -235,7 +235,7 @@ def test_new_packages_end_it(shell: Shell) -> None:
     server = os.pidfd_open(shell.server())
     (shell.folder / "plugins" / "another.py").touch()
     assert "plugins has changed" in shell.run("start", "--status").stdout
-    assert shell.run("inspect", "--help").returncode == 0
+    assert shell.run("serve", "--help").returncode == 0
     deadline = time.monotonic() + LATE
     while (shell.folder / "socket").exists() and time.monotonic() < deadline:
         time.sleep(0.01)

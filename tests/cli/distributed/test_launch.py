@@ -3,13 +3,13 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 from support.command import EXECUTABLE, environment, fails, run_here
+from support.forked import zygote
 from support.started_ranks import BUILD, LONG, both_ranks, rank_number, start_ranks
 
 from sparsekv.formats.distributed.process import FOLDER
@@ -44,9 +44,8 @@ def test_a_rank_that_is_not_the_first_tells_an_error_that_none_has_told(place: P
     """Its other output goes nowhere, and whoever fails after it is silent."""
     (place / "meeting").mkdir()
     rank = {FOLDER: str(place / "meeting"), "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
-    command = [sys.executable, "-m", "sparsekv.cli", "inspect", "doc.skv"]
-    told = [subprocess.run(command, env=environment() | rank, capture_output=True, text=True) for _ in range(2)]
-    assert [one.returncode for one in told] == [2, 2]
+    told = [zygote().run("inspect", "doc.skv", folder=place, environment=rank) for _ in range(2)]
+    assert [one.code for one in told] == [2, 2]
     assert "inspect runs as one process" in told[0].stderr
     assert [told[0].stdout, told[1].stdout, told[1].stderr] == ["", "", ""]
 
