@@ -110,7 +110,7 @@ def some_step(
     threads=st.integers(1, 3),
     form=st.sampled_from(sorted(FORMS)),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_step_gives_what_its_definition_gives(
     seed: int,
     H: int,

@@ -129,7 +129,7 @@ def budget_of(share: float, rows: int) -> int:
     return max(1, round(share * rows))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     H=st.integers(1, 4),

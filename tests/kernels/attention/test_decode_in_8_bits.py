@@ -47,7 +47,7 @@ def test_rows_in_8_bits(softcap: float | None, D: int, dtype: torch.dtype, toler
     {
         "dtype, tolerance": TOLERANCES.items(),
         "D": [64, 96, 128, 256],
-        "clusters, exact": [(40, 70), (40, 0), (300, 5), (1, 3)],
+        "clusters, exact": [(40, 70), (40, 0), (130, 5), (1, 3)],
     }
 )
 def test_centroids_in_8_bits_beside_such_rows(

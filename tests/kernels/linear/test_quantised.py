@@ -73,6 +73,7 @@ def by_kernel(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> 
     return output.cpu()
 
 
+@pytest.mark.thinned
 @by_bits
 @by_dtype
 @by_shape
@@ -110,6 +111,7 @@ def test_every_tile_of_the_kernel(bits: int, dtype: torch.dtype, rows: int, monk
             assert_close(by_kernel(given, weight, bias), exact(given, weight, bias), TOLERANCE[dtype])
 
 
+@pytest.mark.thinned
 @by_bits
 @by_dtype
 @by_shape
