@@ -4,9 +4,9 @@ It calls the combining function of a `tl.reduce` or `tl.associative_scan` once f
 combined all at once, then neighbours of those, as warps do: so a function that is not associative is found out too. It
 prepares `triton.language` again for each function that a kernel calls; here once for each kernel. It makes its table of
 types again for each type that it looks up. It computes each sum and product of integers again in 64 bits, and looks at
-what came of it only in debugging. It infers the type of a sum or a product again each time; here once for two types, and
-what has the type already is not converted. And for every value it takes the shape apart, number by number, and puts it together
-again: here once for each shape (`shapes.py`).
+what came of it only in debugging. It infers the type of a sum or a
+product again each time; here once for two types, and what has the type already is not converted. And for every value it
+takes the shape apart, number by number, and puts it together again: here once for each shape (`shapes.py`).
 """
 
 import inspect
