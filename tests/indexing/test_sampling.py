@@ -34,7 +34,7 @@ from sparsekv.indexing.sampling import sample_positions
 
 IDS = torch.randint(VOCABULARY, (150,), generator=torch.Generator().manual_seed(0))
 TABLES = CSAttentionIndexer(subspace_size=8, centroids=4, iterations=2, query_sample=100)
-FIRST, MORE = TEXT[:600], TEXT[600:800]
+FIRST, MORE = TEXT[:700], TEXT[700:850]
 
 
 @settings(max_examples=40, deadline=None)
@@ -173,7 +173,7 @@ def test_a_sample_holds_the_queries_of_its_positions(tmp_path: Path) -> None:
         assert_close(sample["queries"], every.take(layer).tail[:, positions], 1e-4)
 
 
-@pytest.mark.parametrize("more", [MORE, TEXT[600:620]], ids=["past a block", "within the tail"])
+@pytest.mark.parametrize("more", [MORE, TEXT[700:720]], ids=["past a block", "within the tail"])
 def test_a_grown_index_has_the_sample_of_one_build_and_runs_only_what_is_new(more: str, tmp_path: Path) -> None:
     plan = _plan()
     first = build_index(plan, tmp_path / "a.skv")
@@ -227,8 +227,8 @@ def test_a_damaged_sample_is_not_taken_over_into_a_longer_one(tmp_path: Path) ->
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
-    edited = _plan(FIRST[:900] + MORE)
-    sampled, shared = sample_positions(edited.split(), 50), 900 // 256 * 256
+    edited = _plan(FIRST[:600] + MORE)
+    sampled, shared = sample_positions(edited.split(), 50), 600 // 256 * 256
     assert _tokens_run(edited, folder) == len(edited.prompt.input_ids) - shared + int((sampled < shared).sum())
     assert list(Artifact(folder).verify())
 
