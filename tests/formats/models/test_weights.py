@@ -68,7 +68,7 @@ def test_a_shard_that_is_missing_or_cut_is_named_as_one_line(tmp_path: Path) -> 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("shards", "dtype"), product([False, True], ["auto", "bfloat16"]), ids=str)
+@pytest.mark.parametrize(("shards", "dtype"), [*product([False, True], ["auto", "bfloat16"])], ids=str)
 def test_a_model_of_mapped_weights_is_the_same(tmp_path: Path, family: str, shards: bool, dtype: str) -> None:
     folder = _saved(tmp_path / "model", family, shards)
     assert mapped_weights(folder, AutoConfig.from_pretrained(folder)) is not None
