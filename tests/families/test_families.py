@@ -38,7 +38,7 @@ def test_the_table_has_every_family() -> None:
         assert sorted(TABLE) == sorted(families())
 
 
-@pytest.mark.parametrize("family", short_part(_every(RISKY), every=2))
+@pytest.mark.parametrize("family", short_part(_every(RISKY), every=3))
 def test_a_risky_family_is_right_or_refused(family: str) -> None:
     _check(family)
 

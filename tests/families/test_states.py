@@ -69,22 +69,14 @@ def _loaded(family: str) -> LoadedModel:
 
 
 def _plan(family: str, text: str = TEXT[:300], **changes: object) -> BuildPlan:
-    plan = small_plan(loaded=_loaded(family), methods=METHODS)
+    plan = small_plan(loaded=_loaded(family), methods={"codes": INDEXERS["codes"]})
     return with_changes(plan, prompt=encode_prompt(tiny_tokenizer(), text), **changes)
-
-
-@pytest.fixture(scope="module")
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a family's index; tests that change it copy it."""
-    folder = tmp_path_factory.mktemp("states") / f"{request.param}.skv"
-    build_index(_plan(request.param), folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
 def index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
     folder = tmp_path_factory.mktemp("states") / "a.skv"
-    plan = _plan(request.param)
+    plan = _plan(request.param, methods=METHODS)
     build_index(plan, folder)
     return reopen(plan, folder)
 
@@ -160,7 +152,7 @@ def test_steps_as_a_gpu_takes_them(index: OpenIndex, monkeypatch: pytest.MonkeyP
     assert [generate(index, cache, one, SAMPLING).ids for one in asked] == _plain(index, asked)
 
 
-@pytest.mark.parametrize("index", FEW, indirect=True)
+@pytest.mark.parametrize("index", ANY, indirect=True)
 def test_a_step_overwrites_its_states_in_place(index: OpenIndex) -> None:
     """A captured step refers to their addresses."""
     cache = index.dense_cache()
@@ -198,8 +190,8 @@ def test_an_append_goes_on_from_the_old_tail_and_gives_what_one_build_gives(fami
 
 @pytest.mark.parametrize("family", ANY)
 def test_an_edit_begins_anew_or_at_the_last_checkpoint_before_it(family: str, tmp_path: Path) -> None:
-    text, edited = TEXT[:900], f"{TEXT[:700]}And more.{TEXT[700:900]}"
-    for checkpoints, states in ((None, 3), (1, 6)):
+    for checkpoints, length, states in ((None, 300, 3), (1, 700, 5)):
+        text, edited = TEXT[:length], f"{TEXT[: length - 100]}And more.{TEXT[length - 100 : length]}"
         folder, ends = tmp_path / f"{checkpoints}.skv", list[int]()
         first = build_index(_plan(family, text, checkpoints=checkpoints), folder)
         assert len(first.states) == states
@@ -228,7 +220,7 @@ def test_checkpoints_stay_as_far_apart_after_an_append(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FEW)
 def test_a_killed_build_is_resumed_to_the_same_index(family: str, tmp_path: Path) -> None:
-    plan = with_changes(_plan(family), methods={"codes": INDEXERS["codes"]})
+    plan = _plan(family)
     build_index(plan, tmp_path / "whole.skv")
     whole = reopen(plan, tmp_path / "whole.skv")
     root = tmp_path / "killed"

@@ -80,13 +80,17 @@ def test_a_kill_leaves_the_manifest_before_or_after(tmp_path: Path) -> None:
     assert False in outcomes
 
 
-@pytest.mark.parametrize("force", [False, True], ids=["changed", "forced"])
-def test_another_build_makes_an_index_without_defaults(tmp_path: Path, force: bool) -> None:
+@pytest.mark.parametrize(
+    ("force", "every"),
+    [(False, 3), (True, 4), *(pytest.param(force, 1, marks=pytest.mark.slow) for force in (False, True))],
+    ids=str,
+)
+def test_another_build_makes_an_index_without_defaults(tmp_path: Path, force: bool, every: int) -> None:
     """Wherever a build is killed, the setting exists as long as the index that it was measured on."""
     base, build = tmp_path / "base.skv", partial(small_artifact, context=1, method=1, force=force)
     small_artifact(base)
     uuid = write(base).uuid
-    for folder in interrupted_builds(tmp_path / "killed", build, base):
+    for folder in interrupted_builds(tmp_path / "killed", build, base, every=every):
         manifest = Artifact(folder).manifest
         assert manifest.defaults == (SETTING if manifest.uuid == uuid else None)
         build(folder)

@@ -43,12 +43,14 @@ def test_a_first_build_is_whole_or_refused_then_resumed(tmp_path: Path) -> None:
     assert resumed_files
 
 
-@pytest.mark.parametrize("force", [False, True], ids=["changed", "forced"])
-def test_a_finished_index_stays_valid_until_another_takes_its_place(tmp_path: Path, force: bool) -> None:
+@pytest.mark.parametrize(
+    ("force", "every"), [(False, 1), (True, 4), pytest.param(True, 1, marks=pytest.mark.slow)], ids=str
+)
+def test_a_finished_index_stays_valid_until_another_takes_its_place(tmp_path: Path, force: bool, every: int) -> None:
     base, build = tmp_path / "base.skv", partial(small_artifact, context=1, method=1, force=force)
     small_artifact(base)
     outcomes = []
-    for number, folder in enumerate(interrupted_builds(tmp_path / "killed", build, base)):
+    for number, folder in enumerate(interrupted_builds(tmp_path / "killed", build, base, every=every)):
         replaced = Artifact(folder).manifest.uuid != Artifact(base).manifest.uuid
         outcomes.append(replaced)
         assert_holds(folder, context=int(replaced), method=int(replaced))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.reference import assert_close
+from support.short_part import short_part
 from support.small_index import TEXT, prefilled, recorded_attention, small_plan, with_changes
 from support.tiny_models import FAMILIES, POSITIONS
 
@@ -61,7 +62,10 @@ def _tokens_run(plan: BuildPlan, folder: Path) -> int:
 
 @pytest.mark.parametrize(
     ("stage", "done"),
-    [("prefill", 128), ("write context", 1), ("write context", 3), ("index squeezed", 1), ("index squeezed", 3)],
+    short_part(
+        [("prefill", 128), ("write context", 1), ("write context", 3), ("index squeezed", 1), ("index squeezed", 3)],
+        every=2,
+    ),
 )
 def test_an_interrupted_build_resumes_without_making_a_whole_file_again(stage: str, done: int, tmp_path: Path) -> None:
     plan, folder = small_plan(), tmp_path / "a.skv"
@@ -214,7 +218,7 @@ def test_a_damaged_file_is_made_again_and_no_other(tmp_path: Path) -> None:
     assert all(before[name] == after[name] for name in unchanged)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"mistral"}))
+@pytest.mark.parametrize("family", short_part(sorted(FAMILIES.keys() - {"mistral"}), every=2))
 def test_layers_with_a_window_are_stored_and_not_indexed(family: str, tmp_path: Path) -> None:
     manifest = build_index(small_plan(family), tmp_path / "a.skv")
     sliding = {number for number, layer in enumerate(manifest.layers) if layer.sliding_window is not None}

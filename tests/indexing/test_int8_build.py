@@ -196,11 +196,11 @@ def test_rows_of_an_earlier_form_are_neither_reused_nor_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if no index were there: of the same document, which would find its files whole, and of an edited one."""
-    for plan in (_int8(tokens=600), _edited(560, 30, kv_dtype="int8")):
+    for plan in (_int8(tokens=300), _edited(270, 20, kv_dtype="int8")):
         folder, anew = tmp_path / f"{len(plan.prompt.input_ids)}.skv", tmp_path / f"{len(plan.prompt.input_ids)}b.skv"
         with monkeypatch.context() as patch:
             patch.setattr("sparsekv.indexing.context_files.FORM", "earlier")
-            build_index(_int8(tokens=600), folder)
+            build_index(_int8(tokens=300), folder)
         for layer in range(3):
             change_tensors(folder, layer_file("context", layer), in_blocks)
         assert _tokens_run(plan, folder) == len(plan.prompt.input_ids)
@@ -209,8 +209,8 @@ def test_rows_of_an_earlier_form_are_neither_reused_nor_taken_over(
 
 
 def test_rounded_rows_never_pass_for_exact_ones(tmp_path: Path) -> None:
-    build_index(_int8(tokens=600), tmp_path / "a.skv")
-    plan = _edited(560, 30)
+    build_index(_int8(tokens=300), tmp_path / "a.skv")
+    plan = _edited(270, 20)
     assert _tokens_run(plan, tmp_path / "a.skv") == len(plan.prompt.input_ids)
     build_index(plan, tmp_path / "b.skv")
     assert _sums(Artifact(tmp_path / "a.skv").manifest) == _sums(Artifact(tmp_path / "b.skv").manifest)

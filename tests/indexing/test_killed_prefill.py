@@ -205,7 +205,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("damage", _some_slow(DAMAGES, "a row", "cut rows", "queries", "a link", "huge queries"))
+@pytest.mark.parametrize("damage", _some_slow(DAMAGES, "a row", "queries", "a link"))
 def test_what_is_damaged_is_not_used(left: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
     plan, folder, outside = _plan(), tmp_path / "b.skv", tmp_path / "elsewhere"
     shutil.copytree(left / "killed.skv", folder)
@@ -236,7 +236,7 @@ OTHERS: dict[str, Callable[[BuildPlan], BuildPlan]] = {
 }
 
 
-@pytest.mark.parametrize("other", _some_slow(OTHERS, "document", "model", "dtype"))
+@pytest.mark.parametrize("other", _some_slow(OTHERS, "document", "model"))
 def test_another_build_begins_anew(tmp_path: Path, other: Callable[[BuildPlan], BuildPlan]) -> None:
     plan, folder = _plan(), tmp_path / "b.skv"
     _left(plan, folder)

@@ -34,7 +34,7 @@ from sparsekv.indexing.sampling import sample_positions
 
 IDS = torch.randint(VOCABULARY, (150,), generator=torch.Generator().manual_seed(0))
 TABLES = CSAttentionIndexer(subspace_size=8, centroids=4, iterations=2, query_sample=100)
-FIRST, MORE = TEXT[:1000], TEXT[1000:1200]
+FIRST, MORE = TEXT[:700], TEXT[700:850]
 
 
 @settings(max_examples=40, deadline=None)
@@ -173,7 +173,7 @@ def test_a_sample_holds_the_queries_of_its_positions(tmp_path: Path) -> None:
         assert_close(sample["queries"], every.take(layer).tail[:, positions], 1e-4)
 
 
-@pytest.mark.parametrize("more", [MORE, TEXT[1000:1020]], ids=["past a block", "within the tail"])
+@pytest.mark.parametrize("more", [MORE, TEXT[700:720]], ids=["past a block", "within the tail"])
 def test_a_grown_index_has_the_sample_of_one_build_and_runs_only_what_is_new(more: str, tmp_path: Path) -> None:
     plan = _plan()
     first = build_index(plan, tmp_path / "a.skv")
@@ -196,7 +196,7 @@ def test_an_edited_document_whose_sample_is_partly_known_runs_what_is_not(prefil
     """A shorter middle samples more of each stretch. Queries that are not stored come from the rows before them, but
     not those of a sparse prefill, whose rows were selected for each chunk: it runs from the first of them."""
     build_index(_plan(prefill=prefill, chunk_size=20), tmp_path / "a.skv")
-    shorter = _plan(FIRST[:700], prefill=prefill, chunk_size=20)
+    shorter = _plan(FIRST[:420], prefill=prefill, chunk_size=20)
     split = shorter.split()
     old = set(sample_positions(_plan().split(), 50).tolist())
     unknown = [position for position in sample_positions(split, 50).tolist() if position not in old]
@@ -227,12 +227,13 @@ def test_a_damaged_sample_is_not_taken_over_into_a_longer_one(tmp_path: Path) ->
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
-    edited = _plan(FIRST[:900] + MORE)
-    sampled, shared = sample_positions(edited.split(), 50), 900 // 256 * 256
+    edited = _plan(FIRST[:600] + MORE)
+    sampled, shared = sample_positions(edited.split(), 50), 600 // 256 * 256
     assert _tokens_run(edited, folder) == len(edited.prompt.input_ids) - shared + int((sampled < shared).sum())
     assert list(Artifact(folder).verify())
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("folder", ["samples", "queries"])
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "missing"])
 def test_a_file_of_queries_that_is_gone_is_made_again(folder: str, cut: bool, tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 def assert_within(extents: np.ndarray, pointers: Any, mask: Any) -> None:
     """Each pointer that the mask lets through is to an element within one of the extents [N, 2]."""
     addresses, wanted = np.broadcast_arrays(pointers.data.astype(np.int64), mask.data.astype(bool))
-    some = addresses[wanted][:, None]
-    end = some + max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
-    within = ((some >= extents[:, 0]) & (end <= extents[:, 1])).any(1)
+    some, size = addresses[wanted], max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
+    if not len(some) or ((some.min() >= extents[:, 0]) & (some.max() + size <= extents[:, 1])).any():
+        return
+    within = ((some[:, None] >= extents[:, 0]) & (some[:, None] + size <= extents[:, 1])).any(1)
     if not within.all():
         raise IndexError(f"{int((~within).sum())} of {len(some)} addresses are in no tensor that the kernel was given")
 

@@ -4,8 +4,9 @@ It calls the combining function of a `tl.reduce` or `tl.associative_scan` once f
 combined all at once, then neighbours of those, as warps do: so a function that is not associative is found out too. It
 prepares `triton.language` again for each function that a kernel calls; here once for each kernel. It makes its table of
 types again for each type that it looks up. It computes each sum and product of integers again in 64 bits, and looks at
-what came of it only in debugging. And for every value it takes the shape apart, number by number, and puts it together
-again: here once for each shape (`shapes.py`).
+what came of it only in debugging. It infers the type of a sum or a
+product again each time; here once for two types, and what has the type already is not converted. And for every value it
+takes the shape apart, number by number, and puts it together again: here once for each shape (`shapes.py`).
 """
 
 import inspect
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from .shapes import shapes_made_once
@@ -29,8 +31,10 @@ def faster_interpreter() -> Iterator[None]:
     prepare = interpreter._patch_lang
 
     numpy_type = interpreter._get_np_dtype
+    computation_type, cast = TritonSemantic.computation_type_impl, TritonSemantic.cast
     languages: dict[str, list[Any]] = {}
     types: dict[str, Any] = {}
+    of_two: dict[tuple[str, bool, str, bool, bool], Any] = {}
 
     def prepare_once(function: Any) -> Any:
         if function.__module__ not in languages:
@@ -47,9 +51,20 @@ def faster_interpreter() -> Iterator[None]:
             types[name] = numpy_type(one)
         return types[name]
 
+    def computation_type_of(self: Any, left: Any, plain: bool, right: Any, right_plain: bool, divided: bool) -> Any:
+        key = left.name, plain, right.name, right_plain, divided
+        if key not in of_two:
+            of_two[key] = computation_type(self, left, plain, right, right_plain, divided)
+        return of_two[key]
+
+    def cast_to_another(self: Any, value: Any, wanted: Any, *rounding: Any) -> Any:
+        return value if value.dtype is wanted else cast(self, value, wanted, *rounding)
+
     with shapes_made_once(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", prepare_once)
         patch.setattr(interpreter, "_get_np_dtype", numpy_type_of)
+        patch.setattr(TritonSemantic, "computation_type_impl", computation_type_of)
+        patch.setattr(TritonSemantic, "cast", cast_to_another)
         patch.setattr(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=False))
         patch.setattr(interpreter.ReduceOps, "generic_reduce", _reduce)
         patch.setattr(interpreter.ScanOps, "generic_scan", _scan)

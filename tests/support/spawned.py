@@ -15,6 +15,11 @@ IMPORTS = [
 
 def run_together(does: Callable[..., None], given: Sequence[tuple[Any, ...]], seconds: float) -> None:
     """Call a function in a process for each of some arguments, all at once; fail unless all end well by then."""
+    assert exit_codes(does, given, seconds) == [0] * len(given)
+
+
+def exit_codes(does: Callable[..., None], given: Sequence[tuple[Any, ...]], seconds: float) -> list[int | None]:
+    """How such processes end: by their exit codes, a signal as a negative one, None where one still runs."""
     server = torch.multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(IMPORTS)
     processes = [server.Process(target=does, args=one, daemon=True) for one in given]
@@ -25,4 +30,4 @@ def run_together(does: Callable[..., None], given: Sequence[tuple[Any, ...]], se
     codes = [one.exitcode for one in processes]
     for one in processes:
         one.kill()  # where one has failed the others wait for it
-    assert codes == [0] * len(given)
+    return codes

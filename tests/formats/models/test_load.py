@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -14,8 +12,12 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
+from huggingface_hub import close_session
 from safetensors.torch import load_file, save_file
+from support.command import run_here
 from support.reference import relative_error
+from support.short_memory import check_weights_are_not_blamed
+from support.spawned import run_together
 from support.tiny_models import FAMILIES, save_tiny
 from transformers import T5Config
 from transformers.utils import logging
@@ -190,27 +192,8 @@ def test_a_folder_that_is_no_whole_model_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
-SHORT = """
-import re, resource
-import accelerate, transformers.models.llama.modeling_llama
-from sparsekv.formats.errors import SparsekvError
-from sparsekv.formats.models.load import load_model, load_tokenizer
-load_tokenizer("smollm2-135m-instruct")
-size = int(re.search(r"VmSize:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
-resource.setrlimit(resource.RLIMIT_AS, (size + 200 * 2**20,) * 2)
-try:
-    load_model(device="cpu")
-except SparsekvError as error:
-    print(error)
-"""
-
-
 def test_weights_are_not_blamed_where_memory_runs_out(embedded_folder: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", SHORT], capture_output=True, text=True, check=False)
-    assert done.stdout == (
-        f"not enough memory for model '{EMBEDDED}' in float32 on cpu; free some, or use --dtype bfloat16 or a smaller "
-        "model\n"
-    ), done.stderr
+    run_together(check_weights_are_not_blamed, [(EMBEDDED,)], 100)
 
 
 def test_a_tokenizer_alone_is_never_downloaded(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,8 +219,8 @@ def test_an_adapter_is_not_left_out_without_a_word(tiny_folder: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("proxy", ["nothing://127.0.0.1:9", "http://127.0.0.1:{port}"], ids=["unknown", "refusing"])
-def test_a_proxy_that_does_not_serve_is_told(proxy: str, tmp_path: Path) -> None:
-    """In a process of its own: the hub's client reads the proxy once."""
+def test_a_proxy_that_does_not_serve_is_told(proxy: str, hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a client of the hub that has yet to read it."""
 
     class Refusing(BaseHTTPRequestHandler):
         def do_CONNECT(self) -> None:
@@ -249,19 +232,18 @@ def test_a_proxy_that_does_not_serve_is_told(proxy: str, tmp_path: Path) -> None
     with HTTPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         where = proxy.format(port=server.server_address[1])
-        environment = {
-            **{name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")},
-            "HTTPS_PROXY": where,
-            "HF_HUB_OFFLINE": "0",
-            "HF_HOME": str(tmp_path),
-        }
-        command = [sys.executable, "-m", "sparsekv.cli", "models", "pull", "someone/model"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        for name in os.environ:
+            if name.lower().endswith("_proxy"):
+                monkeypatch.delenv(name)
+        monkeypatch.setenv("HTTPS_PROXY", where)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        close_session()
+        done = run_here("models", "pull", "someone/model")
+        close_session()
         server.shutdown()
-    assert done.returncode == 1
-    assert done.stderr.startswith("sparsekv: error: cannot download 'someone/model': ")
-    assert done.stderr.endswith("; check the network and the proxy (HTTPS_PROXY), and run the same command again\n")
-    assert done.stderr.count("\n") == 1
+    assert done.code == 1
+    assert done.error().startswith("cannot download 'someone/model': ")
+    assert done.error().endswith("; check the network and the proxy (HTTPS_PROXY), and run the same command again")
 
 
 @pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])

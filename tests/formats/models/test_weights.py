@@ -1,10 +1,10 @@
 """Weights that are read to a GPU, or mapped for a CPU, make the model that transformers makes of the same folder."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from support.pairs import every_pair
 from support.tiny_models import FAMILIES, save_tiny
 from transformers import (
     AutoConfig,
@@ -66,7 +66,9 @@ def test_a_shard_that_is_missing_or_cut_is_named_as_one_line(tmp_path: Path) -> 
     assert "\n" not in str(refused.value)
 
 
-@every_pair({"family": FAMILIES, "shards": [False, True], "dtype": ["auto", "bfloat16"]})
+@pytest.mark.thinned
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("shards", "dtype"), [*product([False, True], ["auto", "bfloat16"])], ids=str)
 def test_a_model_of_mapped_weights_is_the_same(tmp_path: Path, family: str, shards: bool, dtype: str) -> None:
     folder = _saved(tmp_path / "model", family, shards)
     assert mapped_weights(folder, AutoConfig.from_pretrained(folder)) is not None

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.bent_models import BENDS, bent_llama
 from support.reference import assert_close
+from support.short_part import short_part
 from support.small_index import build_small, plain_logits, reopen, small_plan, with_changes, without_window
 from support.tiny_models import COMMON, FAMILIES, POSITIONS
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -60,7 +61,7 @@ def test_the_canary_is_the_plain_models(tmp_path: Path, family: str, implementat
     assert_close(torch.tensor(manifest.probe.logits), plain[-1].topk(32).values, 1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", short_part(FAMILIES, every=2))
 def test_an_index_in_8_bits_opens_with_the_model_that_built_it(tmp_path: Path, family: str) -> None:
     """Its probe is over the rounded rows, so that no rounding is left to allow for."""
     index = build_small(tmp_path / "doc.skv", family, kv_dtype="int8")

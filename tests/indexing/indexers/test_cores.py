@@ -23,14 +23,14 @@ def test_any_number_of_threads_builds_the_same_from_one_context(tmp_path: Path) 
     plan, sums = small_plan(), []
     build_index(plan, tmp_path / "one.skv")
     every = with_changes(plan, methods={name: kind() for name, kind in indexers().items()})
-    for threads in (1, 2, 3):
+    for threads in (1, 3):
         folder = tmp_path / f"{threads}.skv"
         shutil.copytree(tmp_path / "one.skv", folder)
         with with_threads(threads):
             build_index(every, folder)
         sums.append({name: file.sha256 for name, file in Artifact(folder).manifest.files.items()})
     assert any(name.startswith("codes") for name in sums[0])
-    assert sums[0] == sums[1] == sums[2]
+    assert sums[0] == sums[1]
 
 
 @pytest.mark.parametrize(

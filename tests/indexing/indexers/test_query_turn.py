@@ -1,10 +1,9 @@
 """The turn of codes: what it must keep, and that rounding does not decide it."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
+from support.spawned import run_together
+from support.threaded_turn import check_turn
 
 from sparsekv.indexing.indexers.product_codes import key_turn, query_turn
 
@@ -35,20 +34,6 @@ def test_what_rounding_changes_does_not_turn_a_direction_round(seed: int) -> Non
     assert (one.float() - other.float()).abs().max() <= 2e-3 * one.float().abs().max()
 
 
-THREADS = """
-import torch
-from sparsekv.indexing.indexers.product_codes import key_turn, query_turn
-
-torch.set_num_threads(2)
-random = torch.Generator().manual_seed(0)
-keys, queries = (torch.randn(2, rows, {D}, generator=random) for rows in (600, 300))
-turn = query_turn(keys, queries, 8, torch.ones(2, 600))
-error = turn.double() @ key_turn(turn).double().transpose(1, 2) - torch.eye({D}, dtype=torch.double)
-assert error.abs().max() <= 1e-5, error.abs().max()
-"""
-
-
-@pytest.mark.parametrize("D", [256])
-def test_heads_of_more_than_128_channels_by_several_threads(D: int) -> None:
+def test_heads_of_more_than_128_channels_by_several_threads() -> None:
     """A batched LU of that many rows never ends there: a process of its own can be ended."""
-    subprocess.run([sys.executable, "-c", THREADS.format(D=D)], check=True, timeout=100)
+    run_together(check_turn, [(256,)], 100)

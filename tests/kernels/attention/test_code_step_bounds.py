@@ -1,18 +1,16 @@
 """The compiled decode step over codes stays within its tensors, whatever the numbers in them are."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fenced_steps import code_steps
+from support.spawned import run_together
 
 from sparsekv.kernels.attention import code_step_numba
 from sparsekv.kernels.attention.code_step_numba import BINS
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     scores=st.lists(st.sampled_from([0.0, 1e-45, 0.5, 3e38]) | st.floats(0, 1, width=32), min_size=1, max_size=40),
     budget=st.integers(1, 40),
@@ -32,36 +30,5 @@ def test_the_best_are_kept_in_order(scores: list[float], budget: int, threads: i
     assert found[:wanted].tolist() == sorted(np.argsort(-ranks.astype(np.int64), kind="stable")[:wanted].tolist())
 
 
-STEPS = """
-import sys
-from dataclasses import replace
-
-import torch
-from support.fenced import fenced
-from support.kernel_runs import with_threads
-from support.odd_numbers import KINDS, odd
-from kernels.attention.test_code_step import some_step
-
-for behind in (False, True):
-    for kind in KINDS:
-        step = some_step(5, H=2, D=20, m=5, C=13, E=6, softcap=2.0 if behind else None)
-        codes, M = step.codes, step.codes.codes.shape[1]
-        held = (one[:, :M] for one in step.rows)
-        names = ["books", "turn", "centroids", "masses", "values"]
-        query, *wide = odd(kind, step.query, *(getattr(codes, name) for name in names), *held, *step.exact)
-        query, *wide = (fenced(one, behind=behind) for one in (query, *wide))
-        numbers = {name: fenced(getattr(codes, name), behind=behind) for name in ("codes", "labels", "counts")}
-        codes = replace(codes, **numbers, **dict(zip(names, wide)))
-        pairs = {"rows": tuple(wide[5:7]), "exact": tuple(wide[7:])}
-        for threads in (1, 3):
-            with with_threads(threads):
-                for budget in (1, 9, M):
-                    replace(step, query=query, codes=codes, budget=budget, **pairs).attend()
-print("done")
-"""
-
-
 def test_nothing_is_read_past_a_tensor_whatever_its_numbers() -> None:
-    tests = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, cwd=tests, check=False)
-    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+    run_together(code_steps, [()], 100)

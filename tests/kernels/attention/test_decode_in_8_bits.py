@@ -47,7 +47,7 @@ def test_rows_in_8_bits(softcap: float | None, D: int, dtype: torch.dtype, toler
     {
         "dtype, tolerance": TOLERANCES.items(),
         "D": [64, 96, 128, 256],
-        "clusters, exact": [(40, 70), (40, 0), (300, 5), (1, 3)],
+        "clusters, exact": [(40, 70), (40, 0), (130, 5), (1, 3)],
     }
 )
 def test_centroids_in_8_bits_beside_such_rows(
@@ -85,7 +85,7 @@ def test_what_is_left_of_clusters_beside_such_rows(scaled: bool) -> None:
     assert_close(output.cpu(), truth, 1e-5)
 
 
-@pytest.mark.parametrize("G", range(1, 9))
+@pytest.mark.parametrize("G", range(1, 9) if DEVICE.type == "cuda" else (1, 3, 5, 7))
 def test_rows_in_8_bits_for_groups_of_any_size(G: int) -> None:
     step, put = in_8_bits(some_step(G, G=G, exact=0), G)
     query, runs, exact, _ = step.on(DEVICE).arguments(0)

@@ -107,7 +107,7 @@ def some_case(
     {
         "dtype, tolerance": TOLERANCES.items(),
         "D": [64, 96, 128, 256],
-        "Hk, G, B": [(1, 1, 1), (2, 3, 5), (3, 8, 2), (2, 4, 16), (1, 7, 11)],
+        "Hk, G, B": [(1, 1, 1), (2, 3, 5), (2, 8, 2), (1, 7, 11)],
     }
 )
 def test_attention_by_its_definition(dtype: torch.dtype, tolerance: float, D: int, Hk: int, G: int, B: int) -> None:
@@ -118,6 +118,7 @@ def test_attention_by_its_definition(dtype: torch.dtype, tolerance: float, D: in
     assert_close(case.by_torch(), truth, tolerance)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["uncapped", "capped"])
 @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("stands", [False, True], ids=["dropped", "centroids"])
@@ -131,7 +132,7 @@ def test_soft_caps_sinks_and_centroids(softcap: float | None, *, sinks: bool, st
     {
         "dtype, tolerance": TOLERANCES.items(),
         "D": [64, 96, 128, 256],
-        "Hk, G, B": [(1, 1, 1), (2, 3, 5), (3, 8, 2)],
+        "Hk, G, B": [(1, 1, 1), (2, 3, 5), (2, 8, 2)],
         "softcap": [None, 3.0],
     }
 )

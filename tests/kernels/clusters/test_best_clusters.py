@@ -49,7 +49,7 @@ def taken_of_each(best: BestClusters, counts: torch.Tensor) -> torch.Tensor:
     softcap=st.sampled_from([None, 2.0]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_the_best_clusters_fill_the_budget(
     Hk: int, C: int, share: float, dtype: torch.dtype, softcap: float | None, seed: int
 ) -> None:

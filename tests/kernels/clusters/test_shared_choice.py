@@ -66,7 +66,7 @@ def test_the_best_by_scores_in_float64(G: int, D: int, dtype: torch.dtype) -> No
 
 @every_pair(
     {
-        "G, tokens": [(1, [1]), (3, [1, 5, 2]), (8, [1] * 20), (4, [3, 30, 1])],
+        "G, tokens": [(1, [1]), (3, [1, 5, 2]), (8, [1] * 17), (4, [3, 29, 1])],
         "clusters": [1, 37, 200],
         "budget": [0, 1, 77, 10**6],
     }
@@ -80,7 +80,7 @@ def test_soft_caps() -> None:
 
 
 def test_more_programs_than_sms() -> None:
-    assert_same(1, [1] * 60, 37, 77)
+    assert_same(1, [1] * 24, 37, 77)
 
 
 def test_as_many_tokens_as_a_head_may_have() -> None:

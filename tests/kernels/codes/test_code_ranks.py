@@ -127,7 +127,7 @@ def test_the_same_as_in_plain_torch(G: int, m: int, size: int, dtype: torch.dtyp
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize(("G", "m", "size", "T"), [(4, 8, 16, 3), (3, 12, 8, 1), (8, 4, 16, 5)])
+@pytest.mark.parametrize(("G", "m", "size", "T"), [(4, 8, 16, 3), (3, 12, 8, 1), (8, 4, 16, 2)])
 @pytest.mark.parametrize("there", [0, 70])
 def test_several_queries_of_a_head_are_ranked_as_if_each_had_its_own(
     G: int, m: int, size: int, T: int, there: int

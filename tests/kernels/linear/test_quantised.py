@@ -1,7 +1,5 @@
 """Products with rounded weights, by each of their forms, against float64; and the error of rounding itself."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +10,8 @@ from hypothesis import strategies as st
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory, with_threads
 from support.random_tensors import normal
 from support.reference import assert_close, relative_error
+from support.spawned import run_together
+from support.without_numba import check_product
 
 from sparsekv.kernels.attention.cluster_step import compiled_kernels
 from sparsekv.kernels.linear import quantised, quantised_triton
@@ -73,6 +73,7 @@ def by_kernel(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> 
     return output.cpu()
 
 
+@pytest.mark.thinned
 @by_bits
 @by_dtype
 @by_shape
@@ -110,6 +111,7 @@ def test_every_tile_of_the_kernel(bits: int, dtype: torch.dtype, rows: int, monk
             assert_close(by_kernel(given, weight, bias), exact(given, weight, bias), TOLERANCE[dtype])
 
 
+@pytest.mark.thinned
 @by_bits
 @by_dtype
 @by_shape
@@ -183,21 +185,5 @@ def test_rounding_by_blocks_is_rounding_at_once(bits: int, monkeypatch: pytest.M
     assert torch.equal(parts.scales, weight.scales)
 
 
-WITHOUT_NUMBA = """
-import sys
-
-sys.modules["numba"] = None  # as `import` finds it where it is not installed
-import torch
-
-from sparsekv.kernels.attention.cluster_step import compiled_kernels
-from sparsekv.kernels.linear.quantised import multiply, round_to_int8
-
-weight = round_to_int8(torch.tensor([[127.0, 1.0], [0.0, 254.0]]))
-assert compiled_kernels("quantised_numba", "linear") is None
-print(multiply(torch.tensor([[1.0, 2.0]]), weight, None).tolist())
-"""
-
-
 def test_without_numba_products_are_torchs() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == "[[129.0, 508.0]]"
+    run_together(check_product, [()], 100)
