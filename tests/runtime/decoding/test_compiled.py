@@ -47,7 +47,9 @@ def _logits(index: OpenIndex, cache: IndexCache) -> torch.Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3", "gemma3")), "gpt-oss"]
+)
 def test_compiled_steps_give_the_same_logits(tmp_path: Path, family: str) -> None:
     """For layers of several kinds too; all layers of one kind share what is compiled."""
     index = build_small(tmp_path / "small.skv", family)

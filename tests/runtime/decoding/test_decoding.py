@@ -127,11 +127,11 @@ def test_an_answer_outgrows_the_buffer_it_began_in(index: OpenIndex, question: i
 def test_a_second_question_is_answered_as_by_a_fresh_cache(index: OpenIndex, name: str) -> None:
     first, second = (question_ids(index, text) for text in ("Tell me of assertions.", "And of atoms?"))
     used, fresh = (_cache(index, name, Budget(0.1)) for _ in range(2))
-    generate(index, used, first, Sampling(max_new_tokens=16))
-    answers = [generate(index, cache, second, Sampling(max_new_tokens=12)) for cache in (used, fresh)]
+    generate(index, used, first, Sampling(max_new_tokens=8))
+    answers = [generate(index, cache, second, Sampling(max_new_tokens=6)) for cache in (used, fresh)]
     assert answers[0].text == answers[1].text
     assert answers[0].kv_fraction == pytest.approx(answers[1].kv_fraction)
-    tokens = random_ids(20)
+    tokens = random_ids(12)
     again, anew = (
         stepped_logits(index, cache, tokens, question=7) for cache in (used, _cache(index, name, Budget(0.1)))
     )
@@ -172,7 +172,7 @@ def test_a_larger_budget_comes_nearer_to_the_plain_model(index: OpenIndex, name:
 def test_half_precision_is_as_near_to_full_as_the_plain_models_is(
     half_index: OpenIndex, index: OpenIndex, name: str
 ) -> None:
-    tokens = random_ids(20)
+    tokens = random_ids(12)
     exact = plain_logits_after(index, tokens)
     logits = stepped_logits(half_index, _cache(half_index, name), tokens, question=5)
     assert relative_error(logits, exact) < 1.5 * relative_error(plain_logits_after(half_index, tokens), exact)

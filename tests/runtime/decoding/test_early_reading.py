@@ -1,10 +1,11 @@
 """What is read early is what opening would read, and what cannot be read early is told by opening."""
 
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -50,12 +51,19 @@ class Stored:
         return Artifact(self.index)
 
 
-@pytest.fixture
-def stored(tmp_path: Path) -> Stored:
-    model = str(save_tiny(tmp_path / "model"))
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Stored:
+    folder = tmp_path_factory.mktemp("early")
+    model = str(save_tiny(folder / "model"))
     loaded = load_model(model, device="cpu")
-    index = build_small(tmp_path / "small.skv", loaded=loaded, prompt=small_plan().prompt)
+    index = build_small(folder / "small.skv", loaded=loaded, prompt=small_plan().prompt)
     return Stored(model, index.artifact.folder)
+
+
+@pytest.fixture
+def stored(built: Stored, tmp_path: Path) -> Stored:
+    """With a copy of the index, which a test may change."""
+    return replace(built, index=Path(shutil.copytree(built.index, tmp_path / "small.skv")))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -110,6 +110,7 @@ def test_a_state_is_kept_with_the_rows(tmp_path: Path, family: str) -> None:
     scheduler.close(0)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("config", [ALL, OWN], ids=["divided", "own"])
 @pytest.mark.parametrize("packed", [PackedSparse, PackedInPlace])
 def test_rows_that_are_read_where_they_lie(
