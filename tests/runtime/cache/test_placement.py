@@ -35,7 +35,7 @@ INDEXERS = {
 }
 METHODS: dict[str, Method] = {
     "squeezed": Squeezed("hierarchical"),
-    "multipole": Multipole(stream=True, buffer=4),
+    "multipole": Multipole(stream=True, buffer=2),
     "quest": Quest(),
     "snapkv": SnapKV(),
     "tidaldecode": TidalDecode(),
@@ -61,7 +61,7 @@ def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def test_it_does_not_matter_where_rows_lie(
     indices: dict[str, OpenIndex], family: str, method: str, guard: Guard | None
 ) -> None:
-    index, tokens = indices[family], random_ids(14)  # of which the buffer above is filled three times
+    index, tokens = indices[family], random_ids(10)  # of which the buffer above is filled three times
     on_device, *others = (
         index.cache(sparse(method, METHODS[method], Budget(0.1), guard=guard, placement=placement, residual=True))
         for placement in PLACEMENTS

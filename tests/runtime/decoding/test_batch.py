@@ -57,7 +57,7 @@ METHODS: dict[str, Method] = {
     "csattention": CSAttention(),
     "codes": Codes(),
 }
-GREEDY = Sampling(max_new_tokens=8)
+GREEDY = Sampling(max_new_tokens=6)
 DENSE = Dense()
 
 

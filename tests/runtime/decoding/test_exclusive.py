@@ -204,7 +204,7 @@ def test_threads_that_share_askers_get_the_answers_that_are_given_alone(alone: A
     def run(number: int) -> None:
         deeds = Deeds(alone, askers, batchers, random.Random(f"{seed} {number}"))
         everyone.wait()
-        for _ in range(5):
+        for _ in range(4):
             deeds.draw.choice(DEEDS)(deeds)
 
     with ThreadPoolExecutor(count) as threads:

@@ -102,8 +102,8 @@ def _plain_answer(index: OpenIndex, question: torch.Tensor, tokens: int) -> list
 def test_a_greedy_answer_is_the_one_transformers_gives_over_restored_rows(int8_index: OpenIndex, name: str) -> None:
     question = question_ids(int8_index, "What comes next?")
     cache = int8_index.cache(sparse(name, METHODS[name], EVERYTHING))
-    answer = generate(int8_index, cache, question, Sampling(max_new_tokens=12))
-    assert answer.ids == _plain_answer(int8_index, question, 12)
+    answer = generate(int8_index, cache, question, Sampling(max_new_tokens=8))
+    assert answer.ids == _plain_answer(int8_index, question, 8)
 
 
 @pytest.mark.thinned

@@ -121,8 +121,8 @@ def test_the_answer_and_its_cost_are_those_of_generate(full_index: OpenIndex, fo
     question = question_ids(full_index, QUESTION)
     for form in forms:
         setting = DecodeConfig(form, SOME)
-        plain = Session.open(full_index, setting).ask(question, Sampling(4))
-        answer, trace = TracedIndex(full_index, setting).trace(question, 4)
+        plain = Session.open(full_index, setting).ask(question, Sampling(3))
+        answer, trace = TracedIndex(full_index, setting).trace(question, 3)
         assert answer.ids == plain.ids
         assert trace["measures"]["kv_fraction"] == pytest.approx(plain.kv_fraction, rel=1e-6)
 

@@ -42,7 +42,7 @@ def test_a_budget_of_everything_gives_the_plain_models_logits_while_blocks_close
 def test_a_second_question_is_answered_as_by_a_fresh_cache(streamed_index: OpenIndex, lookup: str) -> None:
     method = Multipole(lookup, stream=True, buffer=8)
     used, fresh = (streamed_index.cache(sparse("multipole", method, Budget(0.1))) for _ in range(2))
-    first, second = random_ids(64, seed=1), random_ids(44, seed=2)
+    first, second = random_ids(54, seed=1), random_ids(34, seed=2)
     stepped_logits(streamed_index, used, first, question=40)
     again, anew = (stepped_logits(streamed_index, cache, second, question=20) for cache in (used, fresh))
     assert torch.equal(again, anew)
