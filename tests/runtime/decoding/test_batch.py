@@ -12,6 +12,7 @@ from support.engines import answered, packed
 from support.odd_numbers import logits_full_of
 from support.random_tensors import normal
 from support.reference import assert_close
+from support.short_part import short_part
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.kernels.attention.attention import OwnRows, Segment, shared_attention
@@ -57,6 +58,7 @@ METHODS: dict[str, Method] = {
     "csattention": CSAttention(),
     "codes": Codes(),
 }
+every_second_method = pytest.mark.parametrize("name", short_part(METHODS, every=2))
 GREEDY = Sampling(max_new_tokens=6)
 DENSE = Dense()
 
@@ -92,7 +94,7 @@ def test_each_family_answers_as_it_does_one_by_one(family_index: OpenIndex) -> N
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", METHODS)
+@every_second_method
 @pytest.mark.parametrize("residual", [False, True], ids=["dropped", "residual"])
 def test_each_method_answers_as_it_does_one_by_one(full_index: OpenIndex, name: str, residual: bool) -> None:
     asked = [question_ids(full_index, question) for question in QUESTIONS[:3]]
@@ -103,7 +105,7 @@ def test_each_method_answers_as_it_does_one_by_one(full_index: OpenIndex, name: 
     assert [one.prompt_tokens for one in found] == [one.prompt_tokens for one in expected]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@every_second_method
 def test_a_batch_of_one_chooses_what_a_question_alone_does(full_index: OpenIndex, name: str) -> None:
     """At a small budget too, and whatever was asked before."""
     asked = [question_ids(full_index, question) for question in QUESTIONS[:3]]
