@@ -90,6 +90,7 @@ def test_a_number_of_sources_is_checked(index: OpenIndex, sources: int) -> None:
         Session.open(index, DecodeConfig(Dense())).ask(QUESTION, ANSWER, sources=sources)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("raw", [True, False])
 @pytest.mark.parametrize("blank", ["", "\n", "\n\n\n", "  \n\t\n"])
 def test_lines_are_those_of_the_file_after_blank_lines(raw: bool, blank: str, tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from sparsekv.runtime.decoding.sampling import Sampling
 from .tiny_models import END
 
 QUESTIONS = ("What is an assertion?", "And what raises one?", "Which of them came first?")
-SAMPLING = Sampling(max_new_tokens=12)
+SAMPLING = Sampling(max_new_tokens=8)
 
 
 @torch.inference_mode()
-def plain_answer(index: OpenIndex, before: torch.Tensor) -> list[int]:
-    """Token ids of the model's own greedy answer after token ids [N], each from a pass over all tokens before it.
+def plain_answer(index: OpenIndex, before: torch.Tensor, *, tokens: int = SAMPLING.max_new_tokens) -> list[int]:
+    """Up to `tokens` ids of the model's own greedy answer after token ids [N], each from a pass over all before it.
 
     By transformers' eager attention: for Gemma 2 that of 5.17 is torch's otherwise, which knows no soft capping.
     """
@@ -23,7 +23,7 @@ def plain_answer(index: OpenIndex, before: torch.Tensor) -> list[int]:
     end, own = model.generation_config.eos_token_id, model.config._attn_implementation
     ends = end if isinstance(end, list) else [end]
     model.set_attn_implementation("eager")
-    for _ in range(SAMPLING.max_new_tokens):
+    for _ in range(tokens):
         token = model(input_ids=said, use_cache=False).logits[:, -1:].argmax(-1)
         said = torch.cat([said, token], 1)
         if int(token) in ends:

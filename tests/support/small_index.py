@@ -1,5 +1,6 @@
 """Small indices of the tiny models, built by the real build over a real text, and opened again."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -53,13 +54,18 @@ def without_window(family: str) -> PreTrainedModel:
 
 def small_plan(family: str = "llama", *, tokens: int = 300, text: str = TEXT, **changes: Any) -> BuildPlan:
     """A plan over the first `tokens` bytes of a text; few sinks, a short tail, two levels of clusters."""
-    tokenizer = tiny_tokenizer()
+    loaded = small_model(family)
     plan = BuildPlan(
-        loaded=LoadedModel(without_window(family), tokenizer, f"tiny-{family}", None),
-        prompt=encode_prompt(tokenizer, text, max_tokens=tokens),
+        loaded=loaded,
+        prompt=encode_prompt(loaded.tokenizer, text, max_tokens=tokens),
         config=BuildConfig({"squeezed": SqueezedIndexer(levels=(0.2, 0.06))}, sinks=4, tail=16, chunk_size=128),
     )
     return with_changes(plan, **changes)
+
+
+def small_model(family: str = "llama") -> LoadedModel:
+    """A family's tiny model with its tokenizer, as `small_plan` has them."""
+    return LoadedModel(without_window(family), tiny_tokenizer(), f"tiny-{family}", None)
 
 
 def with_changes(plan: BuildPlan, **changes: Any) -> BuildPlan:
@@ -79,6 +85,28 @@ def build_small(folder: Path, family: str = "llama", **changes: Any) -> OpenInde
     plan = small_plan(family, **changes)
     build_index(plan, folder)
     return reopen(plan, folder)
+
+
+class SmallIndices:
+    """Small indices for tests that change an index or its model: each is built once and copied for every such test.
+
+    Args:
+        folder: where the indices are built.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.built: dict[str, Path] = {}
+
+    def copy(self, folder: Path, family: str = "llama", **changes: Any) -> OpenIndex:
+        """The index that `build_small` would build to `folder`, opened with a model of its own."""
+        key = f"{family} {changes}"
+        if key not in self.built:
+            self.built[key] = self.folder / f"{len(self.built)}.skv"
+            build_index(small_plan(family, **changes), self.built[key])
+        shutil.copytree(self.built[key], folder)
+        loaded = small_model(family)
+        return open_index(Artifact(folder), loaded.model, loaded.tokenizer, identify(loaded))
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ from support.bent_models import BENDS, bend
 from support.configs import sparse
 from support.pairs import every_pair
 from support.sealing import read_fields, seal
-from support.small_index import build_small, random_ids, reopen, small_plan, stepped_logits, without_window
+from support.small_index import SmallIndices, random_ids, reopen, small_plan, stepped_logits, without_window
 
 from sparsekv.formats.errors import ArtifactError, IdentityError
 from sparsekv.formats.index.reader import Artifact
@@ -23,16 +23,20 @@ from sparsekv.runtime.selection.interface import Budget
 
 
 @every_pair({"hold": [False, True], "kv_dtype": [None, "int8"], "how": BENDS})
-def test_a_mask_that_is_bent_later_is_refused(tmp_path: Path, how: str, kv_dtype: KVDtype | None, hold: bool) -> None:
-    index = build_small(tmp_path / "doc.skv", kv_dtype=kv_dtype)
+def test_a_mask_that_is_bent_later_is_refused(
+    small: SmallIndices, tmp_path: Path, how: str, kv_dtype: KVDtype | None, hold: bool
+) -> None:
+    index = small.copy(tmp_path / "doc.skv", kv_dtype=kv_dtype)
     loaded = replace(index.loaded, model=bend(index.model, how))
     with pytest.raises(IdentityError, match=r"the probe .* or masks other tokens"):
         open_index(index.artifact, loaded.model, loaded.tokenizer, identify(loaded), hold=hold)
 
 
-def test_an_index_of_an_earlier_version_is_compared_with_the_models_own_attention(tmp_path: Path) -> None:
+def test_an_index_of_an_earlier_version_is_compared_with_the_models_own_attention(
+    small: SmallIndices, tmp_path: Path
+) -> None:
     """It has no canary; its probe, of the prefill, says the same where the model attends as the prefill did."""
-    build_small(tmp_path / "doc.skv")
+    small.copy(tmp_path / "doc.skv")
     fields = read_fields(tmp_path / "doc.skv")
     del fields["canary"]
     seal(tmp_path / "doc.skv", fields)
@@ -45,8 +49,8 @@ def test_an_index_of_an_earlier_version_is_compared_with_the_models_own_attentio
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt-oss"])
-def test_a_window_that_a_model_has_lost_is_refused(tmp_path: Path, family: str) -> None:
-    index = build_small(tmp_path / "doc.skv", family)
+def test_a_window_that_a_model_has_lost_is_refused(small: SmallIndices, tmp_path: Path, family: str) -> None:
+    index = small.copy(tmp_path / "doc.skv", family)
     model = without_window(family)
     identity = identify(index.loaded)
     model.config.layer_types = ["full_attention"] * len(index.artifact.manifest.layers)
@@ -59,9 +63,9 @@ def test_a_window_that_a_model_has_lost_is_refused(tmp_path: Path, family: str) 
 
 
 @torch.no_grad()
-def test_keys_that_other_weights_make_are_refused(tmp_path: Path) -> None:
+def test_keys_that_other_weights_make_are_refused(small: SmallIndices, tmp_path: Path) -> None:
     """They are those of one token among hundreds, whose logits hardly change."""
-    index = build_small(tmp_path / "doc.skv")
+    index = small.copy(tmp_path / "doc.skv")
     identity = identify(index.loaded)
     index.model.model.layers[2].self_attn.k_proj.weight.mul_(1.02)
     with pytest.raises(IdentityError, match="keys and values"):
@@ -77,8 +81,10 @@ def _lengths(canary: dict) -> None:
 
 
 @pytest.mark.parametrize("change", [_positions, _lengths])
-def test_a_canary_that_contradicts_its_index_is_damage(tmp_path: Path, change: Callable[[dict], None]) -> None:
-    build_small(tmp_path / "doc.skv")
+def test_a_canary_that_contradicts_its_index_is_damage(
+    small: SmallIndices, tmp_path: Path, change: Callable[[dict], None]
+) -> None:
+    small.copy(tmp_path / "doc.skv")
     fields = read_fields(tmp_path / "doc.skv")
     change(fields["canary"][0])
     seal(tmp_path / "doc.skv", fields)
@@ -87,9 +93,11 @@ def test_a_canary_that_contradicts_its_index_is_damage(tmp_path: Path, change: C
 
 
 @pytest.mark.parametrize("method", ["dense", "squeezed"])
-def test_a_layer_that_our_attention_gets_otherwise_than_at_the_build_is_refused(tmp_path: Path, method: str) -> None:
+def test_a_layer_that_our_attention_gets_otherwise_than_at_the_build_is_refused(
+    small: SmallIndices, tmp_path: Path, method: str
+) -> None:
     """As after an update of transformers that passes a soft cap on under another name."""
-    index = build_small(tmp_path / "doc.skv", "gemma2")
+    index = small.copy(tmp_path / "doc.skv", "gemma2")
     cache = index.dense_cache() if method == "dense" else index.cache(sparse(method, Squeezed(), Budget(1.0)))
     for change, says in (({"softcap": None}, "soft cap of layer 0"), ({"softmax_scale": 0.5}, "softmax scale")):
         cache.built = BuiltLayers(index.artifact.manifest.layers)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.configs import sparse
 from support.reference import assert_close, relative_error
+from support.short_part import short_part
 from support.small_index import build_small, plain_logits_after, random_ids, stepped_logits
 from support.tiny_models import WINDOW
 
@@ -68,6 +69,7 @@ class Plain:
 
 
 every_method = pytest.mark.parametrize("name", METHODS)
+every_second_method = pytest.mark.parametrize("name", short_part(METHODS, every=2))
 EVERYTHING = Budget(1.0)
 
 
@@ -123,15 +125,15 @@ def test_an_answer_outgrows_the_buffer_it_began_in(index: OpenIndex, question: i
     assert_close(logits, plain_logits_after(index, tokens), 1e-4)
 
 
-@every_method
+@every_second_method
 def test_a_second_question_is_answered_as_by_a_fresh_cache(index: OpenIndex, name: str) -> None:
     first, second = (question_ids(index, text) for text in ("Tell me of assertions.", "And of atoms?"))
     used, fresh = (_cache(index, name, Budget(0.1)) for _ in range(2))
-    generate(index, used, first, Sampling(max_new_tokens=16))
-    answers = [generate(index, cache, second, Sampling(max_new_tokens=12)) for cache in (used, fresh)]
+    generate(index, used, first, Sampling(max_new_tokens=8))
+    answers = [generate(index, cache, second, Sampling(max_new_tokens=6)) for cache in (used, fresh)]
     assert answers[0].text == answers[1].text
     assert answers[0].kv_fraction == pytest.approx(answers[1].kv_fraction)
-    tokens = random_ids(20)
+    tokens = random_ids(12)
     again, anew = (
         stepped_logits(index, cache, tokens, question=7) for cache in (used, _cache(index, name, Budget(0.1)))
     )
@@ -168,11 +170,11 @@ def test_a_larger_budget_comes_nearer_to_the_plain_model(index: OpenIndex, name:
 
 
 @pytest.mark.thinned
-@every_method
+@every_second_method
 def test_half_precision_is_as_near_to_full_as_the_plain_models_is(
     half_index: OpenIndex, index: OpenIndex, name: str
 ) -> None:
-    tokens = random_ids(20)
+    tokens = random_ids(12)
     exact = plain_logits_after(index, tokens)
     logits = stepped_logits(half_index, _cache(half_index, name), tokens, question=5)
     assert relative_error(logits, exact) < 1.5 * relative_error(plain_logits_after(half_index, tokens), exact)

@@ -14,7 +14,6 @@ import pytest
 import torch
 from support.engines import packed
 from support.short_part import short_part
-from support.small_index import INDEXERS, build_small
 
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.kernels.common.hook import route_attention
@@ -34,7 +33,7 @@ from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
 from sparsekv.runtime.tracing.trace import TracedIndex
 
 QUESTIONS = ("What is an assertion?", "And what raises one? Say it in a few words.", "Why?", "Which one came first?")
-SAMPLINGS = (Sampling(8), Sampling(6, temperature=1.0, seed=3), Sampling(7, temperature=0.8, top_k=9, seed=4))
+SAMPLINGS = (Sampling(5), Sampling(4, temperature=1.0, seed=3), Sampling(5, temperature=0.8, top_k=9, seed=4))
 METHODS: dict[str, Method | None] = {
     "squeezed": Squeezed(),
     "codes": Codes(),
@@ -48,12 +47,6 @@ WITHIN = r"on_text or stop asked or opened an index in the middle of an answer"
 
 class CallbackError(Exception):
     """What a caller's own function raises."""
-
-
-@pytest.fixture(scope="module")
-def every_index(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
-    built = {name: INDEXERS[name] for name in METHODS if name in INDEXERS}
-    return build_small(tmp_path_factory.mktemp("threads") / "small.skv", methods=built)
 
 
 def setting(name: str) -> DecodeConfig:
@@ -95,8 +88,8 @@ def batcher(index: OpenIndex, name: str) -> Session:
 
 
 @pytest.fixture(scope="module")
-def alone(every_index: OpenIndex) -> Alone:
-    return Alone(every_index)
+def alone(full_index: OpenIndex) -> Alone:
+    return Alone(full_index)
 
 
 def breaks_off(after: int) -> Callable[[str], None]:
@@ -199,7 +192,7 @@ DEEDS = (
 )
 
 
-@pytest.mark.parametrize("seed", short_part(range(4), every=2))
+@pytest.mark.parametrize("seed", short_part(range(4), every=4))
 def test_threads_that_share_askers_get_the_answers_that_are_given_alone(alone: Alone, seed: int) -> None:
     index = alone.index
     draw, own = random.Random(seed), index.model.config._attn_implementation
@@ -211,7 +204,7 @@ def test_threads_that_share_askers_get_the_answers_that_are_given_alone(alone: A
     def run(number: int) -> None:
         deeds = Deeds(alone, askers, batchers, random.Random(f"{seed} {number}"))
         everyone.wait()
-        for _ in range(5):
+        for _ in range(4):
             deeds.draw.choice(DEEDS)(deeds)
 
     with ThreadPoolExecutor(count) as threads:
@@ -221,9 +214,9 @@ def test_threads_that_share_askers_get_the_answers_that_are_given_alone(alone: A
         assert askers[name].ask(QUESTIONS[0], SAMPLINGS[0]).ids == alone.ids(name, QUESTIONS[0], SAMPLINGS[0])
 
 
-def test_a_second_question_never_prefills_the_document(every_index: OpenIndex) -> None:
+def test_a_second_question_never_prefills_the_document(full_index: OpenIndex) -> None:
     """Whatever wrote to the cache: a length that does not fit is an error, before transformers sees it."""
-    asked, tokens = asker(every_index, "squeezed"), every_index.split.tokens
+    asked, tokens = asker(full_index, "squeezed"), full_index.split.tokens
     for layers in (asked.cache.stored_layers, asked.cache.stored_layers[1:]):
         asked.cache.rewind()
         asked.cache.check_length(tokens)

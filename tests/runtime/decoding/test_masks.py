@@ -76,7 +76,7 @@ def plan_of(model: PreTrainedModel, **changes: Any) -> BuildPlan:
 @pytest.mark.parametrize("family", WINDOWED)
 def test_answers_are_plain_transformers(family: str, tmp_path: Path) -> None:
     make, windows = WINDOWED[family]
-    plan, tokens = plan_of(make()), random_ids(3 * WINDOW)
+    plan, tokens = plan_of(make()), random_ids(WINDOW + 24)
     build_index(plan, tmp_path / "a.skv")
     index = reopen(plan, tmp_path / "a.skv")
     assert [facts.sliding_window for facts in index.artifact.manifest.layers] == windows

@@ -30,6 +30,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
     return build_small(tmp_path_factory.mktemp("measured") / "small.skv", "smollm3", methods=wanted, tokens=500)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("limit", [None, Guard(0.9999)], ids=["gauge", "a guard that never acts"])
 @pytest.mark.parametrize("name", TELLING)
 def test_measuring_changes_nothing(index: OpenIndex, name: str, limit: Guard | None) -> None:

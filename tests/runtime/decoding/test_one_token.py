@@ -10,7 +10,7 @@ from support.engines import answered, packed
 from support.plain_talk import plain_answer
 from support.random_tensors import normal
 from support.reference import assert_close
-from support.small_index import INDEXERS, build_small, plain_logits_after, random_ids, stepped_logits
+from support.small_index import plain_logits_after, random_ids, stepped_logits
 from support.small_layer import as_queries
 
 from sparsekv.kernels.attention import cluster_step
@@ -46,12 +46,6 @@ METHODS: dict[str, Method] = {
 }
 
 
-@pytest.fixture(scope="module")
-def full_index(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
-    """With every method that has an index."""
-    return build_small(tmp_path_factory.mktemp("full") / "small.skv", methods=INDEXERS)
-
-
 @pytest.fixture(params=["numba", "torch"])
 def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A CPU's steps by compiled kernels, and by torch alone as where numba is not installed."""
@@ -65,10 +59,6 @@ def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 def _cache(index: OpenIndex, name: str, budget: Budget = FEW, **options: object) -> IndexCache:
     return index.cache(sparse(name, METHODS[name], budget, question=PREFILL, **options))  # type: ignore[arg-type]
-
-
-def _plain_answer(index: OpenIndex, question: torch.Tensor, tokens: int) -> list[int]:
-    return plain_answer(index, torch.cat([index.input_ids, question]))[:tokens]
 
 
 @pytest.mark.usefixtures("steps")
@@ -114,9 +104,10 @@ def test_it_is_answered_alone_and_in_a_batch_as_by_the_plain_model(full_index: O
     """Every token at a full budget; the first at a small one, since the question is prefilled densely."""
     asked = [torch.tensor([token]) for token in (65, 32, 120)]
     asked.insert(1, question_ids(full_index, "Why?"))
+    plain = [plain_answer(full_index, torch.cat([full_index.input_ids, question]), tokens=6) for question in asked]
     for budget, tokens in ((Budget(1.0), 6), (FEW, 1)):
         cache, sampling = _cache(full_index, "codes", budget), Sampling(max_new_tokens=6)
-        expected = [_plain_answer(full_index, question, tokens) for question in asked]
+        expected = [ids[:tokens] for ids in plain]
         alone = [generate(full_index, cache, question, sampling) for question in asked]
         assert [one.ids[:tokens] for one in alone] == expected
         for slots in (1, 3):
@@ -150,7 +141,7 @@ def test_turns_of_one_token_are_prefilled_also_under_another_setting(full_index:
         if number == 3:
             talk.switch(DecodeConfig(MethodSpec("quest", "", Quest(), False), FEW, question=PREFILL))
         said = torch.cat([said, full_index.tokenizer(question, return_tensors="pt").input_ids[0]])
-        expected = plain_answer(full_index, said)[:1]
+        expected = plain_answer(full_index, said, tokens=1)
         assert talk.ask(question, sampling).ids == expected
         said = torch.cat([said, torch.tensor(expected)])
     assert [len(turn.tokens) for turn in talk.turns] == [2] * 4

@@ -57,7 +57,7 @@ def test_each_token_of_a_sparse_cache_makes_its_own_choice(index: OpenIndex) -> 
 def test_measuring_again_gives_the_same_while_tokens_join_the_clusters(tmp_path: Path) -> None:
     index = build_small(tmp_path / "small.skv", methods={"multipole": MultipoleIndexer(levels=(0.25,), block=64)})
     cache = index.cache(sparse("multipole", Multipole(stream=True, buffer=8), Budget(0.1)))
-    continuation = random_ids(100)
+    continuation = random_ids(50)
     assert perplexity(index, cache, continuation) == perplexity(index, cache, continuation)
 
 

@@ -1,7 +1,5 @@
 """Decoding and reporting over real indices with centroids in the place of tokens, against the definition in float64."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from support.configs import sparse
@@ -57,12 +55,18 @@ def test_a_model_decodes_with_the_output_that_the_definition_gives(index: OpenIn
     assert max(errors) <= 1e-5
 
 
-@every_method
-def test_an_index_in_float32_serves_a_model_in_bfloat16(tmp_path: Path, name: str) -> None:
-    """Rows are rounded as the model's are, centroids stay as they were stored."""
-    index = build_small(tmp_path / "small.skv", methods=INDEXERS)
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
+    """An index in float32 with its model in bfloat16."""
+    index = build_small(tmp_path_factory.mktemp("half") / "small.skv", methods=INDEXERS)
     index.model.bfloat16()
-    assert max(decoding_errors(index, name, *METHODS[name], FEW)) <= 1e-2
+    return index
+
+
+@every_method
+def test_an_index_in_float32_serves_a_model_in_bfloat16(half: OpenIndex, name: str) -> None:
+    """Rows are rounded as the model's are, centroids stay as they were stored."""
+    assert max(decoding_errors(half, name, *METHODS[name], FEW)) <= 1e-2
 
 
 @every_method

@@ -1,5 +1,6 @@
 """Indices of models whose weights are rounded when they are loaded: answers, identity and refusals."""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -42,13 +43,23 @@ def built(folder: Path, weights: str | None, family: str = "llama") -> OpenIndex
     return reopen(plan, folder)
 
 
+Built = Callable[..., OpenIndex]
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Indices by the weights and the family of their models, each built once; a test may not change them."""
+    folder = tmp_path_factory.mktemp("weights")
+    return functools.cache(lambda *of: built(folder / f"{of}.skv", *of))
+
+
 @pytest.mark.thinned
 @by_weights
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi3"])
 def test_a_greedy_answer_is_the_one_of_transformers_with_the_same_weights(
-    family: str, weights: str, tmp_path: Path
+    family: str, weights: str, known: Built
 ) -> None:
-    index = built(tmp_path / "i.skv", weights, family)
+    index = known(weights, family)
     question = random_ids(9)
     expected = plain_answer(index, torch.cat([index.input_ids, question]))
     for cache in (index.dense_cache(), index.cache(sparse("codes", Codes(), Budget(1.0)))):
@@ -56,16 +67,16 @@ def test_a_greedy_answer_is_the_one_of_transformers_with_the_same_weights(
 
 
 @by_weights
-def test_logits_are_the_plain_models_whatever_the_number_of_rows(weights: str, tmp_path: Path) -> None:
+def test_logits_are_the_plain_models_whatever_the_number_of_rows(weights: str, known: Built) -> None:
     """A question of many tokens is multiplied by dequantised weights, and steps are by the compiled products."""
-    index, tokens = built(tmp_path / "i.skv", weights), random_ids(40)
+    index, tokens = known(weights, "llama"), random_ids(40)
     logits = stepped_logits(index, index.dense_cache(), tokens, question=30)
     assert_close(logits, plain_logits_after(index, tokens).double(), 1e-4)
 
 
 @by_weights
-def test_an_index_knows_its_weights(weights: str, tmp_path: Path) -> None:
-    index = built(tmp_path / "i.skv", weights)
+def test_an_index_knows_its_weights(weights: str, known: Built) -> None:
+    index = known(weights, "llama")
     stored, plain = index.artifact.manifest.model, identify(loaded_with(None))[0]
     assert stored.weights == weights
     assert stored.weights_hash == plain.weights_hash
@@ -73,8 +84,8 @@ def test_an_index_knows_its_weights(weights: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pair", [("int8", None), ("int8", "int4"), (None, "int8")])
-def test_a_model_with_other_weights_is_refused(pair: tuple[str | None, str | None], tmp_path: Path) -> None:
-    index, other = built(tmp_path / "i.skv", pair[0]), loaded_with(pair[1])
+def test_a_model_with_other_weights_is_refused(pair: tuple[str | None, str | None], known: Built) -> None:
+    index, other = known(pair[0], "llama"), loaded_with(pair[1])
     with pytest.raises(IdentityError) as refusal:
         open_index(index.artifact, other.model, other.tokenizer, identify(other))
     names = [one or "the checkpoint's" for one in pair]

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsekv.runtime.evaluation.table import interval, paired_difference
@@ -78,6 +78,7 @@ def test_a_summary_turns_the_ends_of_an_interval_with_it() -> None:
     assert (told.low, told.high) == pytest.approx((math.exp(plain.low), math.exp(plain.high)), rel=1e-3)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=4), min_size=1, max_size=5), st.integers(0, 9))
 def test_an_interval_lies_within_the_scores_and_is_the_same_each_time(scores: list[list[float]], seed: int) -> None:
     found = interval(scores, seed=seed)

@@ -1,11 +1,12 @@
 """A step's choice by kernels that read all codes: the best tokens by the estimates of torch, but for those that the
 kernels' ranks do not tell apart."""
 
+import functools
 from dataclasses import replace
 
 import pytest
 import torch
-from support.coded_layer import coded_layer
+from support import coded_layer as coded_layers
 from support.kernel_runs import DEVICE
 from support.near_best import NearBest, as_mask
 from support.random_tensors import normal
@@ -19,6 +20,7 @@ from sparsekv.runtime.selection.interface import Budget, InPlace, MiddleContext,
 from sparsekv.runtime.selection.wrappers import residual_clusters
 
 EXACT, SEEDS = 20, [3, 11, 12, 13, 14]
+coded_layer = functools.cache(coded_layers.coded_layer)
 # Factors between scores above which ranks tell them apart. A rank is a sixteenth of the mantissas, and kernels may be
 # one off. Where ranks are fewer one may be eight of these, and the products of a code's four parts are each half a step
 # of `PER_OCTAVE` off.

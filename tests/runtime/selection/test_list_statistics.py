@@ -26,10 +26,10 @@ def _described(small: TabledLayer) -> ListShape:
 def _shares_by_definition(queries: torch.Tensor, keys: torch.Tensor, channels: torch.Tensor) -> list[list[float]]:
     """From every logit of queries [R, D] with keys [M, D], subspace by subspace."""
     shares = []
-    for query in queries.double():
+    for query in queries.double().tolist():
         deviations = []
         for part in channels.tolist():
-            logits = [sum(float(query[channel] * key[channel]) for channel in part) for key in keys.double()]
+            logits = [sum(query[channel] * key[channel] for channel in part) for key in keys.double().tolist()]
             deviations.append(statistics.pstdev(logits))
         shares.append([one / sum(deviations) for one in deviations])
     return shares

@@ -1,5 +1,6 @@
 """The union of several queries' choices: all that each of them chooses, and centroids for exactly the rest."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -30,11 +31,14 @@ METHODS: dict[str, Any] = {
 }
 
 
+layers = functools.cache(small_layer)
+
+
 def replacing(layer: SmallLayer, name: str) -> Selector:
     """A selector whose centroids are attended for the rest."""
     if name.startswith("multipole"):
         return Multipole("hierarchical" if "hierarchical" in name else "flat").prepare(layer.context)
-    tensors = small_layer(1, block=64).context.tensors
+    tensors = layers(1, block=64).context.tensors
     return ResidualSelector(METHODS[name].prepare(layer.context), residual_clusters(tensors))
 
 
@@ -42,7 +46,7 @@ def replacing(layer: SmallLayer, name: str) -> Selector:
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 999), queries=st.integers(1, 9), budget=st.integers(1, 220))
 def test_it_is_all_that_each_query_chooses(name: str, seed: int, queries: int, budget: int) -> None:
-    layer = small_layer(seed % 3)
+    layer = layers(seed % 3)
     selector = METHODS[name].prepare(layer.context)
     asked = as_queries(layer.queries[:, :, :queries])
     each = selector.select(asked, Budget(budget))
@@ -56,7 +60,7 @@ def test_it_is_all_that_each_query_chooses(name: str, seed: int, queries: int, b
 @settings(max_examples=15, deadline=None)
 @given(queries=st.integers(1, 9), budget=st.integers(1, 200))
 def test_centroids_represent_what_nobody_chooses(name: str, queries: int, budget: int) -> None:
-    layer = small_layer(1, block=64)
+    layer = layers(1, block=64)
     selector = replacing(layer, name)
     together = unite(selector.select(as_queries(layer.queries[:, :, :queries]), Budget(budget)), selector, 200)
     (left,) = together.attended_segments()
@@ -67,7 +71,7 @@ def test_centroids_represent_what_nobody_chooses(name: str, queries: int, budget
 
 @pytest.mark.parametrize("name", ["multipole", "quest"])
 def test_of_one_query_it_is_its_own_choice(name: str) -> None:
-    layer = small_layer(1, block=64)
+    layer = layers(1, block=64)
     selector = replacing(layer, name)
     own = selector.select(as_queries(layer.queries[:, :, :1]), Budget(20))
     together = unite(own, selector, 200)
@@ -80,7 +84,7 @@ def test_of_one_query_it_is_its_own_choice(name: str) -> None:
 
 def test_the_rest_down_a_hierarchy_is_of_all_finest_clusters_and_counts_them() -> None:
     """Each query opens other clusters, so what is left is represented by those that all of them have."""
-    layer = small_layer(1, block=64)
+    layer = layers(1, block=64)
     selector = replacing(layer, "multipole hierarchical")
     own = selector.select(as_queries(layer.queries[:, :, :2]), Budget(20))
     together = unite(own, selector, 200)

@@ -84,7 +84,14 @@ def test_turns_are_those_of_a_chat_at_small_budgets_too(
         assert ids(list(asked)) == answer.ids
 
 
-@pytest.mark.parametrize("family", [one for one in ("qwen3_next", "lfm2") if one in families()])
+@pytest.mark.parametrize(
+    "family",
+    [
+        one if one == "qwen3_next" else pytest.param(one, marks=pytest.mark.slow)
+        for one in ("qwen3_next", "lfm2")
+        if one in families()
+    ],
+)
 def test_a_state_is_kept_with_the_rows(tmp_path: Path, family: str) -> None:
     """And a question that several steps take continues its state from one to the next."""
     loaded = LoadedModel(tiny_model(tiny_config(family)), tiny_tokenizer(), f"tiny-{family}", None)
@@ -110,6 +117,7 @@ def test_a_state_is_kept_with_the_rows(tmp_path: Path, family: str) -> None:
     scheduler.close(0)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("config", [ALL, OWN], ids=["divided", "own"])
 @pytest.mark.parametrize("packed", [PackedSparse, PackedInPlace])
 def test_rows_that_are_read_where_they_lie(

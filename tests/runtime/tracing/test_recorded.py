@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.reference import assert_close, attention_probabilities
 from support.small_layer import all_chosen
-from support.traced import DENSE, SOME, answered, chosen_tokens, every_form
+from support.traced import DENSE, SOME, Answered, answered, chosen_tokens, every_form
 
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.attention.config import DecodeConfig
@@ -19,45 +19,20 @@ from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.reporting.recall import MeasuredSetting, SharedStates, measure_layer
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
-from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.tracing.recorder import MEASURES, AttendedStep, last_query, own_shares
+from sparsekv.runtime.tracing.recorder import MEASURES, last_query, own_shares
 from sparsekv.runtime.tracing.trace import TracedIndex
 
-Steps = dict[int, list[AttendedStep]]
 SHARES = ("exact", "chosen", "stood_for", "missed")
 QUESTION = "What comes next?"
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "name" in metafunc.fixturenames:
-        metafunc.parametrize("name", methods())
-
-
-@pytest.fixture
-def forms(full_index: OpenIndex, name: str) -> list[MethodSpec]:
-    return [form for form in every_form(full_index).values() if form.name == name]
-
-
-@pytest.fixture(scope="module")
-def steps_of(full_index: OpenIndex) -> Callable[[MethodSpec], Steps]:
-    """The steps of a form's answer, which is given once."""
-    known: dict[str, Steps] = {}
-
-    def steps(form: MethodSpec) -> Steps:
-        if form.title not in known:
-            known[form.title] = answered(full_index, form).steps
-        return known[form.title]
-
-    return steps
-
-
 def test_the_chosen_tokens_are_those_that_the_method_chooses(
-    full_index: OpenIndex, forms: list[MethodSpec], steps_of: Callable[[MethodSpec], Steps]
+    full_index: OpenIndex, forms: list[MethodSpec], answer_of: Callable[[MethodSpec], Answered]
 ) -> None:
     """A second selector is asked the same, step by step."""
     middle = full_index.split.middle
     for form in forms:
-        steps, shared = steps_of(form), dict[str, object]()
+        steps, shared = answer_of(form).steps, dict[str, object]()
         selectors = {}
         for layer in steps:
             rows = LayerRows(full_index.artifact, layer)
@@ -76,10 +51,10 @@ def test_the_chosen_tokens_are_those_that_the_method_chooses(
 
 
 def test_shares_add_up_to_all_attention(
-    full_index: OpenIndex, forms: list[MethodSpec], steps_of: Callable[[MethodSpec], Steps]
+    full_index: OpenIndex, forms: list[MethodSpec], answer_of: Callable[[MethodSpec], Answered]
 ) -> None:
     for form in forms:
-        for steps in steps_of(form).values():
+        for steps in answer_of(form).steps.values():
             for one in steps:
                 shares = own_shares(one, full_index.split.middle)
                 assert_close(shares.totals().sum(0), torch.ones(len(shares.exact)), 1e-5)
@@ -88,12 +63,12 @@ def test_shares_add_up_to_all_attention(
 
 
 def test_every_token_that_is_not_chosen_is_represented_once(
-    full_index: OpenIndex, forms: list[MethodSpec], steps_of: Callable[[MethodSpec], Steps]
+    full_index: OpenIndex, forms: list[MethodSpec], answer_of: Callable[[MethodSpec], Answered]
 ) -> None:
     """A centroid counts as many tokens as are said to be represented by it, and gives each the same."""
     middle = full_index.split.middle
     for form in forms:
-        for one in (one for steps in steps_of(form).values() for one in steps):
+        for one in (one for steps in answer_of(form).steps.values() for one in steps):
             if not one.fetched.rest_attended or form.name == "sparq":
                 continue
             report = one.selector.report
@@ -142,22 +117,24 @@ def test_a_dense_question_is_recorded_by_the_tokens_that_it_attends_to(
             assert_close(chosen_tokens(own_shares(first, middle)), expected, 1e-5)
 
 
-def test_the_answer_and_its_cost_are_those_of_generate(full_index: OpenIndex, forms: list[MethodSpec]) -> None:
+def test_the_answer_and_its_cost_are_those_of_generate(
+    full_index: OpenIndex, forms: list[MethodSpec], every: bool
+) -> None:
     question = question_ids(full_index, QUESTION)
-    for form in forms:
+    for form in forms if every else forms[-1:]:
         setting = DecodeConfig(form, SOME)
-        plain = Session.open(full_index, setting).ask(question, Sampling(4))
-        answer, trace = TracedIndex(full_index, setting).trace(question, 4)
+        plain = Session.open(full_index, setting).ask(question, Sampling(3))
+        answer, trace = TracedIndex(full_index, setting).trace(question, 3)
         assert answer.ids == plain.ids
         assert trace["measures"]["kv_fraction"] == pytest.approx(plain.kv_fraction, rel=1e-6)
 
 
 def test_measures_are_a_reports_of_the_same_queries_to_the_last_digit(
-    full_index: OpenIndex, forms: list[MethodSpec], steps_of: Callable[[MethodSpec], Steps]
+    full_index: OpenIndex, forms: list[MethodSpec], answer_of: Callable[[MethodSpec], Answered]
 ) -> None:
     question = question_ids(full_index, QUESTION)
     for form in forms:
-        steps = steps_of(form)
+        steps = answer_of(form).steps
         if steps[0][0].selector.conversation is not None:
             continue  # a report's selector has observed no question
         _, trace = TracedIndex(full_index, DecodeConfig(form, SOME)).trace(question, 2, truth=True)

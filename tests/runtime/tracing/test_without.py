@@ -1,7 +1,8 @@
 """Answers without some passages: which tokens these are, and what attention without them is."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from support.configs import sparse
 from support.reference import assert_close
 from support.small_index import TEXT, build_small, plain_logits_after, small_plan, with_changes
 from support.tiny_models import tiny_tokenizer
-from support.traced import SOME, answered, chosen_tokens, every_form
+from support.traced import SOME, Answered, chosen_tokens, every_form
 from tokenizers import normalizers
 
 from sparsekv.formats.documents.prompt import encode_prompt
@@ -28,7 +29,6 @@ from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
-from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.tracing.hiding import HidingExecutor
 from sparsekv.runtime.tracing.recorder import AttendedStep, own_shares
 from sparsekv.runtime.tracing.trace import EVERYTHING, MOST_FOUND, TracedIndex, log_probability, tokens_of
@@ -69,17 +69,12 @@ def test_a_passage_in_many_places_is_refused() -> None:
         tokens_of(["a"], [" a"] * (MOST_FOUND + 1))
 
 
-def _forms(index: OpenIndex, name: str) -> list[MethodSpec]:
-    return [form for form in every_form(index).values() if form.name == name]
-
-
-def _steps(index: OpenIndex, name: str) -> Iterator[tuple[SparseLayer, AttendedStep]]:
-    for form in _forms(index, name):
-        found = answered(index, form, tokens=2)
-        for layer, steps in found.steps.items():
-            kept = found.cache.stored_layers[layer]
-            assert isinstance(kept, SparseLayer)
-            yield from [(kept, one) for one in steps]
+def _steps(found: Answered) -> Iterator[tuple[SparseLayer, AttendedStep]]:
+    """The question's and the first token's, of each layer."""
+    for layer, steps in found.steps.items():
+        kept = found.cache.stored_layers[layer]
+        assert isinstance(kept, SparseLayer)
+        yield from [(kept, one) for one in steps[:2]]
 
 
 def _hidden(index: OpenIndex) -> torch.Tensor:
@@ -94,35 +89,38 @@ def _executor(layer: SparseLayer, hidden: torch.Tensor, sinks: int) -> HidingExe
     return HidingExecutor(plan.selector, plan.middle, torch.device("cpu"), hidden=hidden, sinks=sinks)
 
 
-@pytest.mark.parametrize("name", methods())
-def test_nothing_hidden_changes_nothing(full_index: OpenIndex, name: str) -> None:
+def test_nothing_hidden_changes_nothing(
+    full_index: OpenIndex, forms: list[MethodSpec], answer_of: Callable[[MethodSpec], Answered]
+) -> None:
     nothing = torch.zeros(full_index.split.tokens, dtype=torch.bool)
-    for layer, one in _steps(full_index, name):
+    for layer, one in chain.from_iterable(_steps(answer_of(form)) for form in forms):
         executor = _executor(layer, nothing, full_index.split.sinks)
         output = executor.attend_to(one.step, one.selection, one.selector).output
         expected = layer.plan.gather.attend_to(one.step, one.selection, one.selector).output
         assert_close(output, expected, 1e-6)
 
 
-@pytest.mark.parametrize("name", methods())
-def test_hidden_tokens_get_no_weight_and_centroids_count_fewer(full_index: OpenIndex, name: str) -> None:
+def test_hidden_tokens_get_no_weight_and_centroids_count_fewer(
+    full_index: OpenIndex, forms: list[MethodSpec], answer_of: Callable[[MethodSpec], Answered]
+) -> None:
     """One softmax in float64 over all that is shown; of centroids, the share of their tokens that is."""
     split, hidden = full_index.split, _hidden(full_index)
     middle = slice(split.sinks, split.sinks + split.middle)
     beside = torch.cat([hidden[: split.sinks], hidden[middle.stop :]])
-    for layer, one in _steps(full_index, name):
+    for layer, one in chain.from_iterable(_steps(answer_of(form)) for form in forms):
         executor = _executor(layer, hidden, split.sinks)
         output = executor.attend_to(one.step, one.selection, one.selector).output
         assert_close(output, _expected(one, hidden[middle], beside), 1e-5)
 
 
-@pytest.mark.parametrize("name", methods())
-def test_a_dense_question_attends_to_all_that_is_shown(full_index: OpenIndex, name: str) -> None:
+def test_a_dense_question_attends_to_all_that_is_shown(
+    full_index: OpenIndex, forms: list[MethodSpec], answer_of: Callable[[MethodSpec], Answered]
+) -> None:
     """Whatever order the rows have that it reads."""
     split, hidden, artifact = full_index.split, _hidden(full_index), full_index.artifact
     middle = slice(split.sinks, split.sinks + split.middle)
     beside = torch.cat([hidden[: split.sinks], hidden[middle.stop :]])
-    for layer, steps in answered(full_index, next(iter(_forms(full_index, name)))).steps.items():
+    for layer, steps in answer_of(forms[0]).steps.items():
         step, stored = steps[0].step, artifact.context_rows(layer)
         rows = MappedRows(stored, middle, steps[0].layout, torch.float32)
         executor = HidingExecutor(steps[0].selector, rows, torch.device("cpu"), hidden=hidden, sinks=split.sinks)

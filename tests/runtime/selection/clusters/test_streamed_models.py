@@ -29,9 +29,9 @@ def streamed_index(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
 def test_a_budget_of_everything_gives_the_plain_models_logits_while_blocks_close(
     streamed_index: OpenIndex, lookup: str
 ) -> None:
-    tokens = random_ids(300)
+    tokens = random_ids(130)
     cache = streamed_index.cache(sparse("multipole", Multipole(lookup, stream=True, buffer=8), EVERYTHING))
-    logits = stepped_logits(streamed_index, cache, tokens, question=200)
+    logits = stepped_logits(streamed_index, cache, tokens, question=80)
     assert_close(logits, plain_logits_after(streamed_index, tokens), 1e-4)
     layer = cache.stored_layers[0]
     assert isinstance(layer, SparseLayer)
@@ -42,7 +42,7 @@ def test_a_budget_of_everything_gives_the_plain_models_logits_while_blocks_close
 def test_a_second_question_is_answered_as_by_a_fresh_cache(streamed_index: OpenIndex, lookup: str) -> None:
     method = Multipole(lookup, stream=True, buffer=8)
     used, fresh = (streamed_index.cache(sparse("multipole", method, Budget(0.1))) for _ in range(2))
-    first, second = random_ids(80, seed=1), random_ids(70, seed=2)
+    first, second = random_ids(54, seed=1), random_ids(34, seed=2)
     stepped_logits(streamed_index, used, first, question=40)
     again, anew = (stepped_logits(streamed_index, cache, second, question=20) for cache in (used, fresh))
     assert torch.equal(again, anew)
