@@ -46,12 +46,12 @@ class LayerOutput:
 
 @dataclass(frozen=True)
 class Fetched:
-    """Selected rows, copied to the model's device: R keys and values [Hk, R, D], and their log_weights [Hk, G, Q or 1, R].
+    """Selected rows, copied to the model's device: R keys and values [Hk, R, D].
 
-    `valid` [Hk, Q or 1, R] bool is False for padding; None: all rows are valid. `log_weights` are added to the logits
-    of sampled rows; None: the rows are not sampled. `rest` are centroids of the tokens that were not selected. With
-    `rest_attended`, queries attend to these centroids. Otherwise the centroids are used only to estimate the missed
-    attention mass.
+    `valid` [Hk, 1, R] bool is False for padding; None: all rows are valid. `log_weights` [Hk, G, Q or 1, R] are added
+    to the logits of sampled rows; None: the rows are not sampled. `rest` are centroids of the tokens that were not
+    selected. With `rest_attended`, queries attend to these centroids. Otherwise the centroids are used only to estimate
+    the missed attention mass.
     """
 
     keys: torch.Tensor
@@ -63,7 +63,7 @@ class Fetched:
     rows_read: torch.Tensor | float
 
     def segments(self, step: Step) -> list[Segment]:
-        """Return all segments to which a step attends: selected rows, exact rows (sinks, tail, new tokens), centroids."""
+        """Return all segments that a step attends to: selected rows, exact rows (sinks, tail, new tokens), and rest."""
         valid = None if self.valid is None else self.valid[:, None]
         rest = self.rest if self.rest_attended else ()
         return [

@@ -198,7 +198,7 @@ class SequenceCache(CalledCache, ABC):
         """Return the addresses and sizes of buffers; if they are unchanged, CUDA graphs of steps are still valid."""
 
     def watch(self, watched: WatchedQueries) -> None:
-        """Record the queries of the retrieval heads in each pass from now on. Drops the CUDA graphs of earlier steps."""
+        """Record the retrieval heads' queries in each pass from now on. Drops the CUDA graphs of earlier steps."""
         self.watched = watched
         self.graphs.clear()
 

@@ -49,7 +49,7 @@ class _Entry:
 
 
 class TurnStore:
-    """Stores copies of ended sequences' rows for several caches, up to `most_bytes`; removes the least recently used."""
+    """Stores copies of ended sequences' rows for several caches, up to `most_bytes`; drops the least recently used."""
 
     def __init__(self, most_bytes: int):
         self.most_bytes, self.nbytes = most_bytes, 0
@@ -98,7 +98,7 @@ class KeptTurns:
         self.store, self.divided = store, divided
 
     def find(self, tokens: list[int]) -> KeptRows | None:
-        """Return the stored rows of the longest prefix of `tokens` that a stored sequence shares; None without such a prefix.
+        """Return the stored rows of the longest prefix of `tokens` that a stored sequence shares; None if none does.
 
         The prefix has at least BLOCK tokens. It never includes the last token of `tokens`, because the model must
         compute that token's logits.

@@ -142,7 +142,7 @@ class SlotRows:
         store_in_slots((self.keys, self.values), (keys, values), step.slots, step.rows)
 
     def seen_by(self, tokens: StepTokens, longest: int, window: int | None = None) -> OwnRows:
-        """Return the rows to which each token attends: the first `longest` rows of its slot at most, within any window."""
+        """Return the rows that each token attends to: at most the first `longest` of its slot, and within a window."""
         keys, values = (rows[:, :, :longest] for rows in (self.keys, self.values))
         first = tokens.first if window is None else (tokens.used - window).clamp(min=0)
         return OwnRows(keys, values, tokens.slots, first, tokens.used)

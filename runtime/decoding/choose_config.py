@@ -79,7 +79,7 @@ def attention_of(artifact: Artifact, name: str | None) -> tuple[str, type[Method
 
 
 def refuse_beside_dense(given: Mapping[str, Any]) -> None:
-    """Raise UsageError for the first of these options that is set, because dense attention uses none of them."""
+    """Raise UsageError for the first option in `given` whose value is set; dense attention uses none of them."""
     for option, value in given.items():
         if value:
             told = option if value is True else f"{option} {value}"
@@ -87,7 +87,7 @@ def refuse_beside_dense(given: Mapping[str, Any]) -> None:
 
 
 def prefill_method(artifact: Artifact, name: str | None) -> dict[str, type[Method]]:
-    """Return a dict with the class of the method that `--prefill` names. Its key is the method's name for errors.
+    """Return the method class that `--prefill` names, under the key `--prefill NAME`, as error messages name it.
 
     The dict is empty without a name, and for `dense` and `own`.
     """
