@@ -58,7 +58,7 @@ class DecodeConfig:
         question: prefill config of a question's tokens.
         guard: measures the missed mass of attention, and limits it for each KV head.
         gauge: measures the missed mass. Steps are then not captured as CUDA graphs, nor do they use fused kernels.
-        placement: where the document's keys and values are kept, one of PLACEMENTS.
+        placement: where the document's keys and values are stored: `device`, `host` (memory) or `disk`.
         dense_layers: number of the model's first layers that attend to all tokens, regardless of their budgets.
         ahead: prefetch each step's rows, by a search with the previous step's query during the previous step.
         origin: source of the method and the budget, as text for the user, if the user did not choose them.

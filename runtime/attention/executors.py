@@ -63,7 +63,7 @@ class Fetched:
     rows_read: torch.Tensor | float
 
     def segments(self, step: Step) -> list[Segment]:
-        """Return all segments that a step attends to: selected rows, exact rows (sinks, tail, new tokens), and rest."""
+        """Return all that a step attends to: selected rows, exact rows (sinks, tail, new tokens), and centroids."""
         valid = None if self.valid is None else self.valid[:, None]
         rest = self.rest if self.rest_attended else ()
         return [

@@ -53,7 +53,10 @@ class Appender:
     torn: bool = False
 
     def append_due(self, layer: StoredLayer) -> None:
-        """Move the oldest rows after the sinks to the index in chunks of `index.size`, until 1 to 2 chunks are left."""
+        """Append the oldest rows after the sinks to the index, in chunks of `index.size` rows.
+
+        Nothing is appended while fewer than two chunks are left after the sinks.
+        """
         size, start = self.index.size, self.sinks
         if layer.used - start < 2 * size:
             return

@@ -280,7 +280,8 @@ class ChunkedPrefill(ObservedPrefill):
     """Attends for a question's tokens chunk by chunk, with a separate search for each chunk.
 
     Args:
-        gather: attends to rows in the decoding selector's layout, in place or in a copy.
+        search: selects the rows of a chunk, by the question's own method.
+        gather: attends to rows in the layout of the answer's selector, in place or in a copy.
     """
 
     def __init__(self, search: QuestionSearch, gather: GatherExecutor, middle: MiddleRows, read: ReadRows):

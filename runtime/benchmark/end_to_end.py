@@ -201,8 +201,8 @@ class ModelRow:
         timed: `graph`, `eager` or `wall clock`.
         tokens_per_second: tokens of all sequences of the batch.
         speedup: `tokens_per_second` divided by that of torch's dense attention with the same weights.
-        kv_fraction: bytes that a step reads of the index, and of the keys and values between sinks and tail (the
-            middle), divided by the bytes of the middle's keys and values.
+        kv_fraction: number of D-sized rows that a step reads of the index, and of the keys and values between sinks and
+            tail (the middle), divided by the number of the middle's key and value rows.
     """
 
     method: str

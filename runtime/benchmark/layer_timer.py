@@ -162,8 +162,8 @@ class StepTiming:
         median_ms, lower_ms, upper_ms: median and quartiles in milliseconds.
         timed: `graph`, `eager` or `wall clock`.
         speedup: median time of torch's fastest dense attention, divided by this median.
-        kv_fraction: bytes that a step reads of the index, and of the keys and values between sinks and tail (the
-            middle), divided by the bytes of the middle's keys and values.
+        kv_fraction: number of D-sized rows that a step reads of the index, and of the keys and values between sinks and
+            tail (the middle), divided by the number of the middle's key and value rows.
         bytes: bytes that a step reads.
         bandwidth: `bytes` per second of the median.
         floor_ms: milliseconds in which a memory copy reads and writes `bytes` bytes in all.

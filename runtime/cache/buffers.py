@@ -55,7 +55,7 @@ class ReadRows:
 
     @torch.inference_mode()
     def reset(self) -> None:
-        """Set all counts to zero, in place, because captured steps add to the device tensors."""
+        """Set all counts to zero, in place, because CUDA graphs of steps add to the device tensors."""
         self.counted.zero_()
         self.by_kernels.zero_()
         self.known, self.dense = 0.0, 0
@@ -85,7 +85,7 @@ Run = Callable[[], torch.Tensor]
 
 
 def waits(run: Run, device: torch.device) -> bool:
-    """Run a step once, and return whether it synchronises with the GPU."""
+    """Run a step once, and return whether the step makes the host wait for the GPU."""
     torch.cuda.synchronize(device)
     try:
         torch.cuda.set_sync_debug_mode("error")

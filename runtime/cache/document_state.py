@@ -26,7 +26,7 @@ class DocumentState:
         return self.kinds.cache_layers(rows, self.stored)
 
     def copy_to(self, live: Mapping[str, torch.Tensor]) -> None:
-        """Copy the state to the tensors `live`, in place, because captured steps refer to these tensors."""
+        """Copy the state to the tensors `live`, in place, because CUDA graphs of steps refer to these tensors."""
         for name, tensor in self.stored.items():
             live[name].copy_(tensor)
 

@@ -309,7 +309,7 @@ class PackedCache(SequenceCache):
         """Return a mask's number of rows, for the stored context and one sequence, and the mask's first index, 0.
 
         The query has tokens of all sequences, and so its length only bounds the number of rows of one sequence. In a
-        captured step, `longest` is the capacity of the buffers, which may exceed the rows of every sequence.
+        decode step, `step.longest` is the capacity of the buffers, which may exceed the rows of every sequence.
         """
         assert self.step is not None
         layer = self.by_number.get(layer_idx, self.stored_layers[0])  # transformers may pass a layer without rows

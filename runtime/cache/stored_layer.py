@@ -11,7 +11,8 @@ from sparsekv.runtime.cache.buffers import ReadRows
 
 FIRST_NEW_ROWS = 64
 MissedShares = tuple[float, float, float]
-"""Mean missed mass, share of heads whose budget a guard raised, share of heads that fell back to dense attention."""
+"""Mean missed mass, share of heads over the guard's limit at the first budget, share of heads that fell back to dense
+attention."""
 
 
 @dataclass(frozen=True)

@@ -288,7 +288,7 @@ class OpenIndex:
         """
         kept, self.kept = self.kept, None
         if kept is not None and kept.config == config and tail and gather_makers is None:
-            self.prepared = None  # it shares selectors with the kept cache
+            self.prepared = None  # the server's cache uses its selectors, which serve one cache
             return kept.cache
         if isinstance(config.attention, Dense):
             return self.dense_cache()
@@ -296,7 +296,7 @@ class OpenIndex:
         split = self.split if tail else self.split.model_copy(update={"tail": 0})
         where = search_device(config.attention.method, config.placement, self.device)
         prepared = PreparedMethod(config.attention, where)
-        # A prepared method serves one cache.
+        # The selectors of a prepared method serve one cache.
         early, self.prepared = self.prepared, None
         if early is not None and early.is_like(prepared):
             prepared = early

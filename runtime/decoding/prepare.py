@@ -21,7 +21,10 @@ from sparsekv.runtime.selection.wrappers import ResidualSelector, residual_clust
 
 
 def files_read(artifact: Artifact, attention: MethodSpec | Dense) -> list[str]:
-    """Return the index's files that decoding reads in addition to keys and values; dense attention reads none."""
+    """Return the index's files that a config's own method reads in addition to keys and values; none if it is dense.
+
+    The files of the method whose clusters a residual uses are not included.
+    """
     if isinstance(attention, Dense):
         return []
     folders = [attention.name, "queries"] if attention.method.needs_index else ["queries"]

@@ -78,7 +78,8 @@ class SparseLayers:
             question=self._question_search(rows, prepared.selector),
             gather_maker=None if self.gather_makers is None else self.gather_makers(layer),
         )
-        # The pages that were read are released, because the selector may keep the file mapped.
+        # Release the pages that were read here: the selector may keep the file mapped, and mapped pages that are in
+        # memory count as this process's memory.
         for tensor in (*rows.stored.tensors.values(), *parts.mapped) if on_disk else ():
             release_pages(tensor)
         rows.release()

@@ -175,9 +175,10 @@ COUNTED = 8
 
 @dataclass(frozen=True)
 class Usage:
-    """CPU use up to the clock reading `moment`, in seconds since the system or the process started.
+    """CPU use up to the clock reading `moment`.
 
-    `busy` is the sum of the seconds for which each of a set of cores was busy. `own` is the CPU time of this process.
+    `busy` is the number of seconds for which a set of cores was busy since the system started, summed over the cores.
+    `own` is the number of CPU seconds of this process.
     """
 
     moment: float

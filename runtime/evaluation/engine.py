@@ -247,8 +247,8 @@ class _Asking:
         """Yield the answers that are not stored yet, in order of completion, one for each distinct question.
 
         Several questions are answered in one batch if the comparison and the method allow batches. In a batch with a
-        sparse method, questions share selections, so an answer depends on the other questions. Therefore the batch then
-        has all questions of the context, also those whose answers are stored.
+        sparse method, questions share selections, so an answer depends on the other questions. Therefore such a batch
+        has all questions of the context with the same maximum answer length, also those whose answers are stored.
         """
         asked = list({one[1]: one for one in asked}.values())
         self.opened = self.opened or self._open(show)

@@ -89,8 +89,8 @@ class Codes(Method):
     def prepare(self, context: MiddleContext) -> "CodesSelector":
         """Create the selector of a layer. Allocates the codebooks in float32 and each token's cluster.
 
-        With `scan` 1, a step that first needs it also allocates a second copy of the codes: in int32 on a CPU, or for
-        GPU kernels with the clusters in int16 or int32. A selection without kernels allocates the logits of the scanned
+        With `scan` 1, the first step may also allocate a second copy of the codes: in int32 on a CPU, or for GPU
+        kernels with the clusters in int16 or int32. A selection without kernels allocates the logits of the scanned
         keys a few times. A selection with kernels allocates one byte per token, and one byte per token and query if
         several queries select separately.
         """

@@ -29,7 +29,7 @@ def unite(selection: Selection, selector: Selector, middle: int, capacity: int |
 
     Args:
         selection: one selection for each query.
-        selector: the selector that made the selection. Its method must have `can_unite`.
+        selector: the selector that made the selection. `can_unite` of its method must be True.
         middle: number of tokens M of the middle.
         capacity: number of row slots to allocate. None: as many as the union needs, which takes a sync.
     """

@@ -111,9 +111,9 @@ def spread(weights: torch.Tensor, numbers: torch.Tensor, left: torch.Tensor) -> 
 
 
 MOST_IN_RECORD, MOST_IN_MEAN = 16, 64
-"""Number of passages that a record lists, and that a mean lists."""
+"""Number of passages listed for one token, layer and KV head, and number listed for a mean over several of these."""
 MOST_CHOSEN, MOST_MISSED = 8, 4
-"""Number of selected tokens, and of missed tokens, that a record lists."""
+"""Number of selected tokens, and of missed tokens, listed for one answer token, layer and KV head."""
 
 
 @dataclass(frozen=True)

@@ -275,7 +275,7 @@ class Tracer:
 
 VERSION = 1
 EVERYTHING = MethodSpec("oracle", "", Oracle())
-"""Dense attention as a method: the oracle with a budget of everything."""
+"""Dense attention as a method: the oracle, used with a budget of all tokens."""
 
 
 @dataclass
@@ -318,10 +318,7 @@ class TracedIndex:
 
     @property
     def _attending(self) -> DecodeConfig:
-        """The config with which the index answers. Dense attention runs as the oracle with the whole budget.
-
-        The oracle's selections can be recorded.
-        """
+        """The config with which the index answers. Dense attention runs as the oracle, whose selections can be recorded."""
         return self._everything if isinstance(self.config.attention, Dense) else self.config
 
     @property
