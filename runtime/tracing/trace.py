@@ -318,7 +318,7 @@ class TracedIndex:
 
     @property
     def _attending(self) -> DecodeConfig:
-        """The config with which the index answers. Dense attention runs as the oracle, whose selections can be recorded."""
+        """The config with which the index answers. Dense attention runs as the oracle, whose steps can be recorded."""
         return self._everything if isinstance(self.config.attention, Dense) else self.config
 
     @property
