@@ -97,8 +97,9 @@ class Index:
     ) -> StreamingSession:
         """Open a session that answers many questions with one config: `asker.ask(question).text`.
 
-        Allocates the document's keys and values on the GPU (`placement` `device`) or in host memory (`host`). With
-        `disk` it allocates none.
+        For a model on a GPU, allocates the document's keys and values on the GPU (`placement` `device`) or in host
+        memory (`host`). With `disk`, or for a model on a CPU, the session reads them from the index's files. On a CPU
+        without `disk`, methods that need the rows in another order copy them to memory.
 
         Args:
             method: name of a method, or `dense`. Default: the setting that `sparsekv tune` stored in the index, or else

@@ -29,14 +29,14 @@ class Dense:
 
 @dataclass(frozen=True)
 class Own:
-    """Prefill config: a question's tokens select by the method and budget of the answer's tokens."""
+    """Prefill config `own`: a question's tokens select by the same method and budget as the answer's tokens."""
 
     name: ClassVar[str] = "own"
 
 
 @dataclass(frozen=True)
 class QuestionPrefill:
-    """Prefill config: a question's tokens select chunk by chunk, by a separate method and budget."""
+    """Prefill config: a question's tokens select in chunks, by another method and budget than the answer's tokens."""
 
     name: str
     method: Method
@@ -53,15 +53,15 @@ class DecodeConfig:
 
     Args:
         attention: a method with its parameters, or dense attention.
-        budget: number of middle tokens that a step attends to.
+        budget: number of middle tokens (those between sinks and tail) that a step attends to.
         layer_budgets: budgets of single layers, by layer index, that replace `budget`.
         question: prefill config of a question's tokens.
         guard: measures the missed mass of attention, and limits it for each KV head.
-        gauge: measures the missed mass. Each step then computes its logits twice, and no step is captured.
-        placement: where the document's keys and values are kept, one of PLACEMENTS.
+        gauge: measures the missed mass. Steps are then not captured as CUDA graphs, nor do they use fused kernels.
+        placement: where the document's keys and values are stored: `device`, `host` (memory) or `disk`.
         dense_layers: number of the model's first layers that attend to all tokens, regardless of their budgets.
         ahead: prefetch each step's rows, by a search with the previous step's query during the previous step.
-        origin: where method and budget come from, if the user did not choose them.
+        origin: source of the method and the budget, as text for the user, if the user did not choose them.
 
     Raises:
         UsageError: the placement is unknown; `guard` or `gauge` is set, but the method cannot estimate the missed mass;
@@ -99,9 +99,12 @@ class DecodeConfig:
 
 
 class QuestionSearch:
-    """Selects one layer's rows for a chunk of a question, as row indices in the decoding method's layout.
+    """Selects one layer's rows for a chunk of a question, as row indices in the layout of the answer's selector.
 
     Args:
+        prefill: the question's method, budget and chunk size.
+        selector: selector of the question's method.
+        device: the selector's device.
         layout: [Hk, M] int64, the middle position of each stored row; None: order of position.
     """
 

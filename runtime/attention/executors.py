@@ -33,10 +33,10 @@ MOST_LOGITS = 2**26
 class LayerOutput:
     """Attention output [Hk, G, Q, D], and the number of D-sized rows that each KV head read.
 
-    Rows of the tokens between sinks and tail (the middle) and of the index are counted.
+    Only rows of the tokens between sinks and tail (the middle) and of the index are counted.
 
-    `rows_read` is a number or [Hk, Q or 1]. In addition, each count in the kernels' counter stands for `per_count`
-    rows.
+    `rows_read` is a number or [Hk, Q or 1]. Rows that only kernels can count are in the counter of the kernels, in
+    which each count stands for `per_count` rows.
     """
 
     output: torch.Tensor
@@ -46,11 +46,12 @@ class LayerOutput:
 
 @dataclass(frozen=True)
 class Fetched:
-    """Selected rows on the model's device: keys and values [Hk, R, D], and their log_weights [Hk, G, Q or 1, R].
+    """Selected rows, copied to the model's device: R keys and values [Hk, R, D].
 
-    `valid` [Hk, 1, R] bool is False for padding; None: all rows are valid. `rest` are centroids of the tokens that were
-    not selected. With `rest_attended`, queries attend to these centroids. Otherwise the centroids are used only to
-    estimate the missed attention mass.
+    `valid` [Hk, 1, R] bool is False for padding; None: all rows are valid. `log_weights` [Hk, G, Q or 1, R] are added
+    to the logits of sampled rows; None: the rows are not sampled. `rest` are centroids of the tokens that were not
+    selected. With `rest_attended`, queries attend to these centroids. Otherwise the centroids are used only to estimate
+    the missed attention mass.
     """
 
     keys: torch.Tensor
@@ -62,7 +63,7 @@ class Fetched:
     rows_read: torch.Tensor | float
 
     def segments(self, step: Step) -> list[Segment]:
-        """Return all segments that a step attends to: chosen rows, sinks, tail and new tokens, and centroids."""
+        """Return all that a step attends to: selected rows, exact rows (sinks, tail, new tokens), and centroids."""
         valid = None if self.valid is None else self.valid[:, None]
         rest = self.rest if self.rest_attended else ()
         return [
@@ -84,11 +85,14 @@ class Fetched:
 
 @dataclass(eq=False)
 class GatherExecutor:
-    """Copies the chosen rows to the model's device and attends to the copy. Works for every placement and selection.
+    """Copies the selected rows to the model's device and attends to the copy. Works for every placement and selection.
 
     Allocates the copied rows and the logits.
 
     Args:
+        selector: selects the rows.
+        middle: the stored rows of the middle, in the selector's layout.
+        search_device: the selector's device.
         mapped: views of the index's files that the selector reads. The pages of the views are released after each
             search.
         fetch_rest: copy the centroids of the unselected tokens for the missed-mass meter, even if they are not
@@ -109,8 +113,8 @@ class GatherExecutor:
         """Attend to a selection, whose rows are in this executor's layout.
 
         Args:
-            selector: the selector that made the selection, which is not `self.selector` if a question has its own
-                method.
+            selector: the selector that made the selection. It is not `self.selector` if a question selects by another
+                method than its answer.
         """
         fetched = self.fetch(selection, step.query.device)
         return LayerOutput(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read)
@@ -168,9 +172,9 @@ def pieces_of_all(step: Step, rows: int) -> Iterator[Step]:
 
 
 def attend_in_layout(executor: GatherExecutor, step: Step) -> torch.Tensor:
-    """Attend to all rows in the layout's order, for callers that need to know the token of each row.
+    """Attend to all rows in the layout's order; return [Hk, G, Q, D].
 
-    Returns [Hk, G, Q, D], as `attend_to_everything` does.
+    Unlike with `attend_to_everything`, the caller knows the token of each row.
     """
     used = executor.middle.used
     starts = torch.zeros(len(step.query), 1, 1, dtype=torch.int64, device=step.query.device)
@@ -187,6 +191,8 @@ class InPlaceExecutor:
     """Attends for one query with kernels that read the selected rows in place, without a copy of the rows.
 
     Args:
+        selector: selects the rows.
+        middle: the stored rows of the middle, in the selector's layout.
         counter: [Hk] int64, to which kernels add counts that the host does not know.
         gather: the fallback for sampled rows, which have weights, and for rows that cannot be read in place.
     """
@@ -209,9 +215,10 @@ class InPlaceExecutor:
 
 
 class FusedExecutor:
-    """Attends for one query on a CPU, in one fused kernel that also selects if the selector has one.
+    """Attends for one query on a CPU. If the selector has a fused kernel, this kernel both selects and attends.
 
-    Without such a kernel, the executor gathers the selected rows and attends to the copy, if possible by `attend_once`.
+    Without such a kernel, or if it does not support the case, the executor gathers the selected rows and attends to the
+    copy, if possible by `attend_once`.
     """
 
     def __init__(self, selector: Selector, middle: MiddleRows, gather: GatherExecutor):
@@ -248,10 +255,10 @@ def _score(part: CentroidSegment, step: Step) -> ScoredCentroids:
 
 
 class QuestionExecutor(GatherExecutor):
-    """Attends for a question's tokens with kernels that read rows in place, and only once for all tokens.
+    """Attends for a question's tokens with kernels that read each row in place, and only once for all tokens.
 
-    Rows are copied, as by the base class, in three cases. The selected rows have sampling weights or differ between
-    tokens. The centroids of unselected tokens have several levels or differ between tokens. Or rows cannot be read in
+    Rows are copied, as by the base class, in three cases: the selected rows have sampling weights or differ between
+    tokens; the centroids of unselected tokens have several levels or differ between tokens; rows cannot be read in
     place.
     """
 
@@ -278,7 +285,7 @@ class QuestionExecutor(GatherExecutor):
 
 
 def _exact_and_own(step: Step) -> tuple[Pair, OwnRows]:
-    """Split a step's exact rows into the rows before its tokens, to which all tokens attend, and the tokens' own rows.
+    """Split a step's exact rows into the rows before its tokens, seen by all tokens, and the rows of its tokens.
 
     A token attends to its own row and to the rows of earlier tokens of the step.
     """

@@ -2,10 +2,10 @@
 
 A guard limits the missed mass.
 
-The missed mass is estimated from softmax denominators: the sum of N_i exp(q C_i) over the clusters i of unselected
-tokens, with centroid C_i and N_i tokens, divided by the sum over all rows and clusters (Multipole Attention, equation
-1). The estimate is usually too low, because by Jensen's inequality a cluster's N_i tokens weigh at least N_i times
-their centroid.
+The missed mass is estimated from softmax denominators. The numerator is the sum of N_i exp(q C_i) over the clusters i
+of unselected tokens, for a query q and a cluster of N_i tokens with centroid C_i. The denominator is the sum over all
+rows and clusters (Multipole Attention, equation 1). The estimate is usually too low: by Jensen's inequality, the N_i
+tokens have at least N_i times the weight of their centroid.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,12 +24,12 @@ DOUBLINGS = 2  # maximum number of times that the guard doubles a budget before 
 def missed_share(
     rest: Sequence[CentroidSegment], query: torch.Tensor, total: torch.Tensor, facts: LayerFacts, *, attended: bool
 ) -> torch.Tensor:
-    """Estimate the softmax share [Hk, Q] of tokens that were not chosen, as the mean over the query heads of a KV head.
+    """Estimate the softmax share [Hk, Q] of unselected tokens, as the mean over the query heads of a KV head.
 
     Returns NaN if there are no centroids.
 
     Args:
-        rest: centroids of the tokens that were not chosen.
+        rest: centroids of the tokens that were not selected.
         query: [Hk, G, Q, D].
         total: [Hk, G, Q], the log-sum-exp of the logits of all attended rows and centroids.
         attended: whether the step attends to these centroids, so that `total` includes them.
@@ -59,8 +59,8 @@ def check_estimates_missed(option: str, form: MethodSpec) -> None:
 class Attempt:
     """Results of a step at one budget.
 
-    `missed` [Hk, Q] is the estimated missed mass, and `rows` [Hk, Q] the number of D-sized rows read for the middle.
-    `results` are the result tensors, each [Hk, Q, ...].
+    `missed` [Hk, Q] is the estimated missed mass. `rows` [Hk, Q] is the number of D-sized rows read of the middle and
+    the index. `results` are the result tensors, each [Hk, Q, ...].
     """
 
     missed: torch.Tensor
@@ -68,7 +68,10 @@ class Attempt:
     results: tuple[torch.Tensor, ...]
 
     def replaced_where(self, over: torch.Tensor, other: "Attempt") -> "Attempt":
-        """Take the results of `other` where `over` [Hk, Q] is True; there the rows read by both attempts are added."""
+        """Return the results of `other` where `over` [Hk, Q] is True, and this attempt's results elsewhere.
+
+        Where `over` is True, the numbers of rows read by both attempts are added.
+        """
         results = (
             torch.where(over.view(*over.shape, *[1] * (new.ndim - 2)), new, old)
             for old, new in zip(self.results, other.results, strict=True)
@@ -78,7 +81,10 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A step's final attempt, and bool masks [Hk, Q] of `raised` budgets and of fallbacks to `dense` attention."""
+    """A step's results, and bool masks [Hk, Q] of the heads and queries for which the guard changed the attention.
+
+    `raised`: the missed mass at the first budget was above the limit. `dense`: the head fell back to dense attention.
+    """
 
     attempt: Attempt
     raised: torch.Tensor
@@ -102,15 +108,16 @@ class Guard:
         budget: Budget,
         middle: int,
     ) -> Outcome:
-        """Double the budget of heads over the limit, up to DOUBLINGS times; then let heads over the limit be dense.
+        """Double the budget of heads over the limit, up to DOUBLINGS times; heads still over it use dense attention.
 
-        Each attempt costs one sync, because its result decides whether another attempt is needed.
+        A doubled budget of `middle` tokens or more is not tried. Each attempt costs one sync, because its result
+        decides whether another attempt is needed.
 
         Args:
             attempt: runs the step at a budget.
             dense: runs dense attention for the heads where its argument [Hk] is True; other heads' results are ignored.
             budget: the budget of the first attempt.
-            middle: M, the number of middle tokens.
+            middle: number of middle tokens.
         """
         best, tokens = attempt(budget), budget.tokens(middle)
         raised = over = best.missed > self.share
@@ -129,8 +136,8 @@ class Guard:
 class MissedMeter:
     """One layer's missed-mass meter, which sums over heads and queries since `reset`.
 
-    `sums` [3] are the missed mass, the heads whose budget the guard raised, and the heads that fell back to dense
-    attention. `heads` counts the head-query pairs.
+    `sums` [3] are the sum of the missed mass, the number of `Outcome.raised` heads, and the number of heads that fell
+    back to dense attention. `heads` is the number of pairs of a head and a query.
     """
 
     guard: Guard | None
@@ -146,7 +153,7 @@ class MissedMeter:
         self.sums = self.sums.to(outcome.raised.device) + torch.stack([part.sum(dtype=torch.float64) for part in parts])
 
     def means(self) -> tuple[float, float, float]:
-        """Return the mean missed mass and the shares of heads with a raised budget and with dense attention; one sync.
+        """Return the mean missed mass, and the shares of `Outcome.raised` heads and of dense heads; one sync.
 
         At least one step must have been measured since `reset`.
         """

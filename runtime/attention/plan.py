@@ -37,7 +37,7 @@ class Appender:
 
     Before the move, these tokens are among the exact rows, to which every query attends: sinks, tail and new tokens.
 
-    `torn` is True while rows move. `torn` stays True after an interrupted move, because index and rows may disagree.
+    `torn` is True while rows move. If a move is interrupted, `torn` stays True, because index and rows may disagree.
 
     Args:
         sinks: number of sinks, which are the first exact rows and never move.
@@ -53,7 +53,10 @@ class Appender:
     torn: bool = False
 
     def append_due(self, layer: StoredLayer) -> None:
-        """Append the oldest rows after the sinks in chunks of `size`, until fewer than `2 * size` are left."""
+        """Append the oldest rows after the sinks to the index, in chunks of `index.size` rows.
+
+        Nothing is appended while fewer than two chunks are left after the sinks.
+        """
         size, start = self.index.size, self.sinks
         if layer.used - start < 2 * size:
             return
@@ -80,13 +83,16 @@ class Appender:
     def remove_appended(self, layer: StoredLayer, tokens: int, exact: Pair) -> None:
         """Undo all appends.
 
-        Restores the stored index, the layer's stored token count `tokens`, and its exact rows `exact` [Hk, E, D].
+        Restores the stored index, and the layer's exact rows.
+
+        Args:
+            tokens: number of tokens of the stored context.
+            exact: keys and values [Hk, E, D] of sinks and tail.
 
         Raises:
             SparsekvError: an earlier call or an append was interrupted before it finished.
         """
-        # Inference mode is needed, because rows that grew during decoding are inference tensors, which no other mode
-        # can write.
+        # Buffers that grew during decoding are inference tensors, which can be written only in inference mode.
         if self.torn:
             raise SparsekvError(
                 "an answer was interrupted while its tokens moved into the index, which cannot be undone; open a "
@@ -136,10 +142,10 @@ class LayerParts:
 class LayerPlan:
     """One layer's policies and the objects they share.
 
-    `decode` runs decode steps, and `prefill` runs a question's tokens. `captured` runs decode steps that are captured
-    as a CUDA graph, in which a `DynamicSlot` has the new row's index. `own_prefill` means that the question's tokens
-    select by the method and budget of the answer's tokens. `steps_alike` means that policies and placement allow a
-    captured step to be replayed for all later steps.
+    `decode` runs decode steps, and `prefill` runs a question's tokens. `captured` runs the decode steps that are
+    captured as a CUDA graph, in which a `DynamicSlot` has the new row's index. With `own_prefill`, the question's
+    tokens select by the same method and budget as the answer's tokens. With `steps_alike`, the policies and the
+    placement allow a CUDA graph of one step to be replayed for all later steps.
     """
 
     selector: Selector
@@ -184,7 +190,7 @@ def plan_layer(layer: LayerParts, config: DecodeConfig) -> LayerPlan:
     if (index := selector.append) is not None:
         appender = Appender(index, middle, layer.sinks, read, layer.search_device, prefetcher)
     measured = None if meter is None else Metered(gather, prefetcher, budget, layer.facts, meter, middle, read)
-    # Plain steps only select and attend: nothing is measured or prefetched, and there is no custom executor.
+    # A plain step only selects and attends: nothing is measured or prefetched, and there is no custom executor.
     plain = measured is None and prefetcher is None and layer.gather_maker is None
     captured: Policy
     if measured is not None:
@@ -220,8 +226,8 @@ def _prefill(layer: LayerParts, config: DecodeConfig, asking: GatherExecutor, wi
     """Choose the policy of a question's tokens.
 
     Args:
-        asking: attends to rows for a question's tokens.
-        within: the policy that attends to the rows that the layer's own selector selects.
+        asking: executor that attends to rows for a question's tokens.
+        within: policy that selects by the layer's own selector and attends.
     """
     if isinstance(config.question, Dense):
         return DensePrefill(asking, layer.middle, within.read)

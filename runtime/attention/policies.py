@@ -35,10 +35,10 @@ def wait_for_searches() -> None:
 
 
 class Prefetcher:
-    """Searches of one layer, each of which runs one step before its result is used.
+    """Searches of one layer that run one step ahead: the result of a search is used in the next step.
 
     Args:
-        search: finds and fetches rows for one decode step's queries.
+        search: selects and copies rows for one decode step's queries.
     """
 
     def __init__(self, search: Search):
@@ -49,11 +49,11 @@ class Prefetcher:
     def next(self, queries: Queries) -> Fetched:
         """Return the rows found with the previous step's query, and start a search with this step's query.
 
-        The first step has no previous query, and so it searches with its own query.
+        The first step has no previous query. It searches with its own query, and waits for the result.
         """
         pending, self.pending = self.pending, None  # cleared first, so that a failed search raises only once
         if pending is None:
-            wait_for_searches()  # layers may share state with this step's searches
+            wait_for_searches()  # earlier layers' searches run in a thread, and may write to state that layers share
         found = self.search(queries) if pending is None else self._arrived(pending)
         self.pending = _worker().submit(self._run, queries, self._mark(queries.query.device))
         return found
@@ -61,7 +61,7 @@ class Prefetcher:
     def forget(self) -> None:
         """Discard the pending search's result, and wait until no layer searches.
 
-        This is called before the index changes, and before the selections for a question's tokens.
+        Called before the index changes, and before the selections for a question's tokens.
         """
         self.pending = None
         wait_for_searches()
@@ -141,9 +141,9 @@ class Direct(Policy):
 
 
 class Prefetching(Policy):
-    """Attends to the rows found with the previous step's query, and searches with this step's query at the same time.
+    """Attends to the rows found with the previous step's query, and searches with this step's query for the next step.
 
-    The next step uses the result of that search.
+    The search runs in a thread, at the same time as the attention.
     """
 
     def __init__(self, prefetcher: Prefetcher, middle: MiddleRows, read: ReadRows):
@@ -160,8 +160,10 @@ class Metered(Policy):
     """Records the missed mass of each step; a guard, if there is one, limits the missed mass.
 
     Args:
-        prefetcher: searches one step ahead for a decode step's rows, at the layer's own budget; None: rows are searched
-            in the same step.
+        gather: selects and copies rows. It must also copy the centroids of unselected tokens.
+        prefetcher: searches one step ahead for a decode step's rows, at `budget`; None: rows are searched in the same
+            step.
+        meter: sums up the missed mass, and has the guard.
     """
 
     def __init__(
@@ -207,8 +209,8 @@ class Metered(Policy):
         if self.prefetcher is not None and not step.joint:
             if budget == self.budget:
                 return self.prefetcher.next(step.queries)
-            # Layers may share state with the searches that this step has started, and so the step waits for these
-            # searches.
+            # The searches that this step has started for the next step run in a thread, and may write to state that
+            # layers share. Therefore wait for them before searching here.
             wait_for_searches()
         return self.gather.find(step.queries, budget)
 
@@ -224,7 +226,9 @@ class Metered(Policy):
 
 
 class PiecewisePrefill(Policy):
-    """Attends for a question's tokens piece by piece; a piece's budget is one token's budget times the piece's tokens.
+    """Attends for a question's tokens in pieces, each with one selection for all its tokens.
+
+    A piece's budget is the budget of one token times the number of the piece's tokens.
 
     Args:
         policy: attends for each piece.
@@ -244,9 +248,9 @@ class PiecewisePrefill(Policy):
 
 
 class ObservedPrefill(Policy):
-    """Base class of policies that attend for a question's tokens without the decoding selector.
+    """Base class of policies that attend for a question's tokens without the selector of the answer's tokens.
 
-    If the decoding selector keeps a conversation state, the selector observes the queries of the question's tokens.
+    If the answer's selector records a question's queries for the answer, it is passed the queries of the tokens.
     """
 
     def __init__(self, gather: GatherExecutor, middle: MiddleRows, read: ReadRows):
@@ -276,7 +280,8 @@ class ChunkedPrefill(ObservedPrefill):
     """Attends for a question's tokens chunk by chunk, with a separate search for each chunk.
 
     Args:
-        gather: attends to rows in the decoding selector's layout, in place or in a copy.
+        search: selects the rows of a chunk, by the question's own method.
+        gather: attends to rows in the layout of the answer's selector, in place or in a copy.
     """
 
     def __init__(self, search: QuestionSearch, gather: GatherExecutor, middle: MiddleRows, read: ReadRows):

@@ -95,8 +95,8 @@ def appends(layers: Iterable[StoredLayer]) -> bool:
 def divides_questions(layers: Iterable[StoredLayer]) -> bool:
     """Whether a question may be fed in several steps, without an effect on the rows that its tokens attend to.
 
-    If a question's tokens select by a method, or if a method observes them, the selection depends on which tokens are
-    in a step.
+    This needs questions that attend densely, and selectors that do not observe a question's queries. Otherwise the
+    selection depends on which tokens are in a step.
     """
     sparse = (layer for layer in layers if isinstance(layer, SparseLayer))
     return all(layer.plan.prefills_densely and layer.conversation is None for layer in sparse)
@@ -133,7 +133,7 @@ class PackedDense(PackedLayer):
 
 
 class PackedSparse(PackedLayer):
-    """Batched sparse layer: attends exactly to sinks, tail and each sequence's own tokens, and to selected middle rows.
+    """Layer for a batch: attends exactly to sinks, tail and each sequence's new tokens, and to selected middle rows.
 
     All answering sequences attend to the union of the rows that at least one of them selects.
     """
@@ -143,7 +143,7 @@ class PackedSparse(PackedLayer):
         self.plan, self.exact, self.tokens = layer.plan, layer.exact, layer.split.tokens
         self.kernels, self.conversation = layer.plan.selector.kernels, layer.conversation
         self.asked: dict[int, Selector] = {}
-        """For each slot, a copy of the selector with the state of the slot's question."""
+        """For each slot, a copy of the selector, with the state that the slot's question left."""
         self.unasked = layer.plan.selector
         """The selector in its state before any question; a copy if questions change its state."""
         if self.conversation is not None:
@@ -172,7 +172,7 @@ class PackedSparse(PackedLayer):
         return shared_attention(grouped, shared, own, *how).flatten(0, 1)
 
     def _answer_alone(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
-        """Attend for the only answering sequence, by the policy and fused kernels of a single sequence's cache."""
+        """Attend for the only answering sequence, by the policy and fused kernels of the cache of a single sequence."""
         own = self.own.of_only(step)
         keys, values = (torch.cat(pair, 1) for pair in zip(self.exact, own, strict=True))
         alone = Step(
@@ -246,10 +246,10 @@ class PackedSparse(PackedLayer):
 
 
 class PackedInPlace(PackedSparse):
-    """Batched sparse layer whose kernels select together for all sequences and read the selected rows in place.
+    """Layer for a batch whose kernels select together for all sequences and read the selected rows in place.
 
-    All tokens of a step attend to the union of the rows that the sequences select. If the config says so, a question's
-    tokens attend to all rows instead.
+    All tokens of a step attend to the union of the rows that the sequences select. If the config has dense attention
+    for questions, a question's tokens attend to all rows instead.
     """
 
     def attend(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
@@ -262,10 +262,11 @@ class PackedInPlace(PackedSparse):
         return self._together(call, step.answering, step, answers=True)
 
     def _together(self, call: AttentionCall, tokens: StepTokens, step: PackedStep, *, answers: bool) -> torch.Tensor:
-        """Select and attend for the tokens `tokens` of a step; return [Hq, T, D].
+        """Select and attend for some tokens of a step; return [Hq, T, D].
 
         Args:
-            answers: whether some of the tokens belong to answers. Only then the rows read are counted.
+            tokens: the T tokens.
+            answers: whether some of these tokens belong to answers. Only then are the rows read counted.
         """
         plan, kernels, rows = self.plan, self.kernels, self.plan.middle.in_place()
         assert kernels is not None

@@ -19,8 +19,9 @@ def everything(rows: PlacedRows, used: int, exact: Pair) -> tuple[RunRows, Pair]
     """Return the arguments (runs, exact rows) with which `shared_decode` attends to all rows.
 
     All rows are the first `used` rows of `rows`, and the rows `exact`. `shared_decode` reads runs through row indices,
-    and exact rows without indices. Therefore float `rows` are passed as its exact rows, and `exact`, which has fewer
-    rows, as its runs. Int8 rows can only be passed as runs. Allocates the indices of the runs.
+    and exact rows without indices, which is faster. Therefore the many rows of `rows` are passed as exact rows, and the
+    few rows `exact` as runs. If `rows` are int8, it is the other way round, because only runs can be int8. Allocates
+    the row indices of the runs.
     """
     if rows.scales is not None:
         return rows.first(used), exact
@@ -42,13 +43,19 @@ def in_place_runs(rows: PlacedRows, chosen: RowSet) -> RunRows:
 
 @dataclass(frozen=True)
 class Step:
-    """Inputs of one layer's attention for the tokens that the layer appended last.
+    """Inputs of one layer's attention for the Q tokens that the layer appended last.
 
-    `query` [Hk, G, Q, D] are the queries of these tokens, and `first` is the position of the first token. `keys` and
-    `values` [Hk, E, D] are the exact rows: sinks, tail and new tokens. `mask` [Q, E] bool is True where a query attends
-    to an exact row; None: all valid rows. With a `step_row`, only the device knows the number of valid rows and the
-    token's position. `unstored` is the offset from a new token's row index in `keys` to its position. `joint`: the
-    queries belong to a question and share one selection. `how` is the logit scaling. `batch`: as in `Queries`.
+    Attributes:
+        query: [Hk, G, Q, D], the tokens' queries.
+        keys, values: [Hk, E, D], the exact rows: sinks, tail and new tokens.
+        mask: [Q, E] bool, True where a query attends to an exact row; None: each query attends to all valid rows.
+        first: position of the first of the Q tokens.
+        step_row: the number of valid exact rows, and the index of the token's row, on the device. Set only for decode
+            steps that a CUDA graph replays, in which the host does not know these numbers.
+        unstored: the position of a new token minus its row index in `keys`.
+        joint: whether the tokens belong to a question and share one selection.
+        how: the scale, soft cap and sinks of the logits.
+        batch: as in `Queries`.
     """
 
     query: torch.Tensor
@@ -97,7 +104,7 @@ class Step:
 
 
 def step_of(layer: StoredLayer, call: AttentionCall) -> Step:
-    """Return the step of an attention call; the layer must have appended the keys and values of its Q tokens."""
+    """Return the step of an attention call. The layer must have appended the keys and values of the call's Q tokens."""
     keys, values = layer.exact_rows()
     queries = call.query.shape[1]
     return Step(

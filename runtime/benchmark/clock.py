@@ -1,7 +1,8 @@
 """Clocks for steps and memory copies: the wall clock on a CPU, events around CUDA graph replays on a GPU.
 
-By default the hardware's caches are cold, because in a model other layers run between two steps of a layer. Before each
-run, a clock reads more memory than the caches hold. With `cold=False` the caches keep the data of the previous run.
+By default the hardware's caches are cold, because in a model other layers run between two steps of a layer. To evict
+them, the clock of a CPU reads 128 MiB before each run. The clock of a GPU reads 256 MiB, or four times the L2 cache if
+that is more. With `cold=False` the caches still have the data of the previous run.
 """
 
 import statistics
@@ -15,7 +16,7 @@ import torch
 from sparsekv.runtime.cache.buffers import Run, captured, waits
 
 WARM_UPS = 3
-CPU_EVICTED, CUDA_EVICTED = 2**27, 2**28  # bytes read to evict the caches; at least four times a GPU's L2 cache
+CPU_EVICTED, CUDA_EVICTED = 2**27, 2**28  # bytes read to evict the caches; on a GPU four times the L2 cache if larger
 CPU_COPIED, CUDA_COPIED = 2**27, 2**30  # bytes of the copy that measures bandwidth
 
 
@@ -51,8 +52,8 @@ class Clock(ABC):
 
     def __init__(self, device: torch.device, runs: int, *, cold: bool, evicted: int):
         self.device, self.runs, self.cold = device, runs, cold
-        # The memory is filled with ones, because pages of zeros may all map to one physical page. Eviction reads the
-        # memory and does not write, because dirty cache lines would be written back during the timed step.
+        # Ones, because pages of zeros may all map to one physical page. Eviction only reads this memory, because cache
+        # lines that it had written would be written back during the timed step.
         self.scrap = torch.ones(evicted // 4 if cold else 1, device=device)
 
     def _evict(self) -> None:
@@ -61,7 +62,10 @@ class Clock(ABC):
 
     @abstractmethod
     def time(self, step: Run, cycle: int = 1) -> Timing:
-        """Time a step, as the mean of `cycle` calls, because some methods select only in every `cycle`-th step."""
+        """Time a step. A run is `cycle` calls, because some methods select only in every `cycle`-th step.
+
+        The times are divided by `cycle`.
+        """
 
     @abstractmethod
     def _milliseconds(self, run: Callable[[], object]) -> list[float]:
@@ -105,9 +109,10 @@ class WallClock(Clock):
 
 
 class CudaClock(Clock):
-    """Times replays of a CUDA graph by CUDA events.
+    """Times replays of a step's CUDA graph by CUDA events.
 
-    A step that synchronises with the GPU cannot be captured. The step then runs eagerly, and `Timing.how` is `eager`.
+    A step that synchronises with the GPU, or cannot be captured for another reason, runs eagerly. Its `Timing.how` is
+    `eager`.
     """
 
     def __init__(self, device: torch.device, runs: int, *, cold: bool):

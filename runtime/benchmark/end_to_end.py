@@ -58,7 +58,9 @@ class PackedForm(PackedLayer):
 
 
 class TimedSteps:
-    """Runs decode steps of all sequences of a cache, as `generate` does. Call the steps within `routed`.
+    """Runs decode steps of all sequences of a cache, as `generate` does.
+
+    An instance is called for each step, within the context manager `routed`.
 
     Args:
         context: number of tokens of the stored context.
@@ -199,8 +201,8 @@ class ModelRow:
         timed: `graph`, `eager` or `wall clock`.
         tokens_per_second: tokens of all sequences of the batch.
         speedup: `tokens_per_second` divided by that of torch's dense attention with the same weights.
-        kv_fraction: bytes that a step reads of the index, and of the keys and values between sinks and tail (the
-            middle), divided by the bytes of the middle's keys and values.
+        kv_fraction: number of D-sized rows that a step reads of the index, and of the keys and values between sinks and
+            tail (the middle), divided by the number of the middle's key and value rows.
     """
 
     method: str
@@ -292,7 +294,7 @@ class ModelBench:
         return layers
 
     def _each(self, make: Callable[[LayerData, int], StoredLayer]) -> list[StoredLayer]:
-        """Create a cache layer for each layer of the model, from the data of the distinct layers in turn."""
+        """Create a cache layer for each layer of the model; `make` gets the data of a distinct layer and its index."""
         turns = [number % len(self.data) for number in range(self.layers)]
         return [make(self.data[turn], turn) for turn in turns]
 

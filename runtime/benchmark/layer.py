@@ -31,8 +31,10 @@ class LayerData:
         query: [batch Hq, Q, D], queries of the step, for Q questions over each context.
         tail: [batch Hq, R, D], held-out queries. Methods may be calibrated on these queries, or may observe them.
         sampled: [batch Hq, P, D], queries of the contexts' tokens at `positions` [P], for methods built from queries.
-        stored: int8 keys and values by name. The project's steps read them; `keys` and `values` are then the
-            dequantised rows. None: all steps read `keys` and `values`.
+        batch: number of contexts.
+        split: sizes of sinks, middle and tail of each context.
+        stored: int8 keys and values by name, which this project's attention reads. `keys` and `values` are then their
+            dequantised rows, which torch's attention reads. None: all attention reads `keys` and `values`.
     """
 
     keys: torch.Tensor
@@ -44,7 +46,7 @@ class LayerData:
     batch: int
     split: Split
     facts: LayerFacts
-    # The last of 32 layers, without the others, so that methods that share selections between layers select here.
+    # The last of 32 layers. No other layer runs, so methods in which layers share a ranking rank in this layer.
     position: LayerPosition = field(default_factory=lambda: LayerPosition(31, 32))
     stored: Mapping[str, torch.Tensor] | None = None
 
@@ -300,9 +302,10 @@ class _Sequence:
         return self._sized(queries).flatten(0, 1)
 
     def _sized(self, queries: torch.Tensor) -> torch.Tensor:
-        """Scale the queries [Hk, G, count, D] of each head, so that the best tokens get a drawn share of the attention.
+        """Scale the queries [Hk, G, count, D] of each head, so that the best tokens get a random share of attention.
 
-        Allocates four times the logits of the first queries.
+        Also sets `sink_size`, the norm of the sink's key. Allocates four tensors of the size of the logits of each
+        head's first query.
         """
         scale = self.shape.head_dim**-0.5
         # The first token is left out, because the sink's key will replace its key.

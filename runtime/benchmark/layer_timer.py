@@ -38,7 +38,7 @@ from sparsekv.runtime.selection.registry import DENSE, configure
 class SettingTimes:
     """Times the decode step of one query, selection included, over the keys and values of one layer of an index.
 
-    Memory: the layer's keys and values, and a copy in the layout of the timed variant.
+    Allocates the layer's keys and values, and a copy in the layout of the timed variant.
     """
 
     def __init__(self, artifact: Artifact, clock: Clock):
@@ -80,7 +80,7 @@ without a mask."""
 
 
 def dense_steps(data: LayerData) -> Iterator[tuple[str, Run]]:
-    """Yield the results of `dense_forms`, by name, as steps with the query of the layer's data."""
+    """Yield the name of each form of `dense_forms`, and a step: a call of the form with the layer's query."""
     for name, form in dense_forms(data):
         yield name, partial(form, data.query)
 
@@ -90,7 +90,7 @@ def dense_forms(data: LayerData) -> Iterator[tuple[str, DenseForm]]:
 
     `gqa` passes grouped query heads to torch. `folded` passes a group's query heads as several queries of one KV head.
     Without a mask both give the same result, and keys and values are read once for all questions. On a GPU, `gqa` and
-    `folded` are tried with each of torch's fused kernels. Only torch allocates memory.
+    `folded` are tried with each of torch's fused kernels. No memory is allocated other than by torch's attention.
     """
     backends: dict[str, SDPBackend | None] = {"": None}
     if data.keys.is_cuda:
@@ -128,7 +128,7 @@ def _runs(step: Run) -> bool:
     """Whether torch can run a step."""
     try:
         with warnings.catch_warnings():
-            # If the chosen kernel is unavailable, torch warns about all the other kernels too.
+            # If the kernel is unavailable, torch also warns about each kernel that was not allowed.
             warnings.simplefilter("ignore")
             step()
     except RuntimeError as error:
@@ -162,10 +162,11 @@ class StepTiming:
         median_ms, lower_ms, upper_ms: median and quartiles in milliseconds.
         timed: `graph`, `eager` or `wall clock`.
         speedup: median time of torch's fastest dense attention, divided by this median.
-        kv_fraction: bytes that a step reads of the index, and of the keys and values between sinks and tail (the
-            middle), divided by the bytes of the middle's keys and values.
-        bandwidth: bytes read per second.
-        floor_ms: milliseconds in which a memory copy reads and writes this many bytes in all.
+        kv_fraction: number of D-sized rows that a step reads of the index, and of the keys and values between sinks and
+            tail (the middle), divided by the number of the middle's key and value rows.
+        bytes: bytes that a step reads.
+        bandwidth: `bytes` per second of the median.
+        floor_ms: milliseconds in which a memory copy reads and writes `bytes` bytes in all.
         floor_share: `floor_ms` divided by the median.
         output_error: error of the output relative to dense attention in float32.
     """
@@ -209,8 +210,8 @@ class Bench:
     def dense(self) -> list[StepTiming]:
         """Time torch's implementations of dense attention and this project's dense attention.
 
-        The results of torch's implementations come first, the fastest at the beginning; the fastest is the baseline of
-        all speed-ups. This project's dense attention decodes the layers that are not indexed.
+        The results of torch's implementations come first, sorted by time. The fastest is the baseline of all speed-ups.
+        In a model, this project's dense attention decodes the layers that have a sliding window.
         """
         middle, keys = self.data.split.middle, self.data.keys
         read = 2.0 * keys.shape[0] * keys.shape[1] * self.data.row_bytes()
@@ -246,8 +247,8 @@ class Bench:
                 self._check(f"{named} at {budget}", step())
             chosen, dense = layer.plan.read.total(), layer.plan.read.dense
             timing = self._timed(f"{named} at {budget}", step, cycle)
-            # Several questions may select more rows than the budget, and `read.total` counts these rows in full
-            # precision together with the index. Bytes that int8 saves are therefore subtracted only for one question.
+            # `read.total` counts rows of keys, values and index in one number, at full precision. What int8 saves can
+            # be computed only for one question: the union of several questions' selections may exceed the budget.
             of_centroids = 0 if selector.kernels is None else selector.kernels.rows_in_8_bits
             in_8_bits = 2.0 * budget.tokens(data.split.middle) + of_centroids if data.questions == 1 else 0.0
             read = (chosen / cycle + exact_rows) * data.row_bytes() - data.saved(in_8_bits)
@@ -323,7 +324,7 @@ class Timer:
     def run(self, clock: Clock) -> Timed:
         """Time dense attention and all methods on all layers.
 
-        Memory: one layer, a copy of the layer in one method's layout, and that method's index.
+        Needs the memory of one layer, of a copy of the layer in one method's layout, and of that method's index.
 
         Raises:
             SparsekvError: a layer does not fit the device's memory.

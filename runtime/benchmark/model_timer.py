@@ -103,8 +103,8 @@ class ModelTimer:
     def run(self) -> list[ModelRow]:
         """Time dense attention and each method at each budget.
 
-        Allocates the model, and the distinct layers' keys and values twice: in the order of positions, and in one
-        method's layout.
+        Allocates the model, and the keys and values of the distinct layers twice: in the order of positions, and in the
+        layout of one method. The other layers of the model use the same keys and values.
 
         Raises:
             SparsekvError: model and layers do not fit the device's memory.
@@ -127,7 +127,7 @@ class ModelTimer:
             for context in dict.fromkeys(self.source.contexts):
                 for batch in dict.fromkeys(self.source.batches):
                     data = [self.source.layer(context, batch, self.built, number) for number in range(self.distinct)]
-                    # Without the reset, torch would compile the number of questions as a dynamic size the second time.
+                    # Without the reset, torch would compile for any number of questions once it has seen two numbers.
                     torch._dynamo.reset()
                     hook = compile_layers(model, tokens=data[0].questions) if self.compiled else None
                     rows += self._time(ModelBench(model, weights, data, self.runs, self.report))

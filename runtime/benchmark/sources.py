@@ -32,10 +32,10 @@ class Indexed:
 
 
 class LayerIndexer(ABC):
-    """Builds the tensors of a method for a layer in memory. Callers pass an implementation, because this package must
-    not import `indexing`.
+    """Builds the tensors of a method for a layer in memory.
 
-    `parameters` is a dataclass with the parameters of the build.
+    Callers pass an implementation, because this package must not import `indexing`. `parameters` is a dataclass with
+    the parameters of the build.
     """
 
     parameters: Any
@@ -56,7 +56,7 @@ class LayerIndexer(ABC):
 def index_mixture(data: LayerData, indexer: LayerIndexer | None) -> Indexed:
     """Build a method's tensors for a layer, and from them the method's input. Without an indexer there are no tensors.
 
-    Memory: that of the indexer for `HEADS_AT_ONCE` heads. The calibration uses at most this number of heads.
+    Needs the memory of the indexer for `HEADS_AT_ONCE` heads. The calibration uses at most this number of heads.
     """
     if indexer is None:
         return Indexed(data.context({}), None)
@@ -71,8 +71,8 @@ def index_mixture(data: LayerData, indexer: LayerIndexer | None) -> Indexed:
 def _pieces(heads: int) -> list[slice]:
     """Split the heads into pieces of at most HEADS_AT_ONCE heads.
 
-    If there are several pieces, the first piece is a single head. `_join` then finds out by shape whether a tensor has
-    a head axis.
+    If there are several pieces, the first piece is a single head. By comparing its tensors with those of the second
+    piece, `_join` finds out whether a tensor has a head axis.
     """
     if heads <= HEADS_AT_ONCE:
         return [slice(0, heads)]
@@ -90,9 +90,7 @@ def _join(pieces: list[Tensors]) -> Tensors:
 def stored_layer(artifact: Artifact, layer: int | None, device: torch.device, dtype: torch.dtype) -> LayerData:
     """Read layer `layer` of an index; None: the middle one of the indexed layers.
 
-    The queries of the steps are the later half of the tail's queries.
-
-    Memory: keys and values in `dtype`.
+    The queries of the steps are the later half of the tail's queries. Allocates the layer's keys and values in `dtype`.
 
     Raises:
         UsageError: the index has no such layer, or torch's dense attention does not support the layer's attention.
@@ -115,7 +113,7 @@ def stored_layer(artifact: Artifact, layer: int | None, device: torch.device, dt
 def layer_of(artifact: Artifact, number: int, device: torch.device, dtype: torch.dtype) -> LayerData:
     """Read an indexed layer. The queries of the steps are the later half of the tail's queries.
 
-    Memory: keys and values in `dtype`.
+    Allocates the layer's keys and values in `dtype`.
     """
     manifest = artifact.manifest
     indexed = manifest.indexed_layers
@@ -139,7 +137,7 @@ def layer_of(artifact: Artifact, number: int, device: torch.device, dtype: torch
 
 
 def asked(data: LayerData, questions: int) -> LayerData:
-    """Return a stored layer with `questions` of its queries: the last query, and evenly spaced queries before it.
+    """Return a stored layer with `questions` of its queries: the last one, and others evenly spaced before it.
 
     Raises:
         UsageError: the layer has fewer queries.
@@ -173,6 +171,8 @@ class Wanted:
     """Sizes of layers that the user has set. The default of a None or empty size depends on the device or the index.
 
     Attributes:
+        contexts: numbers of tokens of a context, such as `32K`.
+        batches: numbers of contexts, or with `shared` of questions.
         shared: a batch consists of several questions over one context, not of several contexts.
         kv_dtype: storage dtype of keys and values; None: `dtype`.
     """

@@ -11,8 +11,10 @@ class ReadRows:
 
     Rows of the tokens between sinks and tail (the middle) and of the index are counted, summed over KV heads. Counts
     that depend on data are summed on the device, and other counts on the host. Kernels add to `by_kernels` [Hk] int64,
-    in which each count stands for `per_count` rows. A replayed CUDA graph does not run `add`. Therefore, while
-    `deferred` is True, `add` only records the host's count of a step, and each call of `advance` adds this count once.
+    in which each count stands for `per_count` rows.
+
+    A replayed CUDA graph does not run `add`. Therefore, while `deferred` is True, `add` only stores the host's count of
+    a step, and the caller calls `advance` after each replay, which adds this count to the totals.
     """
 
     def __init__(self, heads: int, device: torch.device):
@@ -53,7 +55,7 @@ class ReadRows:
 
     @torch.inference_mode()
     def reset(self) -> None:
-        """Set all counts to zero, in place, because captured steps add to the device tensors."""
+        """Set all counts to zero, in place, because CUDA graphs of steps add to the device tensors."""
         self.counted.zero_()
         self.by_kernels.zero_()
         self.known, self.dense = 0.0, 0
@@ -83,7 +85,7 @@ Run = Callable[[], torch.Tensor]
 
 
 def waits(run: Run, device: torch.device) -> bool:
-    """Run a step once, and return whether it synchronises with the GPU."""
+    """Run a step once, and return whether the step makes the host wait for the GPU."""
     torch.cuda.synchronize(device)
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -103,7 +105,8 @@ def captured(
     """Capture a step as a CUDA graph; return the graph and its output tensor, or None if the capture fails.
 
     Args:
-        warm_up: called once before the capture; None: the step itself is called.
+        run: runs the step and returns its output.
+        warm_up: called once before the capture; None: `run` is called.
     """
     side, here = torch.cuda.Stream(device), torch.cuda.current_stream(device)
     side.wait_stream(here)
@@ -124,7 +127,10 @@ def captured(
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """A captured decode step of a model, its logits [B, V], and the cache's `buffers()` at the time of capture."""
+    """A CUDA graph of a model's decode step, its logits [B, V], and the cache's `buffers()` at the time of capture.
+
+    The logits are for B sequences and V tokens of the vocabulary.
+    """
 
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
@@ -137,9 +143,9 @@ LEAST_ROOM = 1024
 class GrowingRows:
     """Rows [Hk, used, ...] at the front of a buffer.
 
-    Before the first write, the buffer is the given tensor, without free space. A buffer that grows gets free space for
-    twice the rows added so far, and for at least LEAST_ROOM rows. A write that does not grow the buffer copies only the
-    written rows.
+    Before the first write, the buffer is the given tensor, without free space. The first write, and each write that
+    does not fit, copies the rows to a new buffer. The new buffer has free space for twice the rows added so far, and
+    for at least LEAST_ROOM rows. Any other write copies only the written rows.
 
     Args:
         rows: [Hk, T, ...], not copied before the first write.

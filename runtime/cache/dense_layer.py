@@ -17,8 +17,10 @@ from sparsekv.runtime.cache.stored_layer import DynamicSlot, StoredLayer
 class DenseLayer(StoredLayer):
     """Attends to the whole stored context, or to the part of it within a sliding window.
 
-    `keys` and `values` [Hk, T, D] are the last T rows of the stored context. The `out_of_sight` tokens before these
-    rows are outside every query's window. A sliding-window layer needs `window` for captured steps.
+    Args:
+        keys, values: [Hk, T, D], the last T rows of the stored context.
+        out_of_sight: number of tokens before these rows, which are outside every query's window.
+        window: length of the sliding window, needed only for steps that a CUDA graph replays; None: no window.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, out_of_sight: int = 0, window: int | None = None):
@@ -60,8 +62,8 @@ class DenseLayer(StoredLayer):
     def attend_before(self, call: AttentionCall, new: Pair) -> torch.Tensor:
         """Attend causally to the stored rows and to new rows [Hk, T, D]; return [Hq, Q, D].
 
-        The last Q new rows belong to the queries' own tokens. On a GPU without a window, no rows are copied. Otherwise
-        the logits are allocated twice.
+        The last Q new rows are those of the queries' tokens. On a GPU without a window, no rows are copied. On a CPU,
+        or with a window, the logits of all rows are allocated.
         """
         keys, values = new
         if call.window is None and keys.is_cuda:
@@ -83,9 +85,9 @@ class DenseLayer(StoredLayer):
         return shared_decode(call.grouped, runs, exact, (), own, *call.scaling).flatten(0, 1)
 
     def attend_once(self, call: AttentionCall, new_rows: Pair) -> torch.Tensor:
-        """Attend for one query on a CPU to stored rows and to new rows [Hk, T, D]; the last new row is the query's.
+        """Attend for one query on a CPU to stored rows and to new rows [Hk, T, D]; the last new row is the query's own.
 
-        The query attends to all rows or to the last rows, and so no mask is needed.
+        The query attends to all rows or, with a window, to the last rows, and so no mask is needed.
         """
         keys, values = new_rows
         first = 0 if call.window is None else max(0, self.stored + keys.shape[1] - call.window)
@@ -99,7 +101,7 @@ class DenseLayer(StoredLayer):
         return 0 if call.window is None else max(0, self.get_seq_length() - call.query.shape[1] - call.window + 1)
 
     def _decode(self, call: AttentionCall) -> torch.Tensor:
-        """Attend for one query to the stored rows and to a run of new rows, without copies of the rows."""
+        """Attend for one query to the stored rows and to the new rows within the window, without copies of the rows."""
         first, new = self._first_seen(call), self.used
         seen = min(first, self.stored) - self.out_of_sight
         stored_keys, stored_values = (rows[:, seen:] for rows in self.stored_rows())

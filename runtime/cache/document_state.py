@@ -26,7 +26,7 @@ class DocumentState:
         return self.kinds.cache_layers(rows, self.stored)
 
     def copy_to(self, live: Mapping[str, torch.Tensor]) -> None:
-        """Copy the state to the tensors `live`, in place, because captured steps refer to these tensors."""
+        """Copy the state to the tensors `live`, in place, because CUDA graphs of steps refer to these tensors."""
         for name, tensor in self.stored.items():
             live[name].copy_(tensor)
 
@@ -35,7 +35,7 @@ class SlotStates:
     """States of S sequences that decode over one stored context: tensors [S, ...].
 
     The model's pass over a question updates views of the question's slot. A decode step updates copies of the states of
-    its sequences, which `end_step` writes back.
+    its sequences, which `end_step` writes back to the slots.
     """
 
     def __init__(self, document: DocumentState, slots: int):
@@ -44,9 +44,10 @@ class SlotStates:
         self._step: tuple[State, torch.Tensor] | None = None
 
     def begin_question(self, layers: Sequence[object], slot: int, *, continued: bool) -> None:
-        """Let a cache's layers overwrite the state of a slot, which is first reset to the end of the stored context.
+        """Make a cache's layers update the state of a slot in place, from the end of the stored context on.
 
         Args:
+            layers: the cache's layers.
             continued: an earlier step processed the question's first tokens; the slot's state is not reset.
         """
         views = self._views(slot)
@@ -67,13 +68,13 @@ class SlotStates:
         return {name: of_slots[slot : slot + 1] for name, of_slots in self.slots.items()}
 
     def begin_step(self, layers: Sequence[object], slots: torch.Tensor) -> None:
-        """Let a cache's layers overwrite copies of the states of slots [B]."""
+        """Make a cache's layers update copies of the states of the slots `slots` [B]."""
         copies = {name: of_slots[slots] for name, of_slots in self.slots.items()}
         self._step = copies, slots
         hold_state(layers, copies)
 
     def end_step(self) -> None:
-        """Write the states of a decode step back to the slots. All states of a repeated slot are equal."""
+        """Write the states of a decode step back to the slots. A slot may be repeated, if all its states are equal."""
         assert self._step is not None
         copies, slots = self._step
         for name, tensor in copies.items():

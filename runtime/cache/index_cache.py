@@ -21,18 +21,21 @@ from sparsekv.runtime.cache.watched import WatchedQueries
 
 
 class BuiltLayers:
-    """Comparison of each layer's first attention call with the layer's facts in the manifest.
+    """Comparison of each layer's first attention call with the layer's attention settings in the index's manifest.
 
-    The probe cannot make this comparison, because it runs the model's own attention. Our attention gets a layer's
-    scale, soft cap, window and sinks from transformers. Another version of transformers may pass these values
-    differently than the version with which the index was built.
+    transformers passes a layer's scale, soft cap, window and sinks to the attention function. Another version of
+    transformers may pass other values than the version with which the index was built. The probe (a short forward pass
+    when an index is opened) cannot notice this, because it runs the model's own attention.
+
+    Args:
+        layers: each layer's settings; None for a layer without attention.
     """
 
     def __init__(self, layers: Sequence[LayerFacts | None] = ()):
         self._left = {layer: facts for layer, facts in enumerate(layers) if facts is not None}
 
     def check(self, call: AttentionCall) -> None:
-        """Raise IdentityError if the layer's first call differs from its facts. Later calls cost one dict look-up."""
+        """Raise IdentityError if the layer's first call differs from its settings. Later calls only look up a dict."""
         if (facts := self._left.pop(call.layer, None)) is None:
             return
         same_scale = math.isclose(facts.softmax_scale, call.softmax_scale, rel_tol=1e-6)
@@ -59,8 +62,8 @@ class BuiltLayers:
 class LayerStats:
     """One layer's missed-mass statistics since counting began.
 
-    `missed` is the estimated missed mass, a mean over heads and queries. `raised` and `dense` are the shares of heads
-    for which a guard raised the budget or fell back to dense attention.
+    `missed` is the estimated missed mass, a mean over heads and queries. `raised` is the share of heads and queries
+    over the guard's limit at the first budget. `dense` is the share that fell back to dense attention.
     """
 
     layer: int
@@ -73,8 +76,8 @@ class LayerStats:
 class Fed:
     """Tokens that a forward pass feeds for the sequence in `slot`.
 
-    Their keys and values become the slot's own rows from index `first` on. With `asks`, the tokens belong to a
-    question. Otherwise there is a single token, the newest of an answer.
+    Their keys and values become the slot's rows after the stored context, from row `first` on. With `asks`, the tokens
+    belong to a question. Otherwise there is a single token, the newest of an answer.
     """
 
     slot: int
@@ -90,18 +93,19 @@ ModelInput = tuple[torch.Tensor, torch.Tensor]
 class SequenceCache(CalledCache, ABC):
     """A transformers cache of the sequences that an engine decodes, in one slot each, over one stored context.
 
-    `stored_layers` are the layers that attend, and `by_number` maps their indices in the model to them. `states` are
-    the states of the layers that keep a state.
-
-    `watched` records the queries of the watched heads in each pass; None: no queries are recorded. Set by `watch`.
-
-    `attend` is the attention function to route the model's calls to. `tokens` [slots] int64 on the device are the
-    inputs of a decode step. `graphs` are the captured decode steps, by their number of tokens. A captured step is valid
-    as long as `buffers()` does not change. `capturing` is False on a CPU, and after a failed capture.
+    Attributes:
+        stored_layers: the layers that attend.
+        by_number: the same layers, by their index in the model.
+        states: the states of the layers that have a recurrent or convolution state.
+        watched: records the queries of the retrieval heads in each pass; None: no queries are recorded. Set by `watch`.
+        tokens: [slots] int64 on the device, the inputs of a decode step.
+        graphs: the CUDA graphs of decode steps, by their number of tokens. A graph is valid as long as `buffers()` does
+            not change.
+        capturing: whether to capture decode steps; False on a CPU, and after a failed capture.
     """
 
     ROOM: int
-    """Maximum number of rows that are reserved in advance for captured steps."""
+    """Maximum number of rows that are reserved in advance for steps that a CUDA graph replays."""
 
     def __init__(
         self, layers: Sequence[StoredLayer], built: BuiltLayers | None, slots: int, states: DocumentState | None = None
@@ -119,11 +123,11 @@ class SequenceCache(CalledCache, ABC):
     @property
     @abstractmethod
     def rewinds(self) -> int:
-        """Number of calls of `rewind`, each of which drops the own rows of all sequences."""
+        """Number of calls of `rewind`, each of which drops the rows of all sequences after the stored context."""
 
     @property
     def capturable(self) -> bool:
-        """Whether a captured decode step can be replayed for all later steps."""
+        """Whether a CUDA graph of one decode step can be replayed for all later steps."""
         return self.capturing
 
     @abstractmethod
@@ -139,25 +143,32 @@ class SequenceCache(CalledCache, ABC):
         """Begin a forward pass with tokens of questions; `tokens` is the number of tokens of the stored context."""
 
     def kept(self, slot: int, tokens: int) -> KeptRows:
-        """Return copies of the first `tokens` own rows of a slot, and of the slot's state.
+        """Return copies of the slot's first `tokens` rows after the stored context, and of the slot's state.
 
-        The state is that after all rows of the slot, so it belongs to the copied rows only if these are all rows.
+        The state is always that after all rows of the slot. Therefore it belongs to the copied rows only if these are
+        all rows.
         """
         raise NotImplementedError
 
     def restore(self, slot: int, kept: KeptRows) -> None:
-        """Overwrite the first own rows of a slot, and the slot's state, with kept rows."""
+        """Overwrite the slot's first rows after the stored context, and its state, with copies that `kept` returned."""
         raise NotImplementedError
 
     def clear(self, slot: int) -> None:
-        """Set the own rows of a slot to zero. They may have NaN or infinity, which even a masked row must not have."""
+        """Set the slot's rows after the stored context to zero.
+
+        They may be NaN or infinite. Even a masked row must be finite, because its values are multiplied by a weight of
+        0.
+        """
 
     @abstractmethod
     def reserve(self, needed: int, most: int, *, capture: bool) -> bool:
-        """Reserve `needed` own rows per sequence for a decode step; return whether buffers may have changed.
+        """Reserve rows for a decode step; return whether buffers may have changed.
 
-        If steps are captured, up to ROOM rows are reserved in advance. `most` is the maximum number of own rows that a
-        sequence can get.
+        Args:
+            needed: number of rows that each sequence needs after the stored context.
+            most: maximum number of such rows that a sequence can get.
+            capture: reserve up to ROOM rows in advance, so that CUDA graphs of steps stay valid.
         """
 
     @abstractmethod
@@ -173,7 +184,7 @@ class SequenceCache(CalledCache, ABC):
         return [list(fed)]
 
     def end_step(self) -> None:
-        """End a decode step on the device; may be captured."""
+        """End a decode step on the device. This may be part of the step's CUDA graph."""
 
     @abstractmethod
     def advance(self) -> None:
@@ -184,16 +195,16 @@ class SequenceCache(CalledCache, ABC):
 
     @abstractmethod
     def buffers(self) -> tuple[int, ...]:
-        """Return a fingerprint of all buffers that a captured step refers to."""
+        """Return the addresses and sizes of buffers; if they are unchanged, CUDA graphs of steps are still valid."""
 
     def watch(self, watched: WatchedQueries) -> None:
-        """Record the queries of the heads in `watched` in each pass from now on. Decode steps are captured again."""
+        """Record the retrieval heads' queries in each pass from now on. Drops the CUDA graphs of earlier steps."""
         self.watched = watched
         self.graphs.clear()
 
     @abstractmethod
     def own_keys(self, layer: int, slot: int, tokens: int) -> torch.Tensor:
-        """Return the keys [Hk, tokens, D] of the first own tokens of a sequence, those after the stored context."""
+        """Return the keys [Hk, tokens, D] of the first tokens that a sequence has after the stored context."""
 
     @property
     def reads(self) -> list[ReadRows]:
@@ -223,12 +234,14 @@ class SequenceCache(CalledCache, ABC):
 class IndexCache(SequenceCache):
     """The cache of a single sequence.
 
-    Between `reserve` and `release`, each layer appends one row per step, so that the step can be captured as a CUDA
-    graph. A `DynamicSlot` on the device has the index of this row.
+    Between `reserve` and `release`, each layer appends one row per step, at an index that a `DynamicSlot` has on the
+    device. Therefore the step can be captured as a CUDA graph.
 
     Args:
+        layers: the layers that attend.
+        built: compares each layer's first call with the index's manifest; None: no comparison.
         batch: number of sequences that decode in lockstep, concatenated along the heads, each with its own context.
-        states: the states after the stored context; None if no layer keeps a state.
+        states: the states after the stored context; None if no layer has a state.
     """
 
     ROOM = 1024

@@ -1,4 +1,4 @@
-"""Keys and values of ended sequences, kept for questions that continue these sequences."""
+"""Copies of the keys and values of ended sequences, for later questions that begin with the same tokens."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +15,10 @@ BLOCK = 8
 
 @dataclass(frozen=True)
 class KeptRows:
-    """The first `tokens` own rows of a sequence: keys and values [Hk, tokens, D] of each layer that attends.
+    """Copies of the rows of the first `tokens` tokens that a sequence has after the stored context.
 
-    `state` is the state, after these tokens, of the layers that keep a state.
+    `rows` are the keys and values [Hk, tokens, D] of each layer that attends. `state` is the state, after these tokens,
+    of the layers that have a recurrent or convolution state.
     """
 
     tokens: int
@@ -29,7 +30,7 @@ class KeptRows:
         return sum(one.nbytes for pair in self.rows for one in pair) + sum(one.nbytes for one in self.state.values())
 
     def first(self, tokens: int) -> "KeptRows":
-        """Return views of the first rows."""
+        """Return the first `tokens` rows, as views."""
         if tokens == self.tokens:
             return self
         return replace(
@@ -39,7 +40,7 @@ class KeptRows:
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """The tokens of an ended sequence, their rows, and the hashes of their blocks."""
+    """An ended sequence: its tokens, copies of their rows, the hashes of its blocks, and the `owner` that added it."""
 
     owner: object
     tokens: list[int]
@@ -48,7 +49,7 @@ class _Entry:
 
 
 class TurnStore:
-    """Keeps the rows of ended sequences of several caches, up to `most_bytes`; removes the least recently used."""
+    """Stores copies of ended sequences' rows for several caches, up to `most_bytes`; drops the least recently used."""
 
     def __init__(self, most_bytes: int):
         self.most_bytes, self.nbytes = most_bytes, 0
@@ -84,22 +85,23 @@ class TurnStore:
 
 
 class KeptTurns:
-    """The kept rows of one cache.
+    """Copies of the rows of one cache's ended sequences.
 
     Args:
-        store: stores the rows of this cache and of other caches.
-        divided: whether rows do not depend on the steps in which tokens were fed, and no layer keeps a state. A
-            question may then continue after any kept token. Otherwise it must continue after all tokens of a sequence,
-            as in a chat.
+        store: stores the copies of this cache and of other caches.
+        divided: whether a question may continue after any token of an ended sequence. This needs layers without a
+            state, and rows that do not depend on the steps in which tokens were fed. Otherwise a question must continue
+            after all tokens of a sequence, as in a chat.
     """
 
     def __init__(self, store: TurnStore, *, divided: bool):
         self.store, self.divided = store, divided
 
     def find(self, tokens: list[int]) -> KeptRows | None:
-        """Return the rows of the longest kept prefix of `tokens`; None if no prefix is kept.
+        """Return the stored rows of the longest prefix of `tokens` that a stored sequence shares; None if none does.
 
-        The prefix never includes the last token, because the last token's logits are needed for the next token.
+        The prefix has at least BLOCK tokens. It never includes the last token of `tokens`, because the model must
+        compute that token's logits.
         """
         hashes, best, length = list(self._hashes(tokens[:-1])), None, 0
         for one in reversed(hashes):
@@ -113,9 +115,14 @@ class KeptTurns:
         return None
 
     def keep(self, tokens: list[int], rows: Callable[[], KeptRows]) -> None:
-        """Keep the rows of a sequence's tokens; `rows` copies them.
+        """Store the rows of an ended sequence.
 
-        Kept prefixes of this sequence are removed if questions can continue this sequence after these prefixes.
+        Stored sequences that are a prefix of this sequence, and that no question needs any more, are removed. Nothing
+        is stored if the sequence has fewer than BLOCK tokens or the rows exceed the store. If memory for the copies
+        runs out, all stored rows are removed.
+
+        Args:
+            rows: copies the rows of `tokens`.
         """
         hashes = list(self._hashes(tokens))
         if not hashes:
@@ -137,7 +144,7 @@ class KeptTurns:
         self.store.forget(self)
 
     def _hashes(self, tokens: list[int]) -> Iterator[int]:
-        """Yield a hash for each whole block, over all tokens up to the end of the block."""
+        """Yield, for each whole block of BLOCK tokens, a hash of all tokens up to the end of the block."""
         last = id(self)
         for first in range(0, len(tokens) - BLOCK + 1, BLOCK):
             last = hash((last, *tokens[first : first + BLOCK]))

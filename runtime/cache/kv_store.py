@@ -28,12 +28,12 @@ from sparsekv.runtime.cache.buffers import GrowingRows
 
 @dataclass
 class LayerRows:
-    """Keys and values [Hk, N, D] of one layer, held for each device from first use to `release`.
+    """Keys and values [Hk, N, D] of one layer, in memory for each device from first use to `release`.
 
     On a CPU, the rows are views of one mapping of the index's file, and so releasing the pages of one view releases the
     pages of all views. On a GPU, the rows are a copy of the stored rows. For a layer of an 8B model at 131,072 tokens,
     the copy takes 0.5 GB in bfloat16, and half of that in int8. Once `on` has dequantised int8 rows to the index's
-    dtype, the dequantised copy replaces the int8 copy.
+    dtype on a GPU, the dequantised copy replaces the int8 copy.
     """
 
     artifact: Artifact
@@ -67,9 +67,9 @@ class LayerRows:
         return self._restored[device]
 
     def part(self, tokens: slice, device: torch.device) -> Pair:
-        """Return the keys and values [Hk, T, D] of consecutive tokens on a device, in the index's dtype.
+        """Return the keys and values [Hk, T, D] of T consecutive tokens on a device, in the index's dtype.
 
-        Only the int8 rows of these tokens are dequantised, and the result is not held.
+        Only the int8 rows of these tokens are dequantised, and the dequantised rows are not cached.
         """
         if device not in self._restored:
             return self.stored_on(device).part(tokens)
@@ -79,7 +79,8 @@ class LayerRows:
     def middle(self, name: Name, device: torch.device) -> torch.Tensor:
         """Return the keys or values [Hk, M, D] between sinks and tail.
 
-        On a GPU, the result is a copy, so that `release` frees all other rows.
+        On a GPU, the result is contiguous. With several heads it is then a copy, so that `release` frees all other
+        rows.
         """
         split = self.artifact.manifest.split
         tokens = slice(split.sinks, split.sinks + split.middle)
@@ -90,7 +91,7 @@ class LayerRows:
         return rows if device.type == "cpu" else rows.contiguous()
 
     def observed_queries(self, device: torch.device) -> torch.Tensor:
-        """Return the queries [Hk, G, W, D] of the tail's first half."""
+        """Return the queries [Hk, G, W, D] of the W tokens in the tail's first half."""
         heads, _ = self.artifact.heads_and_channels(self.layer)
         first_half = self.artifact.queries(self.layer, device)["tail"][:, : self.artifact.manifest.split.tail // 2]
         return first_half.reshape(heads, -1, *first_half.shape[1:])
@@ -107,7 +108,7 @@ class LayerRows:
         return tensors
 
     def release(self) -> None:
-        """Drop all held rows."""
+        """Drop the rows on all devices."""
         self._restored.clear()
         self._stored.clear()
 
@@ -139,7 +140,7 @@ class MiddleRows(ABC):
 
     @abstractmethod
     def gather(self, rows: torch.Tensor) -> Pair:
-        """Return the keys and values [Hk, R, D] of the rows with indices [Hk, R], copied to the model's device."""
+        """Return the keys and values [Hk, R, D] of the rows with indices [Hk, R], as a copy on the model's device."""
 
     def in_place(self) -> PlacedRows | None:
         """Return the buffers; None if they are not on the model's device."""
@@ -159,24 +160,26 @@ class MiddleRows(ABC):
 
     @abstractmethod
     def rewrite(self, start: int, new: Pair | None, order: torch.Tensor) -> None:
-        """Append new rows and put all rows from `start` on into another order.
+        """Append new rows, and put all rows from `start` on into another order.
 
         Args:
             new: keys and values to append; None: drop all rows that were ever appended.
-            order: [Hk, T], indices into the rows from `start` on, followed by the new rows. If `new` is None, `order`
-                contains no appended row.
+            order: [Hk, T], the new order, as indices into the rows from `start` on, followed by the new rows. If `new`
+                is None, `order` contains no appended row.
         """
 
 
 class MemoryRows(MiddleRows):
     """Rows in device or host memory, in a selector's layout.
 
-    Allocates a copy of keys and values, or nothing if the given tensors are already in this layout. Rows on the host
-    for a model on a GPU are copied to page-locked memory, so that chosen rows are transferred asynchronously.
+    Allocates a copy of keys and values, unless `order` is None and they are contiguous and on the model's device. Rows
+    on the host for a model on a GPU are copied to page-locked memory, so that selected rows are transferred
+    asynchronously.
 
     Args:
         keys, values: [Hk, M, D] in order of position.
         order: [Hk, M], the layout; None for order of position.
+        device: the model's device.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, order: torch.Tensor | None, device: torch.device):
@@ -222,11 +225,13 @@ class DiskRows(MiddleRows):
     """Rows in the index's own files; only selected rows are read, and dequantised if they are stored in int8.
 
     The file is mapped before each read and unmapped after the read. Therefore the file's pages count as the system's
-    page cache and not as this process's memory. The layout (8 bytes per token and head) and appended rows are kept in
+    page cache and not as this process's memory. The layout (8 bytes per token and head) and appended rows are in
     memory.
 
     Args:
         order: [Hk, M], the layout; None for order of position, in which rows can be appended but not permuted.
+        device: the model's device.
+        dtype: the dtype of the returned rows.
     """
 
     def __init__(
@@ -314,13 +319,14 @@ class MappedRows(MiddleRows):
     """Rows on a CPU that are gathered from the mapped file, until a call needs a copy of the rows in the layout.
 
     The first call of `in_place` or `rewrite`, or of `from_row` with a layout, copies all rows of the middle once.
-    Nothing is allocated before this call. Therefore an index opens without a copy, and a method whose steps only gather
-    rows never copies the middle.
+    Until then the object allocates only the rows that it returns. Therefore an index opens without a copy, and a method
+    whose steps only gather rows never copies the middle.
 
     Args:
         stored: keys and values [Hk, N, D] on the CPU, in order of position; int8 rows are dequantised when gathered.
         middle: slice of the N tokens that is the middle.
         order: [Hk, M], the layout; None for order of position.
+        dtype: the dtype of the returned rows.
     """
 
     stored: ContextRows
@@ -372,13 +378,14 @@ LEAST_UNIT = 1e-30
 
 
 class Int8Middle(MiddleRows):
-    """Rows that stay in int8, which takes half the memory of bfloat16; gathered rows are dequantised.
+    """Rows that stay in int8, which takes about half the memory of bfloat16; gathered rows are dequantised.
 
     Allocates a copy of the int8 rows and their scales in the layout. Appended rows are quantised to int8 too.
 
     Args:
         stored: the tensors of a context file in int8, for the middle's M tokens, on the model's device.
         order: [Hk, M], the layout; None for order of position.
+        dtype: the dtype of dequantised rows.
     """
 
     def __init__(self, stored: Mapping[str, torch.Tensor], order: torch.Tensor | None, dtype: torch.dtype):
@@ -416,7 +423,7 @@ class Int8Middle(MiddleRows):
 
 
 def of_tokens(stored: Mapping[str, torch.Tensor], tokens: slice) -> dict[str, torch.Tensor]:
-    """Return a context file's int8 tensors for only some of the tokens, as views."""
+    """Return a context file's int8 tensors for the tokens `tokens` only, as views."""
     return {name: stored[name][:, tokens] for name in OF_TOKENS} | {name: stored[name] for name in OF_CHANNELS}
 
 
@@ -430,9 +437,9 @@ def side_by_side(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def units_of(value_scales: torch.Tensor) -> torch.Tensor:
-    """Return the units [Hk] of `RowScales`: each head's mean scale of values.
+    """Return the units [Hk] of `RowScales`: the mean scale of each head's values.
 
-    One outlier hardly changes the mean, and value scales divided by the mean fit in float16.
+    One outlier hardly changes the mean, and value scales divided by the mean fit in float16, as kernels need them.
     """
     # The lower bound keeps quotients by the unit finite; kernels also divide float values by the unit.
     return value_scales.float().abs().mean(1).nan_to_num().clamp(min=LEAST_UNIT)  # the mean over no rows is NaN
@@ -441,7 +448,7 @@ def units_of(value_scales: torch.Tensor) -> torch.Tensor:
 def read_centroids(
     stored: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], Int8Kernel | None]:
-    """Return a method's tensors of one layer with dequantised centroids, and the int8 centroids in the kernels' form.
+    """Return a method's tensors of one layer with dequantised centroids, and the int8 centroids as kernels take them.
 
     The dequantised centroids have the dtype `dtype`. The second result is None if the centroids are not stored in int8.
     Allocates the dequantised centroids and a copy of the scales.
@@ -457,11 +464,11 @@ def read_centroids(
 
 
 def placed(rows: Mapping[str, torch.Tensor], channels: Mapping[str, torch.Tensor], units: torch.Tensor) -> PlacedRows:
-    """Return int8 rows in the form that kernels take.
+    """Return int8 rows as kernels take them.
 
     Args:
         rows: keys, values and scales, as `side_by_side` returns them.
-        channels: has the scales and offsets of channels.
+        channels: has `channel_scales` and `channel_offsets`, the scales and offsets of channels.
         units: as `units_of` returns them.
     """
     scales = RowScales(rows["scales"], channels["channel_scales"], channels["channel_offsets"], units)

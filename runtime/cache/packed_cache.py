@@ -1,4 +1,4 @@
-"""The KV cache of several sequences that share one stored context, with rows for each sequence's own tokens."""
+"""KV cache of several sequences that share one stored context, with separate rows for each sequence's new tokens."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,8 @@ FIRST_ROWS = 64
 class Piece:
     """The tokens of one question in a step: `tokens` tokens, from token `first` of the step on.
 
-    The tokens belong to the sequence in `slot`. Their rows follow the sequence's first `before` own rows.
+    The tokens belong to the sequence in `slot`. Their rows follow the `before` rows that the sequence already has after
+    the stored context.
     """
 
     slot: int
@@ -41,10 +42,10 @@ class Piece:
 class StepTokens:
     """A subset of T' tokens of a step.
 
-    `slots` and `rows` [T'] int64: as in `PackedStep`. Each token attends to the own rows of its sequence from `first`
-    [T'], which is zero, up to, but not including, `used` [T']. `ends` [B] int32 is the index after the last token of
-    each of B sequences. `asks` [B] bool: whether the sequence's tokens belong to a question; otherwise the sequence has
-    one token, of an answer.
+    `slots` and `rows` [T'] int64: as in `PackedStep`. Each token attends to its sequence's rows after the stored
+    context, from row `first` [T'], which is zero, to row `used` [T'], excluded. `ends` [B] int32 is the index after the
+    last token of each of B sequences. `asks` [B] bool is True if the sequence's tokens belong to a question. Otherwise
+    the sequence has one token, of an answer.
     """
 
     slots: torch.Tensor
@@ -63,10 +64,11 @@ def _tokens(slots: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, asks: t
 class PackedStep:
     """The T tokens of one forward pass, one sequence after another.
 
-    `slots` and `rows` [T] int64: the slot of each token's sequence, and the token's index among the sequence's own
-    rows. `ends` [B] int32 is the index after the last token of each of B sequences. `single` int64: the indices of the
-    tokens that continue an answer, one per answering sequence. `pieces`: the questions, each of one or more tokens.
-    `longest`: the maximum number of own rows of a sequence, including the rows of this step.
+    `slots` and `rows` [T] int64: the slot of each token's sequence, and the token's index among the sequence's rows
+    after the stored context. `ends` [B] int32 is the index after the last token of each of B sequences. `single` int64:
+    the indices of the tokens that continue an answer, one per answering sequence. `pieces`: the questions, each of one
+    or more tokens. `longest`: the maximum number of rows of a sequence after the stored context, including the rows of
+    this step.
     """
 
     slots: torch.Tensor
@@ -80,7 +82,7 @@ class PackedStep:
     def everyone(self) -> StepTokens:
         """All tokens of the step, computed once for all layers."""
         asks = torch.zeros_like(self.ends, dtype=torch.bool)
-        if self.pieces:  # a step without questions may be captured, and must not copy from the host to a GPU
+        if self.pieces:  # a step without questions may be captured as a CUDA graph, which must not copy from the host
             ends = torch.tensor([piece.where.stop for piece in self.pieces], dtype=self.ends.dtype)
             asks = (self.ends[:, None] == sent(ends, self.ends.device)).any(1)
         return _tokens(self.slots, self.rows, self.ends, asks)
@@ -108,12 +110,14 @@ class PackedStep:
 
 
 def sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy numbers of the host to a device. The host does not wait for what a GPU computes at the moment."""
+    """Copy numbers of the host to a device. The host does not wait until a GPU has finished its pending work."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
 
 
 class SlotRows:
-    """One layer's keys and values [S, Hk, capacity, D] of S sequences; the capacity at least doubles when it grows.
+    """One layer's keys and values [S, Hk, capacity, D] of S sequences, for their tokens after the stored context.
+
+    The capacity at least doubles when it grows.
 
     Args:
         like: keys and values [Hk, any, D] with the sizes, dtype and device of the new buffers.
@@ -138,13 +142,13 @@ class SlotRows:
         store_in_slots((self.keys, self.values), (keys, values), step.slots, step.rows)
 
     def seen_by(self, tokens: StepTokens, longest: int, window: int | None = None) -> OwnRows:
-        """Return the own rows to which each token attends: at most the first `longest`, and within a window if any."""
+        """Return the rows that each token attends to: at most the first `longest` of its slot, and within a window."""
         keys, values = (rows[:, :, :longest] for rows in (self.keys, self.values))
         first = tokens.first if window is None else (tokens.used - window).clamp(min=0)
         return OwnRows(keys, values, tokens.slots, first, tokens.used)
 
     def of_piece(self, piece: Piece) -> Pair:
-        """Return the sequence's keys and values [Hk, before + tokens, D] up to the end of a question's tokens."""
+        """Return views of a question's keys and values [Hk, before + tokens, D], up to the end of the piece."""
         return self.first_of(piece.slot, piece.before + piece.tokens)
 
     def of_only(self, step: PackedStep) -> Pair:
@@ -167,7 +171,7 @@ def _grown(rows: torch.Tensor, needed: int) -> torch.Tensor:
 
 
 class PackedLayer(ABC):
-    """One layer for several sequences, which share the rows of a stored layer and have own rows in slots."""
+    """One layer for several sequences, which share a stored layer's rows and have their new tokens' rows in slots."""
 
     def __init__(self, layer: StoredLayer, slots: int):
         self.own = SlotRows(slots, (layer.keys, layer.values))
@@ -226,10 +230,10 @@ class PackedCache(SequenceCache):
         """Do nothing, because each step marks its questions' tokens itself."""
 
     def passes(self, fed: Sequence[Fed]) -> list[list[Fed]]:
-        """Divide a step on a GPU into a pass that is replayed, and then one of the questions' tokens.
+        """Divide a step on a GPU into a pass of the answers, which a CUDA graph replays, and a pass of the questions.
 
-        The host launches the second pass while the GPU computes the first one. Both read the weights, which takes less
-        time than the launches of a pass with all tokens.
+        The host launches the second pass while the GPU computes the first one. Both passes read the model's weights.
+        Reading them twice takes less time than launching a pass with all tokens.
         """
         parts = [one for one in fed if not one.asks], [one for one in fed if one.asks]
         return [part for part in parts if part] if self.capturable else [list(fed)]
@@ -302,10 +306,10 @@ class PackedCache(SequenceCache):
         return (self.packed[0].own.capacity,)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return a mask's number of rows, of the context and of one sequence, and the mask's first index, which is 0.
+        """Return a mask's number of rows, for the stored context and one sequence, and the mask's first index, 0.
 
-        The query has tokens of all sequences, and so its length only bounds the number of own rows. In a captured step,
-        `longest` is the capacity of the buffers, which exceeds the rows of any sequence.
+        The query has tokens of all sequences, and so its length only bounds the number of rows of one sequence. In a
+        decode step, `step.longest` is the capacity of the buffers, which may exceed the rows of every sequence.
         """
         assert self.step is not None
         layer = self.by_number.get(layer_idx, self.stored_layers[0])  # transformers may pass a layer without rows
@@ -320,10 +324,10 @@ class PackedCache(SequenceCache):
 
 
 class BatchedCache(PackedCache):
-    """The cache of several sequences of a model with layers that keep a state.
+    """The cache of several sequences of a model with layers that have a recurrent or convolution state.
 
-    A layer that keeps a state treats all tokens of a batch row as one sequence. Therefore each question is fed in a
-    separate pass, and in a decode step each sequence is a row of the model's batch.
+    Such a layer treats all tokens of a batch row as one sequence. Therefore each question is fed in a separate pass,
+    and in a decode step each sequence is a row of the model's batch.
     """
 
     def __init__(self, alone: IndexCache, packed: list[PackedLayer], slots: int):

@@ -11,14 +11,15 @@ from sparsekv.runtime.cache.buffers import ReadRows
 
 FIRST_NEW_ROWS = 64
 MissedShares = tuple[float, float, float]
-"""Mean missed mass, share of heads whose budget a guard raised, share of heads that fell back to dense attention."""
+"""Mean missed mass, share of heads over the guard's limit at the first budget, share of heads that fell back to dense
+attention."""
 
 
 @dataclass(frozen=True)
 class DynamicSlot:
     """Index `row` [1] int64 at which a decode step writes its row, and `count` [1] int32 of rows including this row.
 
-    Both tensors are on the device, so that each replay of a captured step writes to another row.
+    Both tensors are on the device, so that each replay of a step's CUDA graph writes to another row.
     """
 
     row: torch.Tensor
@@ -29,14 +30,14 @@ class StoredLayer(RowLayer):
     """One layer with `stored` stored tokens, and a buffer for new tokens that at least doubles when it is full.
 
     The buffer begins with the rows `first_keys` and `first_values` [Hk, E, D]: sinks and tail of a sparse layer, or no
-    rows. These stored rows are attended like new rows. `rewind` drops all rows after them. The sequences of a batch are
-    concatenated along the heads.
+    rows. Queries attend to these stored rows as to new rows. `rewind` drops all rows after them. The sequences of a
+    batch are concatenated along the heads.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     capturable = True
-    """Whether a captured decode step can be replayed for all later steps."""
+    """Whether a CUDA graph of one decode step can be replayed for all later steps."""
 
     read: ReadRows | None = None
     """Counter of the rows that decode steps read; None for a dense layer, which reads all rows."""
@@ -77,7 +78,7 @@ class StoredLayer(RowLayer):
             self.keys, self.values = _grow(self.keys, self.used, needed), _grow(self.values, self.used, needed)
 
     def advance(self) -> None:
-        """Count the row of a finished step; the cache itself increments `step_row`."""
+        """Count the row of a finished step. The caller increments the numbers in `step_row`."""
         self.used += 1
 
     def release(self) -> None:
@@ -89,7 +90,7 @@ class StoredLayer(RowLayer):
         return self.keys.shape[1] - self.used
 
     def buffers(self) -> tuple[int, ...]:
-        """Return the buffers' addresses and capacity; a captured step is valid until one of them changes."""
+        """Return the buffers' addresses and capacity; a CUDA graph of a step is valid until one of them changes."""
         return self.keys.data_ptr(), self.values.data_ptr(), self.keys.shape[1]
 
     def expect_prompt(self, tokens: int) -> None:

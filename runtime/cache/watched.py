@@ -9,16 +9,16 @@ from sparsekv.kernels.common.hook import AttentionCall
 
 
 class WatchedQueries:
-    """Buffer of the watched heads' queries for the last token of each sequence in a forward pass.
+    """Buffer of the retrieval heads' queries for the last token of each sequence in a forward pass.
 
-    Each pass overwrites the buffer [S, C], S sequences by the C channels of all watched heads of all layers. All layers
-    share one buffer, so that one copy reads the queries of all layers. The buffer is never replaced, so captured decode
-    steps can write to it.
+    Each pass overwrites the buffer [slots, C]: a row for each sequence, with the C channels of all retrieval heads of
+    all layers. One buffer serves all layers, so that one copy reads the queries of all layers. The buffer is allocated
+    in the first pass and never replaced, so that CUDA graphs of decode steps can write to it.
 
     Args:
-        heads: for each layer, the indices [H] of the query heads to watch.
+        heads: for each layer, the indices [H] of its H retrieval heads among the query heads.
         channels: for each layer, the number of channels D of a head.
-        slots: maximum number S of sequences in a pass.
+        slots: maximum number of sequences in a pass.
     """
 
     def __init__(self, heads: Mapping[int, torch.Tensor], channels: Mapping[int, int], slots: int):
@@ -28,20 +28,20 @@ class WatchedQueries:
         self._channels, self._newest = edges[-1], torch.empty(0)
 
     def write(self, call: AttentionCall, last: torch.Tensor | slice) -> None:
-        """Store the queries of the tokens `last` [B] of a layer's attention call, one token for each sequence."""
+        """Store the queries of the tokens `last` [B] of a layer's attention call, one token for each of B sequences."""
         heads = self.heads.get(call.layer)
         if heads is None:
             return
         found = call.query[heads][:, last].transpose(0, 1).flatten(1)
-        if not len(self._newest):  # in a question's pass, which is not captured
+        if not len(self._newest):  # first pass: it feeds a question, and such a pass is never captured as a CUDA graph
             self._newest = found.new_zeros(self.slots, self._channels)
         self._newest[: len(found), self._columns[call.layer]] = found
 
     def of(self, places: Sequence[int]) -> Sequence[torch.Tensor]:
-        """Return a copy [C] of the queries of each sequence in `places`, which are row indices in the last pass."""
+        """Return a copy [C] of each sequence's queries; `places` are the sequences' row indices in the last pass."""
         return self._newest[torch.tensor(places, device=self._newest.device)].unbind()
 
     def of_layer(self, layer: int, steps: torch.Tensor) -> torch.Tensor:
-        """Return a layer's queries [H, T, D] from `steps` [T, C], the copied queries of T tokens."""
+        """Return a layer's queries [H, T, D] from `steps` [T, C]: copies, by `of`, of the queries of T tokens."""
         of_layer = steps[:, self._columns[layer]]
         return of_layer.view(len(steps), len(self.heads[layer]), -1).transpose(0, 1)

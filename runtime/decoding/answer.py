@@ -117,13 +117,14 @@ class Answer:
     """A generated text, its tokens and its cost.
 
     `prompt_tokens` counts the document, earlier turns and the question. `tokens_per_second` is the speed of the decode
-    steps, which give all tokens but the first. `time_to_first_token` is in wall-clock seconds since the engine took up
-    the question. `kv_fraction` is the KV fraction over all decode steps.
+    steps, which give all tokens but the first. `time_to_first_token` is in wall-clock seconds since the engine began
+    the question. `kv_fraction` is the number of key, value and index rows that the decode steps read, divided by the
+    number that dense attention would read.
 
     `finish_reason` is `stop` if the model ended the answer, `length` if the token limit was reached, `interrupted` if
-    the caller stopped the answer, and empty for an empty line. `layers` has the missed mass of each layer if the cache
-    measures the missed mass. `sources` are the passages that the answer attended to most, if the request asks for
-    sources.
+    the caller stopped the answer, and empty if the question was an empty line. `layers` has the missed mass of each
+    layer if the cache measures the missed mass. `sources` are the passages that the answer attended to most, if the
+    request asks for sources.
     """
 
     text: str
@@ -150,10 +151,11 @@ def answer_of(
     kv_fraction: float,
     layers: Sequence[LayerStats] = (),
 ) -> Answer:
-    """Make an `Answer` from its token ids, its text's cost and its times.
+    """Make an `Answer` from its token ids, its times and its cost.
 
     Args:
-        times: three clock readings in seconds: when the engine took up the question, and when the first and the last
+        prompt_tokens, kv_fraction, layers: as in `Answer`.
+        times: three clock readings in seconds: when the engine began the question, and when the first and the last
             token of the answer were generated.
     """
     (started, first, last), steps = times, len(ids) - 1

@@ -27,7 +27,8 @@ def choose_config(
 ) -> DecodeConfig:
     """Make the decode config of a method, given by name, or of `dense` attention.
 
-    If the user set no method, budget, parameter or residual, the index's default is used.
+    If the user set no method, budget, parameter or residual, the setting that `tune` stored in the index is used. An
+    index without such a setting uses its first method.
 
     Args:
         parameters: method parameters by name; None for a parameter that the user did not set.
@@ -40,7 +41,7 @@ def choose_config(
     Raises:
         UsageError: the method, budget or parameter does not exist; a budget, parameter or residual is given with
             `dense`; the index has no centroids for a residual; or `DecodeConfig` refuses the values.
-        ArtifactError: the method of the index's default cannot run any more.
+        ArtifactError: the setting that `tune` stored cannot run any more.
     """
     parameters, prefilling = parameters or {}, prefill_method(artifact, prefill)
     share, defaults = None if budget is None else Budget.parse(budget), artifact.manifest.defaults
@@ -79,7 +80,7 @@ def attention_of(artifact: Artifact, name: str | None) -> tuple[str, type[Method
 
 
 def refuse_beside_dense(given: Mapping[str, Any]) -> None:
-    """Raise UsageError for the first of these options that is set, because dense attention uses none of them."""
+    """Raise UsageError for the first option in `given` whose value is set; dense attention uses none of them."""
     for option, value in given.items():
         if value:
             told = option if value is True else f"{option} {value}"
@@ -87,7 +88,7 @@ def refuse_beside_dense(given: Mapping[str, Any]) -> None:
 
 
 def prefill_method(artifact: Artifact, name: str | None) -> dict[str, type[Method]]:
-    """Return a dict with the class of the method that `--prefill` names. Its key is the method's name for errors.
+    """Return the method class that `--prefill` names, under the key `--prefill NAME`, as error messages name it.
 
     The dict is empty without a name, and for `dense` and `own`.
     """

@@ -37,7 +37,7 @@ def is_compiled(model: "PreTrainedModel") -> bool:
 def worth_compiling(mode: str, device: torch.device, steps: int) -> bool:
     """Whether to compile for `steps` decode steps in all.
 
-    True if the mode is `on`, or if it is `auto` and so many steps on a GPU save more time than compiling takes.
+    True if the mode is `on`, or if it is `auto` and there are at least WORTH_IT steps on a GPU.
     """
     return mode == "on" or (mode == "auto" and device.type == "cuda" and steps >= WORTH_IT)
 
@@ -45,15 +45,17 @@ def worth_compiling(mode: str, device: torch.device, steps: int) -> bool:
 def compile_layers(model: "PreTrainedModel", backend: str = "inductor", *, tokens: int = 1) -> RemovableHandle:
     """From now on run the model's layers compiled in calls with `tokens` tokens per row, and eagerly in other calls.
 
-    The first call with `tokens` tokens per row compiles. Compiled code is kept in the user's cache folder, for other
+    The first call with `tokens` tokens per row compiles. Compiled code is stored in the user's cache folder, for other
     processes.
 
     Args:
+        backend: the backend of torch.compile.
         tokens: number of tokens in a row of `input_ids`: 1 in the decode step of one sequence. Sequences that share a
             document have all of their tokens in one row.
 
     Returns:
-        The handle of the hook that switches between both modes. After `remove`, the mode of the last call stays.
+        The handle of the hook that switches between compiled and eager calls. After `remove`, later calls run like the
+        last call before it.
     """
     _name_caches()
     # Layers differ only in their number. By default the compiler would treat the number as a constant and compile each
@@ -78,7 +80,7 @@ def _name_caches() -> None:
     Otherwise torch.compile would change Triton's cache folder in the middle of a process. Triton would then not find
     the kernels that an earlier process compiled.
     """
-    import triton  # imported here, because the command line imports this module to read the options of `generate`
+    import triton  # imported here, so that `sparsekv generate --help`, which imports this module, need not import it
 
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
     os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)

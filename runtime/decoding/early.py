@@ -26,14 +26,15 @@ class EarlyReading:
     """Reads an index early: a thread checks checksums, maps the pages of keys and values, and prepares a method.
 
     Errors in the thread are ignored, because the code that needs the data reads the data again and raises. For a GPU
-    the thread only checks checksums, and only after `begin_loading`. Before, the thread and the importing thread would
-    take turns, so the command would not become faster.
+    the thread only checks checksums, and only after `begin_loading`. Earlier, this thread and the thread that imports
+    libraries would take turns, so the command would not become faster.
 
     Args:
         device: a device name, as `choose_device` takes it.
         files: files of the index whose checksums are checked.
         hold: map the rows of all layers without a sliding window, and prepare the method.
-        form: the method's variant that will answer. The variant is only prepared if the index has the method's tensors.
+        form: the variant of the method that will answer; None: no method is prepared. The variant is only prepared if
+            the index has the method's tensors.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class EarlyReading:
         form: MethodSpec | None = None,
     ):
         self.rows: dict[int, LayerRows] = {}
-        """Keys and values by layer whose pages are being mapped."""
+        """Keys and values of each layer whose pages the thread maps."""
         self.prepared: PreparedMethod | None = None
         """The method, if all of its layers are prepared."""
         self._artifact, self._files, self._later = artifact, files, not _is_cpu(device)
@@ -68,7 +69,7 @@ class EarlyReading:
         return cls(artifact, device, files, hold=hold, form=form)
 
     def begin_loading(self) -> Self:
-        """Report that all modules are imported and that the model is loaded next; for a GPU, start the thread.
+        """Announce that all modules are imported and that the model is loaded next; for a GPU, start the thread.
 
         A method that is not prepared by then is prepared when the index is opened. While the model loads, torch's
         default dtype is the model's dtype, which would affect the preparation.
@@ -106,7 +107,10 @@ class EarlyReading:
 
 
 def _is_prepared(artifact: Artifact, form: MethodSpec | None) -> bool:
-    """Whether a server has already checked the index's files and prepared the method."""
+    """Whether the server that forked this process has already checked the index's files and prepared the method `form`.
+
+    Without a method, the checked files are enough.
+    """
     kept = kept_index(artifact)
     if kept is None or form is None or kept.prepared is None:
         return kept is not None and form is None

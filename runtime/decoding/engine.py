@@ -2,7 +2,10 @@
 
 Several questions are answered by continuous batching: each finished answer frees its slot. A step feeds one token of
 each sequence that is answering, and all tokens of the questions that begin. All these tokens go through the model as
-one row. Nothing is padded, and the model's weights and the document's keys and values are read once for all sequences.
+one row without padding, so the model's weights and the document's keys and values are read once for all sequences.
+
+There are two exceptions. On a GPU the tokens of answers and the tokens of questions are two passes, and a CUDA graph
+may pad the former. In models with recurrent layers, each question is a pass of its own.
 """
 
 import time
@@ -42,14 +45,18 @@ from sparsekv.runtime.sources.places import Source
 QUESTION_TOKENS = 2048
 """Maximum number of tokens of the questions that begin in one step. A longer question begins alone.
 
-With a maximum of 512 a GPU would wait for the host, because the host launches the same number of operations for fewer
-tokens.
+With a maximum of 512 a GPU would wait for the host, which launches the same number of operations for few tokens as for
+many.
 """
 
 HOLD_SHARE, MOST_HELD = 0.5, 12
-"""A step with a question is not replayed as a CUDA graph, and all answering sequences wait for it: on an H200, with 64
-of them, it takes 2.3 times as long. So questions are held back until one such step takes several: until the steps that
-they waited, in sum, are `HOLD_SHARE` of the number of answering sequences, or for `MOST_HELD` steps."""
+"""Limits of the time for which waiting questions are held back while other sequences answer.
+
+A step with a question cannot be replayed as a CUDA graph, and all answering sequences wait for it. On an H200, with 64
+answering sequences, it takes 2.3 times as long as a step without one. Therefore questions wait, so that several begin
+in the same step. They begin after `MOST_HELD` steps, or earlier: when the number of steps waited, summed over the
+questions, reaches `HOLD_SHARE` times the number of answering sequences.
+"""
 
 
 def why_alone(index: OpenIndex, attention: MethodSpec | Dense, cache: IndexCache) -> str:
@@ -118,10 +125,11 @@ class Request:
 class Sequence:
     """One question and its answer so far.
 
-    `used` is the number of the sequence's own tokens in the cache. `asked` is the number of the question's tokens in
-    the cache; `kept` of these tokens were restored from an earlier sequence. `longest` is the maximum number of answer
-    tokens. `started`, `first` and `last` are clock readings in seconds. `read_before` are the counts of rows read when
-    the question began.
+    `used` is the number of the sequence's tokens in the cache, after the stored context. `asked` is the number of the
+    question's tokens in the cache. Of these, the rows of the first `kept` tokens were copied from an earlier sequence.
+    `longest` is the maximum number of answer tokens. `started`, `first` and `last` are clock readings in seconds: when
+    the question began, and when the first and the last token so far were chosen. `read_before` are the counts of rows
+    read when the question began.
     """
 
     def __init__(self, index: OpenIndex, request: Request, used: int, longest: int):
@@ -134,11 +142,12 @@ class Sequence:
         self.logprobs: list[TokenLogprobs | None] = []
         self.asked, self.kept, self.streamed, self.stopped = 0, 0, 0, False
         self.most = used + len(self.question) + longest - 1
-        """Number of own rows of the sequence at the end of the longest allowed answer."""
+        """Number of the sequence's rows after the stored context, at the end of the longest allowed answer."""
         self.started, self.first, self.last = time.perf_counter(), 0.0, 0.0
         self.read_before = (0.0, 0)
         self.queries: list[torch.Tensor] = []
-        """If sources are wanted, the watched queries [C] of each token from which one of the answer's was chosen."""
+        """If sources are requested: for each token of the answer, the retrieval heads' queries [C] of the token before.
+        """
 
     def fed(self, slot: int, most: int | None) -> Fed:
         """Return the tokens to feed next: the next part of the question, up to `most` tokens, or the newest token."""
@@ -204,8 +213,9 @@ class Engine:
             made from, `why_alone` must return an empty string.
         chunk: maximum number of question tokens in a step, if the cache can prefill a question in several steps; None:
             questions are never divided.
-        turns: keeps the rows of ended sequences for questions that continue them; only for a packed cache.
-        own_tokens: maximum number of a sequence's tokens, question and answer, for which memory is planned.
+        turns: stores copies of ended sequences' rows, for questions that begin with the same tokens; only for a cache
+            of several sequences.
+        own_tokens: maximum number of tokens of a question and its answer for which memory is planned; None: no limit.
     """
 
     def __init__(
@@ -224,14 +234,14 @@ class Engine:
         self.waiting: deque[Sequence] = deque()
         self.read: tuple[float, int] | None = None
         self._held = (0, 0)
-        """Number of steps in which questions were held back since the last one began, and its sum over questions."""
+        """Since a question last began: the number of steps for which questions waited, and its sum over questions."""
         self.ends = ending_tokens(index)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run one decode step for all slots over the stored context, then rewind the cache.
 
-        Compiled kernels and the captured graph are kept for later steps.
+        Later steps use the kernels that this step compiles and the CUDA graph that it captures.
         """
         model, last = self.index.model, self.index.input_ids[-1:]
         with exclusive(model), route_attention(model, self.cache.attend), all_cores(model):
@@ -391,7 +401,10 @@ class Engine:
         return sorted(fed, key=lambda one: one.slot)
 
     def _holds(self, free: int) -> bool:
-        """Whether waiting questions are held back despite free slots, because the next step can then be replayed."""
+        """Whether waiting questions must stay back in the next step although slots are free.
+
+        The step can then be replayed as a CUDA graph; see `HOLD_SHARE`.
+        """
         could = min(free, len(self.waiting))
         replayed = bool(self.cache.graphs) and all(one.answer for one in self.active.values())
         steps, waited = self._held
@@ -407,7 +420,7 @@ class Engine:
         return left == QUESTION_TOKENS or len(self.waiting[0].question) <= left
 
     def _begin(self, slot: int) -> Sequence:
-        """Give a slot to the next question. Kept keys and values of the question's first tokens are restored."""
+        """Give a slot to the next question. Restore copies of rows of the question's first tokens, if there are any."""
         sequence = self.waiting.popleft()
         self.cache.expect_prompt(sequence.prompt_tokens)
         sequence.started, sequence.read_before = time.perf_counter(), self._read()
@@ -418,7 +431,7 @@ class Engine:
         return sequence
 
     def _end(self, slot: int) -> tuple[Sequence, Answer]:
-        """Free a slot. With `turns`, its keys and values are kept for a question that continues the answer."""
+        """Free a slot. With `turns`, its keys and values are copied for questions that continue the answer."""
         sequence = self.active.pop(slot)
         sources = self._sources(slot, sequence)
         if self.turns is not None:
@@ -434,7 +447,7 @@ class Engine:
         return self.index.source_finder.sources(queries, own_keys, sequence.request.sources)
 
     def _pass(self, fed: list[Fed]) -> torch.Tensor:
-        """Run a forward pass; return its logits [B, V], and keep the queries of sequences whose sources are wanted."""
+        """Run a forward pass; return its logits [B, V]. Stores the queries of sequences whose sources are requested."""
         logits = self._logits(fed)
         if self.cache.watched is not None:
             sequences = ((place, one, self.active[one.slot]) for place, one in enumerate(fed))

@@ -1,4 +1,4 @@
-"""Indices that a server has opened for its forks. A fork uses such an index if the index's files are unchanged."""
+"""Indices that a server has opened in memory for its forks. A fork uses such an index if its files are unchanged."""
 
 from copy import copy
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KeptIndex:
-    """An index whose probe and checksums have been checked with a model.
+    """An index that a server has opened in memory, after the probe and the checksums were checked with its model.
 
     Attributes:
         prepared: the method of `config`, prepared for each layer; None for dense attention.
@@ -34,11 +34,14 @@ class KeptIndex:
 
 kept_indices = Kept[KeptIndex]()
 _taken: list[KeptIndex] = []
-"""The kept indices that this process has opened."""
+"""The indices in memory that `open_kept` has returned in this process."""
 
 
 def open_kept(folder: Path) -> Artifact | None:
-    """Return the kept index of a folder; None if the index is not kept, or if its files have changed."""
+    """Return the index of a folder that the server opened before it forked this process.
+
+    Returns None if the server did not open it, or if its files have changed since.
+    """
     kept = kept_indices.take(folder.absolute(), None)
     if kept is None:
         return None
@@ -49,5 +52,5 @@ def open_kept(folder: Path) -> Artifact | None:
 
 
 def kept_index(artifact: Artifact) -> KeptIndex | None:
-    """Return the kept index from which an index was opened; None if the index was opened from its files."""
+    """Return what the server has in memory for an index that `open_kept` returned; None for any other index."""
     return next((kept for kept in _taken if kept.artifact.manifest is artifact.manifest), None)

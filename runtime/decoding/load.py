@@ -106,7 +106,7 @@ def load_and_open(
 def keep_index(folder: Path) -> None:
     """Load the model of an index on the CPU, and prepare the index's default method, for the forks of this process.
 
-    The probe is not checked, so check it before. An index whose model has rounded weights is not kept.
+    The probe is not checked; check it before. An index whose model has rounded weights is not stored, only its model.
 
     Raises:
         SparsekvError: the model may not or cannot be loaded, or the index is damaged.

@@ -171,7 +171,7 @@ def _distance(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
 
 
 def _check_layers(artifact: Artifact, kinds: LayerKinds) -> None:
-    """Raise ArtifactError if index and model differ in the layers that attend or in the layers that keep a state."""
+    """Raise ArtifactError if index and model differ in the layers that attend or in those with a recurrent state."""
     manifest = artifact.manifest
     compared = (
         ("layers", range(len(manifest.layers)), range(kinds.layers)),
@@ -220,7 +220,8 @@ class OpenIndex:
         rows: keys and values by layer whose reading has already begun, for the probe.
         prepared: a method that is already prepared. The first sparse cache with this method uses it.
         tokenizer_files: the hash of the files that the tokenizer was loaded from; None: unknown.
-        kept: the kept index of a server. `cache` returns the kept cache at its first call if the configs are equal.
+        kept: the same index as opened by the server that forked this process. The first call of `cache` returns the
+            server's cache if the configs are equal.
     """
 
     artifact: Artifact
@@ -272,20 +273,22 @@ class OpenIndex:
     ) -> IndexCache:
         """Make a cache that decodes by a config; layers with a sliding window stay dense.
 
-        Allocates the context in the model's dtype on the model's device or in host memory (page-locked for a GPU).
-        With placement `disk` the keys and values between sinks and tail are not allocated, because selected rows are
-        read from the index's files. A config with dense attention gets the cache of `dense_cache`, without a placement.
+        For a model on a GPU, allocates the context's keys and values on the GPU or in page-locked host memory. They
+        have the model's dtype, or on the GPU int8 if the index stores int8. For a model on a CPU, or with placement
+        `disk`, the keys and values between sinks and tail are read from the index's files. On a CPU without `disk`,
+        they are copied to memory when a step first needs them in the method's layout. A config with dense attention
+        gets the cache of `dense_cache`, without a placement.
 
         Args:
             tail: False: the stored context ends before the tail, and the tokens fed next replace the tail.
-            gather_makers: returns for each layer a maker of the executor that runs all of the layer's steps.
+            gather_makers: returns, for a layer, the function that makes the executor of all of the layer's steps.
 
         Raises:
             UsageError: the config has a residual, and no method of the index has value centroids.
         """
         kept, self.kept = self.kept, None
         if kept is not None and kept.config == config and tail and gather_makers is None:
-            self.prepared = None  # it shares selectors with the kept cache
+            self.prepared = None  # the server's cache uses its selectors, which serve one cache
             return kept.cache
         if isinstance(config.attention, Dense):
             return self.dense_cache()
@@ -293,7 +296,7 @@ class OpenIndex:
         split = self.split if tail else self.split.model_copy(update={"tail": 0})
         where = search_device(config.attention.method, config.placement, self.device)
         prepared = PreparedMethod(config.attention, where)
-        # A prepared method serves one cache.
+        # The selectors of a prepared method serve one cache.
         early, self.prepared = self.prepared, None
         if early is not None and early.is_like(prepared):
             prepared = early
@@ -325,18 +328,18 @@ class OpenIndex:
         return DocumentState(layer_kinds(self.model.config), state)
 
     def agreed(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits [B, V] by which all ranks of the model choose the same tokens."""
+        """Return the logits [B, V] from which tokens are chosen: unchanged, as this process has the whole model."""
         return logits
 
     def take_rows(self, layer: int) -> LayerRows:
-        """Return one layer's stored keys and values: the rows that the probe held, or rows that are read on first use.
+        """Return one layer's stored keys and values: those that the probe left in memory, or rows that are read later.
 
-        Held rows are returned only once.
+        The rows that the probe left in memory are returned only once.
         """
         return self._held.pop(layer, LayerRows(self.artifact, layer))
 
     def _dense_layer(self, layer: int, tokens: int) -> DenseLayer:
-        """Make a dense layer; with a sliding window it has only the rows that the next token can see."""
+        """Make a dense layer; with a sliding window it has only the rows that the next token can attend to."""
         first, window = self._first_seen(layer, tokens), self._window(layer)
         held = self.take_rows(layer)
         if window is None and self.device.type == "cuda" and isinstance(held.stored_on(self.device), Int8Stored):
@@ -346,11 +349,13 @@ class OpenIndex:
         return DenseLayer(*self._rows(held, slice(first, tokens)), out_of_sight=first, window=window)
 
     def _probed_rows(self, layer: int, ahead: Executor | None, *, hold: bool) -> Callable[[], Pair]:
-        """Return a function that returns a layer's rows; with `hold` the rows are kept for the next cache.
+        """Return a function that returns a layer's rows; with `hold` the rows stay in memory for the next cache.
 
-        An executor `ahead` reads held rows before the call; otherwise the call reads the rows. In a layer with a
-        sliding window only the rows of the last two windows are read, and the rows before are zeros. A model that lost
-        its window attends to the zeros, which changes its logits.
+        In a layer with a sliding window only the rows of the last two windows are read, and the rows before are zeros.
+        A model that lost its window attends to the zeros, which changes its logits.
+
+        Args:
+            ahead: executor in which the rows are already read, with `hold`; None: the returned function reads them.
         """
         rows, window = self.rows.pop(layer, None) or LayerRows(self.artifact, layer), self._window(layer)
         early = None
@@ -380,7 +385,7 @@ class OpenIndex:
     def _rows(self, rows: LayerRows, tokens: slice) -> Pair:
         """Return some tokens' keys and values in the model's dtype on its device.
 
-        If `tokens` do not begin at 0, as in a sliding window, only their rows are copied to the device.
+        If `tokens` do not begin at 0, as in a sliding window, only the rows of these tokens are copied to the device.
         """
         keys, values = rows.part(tokens, CPU if tokens.start else self.device)
         return keys.to(self.device, self.dtype), values.to(self.device, self.dtype)
@@ -391,11 +396,11 @@ class OpenIndex:
         The model uses its own attention.
 
         Args:
-            hold: keep the rows that the probe reads, on a GPU or mapped, for the next cache.
+            hold: leave the rows that the probe reads in memory, on a GPU or mapped, for the next cache.
 
         Raises:
             IdentityError: logits or rows differ beyond rounding, so the index was built with another model or mask.
-            SparsekvError: the kept rows do not fit on the GPU.
+            SparsekvError: the rows do not fit on the GPU.
         """
         if hold:
             check_room(self.artifact, self.model)
@@ -423,7 +428,7 @@ def open_index(
     """Open an index after checking that it belongs to a model and tokenizer, by their hashes and by the probe.
 
     Args:
-        hold: keep the keys and values that the probe reads, copied to a GPU or mapped, for the next cache.
+        hold: leave the keys and values that the probe reads in memory, copied to a GPU or mapped, for the next cache.
         early: reading of the index's files and preparation of its method that have already begun.
         files: the hash of the files that the tokenizer was loaded from.
 

@@ -21,7 +21,10 @@ from sparsekv.runtime.selection.wrappers import ResidualSelector, residual_clust
 
 
 def files_read(artifact: Artifact, attention: MethodSpec | Dense) -> list[str]:
-    """Return the index's files that decoding reads in addition to keys and values; dense attention reads none."""
+    """Return the index's files that a config's own method reads in addition to keys and values; none if it is dense.
+
+    The files of the method whose clusters a residual uses are not included.
+    """
     if isinstance(attention, Dense):
         return []
     folders = [attention.name, "queries"] if attention.method.needs_index else ["queries"]
@@ -108,6 +111,7 @@ class PreparedMethod:
     """A method for the layers of one cache. Layers may be prepared before the cache takes them.
 
     Args:
+        form: the method and its parameters.
         device: the device that searches the method's tensors.
         shared: the state shared by the layers.
     """
@@ -123,15 +127,15 @@ class PreparedMethod:
         return mine == theirs
 
     def copy(self) -> "PreparedMethod":
-        """Return a copy that holds the same prepared layers."""
+        """Return a copy that refers to the same prepared layers."""
         return replace(self, _prepared=dict(self._prepared))
 
     def prepare(self, rows: LayerRows) -> None:
-        """Prepare the layer of `rows`, and hold the layer until `take`. Raises what `prepare_layer` raises."""
+        """Prepare the layer of `rows`, and store the result until `take`. Raises what `prepare_layer` raises."""
         self._prepared[rows.layer] = self.take(rows)
 
     def take(self, rows: LayerRows) -> PreparedLayer:
-        """Return the prepared layer of `rows`, and drop the reference to it. A layer that is not held is prepared now.
+        """Return the prepared layer of `rows`, and drop the reference to it. Prepares the layer now if it is not.
 
         Raises what `prepare_layer` raises.
         """
@@ -143,7 +147,7 @@ class PreparedMethod:
 def _told_of(name: str, artifact: Artifact) -> Iterator[None]:
     """Within the context, convert errors of preparing a method to an ArtifactError that names the method.
 
-    Methods use tensors, parameters and calibration without checking them first.
+    Methods use an index's tensors, parameters and calibration without checking them first.
     """
     try:
         yield

@@ -112,8 +112,8 @@ class Session:
 class Turn:
     """The token ids of a question [Q], chat frame included, and of its answer.
 
-    `closed`: the chat frame of the next question begins with the end of this turn, so the answer's last token is left
-    out of the conversation.
+    With `closed`, the chat frame of the next question begins with the end-of-turn token. Therefore the answer's last
+    token, which ended the answer, is left out of the conversation.
     """
 
     question: torch.Tensor

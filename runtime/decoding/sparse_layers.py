@@ -41,9 +41,12 @@ class SparseLayers:
     """Makes the sparse layers of one cache.
 
     Args:
+        device, dtype: the model's device and dtype.
         take_rows: returns a layer's stored keys and values, which are released once the layer is made.
+        prepared: the method of the answers, whose layers may be prepared already.
         split: the split of the prompt, possibly with an empty tail.
-        gather_makers: returns for each layer a maker of the executor that runs all of the layer's steps.
+        gather_makers: returns, for a layer, the function that makes the executor of all of the layer's steps. None: the
+            executors that `plan_layer` chooses.
         question_shared: the state that the layers of the question's method share.
     """
 
@@ -75,7 +78,8 @@ class SparseLayers:
             question=self._question_search(rows, prepared.selector),
             gather_maker=None if self.gather_makers is None else self.gather_makers(layer),
         )
-        # The pages that were read are released, because the selector may keep the file mapped.
+        # Release the pages that were read here: the selector may keep the file mapped, and mapped pages that are in
+        # memory count as this process's memory.
         for tensor in (*rows.stored.tensors.values(), *parts.mapped) if on_disk else ():
             release_pages(tensor)
         rows.release()
@@ -97,7 +101,7 @@ class SparseLayers:
         return keys.to(self.device, self.dtype), values.to(self.device, self.dtype)
 
     def _placed(self) -> torch.device:
-        """Return the device that keeps the rows between sinks and tail; the CPU for rows in files."""
+        """Return the device in whose memory the rows between sinks and tail are stored; the CPU for rows in files."""
         return self.device if self.config.placement == "device" else CPU
 
     def _middle(self, rows: LayerRows, prepared: PreparedLayer) -> MiddleRows:

@@ -14,12 +14,13 @@ from sparsekv.runtime.cache.index_cache import Fed, SequenceCache
 class DecodeStep:
     """Feeds the newest token of each sequence to a model. Call a step within `route_attention`.
 
-    Graphs are captured for all of the cache's slots, for a quarter of the slots, for a sixteenth, and so on. If a step
-    has fewer sequences than its graph, the last sequence is fed several times, which does not change the result. The
-    cache keeps the graphs. Steps are captured again when the cache's buffers have changed.
+    On a GPU there is a CUDA graph for steps of as many sequences as the cache has slots, one for a quarter of the
+    slots, one for a sixteenth, and so on. A graph is captured when it is first needed, and again when the cache's
+    buffers have changed. The cache stores the graphs. If a step has fewer sequences than its graph, the last sequence
+    is fed several times, which does not change the result.
 
     Args:
-        tokens: number of tokens of the stored context; a sequence's own tokens follow them.
+        tokens: number of tokens of the stored context, which precede the tokens of each sequence.
     """
 
     def __init__(self, model: PreTrainedModel, cache: SequenceCache, tokens: int):
@@ -33,8 +34,9 @@ class DecodeStep:
         """Feed one token of each of B sequences; return the logits [B, V]. The next call may overwrite the logits.
 
         Args:
+            fed: the token's slot and row index, for each sequence.
             newest: token ids [B], on any device.
-            most: maximum number of own rows of any sequence, at the end of its answer.
+            most: maximum number of rows that a sequence will have after the stored context, at the end of its answer.
         """
         cache, capture = self.cache, self._valid is not None or self.cache.capturable
         size = self.size_of(len(fed), capture=capture)
@@ -79,7 +81,7 @@ class DecodeStep:
         if self._valid is not None and self._valid is cache.graphs.get(size):
             return self._valid
         if any(graph.buffers != cache.buffers() for graph in cache.graphs.values()):
-            cache.graphs.clear()  # frees their memory before another graph is captured
+            cache.graphs.clear()  # frees the graphs' memory before another graph is captured
         if size not in cache.graphs:
             found = self._captured(lambda: self._forward(size))
             cache.capturing = found is not None
@@ -92,8 +94,8 @@ class DecodeStep:
     def _captured(self, step: Run) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
         """Capture a step as a CUDA graph; return the graph and its logits.
 
-        Returns None if the step synchronises with the GPU or cannot be captured. Counters that trial runs of the step
-        change are restored.
+        Returns None if the step synchronises with the GPU or cannot be captured. The step is run a few times for this.
+        The counters that these runs change are restored.
         """
         changed, device = self.cache.counters(), self.model.device
         before = [tensor.clone() for tensor in changed]
@@ -114,7 +116,7 @@ class DecodeStep:
 
 @contextmanager
 def _experts_for_few_tokens(model: PreTrainedModel, tokens: int) -> Iterator[None]:
-    """Let a model on a GPU compute its experts with batched_mm, not grouped_mm, within the context, if `tokens` is 1.
+    """Within the context, a model on a GPU computes its experts with batched_mm, not grouped_mm, if `tokens` is 1.
 
     Transformers makes the same choice when it decodes few tokens.
     """

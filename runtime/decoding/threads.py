@@ -78,8 +78,8 @@ def all_cores(model: PreTrainedModel) -> AbstractContextManager[object]:
 def split_pays(threads: int) -> bool:
     """Whether this machine multiplies few rows faster if the layer is split among `threads` threads.
 
-    The function measures once, on 4 MiB of weights in about 2 ms, because MKL's behaviour depends on the processor and
-    on MKL's version.
+    The function measures once per process, on 4 MiB of weights in about 2 ms, because MKL's behaviour depends on the
+    processor and on MKL's version.
     """
     if threads == 1:
         return False
@@ -160,7 +160,7 @@ def _refuse_callback() -> None:
 
 
 INTERVAL = 0.25
-"""Minimum seconds between two measurements of CPU use, because the kernel counts in hundredths of a second."""
+"""Minimum seconds between two readings of CPU use, because the kernel counts in hundredths of a second."""
 
 CHOSEN_BY_USER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables that fix the number of threads."""
@@ -175,7 +175,11 @@ COUNTED = 8
 
 @dataclass(frozen=True)
 class Usage:
-    """CPU use up to `moment`: seconds for which a set of cores was busy, and CPU seconds of this process (`own`)."""
+    """CPU use up to the clock reading `moment`.
+
+    `busy` is the number of seconds for which a set of cores was busy since the system started, summed over the cores.
+    `own` is the number of CPU seconds of this process.
+    """
 
     moment: float
     busy: float
@@ -212,7 +216,7 @@ def quota(text: str) -> float:
 
 
 def left_free(before: Usage, now: Usage, cores: int) -> float:
-    """Return the mean number of cores, of `cores`, that other processes left free between two measurements."""
+    """Return the mean number of the `cores` cores that other processes left free between two readings of CPU use."""
     others = (now.busy - before.busy - (now.own - before.own)) / (now.moment - before.moment)
     return cores - max(0.0, others)
 
@@ -226,9 +230,11 @@ def threads_for(free: float, most: int) -> int:
 
 
 class _Meter:
-    """State that all threads of this process share: the last measurement, and torch's thread count before any change.
+    """State that all threads of this process share: the last reading of CPU use, and torch's original thread count.
 
-    Torch has one thread count for new threads, and a separate count in each thread that has begun.
+    `last` is that reading, and `free` is the number of cores that other processes left free before it. `users` is the
+    number of `free_cores` contexts that are open. `most` is torch's thread count before the first of these contexts
+    changed it. It is stored here, because a context in one thread changes the count with which new threads begin.
     """
 
     def __init__(self) -> None:
@@ -247,9 +253,10 @@ class _Meter:
             self.users -= 1
 
     def threads(self, most: int) -> int:
-        """Return the number of threads to use: at most `most`, and no more than cores are idle.
+        """Return the number of threads to use: at most `most`, and at most the number of free cores, but at least 1.
 
-        Measures again after `INTERVAL`."""
+        CPU use is read again if the last reading is older than `INTERVAL`.
+        """
         with self.lock:
             if self.last is not None and time.monotonic() - self.last.moment >= INTERVAL and (now := usage()):
                 self.free = min(left_free(self.last, now, len(os.sched_getaffinity(0))), _quota())
@@ -268,7 +275,7 @@ _meter = _Meter()
 
 
 def restart_meter() -> None:
-    """Start a new measurement of the use of cores, for a process that was forked long before its work begins."""
+    """Start a new reading of CPU use, for a process that was forked long before its work begins."""
     global _meter
     _meter = _Meter()
 
@@ -284,7 +291,7 @@ class FreeCores:
         self.most = self.threads = most
 
     def follow(self) -> None:
-        """Set the thread count from the last measurement, or from a new one if the last is older than `INTERVAL`."""
+        """Set the thread count from the last reading of CPU use. A reading older than `INTERVAL` is renewed."""
         if self.most > 1 and (threads := _meter.threads(self.most)) != self.threads:
             self.threads = threads
             torch.set_num_threads(threads)

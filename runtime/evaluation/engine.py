@@ -38,8 +38,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class Builder(Protocol):
-    """Builds the indices of contexts. Callers pass an implementation, because this package must not import
-    `indexing`."""
+    """Builds the indices of contexts. Callers pass an implementation: this package must not import `indexing`."""
 
     @property
     def prefills(self) -> Iterable[str]:
@@ -72,8 +71,11 @@ class Comparison:
 
     Attributes:
         builder: builds the indices with the tensors of the methods, for each of its prefills.
+        question: attention of a question's tokens.
         residual: run each method a second time with a residual.
-        keep: keep the indices after the evaluation.
+        raw: use no chat template.
+        keep: do not remove the indices after the evaluation.
+        max_new_tokens: largest number of tokens of an answer; None: as the task says.
         together: number of questions of a context that are answered in one batch.
     """
 
@@ -98,9 +100,10 @@ class Comparison:
         return encode_prompt(self.loaded.tokenizer, text, raw=self.raw or bare)
 
     def question_ids(self, context: Context, question: Question, prompt: FixedPrompt) -> torch.Tensor:
-        """Return the token ids [Q] after the document: the question in its chat template, if any, and the prefix.
+        """Return the token ids [Q] that are fed after the document.
 
-        For a `continuation` metric the ids are the first tokens of the text that follows the document.
+        They are the question in its chat template, if there is one, and the beginning of the answer that the task
+        prescribes. For a `continuation` metric they are the first tokens of the text that follows the document.
         """
         tokenizer, border = self.loaded.tokenizer, prompt.border
         if METRICS[question.metric].continuation:
@@ -204,7 +207,10 @@ def unanswered(comparison: Comparison, contexts: list[Context], answers: Answers
 
 @dataclass
 class _Asking:
-    """Answers the questions of one context with one prefill. Builds the index only if an answer is not stored."""
+    """Answers the questions of one context over the index that was built with one prefill.
+
+    The index is built only if an answer is not stored.
+    """
 
     comparison: Comparison
     context: Context
@@ -225,7 +231,7 @@ class _Asking:
                 yield Result(self.context, question, way, self.answers.known[key], len(self.prompt.input_ids))
         if self.opened is not None:
             self.opened, kept = None, self._folder().with_suffix(".kept")
-            # The file `.kept` marks an index that a run had to keep, so that later runs do not remove it.
+            # The file `.kept` marks an index of a run with `keep`, so that later runs without it do not remove it.
             if self.comparison.keep:
                 kept.touch()
             elif not kept.exists():
@@ -241,8 +247,8 @@ class _Asking:
         """Yield the answers that are not stored yet, in order of completion, one for each distinct question.
 
         Several questions are answered in one batch if the comparison and the method allow batches. In a batch with a
-        sparse method, questions share selections, so an answer depends on the other questions. All questions are then
-        answered again, also those with stored answers.
+        sparse method, questions share selections, so an answer depends on the other questions. Therefore such a batch
+        has all questions of the context with the same maximum answer length, also those whose answers are stored.
         """
         asked = list({one[1]: one for one in asked}.values())
         self.opened = self.opened or self._open(show)
@@ -320,7 +326,7 @@ class _Asking:
     def _question_prefill(self, sparse: bool) -> dict[str, Any] | None:
         """Return the settings of the question's prefill, as a part of the answer's key.
 
-        The result is None if the answering method prefills the question, and for answers by dense attention.
+        The result is None if the question's tokens select by the answer's method, and for answers by dense attention.
         """
         question, builder = self.comparison.question, self.comparison.builder
         if isinstance(question, Own) or not sparse:
@@ -363,7 +369,8 @@ class _Asking:
 def _takes_steps(cache: IndexCache, tokens: int) -> bool:
     """Whether the KV fraction of an answer with `tokens` tokens is known.
 
-    A sparse layer counts only decode steps, so the answer needs more than one token. Dense layers read everything.
+    A sparse layer counts only decode steps, so the answer needs more than one token. If all layers are dense, the KV
+    fraction is always 1.
     """
     return tokens > 1 or all(layer.read is None for layer in cache.stored_layers)
 

@@ -142,10 +142,15 @@ def largest(fits: Callable[[int], bool], upper: int) -> int:
 def fill(units: list[str], render: Callable[[list[str]], str], count: CountTokens, length: int, task: str) -> list[str]:
     """Return the longest prefix of the units that `render` turns into a text of at most `length` tokens.
 
+    Args:
+        units: parts of the text, such as sentences.
+        task: the task's name for errors.
+
     Raises:
         UsageError: the text is too long even without units, or all units fill less than three quarters of the length.
     """
-    # Sizes are doubled from a small start, because tokenising a whole book for each guess is slower than the model.
+    # Sizes are doubled from a small start. Bisection from the whole text would tokenise a book several times, which
+    # takes longer than the model's answers.
     upper = min(len(units), 4 * length)
     size = min(upper, 16)
     while size < upper and count(render(units[:size])) <= length:
@@ -163,7 +168,7 @@ def fill(units: list[str], render: Callable[[list[str]], str], count: CountToken
 
 
 def insert(units: list[str], needles: list[tuple[float, str]]) -> list[str]:
-    """Insert needles between the units, each at its depth: the share of the units' characters before it."""
+    """Insert needles between the units, each at its depth: the share of the units' characters that precede it."""
     total, before, placed = sum(map(len, units)), 0, []
     waiting = sorted(needles)
     for unit in units:
@@ -312,9 +317,9 @@ ZETA = 1.6449340668482264  # zeta(ALPHA), which normalises the frequencies
 
 
 class CommonWords(DrawnTask):
-    """Lists words of which ten are common. A common word occurs ten times as often as another word.
+    """Lists words of which ten are common. A common word occurs ten times as often as any other word.
 
-    In a list below LONG tokens a common word occurs six times as often.
+    In a list below LONG tokens it occurs six times as often as any other word.
     """
 
     def draw(self, request: Request, number: int) -> Context:

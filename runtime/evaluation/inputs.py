@@ -68,7 +68,7 @@ class Inputs:
 
 
 def _refuse_index(document: str | None) -> None:
-    """Raise UsageError if the document is an index; the message names the text of the index."""
+    """Raise UsageError if the document is an index; the message names the text from which the index was built."""
     folder = Path(document or "-")
     if (folder / MANIFEST).is_file():
         raise UsageError(

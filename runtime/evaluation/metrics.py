@@ -83,7 +83,7 @@ def _class(line: str, expected: str, classes: tuple[str, ...]) -> float:
 
 
 def retrieval(answer: str, question: Question) -> float:
-    """Compute LongBench's retrieval score: the share of the answer's numbers that equal the right paragraph's."""
+    """Compute LongBench's retrieval score: the share of the answer's numbers that are the right paragraph's number."""
     numbers = [number for expected in question.answers for number in re.findall(r"\d+", expected)[:1]]
     return max((_share_of_numbers(answer, number) for number in numbers), default=0.0)
 

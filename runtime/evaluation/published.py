@@ -34,7 +34,7 @@ _ARTICLE = (
 class Dataset:
     """A published dataset: a prompt with the placeholders {context} and {input}, the answer's length and the metric.
 
-    With `bare`, no chat template is used, because the prompt has few-shot examples or code.
+    With `bare`, no chat template is used, because the prompt ends with few-shot examples or code to continue.
     """
 
     prompt: str

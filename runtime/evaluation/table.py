@@ -49,6 +49,9 @@ def paired_difference(
 
     Each bootstrap replicate draws the same questions for both means, so that a question's difficulty cancels.
 
+    Args:
+        summary: increasing function of a mean. The difference is that of its values for the two means.
+
     Raises:
         ValueError: the scores are not for the same questions.
     """
@@ -144,7 +147,7 @@ class Answers:
         self.known[key] = given
 
     def take_over(self, other: "Answers") -> None:
-        """Copy from another open folder the answers that this folder does not have.
+        """Copy the answers that only the folder of `other` has. Both folders must be open.
 
         Raises:
             SparsekvError: the disk is full or gone.
@@ -265,10 +268,10 @@ class Cell:
 
 
 def rows(results: Iterable[Result], seed: int = 0) -> list[Score]:
-    """Compute the rows of the table, grouped by task, length and metric. A group has one row per variant.
+    """Compute the rows of the table: one for each variant in each group of the same task, length and metric.
 
-    Only questions that all variants of the group have answered are counted. Rows are in the order in which the
-    variants first occur.
+    Only questions that all variants of a group have answered are counted. Rows are in the order in which the variants
+    first occur.
     """
     groups: dict[tuple[str, int | None, str], list[Result]] = {}
     for result in results:

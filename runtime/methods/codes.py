@@ -89,10 +89,10 @@ class Codes(Method):
     def prepare(self, context: MiddleContext) -> "CodesSelector":
         """Create the selector of a layer. Allocates the codebooks in float32 and each token's cluster.
 
-        With `scan` 1, a second copy of the codes is allocated, too: in int32 on a CPU, or for GPU kernels with the
-        clusters in int16 or int32. A selection without kernels allocates the logits of the scanned keys a few times. A
-        selection with kernels allocates one byte per token. If several queries select separately, it allocates one byte
-        per token and query.
+        With `scan` 1, the first step may also allocate a second copy of the codes: in int32 on a CPU, or for GPU
+        kernels with the clusters in int16 or int32. A selection without kernels allocates the logits of the scanned
+        keys a few times. A selection with kernels allocates one byte per token, and one byte per token and query if
+        several queries select separately.
         """
         return CodesSelector(context, self)
 
@@ -105,7 +105,7 @@ class CodesSelector(Selector):
     def __init__(self, context: MiddleContext, method: Codes):
         tensors = context.tensors
         self.facts, self.method = context.facts, method
-        # Keys are loaded only for re-ranking, because loading from an int8 index dequantises all keys and keeps them.
+        # Keys are loaded only for re-ranking, because the keys of an int8 index are dequantised and stay in memory.
         self.keys = context.keys if method.rerank > 1 else None
         self.estimates = CodeEstimates(tensors, context.facts)
         self.codes, self.order = tensors["codes"], tensors["token_order"].long()

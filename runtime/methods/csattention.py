@@ -82,7 +82,7 @@ class CSAttention(Method):
         check_at_least_one(self, "step", "buffer")
 
     def prepare(self, context: MiddleContext) -> TableSelector:
-        """Create the selector of a layer. The selector keeps the centroids and all M keys, copied if on another device.
+        """Create the selector of a layer. Refers to the centroids and all M keys; copies those on another device.
 
         The posting lists are not copied. Each append allocates new ones, and the first append also copies the keys. On
         a GPU, posting lists over 16,384 keys or more are also stored by token, unless appending or backoff is on. The

@@ -23,5 +23,5 @@ class H2O(Method):
     learns_queries: ClassVar[bool] = True
 
     def prepare(self, context: MiddleContext) -> KeptTokens:
-        """Create the selector of a layer. The selector keeps one int64 per token and head."""
+        """Create the selector of a layer. Allocates one int64 per token and head."""
         return KeptTokens(ranking(context.tensors["scores"]))

@@ -18,5 +18,5 @@ class KeyDiff(Method):
     """Keeps the tokens whose keys have the lowest cosine with the mean direction."""
 
     def prepare(self, context: MiddleContext) -> KeptTokens:
-        """Create the selector of a layer. Allocates the keys in float32, and keeps one int64 per token and head."""
+        """Create the selector of a layer. Allocates one int64 per token and head, and the keys in float32 meanwhile."""
         return KeptTokens(ranking(keydiff_scores(context.keys)))

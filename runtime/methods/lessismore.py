@@ -36,7 +36,10 @@ class LessIsMore(LayerSharing):
             raise UsageError(f"--recent-share {self.recent_share:g}: give a share from 0 to 1")
 
     def prepare(self, context: MiddleContext) -> "LessIsMoreSelector":
-        """Create the selector of a layer. A selection in a ranking layer allocates logits of all M keys three times."""
+        """Create the selector of a layer.
+
+        A selection in a ranking layer allocates a few tensors of the size of the query heads' logits of all M keys.
+        """
         return LessIsMoreSelector(self, context, self.recent_share)
 
 
@@ -52,7 +55,7 @@ class LessIsMoreSelector(SharingSelector):
         if queries.joint:
             logits = softmax_beside(logits, queries.exact_logsumexp()).mean(2, keepdim=True)
         orders = ranking(logits.flatten(0, 1))
-        # rank * heads + head is a token's turn in a round robin over the heads' rankings.
+        # In a round robin over the heads' rankings, the token of rank r in head h has the turn r * heads + h.
         of_first = len(orders) * torch.arange(orders.shape[-1], dtype=torch.int32, device=orders.device)
         turns = torch.empty_like(orders, dtype=torch.int32).scatter_(-1, orders, of_first.expand_as(orders))
         turns += torch.arange(len(orders), dtype=torch.int32, device=orders.device)[:, None, None]

@@ -30,7 +30,10 @@ class Loki(Method):
         check_at_least_one(self, "dims")
 
     def prepare(self, context: MiddleContext) -> "LokiSelector":
-        """Create the selector of a layer. Allocates [Hk, M, d] in the keys' dtype, and temporarily float64 keys."""
+        """Create the selector of a layer.
+
+        Allocates [Hk, M, d] in the keys' dtype, and temporarily two copies of the keys in float64.
+        """
         return LokiSelector(context, self.dims)
 
 

@@ -61,7 +61,8 @@ class MagicPIG(Method):
     def prepare(self, context: MiddleContext) -> "HashSelector":
         """Create the selector of a layer.
 
-        Allocates projections [L, D, K], codes [L, Hk, M] int16, and temporarily the keys in float32.
+        Allocates projections [L, D, K] and codes [L, Hk, M] int16. Temporarily allocates the keys in float32 twice, and
+        their products with the projections of a few tables.
         """
         return HashSelector(self, context)
 

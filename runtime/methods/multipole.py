@@ -6,8 +6,10 @@ Each token counts once: individually, or through the centroid of its cluster. A 
 centroid Kc_i and value centroid Vc_i adds N_i exp(q Kc_i) Vc_i to the numerator and N_i exp(q Kc_i) to the denominator
 of one softmax. In a hierarchy, the centroid of a coarse cluster that is not opened represents all tokens of the
 cluster. In an opened cluster, the children represent the tokens. RetroInfer (arXiv 2505.02922) also estimates attention
-from centroids. New tokens are first kept in a buffer and attended to exactly. Then they are appended to the last block
-of clusters (section 3.3).
+from centroids.
+
+By default, queries attend to all new tokens exactly. With `stream`, the oldest new tokens are moved to the last block
+of clusters from time to time (section 3.3).
 """
 
 from dataclasses import dataclass, field
@@ -51,7 +53,7 @@ class Multipole(ClusterMethod):
         check_at_least_one(self, "buffer")
 
     def prepare(self, context: MiddleContext) -> ClusterSelector:
-        """Create the selector of a layer, which keeps the centroids and counts of all levels, and the token order."""
+        """Create the selector of a layer. Refers to the centroids and counts of all levels, and to the token order."""
         clustering = BlockClustering.from_parameters(context.parameters) if self.stream and context.parameters else None
         return ClusterSelector(
             context,

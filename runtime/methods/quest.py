@@ -37,16 +37,16 @@ class Quest(Method):
         check_at_least_one(self, "page_size")
 
     def prepare(self, context: MiddleContext) -> "QuestSelector":
-        """Create the selector of a layer. Allocates two rows per page and head."""
+        """Create the selector of a layer. Allocates two rows per page and head, and temporarily a copy of the keys."""
         return QuestSelector(self, context)
 
 
 class QuestSelector(Selector):
     """Selects pages by their bounds. The last page may have fewer tokens.
 
-    `extremes` [Hk, P, 2 D] holds each page's maximum of each channel, followed by its minimum of each channel. A page's
-    bound is an inner product: the maxima are multiplied with the query's positive part, the minima with its negative
-    part.
+    `extremes` [Hk, P, 2 D] has, for each of the P pages, the maximum of each key channel, and then the minimum of each
+    channel. The bound of a page is an inner product: the maxima times the query's positive part, plus the minima times
+    its negative part.
     """
 
     def __init__(self, method: Quest, context: MiddleContext):
@@ -66,7 +66,10 @@ class QuestSelector(Selector):
         return attention_logits(_by_sign(query), self.extremes, *self.facts.scaling)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select the best pages by the softmax over the bounds of all tokens' pages, averaged over the group."""
+        """Select the best pages by the softmax over the bounds of all tokens' pages, averaged over the query heads.
+
+        If the queries share a selection, the softmax is averaged over the queries, too.
+        """
         tokens = budget.tokens(self.middle)
         if queries.query.is_cuda and queries.query.shape[2] == 1 and self.middle <= MOST_TOKENS:
             return self._select_by_kernels(queries.query, tokens)

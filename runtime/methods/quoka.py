@@ -2,8 +2,8 @@
 
 QuoKA reads every key.
 
-The tokens of a question share one selection. The selection uses the few queries that are least similar to the mean
-query, as in a chunk of a document's prefill. In a decode step, the selection uses the step's only query.
+The tokens of a question share one selection. It uses only the few of their queries that are least similar to the mean
+query, as QuoKA does for a chunk of a document's prefill. In a decode step, the selection uses the step's only query.
 """
 
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ The attention probabilities of an observation window of queries are summed and p
 neighbours of an important token are kept with it. In the paper, the window is at the end of the prompt, which ends with
 the question. Here the document is prefilled before the question. Before a question, the window has the last of the
 document's observed queries (`load_observed`, the first half of the tail). When a question is prefilled, the window has
-the question's last queries. The ranking by these queries is kept until `forget_question`.
+the question's last queries. The answer's tokens use the ranking by these queries, until `forget_question`.
 
 There are two differences from the published code. One selection serves all query heads of a group, by the mean of their
 pooled sums. For the document's window, the softmax is over the middle alone, because the keys of sinks and tail are not
@@ -45,7 +45,7 @@ class SnapKV(Method):
         check_choice("--pooling", self.pooling, POOLING)
 
     def prepare(self, context: MiddleContext) -> "SnapKVSelector":
-        """Create the selector of a layer. The selector keeps two int64 per token and head.
+        """Create the selector of a layer. Allocates one int64 per token and head, and two after a question.
 
         Ranking allocates the window's logits of all M keys.
         """
@@ -78,7 +78,7 @@ class SnapKVSelector(KeptTokens):
         return ranking(_pooled(summed, self.method.pool_size, self.method.pooling).mean(1))
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select by the current ranking; a question's queries first replace the ranking, also for later tokens."""
+        """Select by the current ranking. A question's queries first replace the ranking, also for its answer."""
         if queries.joint:
             self.observe(queries)
         return super().select(queries, budget)

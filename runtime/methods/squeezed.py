@@ -36,7 +36,7 @@ class Squeezed(ClusterMethod):
         check_choice("--selection", self.selection, SELECTIONS)
 
     def prepare(self, context: MiddleContext) -> ClusterSelector:
-        """Create the selector of a layer, which keeps the centroids and counts of all levels, and the token order."""
+        """Create the selector of a layer. Refers to the centroids and counts of all levels, and to the token order."""
         hierarchical = self.is_hierarchical(context)
         thresholds = Thresholds(context.calibration, self.lookup) if self.selection == "threshold" else None
         return ClusterSelector(context, hierarchical=hierarchical, opened=self.opened, thresholds=thresholds)

@@ -49,13 +49,11 @@ def measured_files(artifact: Artifact, names: Iterable[str], layers: Iterable[in
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """Queries of one layer.
-
-    Each query attends to all sinks and to all tokens between sinks and tail (the middle).
+    """Q queries of one layer. Each attends to all sinks, all tokens between sinks and tail, and some later tokens.
 
     Attributes:
         queries: [Hq, Q, D].
-        keys, values: [Hk, E, D], of new tokens after the tail. Queries of the tail have none (E = 0).
+        keys, values: [Hk, E, D], of E new tokens after the tail. Queries of the tail have none (E = 0).
         visible: [Q], number of tail and new tokens that each query attends to.
         sink_logits: logits of learned attention sinks; None if the model has none.
     """
@@ -87,7 +85,7 @@ def tail_block(artifact: Artifact, layer: int, *, calibration: bool = False) -> 
 
 
 def seen_block(artifact: Artifact, layer: int) -> QueryBlock | None:
-    """Read the last of the document queries from which the index was built, half as many as the tail has tokens.
+    """Read the last of the document's queries from which the index was built, half as many as the tail has tokens.
 
     Measurements place these queries directly after the middle. Returns None if the index stores no queries.
     """
@@ -109,7 +107,8 @@ class MeasuredQueries:
     """The queries of a report, from the tail or from questions. `blocks(layer)` returns the queries of one layer.
 
     Args:
-        given: the queries of each question, by layer; None: the held-out queries of the tail.
+        given: for each layer, the blocks of the questions' queries, such as one block for each question; None: measure
+            on the held-out queries of the tail.
     """
 
     def __init__(self, artifact: Artifact, given: Mapping[int, Sequence[QueryBlock]] | None = None):

@@ -21,9 +21,9 @@ def question_queries(
     Without questions, return the held-out queries of the document's tail.
 
     Args:
-        last: record only one query of each question, in one block, so that the queries can share a selection. The query
-            is that of the last token before the common end of all questions, such as a chat template's end. Keys and
-            values of the questions' tokens are left out.
+        last: record only one query of each question, and return all of them in one block, so that they can share a
+            selection. The query is that of the last token before the tokens with which all questions end, such as the
+            end of a chat template. Keys and values of the questions' tokens are left out.
 
     Raises:
         UsageError: the model has too few positions for a question.
@@ -55,7 +55,7 @@ def _joined(each: list[QueryBlock]) -> QueryBlock:
 class _QuestionRecorder:
     """Runs questions with dense attention and records the queries and the new keys and values of each layer.
 
-    With `but`, the recorder keeps only the query of the token that has `but` tokens after it.
+    With `but`, only the query of the token that has `but` tokens after it is recorded.
     """
 
     index: OpenIndex

@@ -47,7 +47,7 @@ class MeasuredSetting:
 
 @dataclass
 class Measures:
-    """Sums over queries of each measure, by name; each sum is [Hk] float64."""
+    """Sums of each measure over queries, by the measure's name. Each sum is [Hk] float64."""
 
     queries: int = 0
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -70,16 +70,16 @@ PIECE = 4096  # tokens per matrix product when a GPU computes a long sum
 
 @dataclass(frozen=True)
 class Truth:
-    """Queries and their dense attention. Sinks, tail and later tokens are the exact rows.
+    """Queries and their dense attention. The exact rows are those of sinks, tail and later tokens.
 
     Attributes:
         logits: [Hk, G, Q, M], logits of the tokens between sinks and tail (the middle).
         exact_logsumexp: [Hk, G, Q], log-sum-exp of the logits of the exact rows and of learned attention sinks.
         exact_output: [Hk, G, Q, D], output of attention to the exact rows and learned attention sinks alone.
-        probability: [Hk, Q, M], attention probability of the middle's tokens, mean over the query heads of a group.
+        probability: [Hk, Q, M], attention probability of the middle's tokens, mean over the G query heads of a KV head.
         output: [Hk, G, Q, D], output of dense attention.
         values: [Hk, M, D], values of the middle.
-        oracles: cache of the oracle's selections by number of tokens.
+        oracles: cache of the results of `oracle`, by number of tokens.
     """
 
     queries: Queries
@@ -151,7 +151,7 @@ def joint_softmax(parts: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], 
 def weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return the sums [Hk, G, Q, D] of values [Hk, T, D] with weights [Hk, G, Q, T], in float32."""
     Hk, G, Q, tokens = weights.shape
-    # A GPU computes one long sum on only about a dozen of its multiprocessors, so the sum is split into pieces.
+    # A GPU computes one long matrix product on only about a dozen of its SMs, so the product is split into pieces.
     piece = PIECE if weights.is_cuda else tokens
     return sum_in_pieces(weights.flatten(1, 2), values.float(), piece).view(Hk, G, Q, -1)
 
@@ -179,7 +179,8 @@ def measure_layer(
 ) -> dict[MeasuredSetting, Measures]:
     """Measure all methods and budgets on one layer, on a device.
 
-    Allocates several tensors of 256 MB for logits. On a GPU, also allocates the layer's keys and values.
+    Allocates several tensors of 256 MB for logits, or of one batch of queries if that is more. On a GPU, also allocates
+    the layer's keys and values.
 
     Args:
         states: state shared with the layers that were measured before this one.
@@ -242,7 +243,7 @@ def step_measures(attempt: Attempt, truth: Truth, wanted: int) -> dict[str, torc
 
 
 def _coverage(selector: Selector, truth: Truth, wanted: int) -> torch.Tensor:
-    """Return the share [Hk, Q] of the oracle's tokens that the selector scores; NaN for a selector of all tokens."""
+    """Return the share [Hk, Q] of the oracle's tokens that the selector scores; NaN if it scores all tokens."""
     report = selector.report
     if report is None or report.covered is None:
         return torch.full_like(truth.probability[..., 0], torch.nan)
@@ -259,9 +260,12 @@ def _attempt(selector: Selector, truth: Truth, budget: Budget, *, outputs: bool,
 def attempt_of(selection: Selection, layout: torch.Tensor | None, truth: Truth, *, outputs: bool = True) -> Attempt:
     """Compute the result of a selection: selected tokens [Hk, Q, M] bool, and attention output [Hk, Q, G, D].
 
-    The selection is for the queries of `truth`. Selected tokens are in the order of positions. Without `outputs`, the
-    output and the missed mass are NaN. The missed mass is also NaN if the selection has no centroids of the unselected
-    tokens.
+    The selected tokens are in the order of positions. Without `outputs`, the output and the missed mass are NaN. The
+    missed mass is also NaN if the selection has no centroids of the unselected tokens.
+
+    Args:
+        selection: the selection for the queries of `truth`.
+        layout: [Hk, M], the middle position of each row that the selection counts; None: order of position.
     """
     positions = chosen_positions(selection.rows, layout, truth.logits.shape[-1])
     chosen = _chosen(positions, truth.probability)

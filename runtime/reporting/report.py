@@ -56,10 +56,12 @@ class RecallRow:
     """Measures of one method at one budget. `layer` is None in a mean over layers, `kv_head` in a mean over KV heads.
 
     Attributes:
+        recall: share of the oracle's tokens that the method selects.
         missed_estimate: estimated missed mass; None without centroids of the unselected tokens.
-        recall_seen: recall on the document queries from which the index was built; None for an index without queries.
+        recall_seen: recall on the document's queries from which the index was built. None if the index stores no
+            queries, or if the method does not learn from them.
         list_coverage: share of the oracle's tokens that are in the posting lists read; None without posting lists.
-        raised: share of a head's queries whose budget the guard raised; None without a guard.
+        raised: share of a head's queries over the guard's limit at the first budget; None without a guard.
         dense: share of a head's queries to which the guard gave dense attention; None without a guard.
         together: number of queries that share the union of their selections.
     """
@@ -128,7 +130,10 @@ class RecallReport:
         return next(iter(self.ranked_within(kv_fraction)), None)
 
     def ranked_within(self, kv_fraction: float) -> list[RecallRow]:
-        """Return the mean rows with at most this KV fraction, sorted by output error, with the same exclusions."""
+        """Return the mean rows with at most this KV fraction, sorted by output error.
+
+        Bounds such as the oracle, and rows in which several queries share a selection, are excluded.
+        """
         alone = [row for row in self.by() if row.together == 1 and not methods()[row.method].is_bound]
         return sorted((row for row in alone if row.kv_fraction <= kv_fraction), key=lambda row: row.output_error)
 
@@ -163,10 +168,11 @@ def recall_report(
         progress: called with the number of measured layers and the total.
         residual: measure each variant a second time with centroids for the tokens that the variant does not select.
         guard: measure each variant whose missed mass can be estimated a second time under this guard.
-        together: numbers of queries that share the union of their selections. The queries of a group are evenly spread
-            over the measured queries. Methods that cannot share, and variants under a guard, are measured only with 1.
         configured: for some methods, by name, a label and the only variant to measure. All variants of other methods
             are measured.
+        together: measure each variant once for each of these numbers of queries, which then share the union of their
+            selections. The queries of a group are evenly spread over the measured queries. Methods that cannot share,
+            and variants under a guard, are measured only with 1.
 
     Raises:
         UsageError: `residual` is set, and the index has no value centroids.

@@ -35,8 +35,9 @@ def describe_lists(
     """Compute the statistics of a layer's posting lists. Reads all lists and keys, one head and subspace at a time.
 
     Args:
+        tensors: tensors of the index; see `CSAttentionIndexer`.
         keys: [Hk, M, D] of the middle, as attended, in order of position.
-        queries: [Hk, G, R, D].
+        queries: [Hk, G, R, D], R queries of each query head.
         first_token: position in the prompt of the first middle token.
     """
     heads, subspaces, centroids, entries = tensors["table_tokens"].shape
@@ -58,13 +59,15 @@ def subspace_shares(queries: torch.Tensor, keys: torch.Tensor, channels: torch.T
 
     A logit q k is the sum over subspaces b of q_b k_b. A term that is the same for all keys does not change the
     ranking. Therefore a subspace is weighted by the standard deviation of q_b k_b over the keys. The subspace's share
-    is this deviation divided by the sum of all deviations. If all keys are equal, each share is 1 / m.
+    is this deviation divided by the sum of the deviations of all subspaces. If all keys are equal, each share is 1 / m.
 
-    The deviation is sqrt(q_b^T V_b q_b), where V_b is the keys' covariance. Therefore no logits are computed. Allocates
-    one subspace's keys [M, D / m] twice in float64.
+    The deviation is sqrt(q_b^T V_b q_b), where V_b is the covariance of the keys k_b. Therefore no logits are computed.
+    Allocates one subspace's keys [M, D / m] twice in float64.
 
     Args:
-        queries: [R, D]; keys: [M, D]; channels: [m, D / m] of each subspace.
+        queries: [R, D], R queries on this head.
+        keys: [M, D].
+        channels: [m, D / m], the channels of each of the m subspaces.
     """
     deviations = torch.stack([_deviation(queries[:, part], keys[:, part]) for part in channels.long()], -1)
     total = deviations.sum(-1, keepdim=True)
@@ -88,10 +91,10 @@ def _named(lists: torch.Tensor, keys: int, first_token: int) -> torch.Tensor:
 def relative_spreads(rows: torch.Tensor, tensors: dict[str, torch.Tensor], name: str) -> list[float]:
     """Compute the relative distance of rows to their clusters' centroids, for each level, finest first.
 
-    The relative distance is sqrt(sum |r - c|^2 / sum |r - mean|^2) over all rows r with centroids c of all KV heads.
-    Each head has its own mean. The result is 0 if all rows of a cluster are equal, and 1 if centroids are no better
-    than the mean. The square of the result is the share of the variance that is lost if each row is replaced by its
-    centroid. Allocates a few copies of one head's rows in float32.
+    The relative distance is sqrt(sum |r - c|^2 / sum |r - mean|^2). The sums are over the rows r of all KV heads. The
+    centroid of r's cluster is c, and the mean is that of the rows of r's head. The result is 0 if all rows of each
+    cluster are equal, and 1 if centroids are no better than the mean. The square of the result is the share of the
+    variance that is lost if each row is replaced by its centroid. Allocates a few copies of one head's rows in float32.
 
     Args:
         rows: [Hk, M, D] of the middle, in order of position.
@@ -114,9 +117,8 @@ def relative_spreads(rows: torch.Tensor, tensors: dict[str, torch.Tensor], name:
 def cluster_spreads(keys: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """Compute the relative distance of each finest cluster's keys to its centroid: [Hk, C] float64.
 
-    The distance is relative to the spread of all keys of the head, as in `relative_spreads`. The mean of the squared
-    distance over a head's keys is the square of the head's `relative_spreads`. The result is 0 for a cluster without
-    keys.
+    The relative distance is the root mean square of |k - c| over the cluster's keys k, with centroid c, divided by that
+    of |k - mean| over all keys of the head. The result is 0 for a cluster without keys.
 
     Args:
         keys: [Hk, M, D] of the middle, in order of position.
@@ -170,9 +172,10 @@ class LevelShape:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of tokens that was clustered on its own: prompt positions `start` to `stop` (excluded).
+    """A block of tokens that was clustered apart from other blocks: prompt positions `start` to `stop` (excluded).
 
-    `clusters` is the number of finest clusters per KV head. New tokens are appended to the open block.
+    `clusters` is the number of finest clusters per KV head. `open` is True for the last block, to which new tokens are
+    appended.
     """
 
     start: int

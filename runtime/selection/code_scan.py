@@ -32,9 +32,10 @@ LARGEST_EXPONENT = 60.0  # upper bound of a logit minus its log-sum-exp: sums of
 
 
 class CodeEstimates:
-    """Estimates logits from one layer's codes [Hk, M, m] uint8.
+    """Estimates logits from one layer's codes [Hk, M, m] uint8, which have one index for each of m parts of a key.
 
-    The codes index the codebooks [Hk, m, C, D / m] float32. `turn` [Hk, D, D] float32 rotates queries.
+    The codes are indices into the codebooks [Hk, m, C, D / m] float32, of C centroids each. `turn` [Hk, D, D] float32
+    rotates queries to the space of the codebooks.
 
     Args:
         tensors: tensors of the index; see `CodesIndexer.build_layer`.
@@ -80,10 +81,11 @@ class CodeEstimates:
 
 
 def probability(logits: torch.Tensor, total: torch.Tensor, *, joint: bool) -> torch.Tensor:
-    """Compute probabilities [Hk, Q, S] from logits [Hk, G, Q, S], as the mean over the group.
+    """Compute probabilities [Hk, Q, S] from logits [Hk, G, Q, S] on S tokens, as the mean over the G query heads.
 
-    For a joint selection, the result [Hk, 1, S] is the mean over the queries, too. `total` [Hk, G, Q] is the
-    log-sum-exp of the logits on all rows and centroids that are attended to.
+    Args:
+        total: [Hk, G, Q], the log-sum-exp of the logits on all rows and centroids to which a query attends.
+        joint: compute the mean over the queries, too: [Hk, 1, S].
     """
     # `total` is an estimate, and so a logit may exceed it.
     probability = (logits - total[..., None]).clamp(max=LARGEST_EXPONENT).exp().mean(1)
@@ -116,7 +118,7 @@ class CodeScan:
     def serves(tensors: dict[str, torch.Tensor]) -> bool:
         """Whether the codes are on a GPU, kernels support them, and a scan of this many keys by kernels saves time."""
         codes, (_, parts, centroids, size) = tensors["codes"], tensors["codebooks"].shape
-        # The kernel unrolls its look-ups over the parts, and holds one part of the rotation in shared memory.
+        # The kernel unrolls its look-ups over the parts, and stores one part of the rotation in shared memory.
         fits = parts % IN_WORD == 0 and parts <= MOST_PARTS and size <= MOST_CHANNELS
         return codes.is_cuda and fits and centroids == CENTROIDS and codes.shape[1] >= FEWEST_KEYS
 
@@ -141,10 +143,13 @@ class CodeScan:
     def choose(
         self, query: torch.Tensor, exact: ExactKeys, keys: torch.Tensor | None, tokens: int, candidates: int
     ) -> tuple[torch.Tensor, ScoredCentroids]:
-        """Select the best tokens [Hk, K] int32, in order of position; return centroids for all others, too.
+        """Select the best K tokens for one query, and centroids for all other tokens.
+
+        Returns the tokens [Hk, K] int32, in order of position, and the centroids with their logits.
 
         Args:
-            query: [Hk, G, D]
+            query: [Hk, G, D].
+            exact: the keys that are always attended to, for the softmax denominator.
             keys: keys [Hk, M, D] for re-ranking candidates by exact logits; None: no re-ranking.
             tokens: number of tokens K to select.
             candidates: number of tokens to re-rank, at least K.
@@ -175,8 +180,8 @@ class QuestionScan:
     @staticmethod
     def serves(tensors: dict[str, torch.Tensor]) -> bool:
         """Whether the codes are on a GPU, the kernel supports them, and there are enough keys for it to save time."""
-        # A tile of the kernel holds all parts. The tile's sizes are powers of two, and a product needs at least 16
-        # channels.
+        # A tile of the kernel has the channels of all parts. Its sizes must be powers of two, and its matrix product
+        # needs at least 16 channels.
         _, parts, _, size = tensors["codebooks"].shape
         fits = all(power_of_two(number) == number for number in (parts, size)) and parts * size >= 16
         return CodeScan.serves(tensors) and fits

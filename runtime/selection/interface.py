@@ -32,16 +32,16 @@ class RowIndices:
 
 @dataclass(frozen=True)
 class RowSet:
-    """Rows between sinks and tail, as runs of consecutive rows in the selector's layout.
+    """Rows between sinks and tail, as runs of consecutive rows in the selector's layout (its order of stored rows).
 
     Attributes:
-        starts: [Hk, Q or 1, R], the first row of each run.
+        starts: [Hk, Q or 1, R], the first row of each of R runs, for each query or once for all Q queries.
         run_lengths: [Hk, Q or 1, R], the length of each run; None if every run is one row.
         capacity: upper bound of the number of rows of any query.
-        total: number of rows of each query, if the host knows this number without a sync; 0 if kernels count the rows.
+        total: number of rows of each query; None if the host would need a sync to know it; 0 if kernels count the rows.
         indices: the same rows as single indices, for one query or for several queries that share the rows.
-        log_weights: [Hk, G, Q or 1, capacity] float32, in the order of the runs: importance weights of sampled rows,
-            which are added to the rows' logits. None for ranked rows.
+        log_weights: [Hk, G, Q or 1, capacity] float32, in the order of the runs: logarithms of the importance weights
+            of sampled rows, which are added to the rows' logits. None: the rows are not sampled.
     """
 
     starts: torch.Tensor
@@ -80,7 +80,7 @@ def single_rows(rows: torch.Tensor) -> RowSet:
 
 @dataclass(frozen=True)
 class CentroidSegment:
-    """Centroids, keys and values [Hk, C, D], that represent tokens that are not attended to individually.
+    """Centroids, with keys and values [Hk, C, D], that represent tokens to which queries do not attend individually.
 
     Attributes:
         log_counts: [Hk, Q or 1, C] float32, logarithm of the number of tokens that each centroid represents.
@@ -106,9 +106,10 @@ class CentroidSegment:
 
 @dataclass(frozen=True)
 class Residual:
-    """Centroids of the tokens that were not selected; each token is represented by one centroid of `segments()`.
+    """Centroids of the tokens that were not selected.
 
     Attributes:
+        segments: returns the centroids. Each unselected token is represented by one of them.
         attended: whether the query attends to the centroids in place of their tokens (Multipole Attention, equation 2).
             Otherwise the centroids are used only to estimate the missed attention mass.
         in_place: the same centroids with their logits, for kernels that attend in place.
@@ -125,7 +126,8 @@ class Residual:
 class Cost:
     """Cost of a selection: `index_rows`, the D-sized index rows read per KV head, as a number or as [Hk, Q or 1].
 
-    Kernels may count reads in a counter on the device. `per_count` is the number of rows that each count stands for.
+    Kernels may count further rows in a counter on the device. Each count stands for `per_count` D-sized rows, such as
+    2 rows (key and value) for each selected token.
     """
 
     index_rows: torch.Tensor | float
@@ -181,7 +183,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class InPlace:
-    """Inputs of a selection for one query, if kernels on the same device will read the selected rows in place.
+    """Inputs of a selection for one query whose rows kernels then read where they are stored, on the same device.
 
     Attributes:
         counter: [Hk] int64, to which selection kernels may add counts that the host does not know.
@@ -192,14 +194,14 @@ class InPlace:
     exact: ExactKeys
 
 
-_PIECES = 2**20  # above any batch index of decoding, because fewer sequences are decoded together
+_PIECES = 2**20  # above every `Queries.batch` that is no piece's, because fewer sequences are decoded together
 
 
 def piece_batch(start: int) -> int:
-    """Return the `batch` key of the piece of a question that begins with query `start`.
+    """Return the `Queries.batch` of a piece of a question: the tokens from token `start` on that share a selection.
 
-    A layer attends for all pieces, one after another, before the next layer runs. Therefore each piece needs a separate
-    ranking, under a separate key.
+    A layer attends for all pieces of a question, one after another, before the next layer runs. Therefore the layers
+    share a ranking for each piece, under a separate key.
     """
     return (start + 1) * _PIECES
 
@@ -211,17 +213,19 @@ def is_piece(batch: int) -> bool:
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries of one layer, after RoPE: query [Hk, G, Q, D].
+    """Queries of one layer, after RoPE.
 
     `positions()` and `exact_logsumexp()` are computed only when a method calls them.
 
     Attributes:
+        query: [Hk, G, Q, D], for Q tokens and for the G query heads of each of the Hk KV heads.
         positions: returns the positions of the queries in the sequence, [Q] int64.
         exact_logsumexp: returns the log-sum-exp [Hk, G, Q] of each query's logits on the rows that are always attended
             to (sinks, tail, new tokens) and of learned sink logits (GPT-OSS).
         joint: whether all Q queries share one selection, as in a question's prefill.
-        batch: key under which layers share a ranking for these tokens; the same in every layer. 0 in decoding; see
-            `piece_batch` for questions.
+        batch: key under which the layers share a ranking for these tokens. It is 0, or, for a question of a batch, the
+            question's number in the step, counted from 1. `piece_batch` makes the keys of the pieces of a question.
+        in_place: further inputs for kernels that read rows in place; None: the selected rows are copied.
     """
 
     query: torch.Tensor
@@ -323,6 +327,10 @@ class MiddleContext:
         load_observed: reads the queries [Hk, G, W, D] of the tail's first half to the same device. A method may use
             these queries, because reports measure only on the second half.
         first_token: position in the prompt of the first middle token.
+        facts: the layer's attention settings, from the manifest.
+        tensors: the tensors that the method's indexer built for the layer.
+        calibration, parameters: of the method's record in the manifest.
+        position: the layer's index among the indexed layers.
         centroids_in_8_bits: int8 centroids of the finest clusters for kernels, if the index stores int8 centroids.
             `tensors` has the dequantised centroids.
         mapped: the tensors of this context that are views of memory-mapped index files.
@@ -355,8 +363,8 @@ ChooseTogether = Callable[[Queries, torch.Tensor, torch.Tensor, Budget, torch.Te
 class SelectorKernels:
     """Optional kernels of a selector, as functions; None: the selector has no such kernel.
 
-    `attend` runs on a CPU. The other kernels run on a GPU, cause no sync, and add the number of selected rows to a
-    counter [Hk] int64, if a counter is passed.
+    `attend` runs on a CPU. `choose_for_each` and `choose_together` run on a GPU and cause no sync. They add the number
+    of selected rows to a counter [Hk] int64, if the caller passes one.
 
     Args:
         attend: selects and attends for one query [Hk, G, D]. Takes the query, the middle's keys and values [Hk, M, D]
@@ -485,23 +493,24 @@ class Selector(ABC):
         return None
 
     def graph_state(self) -> int | None:
-        """Version of the captured decode step (a CUDA graph), which changes when decode steps read other tensors.
+        """Return a number that changes when decode steps read other tensors than a CUDA graph of an earlier step.
 
-        None if decode steps differ in the kernels that they launch, so that no captured step can be replayed.
+        None if decode steps differ in the kernels that they launch, so that no CUDA graph of a step can be replayed.
         """
         return 0
 
     def replace_by_own(self) -> bool:
         """Switch to attending to the centroids that `select` scores, in place of the tokens that are not selected.
 
-        Returns False if this is not possible, because the index has no value centroids.
+        Returns False if this is not possible, because the selector has no centroids of keys and values.
         """
         return False
 
     def rest_of(self, chosen: torch.Tensor) -> Residual:
-        """Return centroids for the tokens that are False in `chosen` [Hk, M], which is in the layout's order.
+        """Return centroids for the tokens that are False in `chosen` [Hk, M] bool, which is in the layout's order.
 
-        Selectors that attend to centroids in place of unselected tokens implement this, if their method `can_unite`.
+        Only selectors that attend to centroids in place of unselected tokens, and whose method has `can_unite`,
+        implement this function.
         """
         raise NotImplementedError
 
@@ -537,8 +546,8 @@ class Method(ABC):
     def can_unite(self) -> bool:
         """Whether several queries can share the union of their selections.
 
-        They cannot share a union if unselected tokens are represented by the weights of one query's sample, or by the
-        mean of the tokens that one query did not select.
+        They cannot share a union if unselected tokens are represented by something that holds for one query only: the
+        weights of the query's sample, or the mean of the tokens that the query did not select.
         """
         return not self.replaces()
 

@@ -56,13 +56,15 @@ class ListSearch:
     def select(
         self, query: torch.Tensor, exact: ExactKeys, keys: torch.Tensor, tokens: int, rerank: float = 1.0
     ) -> Selection:
-        """Select the best tokens, in order of position.
+        """Select the best tokens for one query, in order of position.
 
         The cost counts a list once for each query head that reads it.
 
         Args:
             query: [Hk, G, D].
+            exact: the keys that are always attended to, for the softmax denominator.
             keys: keys of the middle [Hk, M, D].
+            tokens: number of tokens to select.
             rerank: number of candidates per selected token, which are re-ranked by exact logits; 1: no re-ranking.
         """
         candidates = min(self.lists.keys, math.ceil(tokens * rerank))
@@ -83,10 +85,10 @@ LOGITS_AT_ONCE = 2**25  # elements of [Hk, R, M] float32 estimates: 128 MB
 
 @dataclass(frozen=True)
 class _Piece:
-    """Queries [Hk, G, Q, D] of a part of a search.
+    """Some queries [Hk, G, Q, D] of a search, as many as are estimated at a time.
 
-    `beside` [Hk, G, Q] is the log-sum-exp of the queries' logits on the rows that are always attended to. `shared`:
-    whether the queries share one selection.
+    `beside` [Hk, G, Q] is the log-sum-exp of the queries' logits on the rows that are always attended to. `shared` is
+    True if the queries share one selection.
     """
 
     query: torch.Tensor
@@ -155,7 +157,10 @@ class TableSelector(Selector):
         return 0 if self.step == 1 else None
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select tokens, or reuse the last search's selection. Allocates at most 128 MB of logits at a time."""
+        """Select tokens, or reuse the last search's selection.
+
+        Allocates a few copies of the estimated logits of as many queries as 128 MB hold, but of at least one query.
+        """
         if self.append_size and not any(queries.query is query for query in self.recent[-1:]):
             self.recent.append(queries.query)
         if queries.joint or self.step == 1:
@@ -170,7 +175,7 @@ class TableSelector(Selector):
         return replace(held.selection, cost=Cost(0.0))
 
     def _search_some(self, queries: Queries, budget: Budget) -> Selection:
-        """Select for Q consecutive decode steps: every `step`-th step searches, the next steps reuse its rows."""
+        """Select for Q consecutive decode steps: every `step`-th step searches, and the others reuse its rows."""
         query, Q = queries.query, queries.query.shape[2]
         some = replace(
             queries,
@@ -196,9 +201,9 @@ class TableSelector(Selector):
         return Selection(single_rows(starts), Cost(rows))
 
     def _choose(self, pieces: list["_Piece"], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Select rows [Hk, Q or 1, K], ascending, for one piece's queries, or jointly for several pieces.
+        """Select rows [Hk, Q or 1, K], ascending: for each query of one piece, or one selection for all pieces.
 
-        Also returns the number of D-sized rows read.
+        Also returns the number of D-sized rows read [Hk, Q or 1].
         """
         estimated = [self._estimate(piece) for piece in pieces]
         probability, lists = (torch.stack(parts).sum(0) for parts in zip(*(one[:2] for one in estimated), strict=True))
@@ -211,10 +216,11 @@ class TableSelector(Selector):
         return candidates, self._rows(lists) + more
 
     def _estimate(self, piece: "_Piece") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Estimate probabilities [Hk, Q or 1, M], summed over the group and, if joint, over the queries.
+        """Estimate probabilities [Hk, Q or 1, M] of M tokens, summed over the query heads of a KV head.
 
-        Also returns the number of lists read [Hk, Q or 1], and the log-sum-exps [Hk, G, Q] of the softmax, which
-        includes the rows that are always attended to.
+        If the queries share a selection, the probabilities are summed over the queries, too. Also returns the number of
+        lists read [Hk, Q or 1], and the log-sum-exps [Hk, G, Q] of the softmax, which includes the rows that are always
+        attended to.
         """
         Hk, G, Q, D = piece.query.shape
         lookup = look_up(self.tables, piece.query.transpose(1, 2).reshape(Hk, Q * G, D), self.backoff, self.weights)
@@ -230,7 +236,10 @@ class TableSelector(Selector):
     def _exact(self, piece: "_Piece", totals: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
         """Compute probabilities of candidates [Hk, Q or 1, S] from exact logits.
 
-        The probabilities are summed over the group and, if joint, over the queries.
+        They are summed over the query heads of a KV head and, if the queries share a selection, over the queries.
+
+        Args:
+            totals: [Hk, G, Q], the estimated log-sum-exps that `_estimate` returns.
         """
         logits = token_logits(piece.query, self.keys.rows, candidates, self.facts)
         # The estimated log-sum-exp of all keys may be below the exact log-sum-exp of the candidates alone.
@@ -261,8 +270,9 @@ class TableSelector(Selector):
     def append_tokens(self, keys: torch.Tensor, values: torch.Tensor) -> Appended:
         """Insert new keys into the lists whose lowest score they exceed, and add lists for the latest queries.
 
-        Without new lists, queries at new positions would match only centroids of older queries. On a real document,
-        recall would fall by a sixth within a thousand tokens. Reads all lists and all keys. Allocates new tables.
+        Without new lists, queries at new positions would match only centroids of older queries. In a measurement on a
+        real document without new lists, recall fell by a sixth within a thousand generated tokens. Reads all lists and,
+        if it adds lists, all keys. Allocates new tables.
         """
         old, new = self.tables, keys.shape[1]
         parts = split_channels(keys, old.channels)
@@ -302,7 +312,10 @@ class TableSelector(Selector):
         )
 
     def remove_appended(self) -> torch.Tensor | None:
-        """Restore the stored tables. Returns an empty order, or None if nothing was appended."""
+        """Restore the stored tables; return None if nothing was appended.
+
+        Otherwise return an order [Hk, 0] of no rows, because appending does not move stored rows.
+        """
         self.recent = []
         if self.tables is self.stored:
             return None

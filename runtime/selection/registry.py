@@ -36,7 +36,9 @@ def refuse_unused(
     """Raise UsageError for an option that the user set and that none of the chosen methods has.
 
     Args:
-        among: all available methods. The error message names the methods among them that have the option.
+        chosen: the chosen methods, by name.
+        parameters: values of all methods' options, by field name; None: the user did not set the option.
+        among: all available methods, by name. The error message names those that have the option.
     """
     used = {field.name for method in chosen.values() for field in fields(method)}
     for name, value in parameters.items():
@@ -47,7 +49,7 @@ def refuse_unused(
 
 
 def form_options(form: MethodSpec) -> list[str]:
-    """Return the options that configure a variant: `--residual` and parameters that differ from the default."""
+    """Return the command-line options of a method's variant: `--residual`, and parameters unlike the defaults."""
     return [*(["--residual"] if form.residual else []), *changed_options(form.method)]
 
 
@@ -118,8 +120,8 @@ def choose_methods(
     An empty list, or `all` among the names, means every usable method.
 
     Args:
-        how: returns the instruction that adds a missing method to the index.
-        beside: other accepted names, which an error message lists with the methods.
+        how: returns, for a method's name, the instruction that adds the method to the index.
+        beside: other accepted names, such as `dense`, which an error message lists with the methods.
 
     Raises:
         UsageError: a method does not exist, or this index was not built with it.

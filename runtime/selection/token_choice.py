@@ -75,7 +75,7 @@ class LayerSharing(Method):
             )
 
     def selecting_layers(self, position: LayerPosition) -> tuple[int, int]:
-        """Return the two layers that rank tokens; in a model of few layers they can be the same layer.
+        """Return the two layers that rank tokens for later layers; in a model of few layers they can be the same.
 
         Raises:
             UsageError: the index has no layer `select_layer`.
@@ -89,9 +89,9 @@ class LayerSharing(Method):
 
 
 class SharingSelector(Selector):
-    """Selector of one layer, with keys [Hk, M, D].
+    """Selector of one layer of a `LayerSharing` method.
 
-    A ranking layer stores an int32 ranking for each `Queries.batch`. Later layers read it.
+    A ranking layer stores an int32 ranking of its M tokens for each `Queries.batch`. Later layers read this ranking.
     """
 
     def __init__(self, method: LayerSharing, context: MiddleContext, name: str):
@@ -111,7 +111,10 @@ class SharingSelector(Selector):
         return order[..., :tokens]
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select all tokens in the first layers and in ranking layers, else the best tokens of the latest ranking."""
+        """Select all tokens in the first layers and in ranking layers, else the best tokens of the latest ranking.
+
+        If no ranking is stored for these queries, the layer ranks its tokens itself.
+        """
         if self.ranks:
             self.rankings[queries.batch] = self.rank(queries).int()
         if self.full:
@@ -153,7 +156,7 @@ def token_logits(query: torch.Tensor, keys: torch.Tensor, tokens: torch.Tensor, 
     Args:
         query: [Hk, G, Q, D].
         keys: [Hk, M, D].
-        tokens: [Hk, Q or 1, S].
+        tokens: [Hk, Q or 1, S], indices of S candidates for each query, or for all queries.
 
     Returns:
         [Hk, G, Q, S] float32. Allocates a copy of the tokens' keys.

@@ -24,11 +24,12 @@ from sparsekv.runtime.selection.interface import (
 def unite(selection: Selection, selector: Selector, middle: int, capacity: int | None = None) -> Selection:
     """Unite the selections of all queries to one selection for all of them.
 
-    A cost that is a number is counted once for all queries. A cost that is a tensor is summed over the queries. The sum
-    is an upper bound, because two queries may read the same rows.
+    The cost of the union is `selection.cost` if that is a number, and its sum over the queries if it is a tensor. The
+    sum is an upper bound, because two queries may read the same rows.
 
     Args:
-        selector: the selector that made the selection. Its method must have `can_unite`.
+        selection: one selection for each query.
+        selector: the selector that made the selection. `can_unite` of its method must be True.
         middle: number of tokens M of the middle.
         capacity: number of row slots to allocate. None: as many as the union needs, which takes a sync.
     """
@@ -129,9 +130,13 @@ def residual_clusters(tensors: dict[str, torch.Tensor]) -> ResidualClusters:
 class ResidualSelector(Selector):
     """Adds a residual to another selector: each centroid represents the tokens of its cluster that were not selected.
 
-    Graph state, conversation, coverage and pieces of questions are those of the inner selector. This selector cannot
-    append, because new tokens are in no cluster. This selector has no kernels, because the inner selector's kernels do
-    not attend to the residual's centroids.
+    `graph_state`, `conversation`, `report.covered` and `question_piece` are those of the inner selector. This selector
+    cannot append, because new tokens are in no cluster. This selector has no kernels, because the inner selector's
+    kernels do not attend to the residual's centroids.
+
+    Args:
+        inner: selects the rows.
+        clusters: the clusters of all middle tokens, whose centroids represent the tokens that are not selected.
     """
 
     def __init__(self, inner: Selector, clusters: ResidualClusters):
@@ -149,7 +154,7 @@ class ResidualSelector(Selector):
 
     @property
     def report(self) -> SelectorReport:
-        """Report functions: a token's centroid is that of its cluster; the coverage is that of the inner selector."""
+        """Report functions: a token's centroid is that of its cluster; `covered` is the inner selector's function."""
         inner = self.inner.report
         return SelectorReport(None if inner is None else inner.covered, lambda rest: self.clusters.labels)
 

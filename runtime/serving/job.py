@@ -13,7 +13,7 @@ from sparsekv.runtime.serving.submission import Finish, Piece, Submission, Usage
 class StoppedText:
     """The text of an answer up to the first stop string.
 
-    The end of the text is held back while it may be the beginning of a stop string.
+    The end of the text is not delivered as long as it may be the beginning of a stop string.
     """
 
     def __init__(self, stops: tuple[str, ...]):
@@ -31,7 +31,7 @@ class StoppedText:
         return out
 
     def end(self) -> str:
-        """Return the text that is held back."""
+        """Return the text that has not been delivered."""
         out, self._held = self._held, ""
         return out
 
@@ -40,7 +40,7 @@ class StoppedText:
         return self.found or any(stop in self._held + text for stop in self.stops)
 
     def _may_begin(self) -> int:
-        """Return the length of the longest end of the held text that is the beginning of a stop string, or 0."""
+        """Return the length of the longest end of the undelivered text with which a stop string begins, or 0."""
         longest = min(max(map(len, self.stops), default=1) - 1, len(self._held))
         ends = (length for length in range(longest, 0, -1) if self._ends_like_stop(length))
         return next(ends, 0)
@@ -50,7 +50,13 @@ class StoppedText:
 
 
 class Job:
-    """State of one request. `ended` is called once, before the last piece or the error is delivered."""
+    """State of one request.
+
+    Args:
+        request: the request.
+        index: the index of the request.
+        ended: called once, before the last piece or the error is delivered.
+    """
 
     def __init__(self, request: Submission, index: OpenIndex, ended: Callable[["Job"], None]):
         self.request, self.index, self._ended = request, index, ended

@@ -20,8 +20,10 @@ from sparsekv.runtime.serving.submission import Finish
 CHUNK = 512
 """Maximum number of question tokens in a step that also decodes answers."""
 SHARE = 0.25
-"""Fraction of the memory that a lane plans for the keys and values of its questions and answers when the lane opens.
-The memory is the GPU's free memory, or on the CPU the machine's memory, minus the plans of the other open lanes."""
+"""Fraction of the memory that a lane reserves, when it opens, for the keys and values of its questions and answers.
+
+The memory is the GPU's free memory, or on the CPU the machine's memory, minus what other open lanes have reserved.
+"""
 GROWTH = 2
 """Maximum ratio of a buffer's rows to its used rows: a buffer of keys or values doubles when it grows."""
 OWN_TOKENS = 2048
@@ -31,9 +33,16 @@ OWN_TOKENS = 2048
 class Lane:
     """The requests over one index with one config, and the engine that answers these requests together.
 
-    All methods are called in the scheduler's thread. `slots` is the maximum number of requests that decode together;
-    1 if the config does not let requests share steps. While `drains` is true, no request gets a slot. `document_bytes`
-    is the size of the document's keys and values in an open lane.
+    All methods are called in the scheduler's thread. A lane is open while it has an engine, whose cache has the
+    document's keys and values.
+
+    Attributes:
+        slots: maximum number of requests that decode together; 1 if the config does not let requests share steps.
+        jobs: the lane's requests; `running` are those that have a slot.
+        drains: while this is true, no request gets a slot, so that the lane can be closed.
+        used: clock reading after the last step.
+        own_bytes: bytes reserved for the keys and values of questions and answers; 0 in a lane that is not open.
+        document_bytes: bytes of the document's keys and values in an open lane.
     """
 
     def __init__(self, index: OpenIndex, config: DecodeConfig, slots: int, store: TurnStore):
@@ -46,10 +55,11 @@ class Lane:
         self._rewinds, self._most_slots = 0, slots
 
     def open(self, make_cache: Callable[[OpenIndex, DecodeConfig], IndexCache], planned: int) -> Exception | None:
-        """Make the engine; return the error if making the engine fails.
+        """Make the engine; return the error if this fails.
 
         Args:
-            planned: bytes that other lanes plan for the keys and values of their questions and answers.
+            make_cache: makes the cache of an index for a config.
+            planned: bytes that other lanes have reserved for the keys and values of their questions and answers.
         """
         try:
             with exclusive(self.index.model):
@@ -79,7 +89,7 @@ class Lane:
                 pass
 
     def close(self) -> None:
-        """Free the engine, and the keys and values of the turns that it kept."""
+        """Free the engine, and the copies of keys and values of its ended requests."""
         if self.engine is not None and self.engine.turns is not None:
             self.engine.turns.forget()
         self.engine, self.running, self.drains, self.own_bytes = None, {}, False, 0
@@ -152,7 +162,7 @@ class Lane:
 
 
 def _without_tensors(error: Exception) -> Exception:
-    """Remove the traceback of an out-of-memory error, because the frames of the traceback hold tensors."""
+    """Remove the traceback of an out-of-memory error, because the frames of the traceback refer to tensors."""
     return error.with_traceback(None) if isinstance(error, torch.OutOfMemoryError) else error
 
 

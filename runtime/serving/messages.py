@@ -26,8 +26,8 @@ class Message:
 def conversation_tokens(index: OpenIndex, messages: Sequence[Message], *, raw: bool = False) -> torch.Tensor:
     """Return the token ids [Q] that follow the document in a conversation whose last message is a user's.
 
-    A chat over the same index has equal token ids, unless the tokenizer splits the text of an answer into other tokens
-    than the model generated. Control tokens in messages are encoded as plain text.
+    The ids equal those of the command `chat` over the same index, unless the tokenizer splits the text of an answer
+    into other tokens than the model generated. Control tokens in messages are encoded as plain text.
 
     Args:
         raw: encode messages without the chat template.
@@ -76,7 +76,7 @@ def _check_roles(messages: Sequence[Message]) -> None:
 
 
 def _answer_ids(index: OpenIndex, place: Place, question: torch.Tensor, text: str) -> torch.Tensor:
-    """Encode the text of an answer with the tokens [Q] of its question before the text."""
+    """Encode the text of an answer as it follows the tokens [Q] of its question."""
     if place.chat is None:
         lead = border_behind(index.tokenizer, question.tolist()).lead
     else:
@@ -85,7 +85,7 @@ def _answer_ids(index: OpenIndex, place: Place, question: torch.Tensor, text: st
 
 
 def _next_place(index: OpenIndex, place: Place, answer: torch.Tensor, number: int) -> Place:
-    """Return the place of the question that follows an answer [A]. `number` is the answer's index in the messages."""
+    """Return the `Place` of the question that follows an answer [A]; `number` is the answer's index in the messages."""
     border = border_behind(index.tokenizer, answer.tolist())
     if place.chat is None:
         return Place(None, border)

@@ -35,7 +35,8 @@ LONGEST_WAIT = 60.0
 class Measures:
     """Current numbers of waiting and running requests, and totals since the scheduler was made.
 
-    `kv_fraction` is the mean fraction of the document's keys and values that a decode step read.
+    `kept_bytes` are the bytes of the copies of ended requests' keys and values. `kv_fraction` is the mean number of
+    key, value and index rows that a decode step read, divided by the number that dense attention would read.
     """
 
     waiting: int
@@ -55,17 +56,17 @@ def _new_cache(index: OpenIndex, config: DecodeConfig) -> IndexCache:
 class Scheduler:
     """Answers requests over several open indices of one model by continuous batching, in a thread of its own.
 
-    A lane is the requests with the same index and config. The requests of a lane share steps. Lanes take turns, one
-    step each. The thread starts with the first request and ends when no request is left.
+    A lane has the requests with the same index and config, which share steps. Lanes take turns, one step each. The
+    thread starts with the first request and ends when no request is left.
 
     Args:
         indices: open indices by name; all of the same model.
         slots: maximum number of requests that decode together over one index with one config.
         queue: maximum number of requests that wait for a slot.
-        kept_bytes: maximum bytes of keys and values that are kept of ended requests, for the next turns.
+        kept_bytes: maximum bytes of copies of ended requests' keys and values, for the next turns of conversations.
         lanes: maximum number of lanes whose caches are in memory.
         memory: maximum bytes of the documents' keys and values in these caches; None: no limit. A single cache may be
-            larger. Above one of the two limits, the least recently used cache without running requests is freed.
+            larger. Above one of these two limits, the least recently used cache without running requests is freed.
         make_cache: makes the cache of an index for a config; by default `OpenIndex.cache`.
     """
 
@@ -207,7 +208,7 @@ class Scheduler:
         return self._lanes[-1]
 
     def _ended(self, job: Job) -> None:
-        """Count a request that has ended."""
+        """Count a request that has ended, and remove it from its lane."""
         with self._changed:
             self._jobs.pop(job).jobs.remove(job)
             if (usage := job.usage) is not None:
@@ -234,7 +235,7 @@ class Scheduler:
             raise
 
     def _goes_on(self) -> bool:
-        """End requests that are cancelled or late; return whether any are left."""
+        """End requests that are cancelled or whose timeout has passed; return whether any are left."""
         self._end_due()
         with self._changed:
             self._close_unused()
@@ -265,7 +266,8 @@ class Scheduler:
     def _open_lanes(self) -> None:
         """Open the lanes that have requests, the longest-waiting lane first; close idle lanes to make room.
 
-        If no lane is idle, the lane that was opened first gets no new requests until that lane is idle.
+        If no lane is idle, the lane that was opened first gets no new requests, so that it becomes idle and can be
+        closed.
         """
         with self._changed:
             closed = [lane for lane in self._lanes if lane.engine is None and lane.jobs]
@@ -295,7 +297,7 @@ class Scheduler:
         if error is not None:
             lane.fail(error)
             return
-        with self._changed:  # last of the open lanes, which are in the order in which they were opened
+        with self._changed:  # the lane becomes the last in the list, because open lanes are in the order of opening
             self._lanes.remove(lane)
             self._lanes.append(lane)
 

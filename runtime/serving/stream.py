@@ -12,7 +12,7 @@ from sparsekv.runtime.serving.submission import Piece
 class Channel:
     """Passes the pieces of one answer from the scheduler's thread to the reader of its `Stream`.
 
-    The reader sets `cancelled`; the scheduler reads it before each step.
+    The reader sets `cancelled`, which the scheduler reads before each step.
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,11 @@ from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.sources.places import Source
 
 Finish = Literal["stop", "length", "timeout", "waited", "cancelled"]
-"""Why an answer ended. `timeout`: the timeout passed in the answer; `waited`: before the request got a slot."""
+"""Why an answer ended.
+
+`stop`: by an EOS token or a stop string. `length`: the token limit was reached. `timeout`: the timeout passed while the
+request was answered. `waited`: the timeout passed before the request got a slot. `cancelled`: by the caller.
+"""
 
 
 class QueueFullError(SparsekvError):
@@ -53,9 +57,10 @@ class Usage:
     """Cost of an answer.
 
     `prompt_tokens` includes the document and earlier turns. `cached_tokens` is the number of prompt tokens that were
-    not prefilled: the document and the kept turns. `kv_fraction` is the fraction of the document's keys and values that
-    the decode steps read. `layers` has the missed mass of each layer if the config measures the missed mass. `sources`
-    are the answer's sources, if the request asks for sources.
+    not prefilled: the document, and earlier turns whose keys and values were still in memory. `kv_fraction` is the
+    number of key, value and index rows that the decode steps read, divided by the number that dense attention would
+    read. `layers` has the missed mass of each layer if the config measures the missed mass. `sources` are the answer's
+    sources, if the request asks for sources.
     """
 
     prompt_tokens: int
@@ -70,8 +75,8 @@ class Usage:
 class Piece:
     """A piece of an answer: the text and the token ids since the previous piece.
 
-    `logprobs` is empty unless the request has `logprobs`. Only the last piece has `finish` and `usage`; its text may be
-    empty.
+    `logprobs` is empty unless the request asks for log-probabilities. Only the last piece has `finish` and `usage`; its
+    text may be empty.
     """
 
     text: str

@@ -18,7 +18,7 @@ class SourceFinder:
     """Finds an answer's sources, by dense attention of the retrieval heads' queries to the stored keys of all tokens.
 
     Dense attention is computed even if the answer was decoded with a sparse method. From the first answer on, the
-    retrieval heads' stored keys are held on the model's device.
+    retrieval heads' stored keys stay on the model's device.
 
     Args:
         heads: the retrieval heads.
@@ -68,7 +68,8 @@ class SourceFinder:
         for layer, of_layer in queries.items():
             own, scaling = own_keys(layer), self.artifact.manifest.attending[layer].scaling
             used, count = own.shape[1], of_layer.shape[1]
-            # A step sees the own keys up to its token's, which are all but those of the later steps.
+            # The query of step t attends to the new keys up to that of its own token. Thus the last of the T steps
+            # attends to all `used` keys, the step before it to one key less, and so on.
             seen, weight = torch.arange(used - count + 1, used + 1, device=self.device), own.new_ones(count).float()
             for head, query in zip(self._of(layer), of_layer, strict=True):
                 kv_head = head.head * len(own) // self.query_heads[layer]

@@ -46,8 +46,8 @@ class Passages:
 def split_passages(texts: Sequence[str]) -> Passages:
     """Split a prompt, given as the texts of its tokens, into sentences.
 
-    A sentence of more than `LONGEST` tokens is cut between words. A token of white space belongs to the sentence before
-    this token.
+    A sentence of more than `LONGEST` tokens is cut between words. A token of white space belongs to the sentence that
+    precedes it.
     """
     starts = [0, *accumulate(map(len, texts))]
     edges = [0]
@@ -73,7 +73,8 @@ def _cut(texts: Sequence[str], edges: Sequence[int]) -> Iterator[int]:
 def _last_word(texts: Sequence[str], start: int) -> int:
     """Return the token at which to cut a long sentence: the last that begins a word, at most `LONGEST` after `start`.
 
-    If no word begins in the second half of these tokens, as in languages without spaces, `start + LONGEST` is returned.
+    If no word begins in the second half of these `LONGEST` tokens, as in languages without spaces, `start + LONGEST` is
+    returned.
     """
     end = start + LONGEST
     words = (
@@ -84,9 +85,9 @@ def _last_word(texts: Sequence[str], start: int) -> int:
 
 UNDECODED = "\ufffd"
 LONGEST_CHARACTER = 8
-"""Largest number of tokens that make up one character.
+"""Number of tokens after which a text that does not decode is not the beginning of a character.
 
-A character has at most four bytes. The parts of a composed emoji are separate characters.
+A character has at most four bytes, and a token at least one. The parts of a composed emoji are separate characters.
 """
 
 

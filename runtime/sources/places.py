@@ -14,9 +14,10 @@ from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.sources.passages import LONGEST, split_passages, token_texts
 
 BLOCK = 256
-"""Number of tokens of a block. The line breaks before each block are counted once, and the counts are kept."""
+"""Number of tokens of a block. The number of line breaks before each block is computed once and cached."""
 BESIDE = 0.1
-"""A sentence next to the best sentence joins the source if its attention is at least this share of the best one's."""
+"""A sentence next to the best sentence joins the source if its attention is at least this share of the best
+sentence's attention."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,11 @@ class Source:
 
 
 class Places:
-    """Texts of an index's document, in which sources are searched.
+    """The texts of an index's document, in which sources are searched.
 
-    The texts are the document's files, or else the whole document, followed by the texts that `append` added. The chat
-    template's text before the document belongs to no text. The prompt's first token belongs to no text either, because
-    every answer attends to this token.
+    These are the document's files, or else the whole document, followed by the texts that `append` added. They do not
+    include the chat template's text before the document. Nor do they include the prompt's first token, because every
+    answer attends to it.
     """
 
     def __init__(self, artifact: Artifact, tokenizer: PreTrainedTokenizerBase):
@@ -75,7 +76,8 @@ class Places:
         edges = [*accumulate(added, initial=len(self.ids) - sum(added))]
         before = "" if prompt.chat is None else prompt.chat.before
         head = len(encode_text(tokenizer, Trusted(before)).ids) if before else 0
-        # Lines are counted from the prompt's begin: a token may have line breaks of template and document.
+        # Line breaks are counted from the prompt's beginning, because a token may have some of the template and some of
+        # the document.
         whole = Text(name, max(1, head), edges[0], 0, 1 - before.count("\n"))
         files = [Text(one.path, max(1, one.start), one.stop, one.start, one.first_line) for one in prompt.files or ()]
         later = [self._addition(f"{name}+{number}", *edge) for number, edge in enumerate(pairwise(edges), 1)]
@@ -114,7 +116,11 @@ class Places:
     def _around(self, left: torch.Tensor, within: Text, best: int, centre: int) -> tuple[int, int]:
         """Return [start, stop) of the sentences of highest share near the token `centre`, at most `LONGEST` tokens.
 
-        `best` is the first of the `LONGEST` tokens with the largest sum of shares; `centre` is one of these tokens.
+        Args:
+            left: [N], shares of the tokens.
+            within: the text of the token `centre`.
+            best: the first of the `LONGEST` consecutive tokens with the largest sum of shares.
+            centre: the one of these tokens with the largest share.
         """
         first = max(within.start, min(best, centre) - LONGEST)
         last = min(within.stop, centre + 2 * LONGEST)
@@ -146,7 +152,7 @@ class Places:
 
     @cached_property
     def _of_blocks(self) -> list[int]:
-        """Number of line breaks in the prompt's first i `BLOCK` tokens, for i = 0, 1, 2 and so on."""
+        """Number of line breaks before each block, and in the whole prompt."""
         starts = range(0, len(self.ids), BLOCK)
         return [*accumulate((self._text(start, start + BLOCK).count("\n") for start in starts), initial=0)]
 

@@ -15,13 +15,13 @@ from sparsekv.runtime.selection.interface import CentroidSegment, Selection, Sel
 class HidingExecutor(GatherExecutor):
     """Executor that selects as a `GatherExecutor` does and gives hidden tokens no attention.
 
-    Rows of hidden tokens are masked, whether they were selected or are always attended to (the exact rows). The token
-    count of a centroid is reduced by the hidden tokens that it represents. Its key and value, which are means, stay
-    unchanged.
+    Rows of hidden tokens are masked, whether they were selected or are always attended to (sinks, tail). The token
+    count of a centroid is reduced by the hidden tokens that it represents. The centroid's key and value stay the means
+    over all its tokens.
 
     Args:
-        hidden: [N] bool, in order of position.
-        sinks: number of the N tokens that come before the middle.
+        hidden: [N] bool, True for the hidden ones of the prompt's N tokens, in order of position.
+        sinks: number of tokens before the middle.
     """
 
     def __init__(self, *layer: Any, hidden: torch.Tensor, sinks: int, **options: Any):

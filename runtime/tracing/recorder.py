@@ -37,16 +37,15 @@ class AttendedStep:
 
 @dataclass(frozen=True)
 class Shares:
-    """Attention shares of a step's last query, mean over the query heads of each KV head. They add up to one.
+    """Attention shares of a step's last query, as the mean over the query heads of each KV head. They add up to one.
 
     Attributes:
         exact: [Hk], share of sinks, tail and new tokens.
         positions: [Hk, R] int64, positions in the middle of the selected tokens; M in unused slots.
         chosen: [Hk, R], share of each selected token.
-        others: [1 or 2, Hk, M], for each token of the middle, the share that a centroid represented (`stood_for`), and
-            the share that was missed, if it is known.
-        nowhere: [Hk], share of centroids whose tokens are not known. `totals` adds it to the share that centroids
-            represented.
+        others: [1 or 2, Hk, M], for each token of the middle, the share that it got through its centroid (`stood_for`),
+            and the share that it got in dense attention beyond this (missed), if dense attention was computed.
+        nowhere: [Hk], share of centroids whose tokens are not known. `totals` adds it to the share of centroids.
     """
 
     exact: torch.Tensor
@@ -56,13 +55,17 @@ class Shares:
     nowhere: torch.Tensor
 
     def totals(self) -> torch.Tensor:
-        """Sum over tokens [3 or 4, Hk]: exact, chosen, represented by centroids and, if it is known, missed."""
+        """Sum the shares over tokens [3 or 4, Hk]: exact, selected, through centroids, and missed if it is known."""
         stood_for, *missed = self.others.sum(-1)
         return torch.stack([self.exact, self.chosen.sum(-1), stood_for + self.nowhere, *missed])
 
 
 def own_shares(one: AttendedStep, middle: int) -> Shares:
-    """Compute shares from the step's own weights. A centroid's weight is spread evenly over its tokens."""
+    """Compute shares from the weights of the recorded step. A centroid's weight is spread evenly over its tokens.
+
+    Args:
+        middle: number M of tokens of the middle.
+    """
     rows, exact, weights = one.fetched.keys.shape[1], one.step.exact.keys.shape[1], one.weights[:, :, -1].mean(1)
     rest = sum(part.keys.shape[1] for part in one.fetched.rest) if one.fetched.rest_attended else 0
     chosen, beside, of_rest = weights[:, :rows], weights[:, rows : rows + exact].sum(1), weights[:, rows + exact :]
@@ -80,11 +83,11 @@ def own_shares(one: AttendedStep, middle: int) -> Shares:
 def dense_shares(own: Shares, dense: torch.Tensor) -> Shares:
     """Compute shares from the weights of dense attention.
 
-    The weight of an unselected token is split in two. The part up to the weight that its centroid gives the token
-    counts as represented (`stood_for`); the part above it counts as missed.
+    The weight of an unselected token is split in two. The part up to the weight that the token got through its centroid
+    counts as represented (`stood_for`). The part above it counts as missed.
 
     Args:
-        own: the step's own shares.
+        own: the shares of the recorded step, from `own_shares`.
         dense: [Hk, M], weights of dense attention, mean over the query heads.
     """
     padded = torch.nn.functional.pad(dense, (0, 1))
@@ -108,9 +111,9 @@ def spread(weights: torch.Tensor, numbers: torch.Tensor, left: torch.Tensor) -> 
 
 
 MOST_IN_RECORD, MOST_IN_MEAN = 16, 64
-"""Number of passages that a record lists, and that a mean lists."""
+"""Number of passages listed for one token, layer and KV head, and number listed for a mean over several of these."""
 MOST_CHOSEN, MOST_MISSED = 8, 4
-"""Number of selected tokens, and of missed tokens, that a record lists."""
+"""Number of selected tokens, and of missed tokens, listed for one answer token, layer and KV head."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,8 @@ class Largest:
 def largest(shares: torch.Tensor, most: int, positions: torch.Tensor | None = None) -> Largest:
     """Return the `most` largest of shares [..., R], padded with zeros if there are fewer.
 
-    Their places are taken from positions [..., R]; by default they are the indices in the last axis.
+    Args:
+        positions: [..., R], the places that are returned for the shares; None: the indices in the last axis.
     """
     values, places = shares.topk(min(most, shares.shape[-1]))
     places = places if positions is None else positions.gather(-1, places)
@@ -140,7 +144,10 @@ def largest(shares: torch.Tensor, most: int, positions: torch.Tensor | None = No
 
 
 def largest_passages(shares: torch.Tensor, most: int) -> Largest:
-    """Return the passages with the largest total of the shares [2 or 3, ..., P] chosen, represented and missed."""
+    """Return the passages with the largest totals of the shares [2 or 3, ..., P] of P passages.
+
+    The first axis has the shares that were selected, represented by centroids and, if it is known, missed.
+    """
     places = shares.sum(0).topk(min(most, shares.shape[-1])).indices
     return Largest(places, shares.gather(-1, places.expand(len(shares), *places.shape)))
 
@@ -152,7 +159,7 @@ class RecordingExecutor(GatherExecutor):
     """Executor that attends as a `GatherExecutor` does, and passes each `AttendedStep` to a recorder.
 
     Args:
-        record: called once per step. If a question is attended to piece by piece, it is called with the last piece.
+        record: called once per step. If a question is attended to piece by piece, it is called only for the last piece.
     """
 
     def __init__(self, *layer: Any, record: Callable[[AttendedStep], None], **options: Any):
@@ -182,13 +189,13 @@ def _attend(step: Step, fetched: Fetched) -> Weighed:
 
 @dataclass(frozen=True)
 class Reduced:
-    """Reduced record of one layer's step: shares of passages in place of shares of single tokens.
+    """Record of one layer's step, with shares of passages in place of shares of single tokens.
 
     Attributes:
-        shares: the step's shares, without those of tokens that were not selected.
-        by_passage: [2 or 3, Hk, P], the share of each passage that was chosen, represented by centroids and, if it is
+        shares: the step's shares, in which `others` is empty.
+        by_passage: [2 or 3, Hk, P], the share of each passage that was selected, represented by centroids and, if it is
             known, missed.
-        missed: the tokens [Hk, 4] with the largest missed shares; None if these are not known.
+        missed: the `MOST_MISSED` tokens [Hk, 4] with the largest missed shares; None if missed shares are not known.
         measures: `MEASURES` [4, Hk] float64; None without dense attention.
         rows_read: D-sized rows read for each KV head, a number or [Hk].
     """

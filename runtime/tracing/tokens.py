@@ -22,9 +22,10 @@ class TokenRecord:
     """Record of one answer token in L layers.
 
     Attributes:
-        totals: [3 or 4, L, Hk], totals of the shares.
-        passages, chosen, missed: the largest passages and tokens of each layer and KV head.
-        mean: the largest passages [K] of the means over layers and KV heads.
+        totals: [3 or 4, L, Hk], the results of `Shares.totals`.
+        passages: the passages with the largest shares, for each layer and KV head.
+        chosen, missed: the selected and the missed tokens with the largest shares, for each layer and KV head.
+        mean: the K passages with the largest means of shares over layers and KV heads.
         measures: `MEASURES` [4, L, Hk] float64, NaN where unknown.
     """
 
@@ -40,7 +41,7 @@ class TokenRecord:
 class TokenRecorder:
     """Records answer tokens one after another from the steps of `layers` layers, which arrive in order of layer.
 
-    All layers of a token are recorded in one batch, because on a CPU the time of a record depends on the number of
+    All layers of a token are recorded together, because on a CPU the time of a record depends on the number of
     operations.
     """
 

@@ -49,11 +49,9 @@ MOST_FOUND = 64
 def tokens_of(
     passages: Iterable[str], texts: Sequence[str], as_stored: Callable[[str], str] = lambda passage: passage
 ) -> torch.Tensor:
-    """Mark the tokens of a prompt with at least one character of a passage: [N] bool.
+    """Mark the tokens of a prompt that have at least one character of a passage: [N] bool.
 
-    All occurrences of each passage are marked.
-
-    White space in a passage matches any white space.
+    All occurrences of each passage are marked. White space in a passage matches any white space.
 
     Args:
         texts: the text of each of the prompt's N tokens.
@@ -93,12 +91,13 @@ def log_probability(
 ) -> float:
     """Compute the log-probability of an answer after a question: the sum of its tokens' log-probabilities.
 
-    Rewinds the cache first. Feeds the question in one forward pass and then the answer token by token, as generation
-    does.
+    Rewinds the cache first. Feeds the question in one forward pass and then, unless `at_once` is set, the answer token
+    by token, as generation does.
 
     Args:
         cache: a cache of this index.
         question: [Q] token ids after the stored prompt.
+        answer: the answer's token ids.
         at_once: feed question and answer in one forward pass. The result is the same if attention is dense.
     """
     device = index.model.device
@@ -131,8 +130,8 @@ def recorded(recorder: TokenRecorder, layers: list[int], first_token: int) -> di
     """
     tokens = recorder.tokens
     totals = torch.stack([one.totals for one in tokens]).double().cpu()  # [T, 3 or 4, L, Hk]
-    # The first token's step is the question's last one, where many tokens share a selection. So it counts only if the
-    # answer has no other token.
+    # The first answer token is predicted in the question's step, in which many tokens share a selection. So this step
+    # counts only if the answer has no other token.
     of_steps = torch.stack([one.measures for one in tokens[1:] or tokens]).mean(0).cpu()
     heads = [(number, layer, head) for number, layer in enumerate(layers) for head in range(totals.shape[3])]
     of_head = _passages(largest_passages(recorder.sums / len(tokens), MOST_IN_MEAN))
@@ -241,8 +240,9 @@ class Tracer:
     """Records what the decode steps of one answer attend to, in each indexed layer.
 
     Args:
-        truth: also compute dense attention of each step's queries. On a GPU this keeps a second copy of the document's
-            keys and values.
+        passages: passages of the prompt, whose attention shares are recorded.
+        truth: also compute dense attention of each step's queries. On a GPU this allocates a second copy of the
+            document's keys and values.
     """
 
     def __init__(self, index: OpenIndex, config: DecodeConfig, passages: Passages, *, truth: bool):
@@ -275,7 +275,7 @@ class Tracer:
 
 VERSION = 1
 EVERYTHING = MethodSpec("oracle", "", Oracle())
-"""Dense attention as a method: the oracle with a budget of everything."""
+"""Dense attention as a method: the oracle, used with a budget of all tokens."""
 
 
 @dataclass
@@ -318,7 +318,7 @@ class TracedIndex:
 
     @property
     def _attending(self) -> DecodeConfig:
-        """Config with which the index answers. Dense attention runs as the oracle, so that it can be recorded."""
+        """The config with which the index answers. Dense attention runs as the oracle, whose steps can be recorded."""
         return self._everything if isinstance(self.config.attention, Dense) else self.config
 
     @property
@@ -328,7 +328,8 @@ class TracedIndex:
     def hide(self, passages: Sequence[str]) -> torch.Tensor:
         """Mark the prompt's tokens that belong to some passages: [N] bool. Raises the errors of `tokens_of`.
 
-        A passage may extend into the document's last characters, which are tokenized with the question.
+        A passage may end in the document's last characters, which are not tokenized with the document but with the
+        question.
 
         Raises:
             UsageError: the model has layers with a state, which contains the passages.

@@ -21,12 +21,13 @@ SMALLEST_BUDGET, LARGEST_BUDGET = 0.001, 0.95
 
 @dataclass
 class BudgetSearch:
-    """Search for the smallest budget whose gain reaches a target. The gain should mostly rise with the budget.
+    """Search for the smallest budget whose gain (the goal's measure, larger is better) reaches a target.
 
-    A budget is a share of the tokens between sinks and tail. The search multiplies or divides the budget `start` by
-    growing factors until one budget reaches the target and a smaller budget misses it. Then the search bisects until
-    the larger budget is at most `ratio` times the smaller budget. The search ends early at a budget whose gain is at
-    most `slack` above the target. Callers may change the target between two proposals; measured gains are kept.
+    The gain should mostly rise with the budget, which is a share of the tokens between sinks and tail. The search
+    multiplies or divides the budget `start` by growing factors until one budget reaches the target and a smaller budget
+    misses it. Then it bisects until the larger budget is at most `ratio` times the smaller one. It ends early at a
+    budget whose gain is at most `slack` above the target. Callers may change the target between two proposals, because
+    the gains of measured budgets do not depend on it.
 
     Attributes:
         step: smallest factor between the first budgets.
@@ -47,7 +48,7 @@ class BudgetSearch:
 
     @property
     def best(self) -> float:
-        """The budget `high`, or the measured budget of largest gain if no budget reaches the target."""
+        """The smallest measured budget that reaches the target; if none does, the one with the largest gain."""
         return max(self.gains, key=self.gains.__getitem__) if self.high is None else self.high
 
     @property
@@ -63,7 +64,7 @@ class BudgetSearch:
         return None if share in self.gains or self._is_close() else share
 
     def guess(self) -> float:
-        """Interpolate the budget that just reaches the target; return `best` if `low` or `high` is None."""
+        """Interpolate the budget that just reaches the target between `low` and `high`; `best` if one is None."""
         low, high = self.low, self.high
         return self.best if low is None or high is None else self._between(low, high)
 
@@ -104,8 +105,8 @@ def rounded(share: float) -> float:
 class Candidate:
     """A variant of a method whose budget is searched on all layers.
 
-    `hopeless`: no variant of the method met the target on the sample. `raised`: number of times that the target was
-    raised.
+    `hopeless` is True if no variant of the method met the target on the sample of layers and queries. `raised` is the
+    number of times that the target was raised.
     """
 
     form: MethodSpec
@@ -145,7 +146,8 @@ def _has_centroids(artifact: Artifact) -> bool:
 
 
 CONTENDERS, CONTENDING_WITHIN = 2, 1.25
-"""Maximum number of settings that are searched more closely, and maximum ratio of their KV fraction to the smallest."""
+"""Maximum number of settings that are searched more closely, and maximum ratio of the KV fraction of such a setting to
+the smallest KV fraction of all settings."""
 RAISES = 2
 """Maximum number of times that a target is raised when the held-out queries miss the target."""
 
@@ -167,7 +169,10 @@ class FineSearch:
         return contenders
 
     def contenders(self, found: list[Candidate]) -> list[Candidate]:
-        """Return the candidates of smallest KV fraction among those that meet the target, at most CONTENDERS."""
+        """Return the candidates of smallest KV fraction among those that meet the target.
+
+        At most CONTENDERS candidates are returned, with at most CONTENDING_WITHIN times the smallest KV fraction.
+        """
         held_out = self.halves.held_out
         costs = [
             (held_out.mean(one.form, shares).kv_fraction, one)
@@ -186,7 +191,8 @@ class FineSearch:
     def _verified(self, found: list[Candidate]) -> None:
         """Search candidates and measure them on held-out queries.
 
-        A candidate that misses the goal on held-out queries is searched again, with a target raised by the gap.
+        A candidate that misses the goal on held-out queries is searched again, at most RAISES times. Its target is
+        raised by the amount by which it missed the goal.
         """
         self._search(found)
         while found:
@@ -223,8 +229,8 @@ LAYER_STRIDE, QUERY_STRIDE = 3, 2
 COARSE_START, COARSE_STEP, COARSE_RATIO = 0.1, 4.0, 1.3
 FINE_STEP, FINE_RATIO = 1.2, 1.2
 FORMS_KEPT, KEPT_WITHIN = 2, 1.05
-"""Maximum number of a method's variants that are searched on all layers, and maximum ratio of their KV fraction to the
-smallest."""
+"""Maximum number of a method's variants that are searched on all layers, and maximum ratio of the KV fraction of such a
+variant to the smallest KV fraction of the method's variants."""
 
 
 class CoarseSearch:
@@ -243,8 +249,7 @@ class CoarseSearch:
         )
 
     def promising(self, forms: list[MethodSpec]) -> list[Candidate]:
-        """Return each method's cheapest variants on the sample. If none meets the target, return the one of largest
-        gain."""
+        """Return each method's cheapest variants on the sample; if none meets the target, the one of largest gain."""
         searches = self._searched(forms)
         by_method: dict[str, dict[MethodSpec, BudgetSearch]] = {}
         for form, search in searches.items():
@@ -265,8 +270,8 @@ class CoarseSearch:
     def _wanted(self, searches: dict[MethodSpec, BudgetSearch]) -> list[tuple[MethodSpec, float]]:
         """Return the next budget to measure for each variant that is still searched.
 
-        A variant is dropped when a budget that misses the target has a larger KV fraction than the method's best
-        variant.
+        A variant is dropped when a budget that misses the target already costs more, by KV fraction, than the budget
+        with which another variant of the method meets the target.
         """
         best: dict[str, float] = {}
         for form, search in searches.items():

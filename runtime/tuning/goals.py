@@ -30,12 +30,12 @@ class Tuned:
         form: the method with its parameters.
         budget: share of the tokens between sinks and tail; the mean of `layer_budgets` if these are set.
         layer_budgets: a budget for each layer; None: all layers have the same budget.
-        aim: the value of the goal's measure for which the search looked. It is tighter than the goal if the setting
-            missed the goal on the tail's second half.
+        aim: the value of the goal's measure that the search aimed at on the tail's first half. It is tighter than the
+            goal if an earlier setting missed the goal on the tail's second half.
         calibration: the goal's measure on the first half of the tail's queries, by which settings are chosen.
         held_out: the goal's measure on the second half of the tail's queries.
         recall, error, kv_fraction: recall, output error and KV fraction on the second half of the tail's queries.
-        holds: whether the setting meets the goal on both halves.
+        holds: whether the setting meets the goal on both halves, as `Halves.holds` defines it.
         step_ms: time of a decode step of one layer. None if times are not compared, or the setting misses the target.
     """
 
@@ -79,7 +79,7 @@ class Goal(ABC):
     outputs: ClassVar[bool] = True
     """Whether attention outputs are computed in the search."""
     precision: ClassVar[float] = 1.03
-    """Final ratio of the smallest budget that meets the goal to the largest budget that misses the goal."""
+    """Ratio at which the search ends: the smallest budget that meets the goal to the largest budget that misses it."""
 
     value: float
     reference: Budget = REFERENCE
@@ -87,7 +87,7 @@ class Goal(ABC):
     @property
     @abstractmethod
     def tolerance(self) -> float:
-        """Largest amount by which the gain on the tail's second half may be below the target."""
+        """Largest amount by which the gain on the tail's second half may be below the gain of `value`."""
 
     def meters(self, artifact: Artifact, device: torch.device) -> tuple[Meter, Meter]:
         """Return a meter for the tail's first half (calibration) and a meter for its second half (held out).
@@ -253,7 +253,7 @@ class Halves:
         return self.tuned(form, config.budget.value, shares, self.target, by_layer=bool(config.layer_budgets))
 
     def tuned(self, form: MethodSpec, budget: float, shares: Shares, aim: float, *, by_layer: bool) -> Tuned:
-        """Return a measured setting as a result; `aim` is the gain for which the search looked."""
+        """Return a measured setting as a result; `aim` is the gain that the search aimed at."""
         calibration, held_out = self.calibration.mean(form, shares), self.held_out.mean(form, shares)
         attention = self.attention.mean(form, shares)
         return Tuned(

@@ -42,7 +42,7 @@ class AttentionMeter:
     """Measures each layer's attention, compared with dense attention, on one half of the tail's queries.
 
     Args:
-        reference: recall counts the oracle's best tokens at this budget.
+        reference: recall is the share of the oracle's tokens at this budget that a setting selects.
         calibration: measure on the tail's first half; False: on the held-out second half.
         stride: measure every `stride`-th query.
         outputs: also measure the error of attention's output.
@@ -123,8 +123,8 @@ class ModelMeter:
     """Measures the perplexity of one half of the tail by running the model, with a new cache for each setting.
 
     The tail is fed token by token, as in generation. A token is predicted from the sinks, the selected middle tokens
-    and the earlier tail tokens. With `calibration`, the tail's first half is fed and counted. Otherwise the whole tail
-    is fed, and its second half is counted.
+    and the earlier tail tokens. With `calibration`, the tail's first half is fed and its loss is counted. Otherwise the
+    whole tail is fed, and the loss of its second half is counted.
     """
 
     def __init__(self, index: "OpenIndex", *, calibration: bool):

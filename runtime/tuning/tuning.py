@@ -26,7 +26,7 @@ from sparsekv.runtime.tuning.coarse_search import (
 from sparsekv.runtime.tuning.goals import Goal, Halves, Progress, Tuned
 from sparsekv.runtime.tuning.meter import AttentionMeter
 
-SLACK = 1e-12  # relative; rounding error allowed in the sums that are compared with a target
+SLACK = 1e-12  # relative rounding error that is allowed in the sums of gains that are compared with a target
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Option:
 def allocate(layers: Sequence[Sequence[Option]], target: float) -> list[int] | None:
     """Choose an option for each layer, at low mean cost, so that the mean gain reaches the target.
 
-    The search starts with the cheapest option of every layer. Steps to the next option on a layer's convex hull follow,
-    in the order of gain per cost, until the target is reached. Cheaper options then replace options while the gain
-    still suffices. The result costs at most one step more than the optimum, and never more than the same option in all
-    layers.
+    The search starts with the cheapest option of every layer. Then it takes steps to the next option on a layer's
+    convex hull, in the order of gain per cost, until the target is reached. Finally it replaces options by cheaper
+    ones, as long as the gain suffices. The result costs at most one step more than the optimum. It never costs more
+    than the same option in all layers, if that option reaches the target.
 
     Args:
         layers: the options of each layer, in the same order in all layers.
@@ -118,15 +118,15 @@ def _cheaper(layers: Sequence[Sequence[Option]], chosen: list[int], needed: floa
 CURVE = (0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 6.0)
 """Budgets that one layer may get, as multiples of the common budget of all layers."""
 LEAST_SAVING = 0.97
-"""Maximum ratio of the KV fraction with budgets by layer to the KV fraction with a common budget."""
+"""Maximum KV fraction of a setting with a budget for each layer, divided by that of the setting with one budget."""
 
 
 def by_layer(halves: Halves, one: Candidate) -> Tuned | None:
-    """Find a candidate's setting with a budget for each layer.
+    """Find a candidate's setting with a budget for each layer that meets the goal.
 
-    The result is None if no such setting meets the goal at a KV fraction of at most LEAST_SAVING times the KV fraction
-    with a common budget. The search needs the measure of each layer at several budgets. The result is therefore also
-    None for a variant whose layers share state, and for a goal on perplexity.
+    The result is None unless the setting's KV fraction is at most LEAST_SAVING times that of the setting with one
+    budget. The search needs the measure of each layer at several budgets. Therefore the result is also None for a
+    variant whose layers share state, and for a goal on perplexity.
     """
     same, meter = uniform(halves, one), halves.calibration
     if not same.holds or not isinstance(meter, AttentionMeter) or one.form in meter.shared:

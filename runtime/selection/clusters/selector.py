@@ -63,6 +63,7 @@ class ClusterSelector(Selector):
         thresholds: select clusters whose score reaches a threshold; None: the best clusters up to the budget.
         replace: attend to centroids in place of the tokens that are not selected.
         clustering: parameters for clustering new tokens; None: new tokens are not appended.
+        append_size: number of new tokens that are appended at a time.
         windowed_rope: score lookup centroids, which are means of keys with RoPE undone; None: score centroids of keys
             with RoPE.
 
@@ -97,7 +98,7 @@ class ClusterSelector(Selector):
             self._look_in(self.stream.found())
 
     def _look_in(self, found: dict[str, torch.Tensor], in_8_bits: Int8Kernel | None = None) -> None:
-        """Set the clusters to select from. Takes one sync if there are several levels.
+        """Set the clusters to select from. Takes no sync if there is one level, and a few syncs for each further level.
 
         Args:
             found: the tensors of `lookup_tensors`.
@@ -174,9 +175,11 @@ class ClusterSelector(Selector):
         return self.replace
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select clusters. A selection up to a budget needs no sync. A selection by threshold needs one sync per level.
+        """Select clusters.
 
-        A flat in-place selection by threshold needs no sync.
+        A selection up to a budget needs no sync. A selection by threshold needs one sync per scored level. The
+        exception is a decode step of one query on a GPU that scores all finest clusters and reads rows in place: it
+        needs none.
         """
         query = queries.query if self.windowed_rope is None else self.windowed_rope.query(queries)
         flat = self._is_flat(budget)
@@ -218,8 +221,8 @@ class ClusterSelector(Selector):
     def rest_of(self, chosen: torch.Tensor) -> Residual:
         """Return the finest clusters' centroids for the tokens that are False in `chosen` [Hk, M].
 
-        With a hierarchical lookup, all finest centroids are read, because the united queries have scored different
-        centroids.
+        With a hierarchical lookup, all finest centroids are read, because the queries whose selections were united have
+        scored different centroids.
         """
         before = torch.nn.functional.pad(chosen.cumsum(-1), (1, 0))
         counts = self.tree.counts[0].long()
@@ -284,8 +287,9 @@ class ClusterSelector(Selector):
     def _open(self, above: Scored, budget: Budget, joint: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Open the best parents and return their children as runs: starts, lengths and an upper bound of their number.
 
-        With thresholds, parents above the coarse threshold are opened. Otherwise parents are opened best first, until
-        they have enough children and hold the budget.
+        With thresholds, the parents that reach the level's threshold are opened, and in any case the best parent.
+        Without thresholds, parents are opened best first, until they have `_wanted` children and as many tokens as the
+        budget.
         """
         level, depth = above.level - 1, len(self.tree.centroids) - above.level
         bits = SCORE_BITS if self.steps.below is None else OPENED_BITS
@@ -296,8 +300,8 @@ class ClusterSelector(Selector):
         children = of_clusters(self.tree.children[level], parents) * (above.counts.gather(-1, order) > 0)
         if self.thresholds is not None:
             alive = (above.scores >= self.thresholds.coarse(depth, joint=joint)) & (above.counts > 0)
-            # The best parent is always opened. Otherwise a head with no parent above the threshold would have an empty
-            # softmax.
+            # Without the best parent, a head in which no parent reaches the threshold would have no children, and a
+            # softmax over no scores.
             alive = alive.gather(-1, order) | (torch.arange(order.shape[-1], device=order.device) == 0)
             lengths = children * alive
             return starts, lengths, int(lengths.sum(-1).max())
@@ -312,10 +316,10 @@ class ClusterSelector(Selector):
         return round(clusters * min(0.5**depth, self.opened * budget.share(self.middle)))
 
     def _slots(self, level: int, depth: int, budget: Budget) -> int:
-        """Upper bound of the number of clusters scored.
+        """Return an upper bound of the number of clusters scored in a level, `depth` levels below the coarsest.
 
-        The bound exceeds `_wanted` if `_wanted` clusters may hold less than the budget. The bound includes all children
-        of the last opened parent.
+        The bound exceeds `_wanted` by the children of one parent, because all children of the last opened parent are
+        scored. It is larger if `_wanted` clusters may have fewer tokens than the budget.
         """
         enough = int(torch.searchsorted(self.fewest_tokens[level], budget.tokens(self.middle))) + 1
         most = max(self._wanted(level, depth, budget), enough) + self.most_children[level]

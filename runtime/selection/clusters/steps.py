@@ -36,9 +36,9 @@ from sparsekv.runtime.selection.interface import (
 
 @dataclass(frozen=True)
 class Scored:
-    """Scored clusters of one level: indices, scores and token counts [Hk, Q or 1, S].
+    """S scored clusters of one level: their indices `clusters`, scores and token counts [Hk, Q or 1, S].
 
-    `read` is the number of scored clusters of each head, whose centroids were read.
+    Unused slots have index 0 and count 0. `read` is the number of clusters of each head whose centroids were read.
     """
 
     level: int
@@ -56,7 +56,7 @@ class LevelCentroids:
         keys, values: centroids [Hk, C, D] of each level. `values` is empty if the index has no value centroids.
         counts: token counts [Hk, C] of each level's clusters.
         parents: parent [Hk, C] of each cluster, for all levels except the coarsest.
-        layout: [Hk, M], position of each row.
+        layout: [Hk, M], the middle position of each stored row.
         starts: [Hk, C], first row of each finest cluster.
     """
 
@@ -75,15 +75,20 @@ class LevelCentroids:
         return torch.zeros_like(cluster).scatter_(1, self.layout, cluster)
 
     def remainders(self, scored: list[Scored], taken: torch.Tensor) -> tuple[CentroidSegment, ...]:
-        """Return the centroids of unselected tokens; `taken` [Hk, Q or 1, S] counts each cluster's selected tokens.
+        """Return the centroids of unselected tokens, one segment for each scored level.
 
-        Each token is represented by the centroid of its finest scored cluster.
+        Each unselected token is represented by the centroid of its finest scored cluster.
+
+        Args:
+            scored: the scored clusters of each level, coarsest first.
+            taken: [Hk, Q or 1, S], number of tokens selected from each cluster of the last entry of `scored`.
         """
         parts = []
         for above, below in pairwise(scored):
             handed = above.scores.new_zeros(*above.scores.shape[:2], self.counts[above.level].shape[1])
             handed.scatter_add_(-1, of_clusters(self.parents[below.level], below.clusters), below.counts.to(handed))
-            # Unused slots have cluster index 0 and count 0, and so their difference may be negative.
+            # An unused slot has count 0 and cluster index 0. The tokens of cluster 0's scored children are subtracted
+            # from this 0; clamp the result.
             left = (above.counts - handed.gather(-1, above.clusters)).clamp(min=0)
             parts.append(self._remainder(above, left))
         return (*parts, self._remainder(scored[-1], scored[-1].counts - taken))
@@ -91,8 +96,10 @@ class LevelCentroids:
     def of_tokens(self, rest: Sequence[CentroidSegment]) -> torch.Tensor:
         """Return the index of the centroid that represents each token: [Hk, M] int64, in order of position.
 
-        Indices count through the segments of `remainders`, from the coarsest level on. The indices of selected tokens
-        are arbitrary.
+        Indices count through the segments `rest`. The indices of selected tokens are arbitrary.
+
+        Args:
+            rest: the segments that `remainders` returned, coarsest level first.
         """
         if len(rest) == 1:
             return self.labels
@@ -104,7 +111,11 @@ class LevelCentroids:
         return numbers.clamp(min=0).gather(1, self.labels)
 
     def _remainder(self, scored: Scored, left: torch.Tensor) -> CentroidSegment:
-        """Return scored centroids that represent `left` [Hk, Q or 1, S] tokens each; gathered for a joint selection."""
+        """Return the centroids of scored clusters, each of which represents `left` [Hk, Q or 1, S] tokens.
+
+        If all queries have the same scored clusters, only their centroids are returned. Otherwise all centroids of the
+        level are returned, and those of clusters that a query did not score represent no token.
+        """
         keys = self.keys[scored.level]
         values = self.values[scored.level] if self.values else keys
         if scored.clusters.shape[2] == keys.shape[1]:
@@ -120,7 +131,7 @@ class LevelCentroids:
 
 
 def _own_numbers(part: CentroidSegment, counts: torch.Tensor) -> torch.Tensor:
-    """Return the index of each cluster of a level in the level's segment, [Hk, C]; -1 if it represents no token."""
+    """Return each cluster's index among the centroids of its level's segment, [Hk, C]; -1 if it represents no token."""
     places = torch.arange(part.keys.shape[1], device=counts.device).expand(len(counts), -1)
     used = places.where(part.log_counts[:, 0] > -torch.inf, -1)
     if part.clusters is None:
@@ -137,7 +148,14 @@ def of_clusters(values: torch.Tensor, clusters: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Calibrated thresholds of one lookup: for decoding, and for a question's prefill, whose scores are flatter."""
+    """Calibrated score thresholds of one lookup: for decode steps, and for a question's prefill.
+
+    A question's tokens share one selection by their mean scores, which are flatter than those of a single token.
+
+    Args:
+        calibration: the method's calibration in the manifest.
+        lookup: `flat` or `hierarchical`.
+    """
 
     calibration: dict[str, Any]
     lookup: str
@@ -157,7 +175,10 @@ class Thresholds:
         return float(self._of(joint)["coarse_thresholds"][depth - 1])
 
     def finest(self, share: float, *, joint: bool) -> float:
-        """Interpolate the threshold for a target share between calibrated points on log axes; 0 for a share of 1."""
+        """Return the threshold with which a target share of the middle's tokens is selected; 0 for a share of 1.
+
+        Interpolates between the calibrated points (share, threshold), on logarithmic axes. `joint`: for a prefill.
+        """
         if share >= 1:
             return 0.0
         kept, thresholds = np.array(self._of(joint)["curve"]).T
@@ -171,7 +192,14 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class WindowedRope:
-    """A layer's RoPE (frequencies [P] float32), the lookup distance, and the position of the first indexed token."""
+    """A layer's RoPE, for a lookup in which every query is at the same distance from every key.
+
+    Attributes:
+        frequencies: [P] float32, of P pairs of channels.
+        interleaved: whether the channels of a pair are neighbours.
+        distance: the distance between queries and keys in the lookup, in tokens.
+        first_token: position in the prompt of the first indexed token.
+    """
 
     frequencies: torch.Tensor
     interleaved: bool
@@ -192,7 +220,7 @@ class WindowedRope:
         return cls(frequencies, rope.interleaved, distance, context.first_token)
 
     def query(self, queries: Queries) -> torch.Tensor:
-        """Rotate the queries [Hk, G, Q, D] from their own positions to position `distance`."""
+        """Rotate the queries [Hk, G, Q, D] from the positions of their tokens to position `distance`."""
         turned = rotate(queries.query, self.distance - queries.positions(), self.frequencies, self.interleaved)
         return turned.to(queries.query.dtype)
 
@@ -213,8 +241,10 @@ class ClusterSteps:
             empty. Then `keys` are passed instead of values, which no kernel reads.
         starts: [Hk, C] int64, first row of each finest cluster.
         first_row: `starts` in int32, for kernels.
-        below: number of children and first child [Hk, C] int32 of each cluster of the level above the finest.
-        own: whether the scored centroids of `tree` are `keys`.
+        counted: the scored finest clusters, with logarithms of their counts, for the step of a CPU.
+        below: number of children and first child [Hk, C] int32 of each cluster of the level above the finest; None if
+            kernels do not support a hierarchical lookup in these clusters.
+        own: whether the scored centroids of `tree` are `keys`; if not, they are centroids for windowed RoPE.
         replaces: whether queries attend to centroids in place of the tokens that are not selected.
         in_8_bits: int8 centroids of the finest level for kernels of a flat lookup; None: kernels read `keys` and
             `values`.
@@ -234,10 +264,9 @@ class ClusterSteps:
 
     @property
     def rows(self) -> int:
-        """Number of rows read per scored cluster.
+        """Number of rows read per scored cluster: the scored centroid and, if `replaces`, the value centroid.
 
-        Rows are the scored centroid and, if `replaces`, its value centroid. With windowed RoPE and `replaces`, the
-        centroid of keys with their true RoPE is read, too.
+        With windowed RoPE and `replaces`, the centroid of the keys at their true positions is read, too.
         """
         if not self.replaces:
             return 1
@@ -250,7 +279,8 @@ class ClusterSteps:
 
         Args:
             query: [Hk, G, 1, D].
-            threshold: select every cluster whose score reaches it, up to `tokens` tokens.
+            tokens: maximum number of tokens to select.
+            threshold: select every cluster whose score reaches it, up to `tokens` tokens; None: the best clusters.
             counter: [Hk] int64, to which the number of tokens selected by threshold is added.
         """
         counts, numbers = self.tree.counts[0], self.in_8_bits
@@ -258,8 +288,8 @@ class ClusterSteps:
         looked = query[:, :, 0], centroids, counts, self.first_row
         chosen = choose_clusters(*looked, tokens, *self.facts.scaling, threshold, counter)
         values = (self.values or self.keys)[0]
-        # Logits of lookup centroids (windowed RoPE) differ from the logits of the attention, and so they are not passed
-        # on.
+        # With windowed RoPE, the logits of the scored centroids differ from those of the attention. Then they are not
+        # passed on.
         scored = None
         if numbers is not None:
             scored = ScoredCentroids(chosen.logits, chosen.log_left, numbers.values, scales=numbers.scales)
@@ -309,8 +339,10 @@ class ClusterSteps:
         """Select clusters in two levels on a GPU: open the best coarse clusters, and select the best of their children.
 
         Args:
-            wanted: coarse clusters are opened until they have this many children and hold `tokens` tokens.
-            slots: upper bound of the number of opened children.
+            query: [Hk, G, 1, D].
+            wanted: coarse clusters are opened until they have this many children and `tokens` tokens.
+            slots: upper bound of the number of children of the opened clusters.
+            tokens: number of tokens to select.
             counter: [Hk] int64, to which the number of opened children is added. If it is not None, the centroids of
                 the unselected tokens are returned with logits, for kernels that attend in place.
         """
@@ -351,14 +383,14 @@ class ClusterSteps:
         return RowSet(starts[:, None], chosen.lengths[:, None], tokens, total, indices)
 
     def best(self, query: torch.Tensor, tokens: int) -> Selection:
-        """Select the best of all finest clusters, on a CPU. The runs are the selected clusters and a few empty ones."""
+        """Select the best of all finest clusters for one query, on a CPU. Some of the runs may be empty."""
         keys = self.keys[0]
         best = best_clusters(query.squeeze(2), self.counted, tokens, *self.facts.scaling)
 
         def left() -> tuple[CentroidSegment, ...]:
             share, values = best.log_share_left(self.counted.shares), (self.values or self.keys)[0]
-            # These logits already include the log count of whole clusters, and so only the share of unselected tokens
-            # is added.
+            # `best.logits` already include the logarithm of the cluster's token count, and so only that of the share of
+            # its unselected tokens is added.
             scored = ScoredCentroids(best.logits, share.squeeze(1), values) if self.own else None
             return (CentroidSegment(keys, self.counted.log_counts + share, values, scored),)
 

@@ -33,10 +33,13 @@ from sparsekv.runtime.selection.interface import Appended
 def join_by_graph(
     points: torch.Tensor, labels: torch.Tensor, clusters: int, all_clusters: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Run `join_tokens` on a GPU by replaying a CUDA graph, which is recorded at the first call with new shapes.
+    """Run `join_tokens` on a GPU by replaying a CUDA graph, which is captured at the first call with new shapes.
 
-    The graph keeps buffers for its arguments and intermediate results, such as the points in float16 and the centroids.
-    Only the graph of the most recent shapes is kept.
+    The graph refers to buffers for its arguments and intermediate results, such as the points in float16 and the
+    centroids. Only the graph of the most recent shapes, with its buffers, stays in memory.
+
+    Args:
+        points, labels, clusters, all_clusters, generator: as for `join_tokens`.
     """
     (heads, tokens, dims), old = points.shape, labels.shape[1]
     recorded = _recorded(heads, tokens, dims, old, clusters, all_clusters, points.device)
@@ -53,9 +56,10 @@ def join_by_graph(
 def _recorded(
     heads: int, tokens: int, dims: int, old: int, clusters: int, all_clusters: int, device: torch.device
 ) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...], torch.Tensor] | None:
-    """Capture the graph for a shape; None if it cannot be captured.
+    """Capture the CUDA graph of `join_in_order` for a shape; None if it cannot be captured.
 
-    Returns the graph, its inputs (points, old labels, order of the new tokens), and the labels that it writes.
+    Returns the graph, its input buffers (points, old labels, order of the new tokens), and the buffer of the labels
+    that it computes.
     """
     points = torch.zeros(heads, tokens, dims, device=device)
     labels = torch.zeros(heads, old, dtype=torch.int64, device=device)
@@ -130,17 +134,22 @@ class BlockClustering:
 
 
 def lookup_tensors(tensors: Tensors, first_row: int = 0, first_clusters: list[int] | None = None) -> Tensors:
-    """Compute the tensors that a lookup reads from the artifact's tensors of consecutive blocks.
+    """Compute the tensors that a lookup of clusters reads, from the artifact's tensors of consecutive blocks.
 
     Args:
+        tensors: the artifact's tensors of these blocks.
         first_row: number of rows before these blocks.
         first_clusters: number of clusters of each level before these blocks.
 
     Returns:
-        token_order [Hk, M] int64; starts [Hk, C_0] int64, the first row of each cluster; first_row, `starts` in int32
-        for kernels; levelI.centroids, .counts and .value_centroids unchanged; level0.log_counts and .shares, the
-        `logs_and_shares` of the counts; levelI.parent [Hk, C_I] int64; and for coarse levels .first_child and .children
-        [Hk, C_I] int64, the number of non-empty children.
+        token_order: [Hk, M] int64.
+        starts: [Hk, C_0] int64, the first row of each finest cluster.
+        first_row: `starts` in int32, for kernels.
+        levelI.centroids, levelI.counts, levelI.value_centroids: unchanged.
+        level0.log_counts, level0.shares: the `logs_and_shares` of the counts.
+        levelI.parent: [Hk, C_I] int64, for all levels except the coarsest.
+        levelI.first_child, levelI.children: [Hk, C_I] int64, for all levels except the finest: the first child, and the
+            number of non-empty children.
     """
     tree = tree_from_tensors(tensors)
     first = first_clusters or [0] * len(tree.centroids)
