@@ -19,8 +19,8 @@ from sparsekv.formats.errors import UsageError
 class Channel:
     """A connection to the first rank that is independent of the messages of `Ranks`.
 
-    Only one thread of each rank may use it at a time. If the other rank has ended, methods raise an error that
-    `is_lost_rank` recognises.
+    Only one thread of each rank may use it at a time. If the rank at the other end has ended, methods raise an error
+    that `is_lost_rank` recognises.
     """
 
     group: dist.ProcessGroup
@@ -40,16 +40,16 @@ _KEYS = ("k_proj", "qkv_proj", "query_key_value")  # projections whose output is
 
 
 _MIXERS = frozenset({"linear_attn", "mamba", "conv", "mixer"})
-"""Modules of transformers whose layers keep a state."""
+"""Names of modules in transformers' models. A layer with such a module has a recurrent or convolution state."""
 _BOTH = frozenset({"hybrid", "hybrid_sliding"})
-"""Layer types of transformers that attend and keep a state."""
+"""Layer types of transformers that attend and also have a recurrent or convolution state."""
 
 
 def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConfig:
     """Choose how transformers splits a model over `size` ranks.
 
     The model's tensor-parallel plan is used. If a model has only a plan for its experts, each rank has all other
-    weights. A layer that keeps a state has the whole state on each rank.
+    weights. A recurrent or convolution state of a layer is whole on each rank.
 
     Raises:
         UsageError: the model has quantised weights or latent attention, transformers has no plan for the model, the
@@ -116,7 +116,7 @@ Tensors = Mapping[str, torch.Tensor]
 TensorForm = tuple[torch.Size, torch.dtype, str]
 """A tensor's shape, dtype and type of device."""
 PATIENCE = timedelta(minutes=30)
-"""Timeout of a rank that waits for another rank. Every disk reads a layer or a shard of weights in less time."""
+"""Timeout of a rank that waits for another rank. It allows for a slow disk that reads a layer or a shard of weights."""
 _ANSWER = 60.0  # seconds between the messages of a rank that waits for its disk, which show that the rank still runs
 _STORE = "store"
 _TOLD = "sparsekv/told"
@@ -182,10 +182,10 @@ class Ranks:
     def join_heads(self, own: torch.Tensor) -> torch.Tensor | None:
         """Gather the heads of all ranks as [heads, ...] on the first rank's device; return None on the other ranks.
 
-        Only the result is allocated.
+        Allocates the result, and a copy of this rank's heads if they are not contiguous.
 
         Args:
-            own: [heads / size, ...], with the same shape on all ranks.
+            own: this rank's heads [heads / size, ...], with the same shape on all ranks.
         """
         own = own.contiguous()
         if not self.first:
@@ -256,7 +256,11 @@ def join(place: Place) -> Ranks:
 
 
 def is_first_to_tell(place: Place) -> bool:
-    """Whether this rank is the first to report an error to the user. Only the first call in all ranks returns True."""
+    """Whether this rank is the first to report an error to the user.
+
+    Of all calls in all ranks only the first returns True. Under torchrun, before the ranks are connected, every call of
+    rank 0 returns True instead.
+    """
     if place.folder is not None:
         try:
             with (place.folder / TOLD).open("x") as file:

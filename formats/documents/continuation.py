@@ -37,7 +37,7 @@ SAMPLES = (
 _LEAD = 32
 """Number of last tokens that are decoded to text, after which the following text is tokenised."""
 _WINDOWS = (64, 256, 4096)
-"""Sizes, in characters, of the ends of a text that are tokenised, one after another, to find its border."""
+"""Sizes, in characters, of the ends of a text that are tokenised, one after another, to find where to split it."""
 
 
 def find_border(
@@ -48,9 +48,10 @@ def find_border(
     *,
     special_tokens: bool = False,
 ) -> tuple[list[int], Border]:
-    """Split a text's token ids: return the leading ids that no following text changes, and the border after them.
+    """Split a text's token ids: return the leading ids that no sample of following text changes, and the border there.
 
-    The border holds the rest of the text, which is tokenised together with the following text.
+    The border's `held` is the rest of the text, which is tokenised together with the following text. Its `lead` is the
+    text before that. All ids are returned if the text cannot be split within its last 4,096 characters.
 
     Args:
         ids: the token ids of the text.

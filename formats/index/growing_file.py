@@ -195,7 +195,11 @@ class GrowingPart:
         self._puts: list[Future[str]] = []
 
     def put(self, end: int, threads: ThreadPoolExecutor) -> None:
-        """Let a thread write the rows from the last call's end to `end`. Raises OSError if an earlier write failed."""
+        """Let a thread write the rows from the last call's end to `end`.
+
+        Raises:
+            OSError: an earlier write is known to have failed.
+        """
         for put in self._puts:
             if put.done():
                 put.result()
@@ -220,7 +224,7 @@ class GrowingPart:
 
     @property
     def last_put(self) -> Future[str]:
-        """Future of the last `put`. The result is the checksum of the written rows; empty without `summed`."""
+        """Future of the last `put`. Its result is the sha256 of the written rows; an empty string without `summed`."""
         return self._puts[-1]
 
     def _write(self, start: int, end: int, ready: torch.cuda.Event | None) -> str:
@@ -248,8 +252,8 @@ class GrowingFile(GrowingPart):
     """Writes the heads of the first process, which also writes the file's header, names the file and records it.
 
     Args:
-        file: an empty file, or one with the header and the first `end` rows.
-        tensors: the heads of this process.
+        file: an empty file, or one that already has the header and the first `end` rows.
+        tensors: the heads of this process, [H / parts, N, D].
     """
 
     def __init__(

@@ -30,7 +30,7 @@ class Snapshot:
     """A manifest and its open files.
 
     Args:
-        mending: skip files of methods that are missing or have a wrong size, instead of raising.
+        mending: leave out a method's file that is missing or has a wrong size, instead of raising.
 
     Raises:
         ArtifactError: there is no index, or it is unfinished, damaged or from a newer version. Or a file is missing,
@@ -146,8 +146,8 @@ def on_device(
     A GPU's copies are read from the file, not through the mapping.
 
     Args:
-        mapped: tensors of the file, or their last rows.
-        skipped: bytes of a tensor in the file before the mapped rows, by name.
+        mapped: tensors of the file, or some consecutive rows of each.
+        skipped: bytes of a tensor in the file before these rows, by name.
 
     Raises:
         ArtifactError: the file ends early or cannot be read.
@@ -199,7 +199,7 @@ class Artifact:
         return self._snapshot.descriptors[name]
 
     def tensors(self, name: str, device: torch.device = CPU) -> dict[str, torch.Tensor]:
-        """Read all tensors of a logical file, or the rows of each that `_own_rows` selects.
+        """Read all tensors of a logical file. `ArtifactShare` reads only one rank's heads of each.
 
         On a CPU they are views of the file's mapping, whose pages are read when accessed. On a GPU they are copies.
 
@@ -223,7 +223,14 @@ class Artifact:
         return tensors
 
     def _own_rows(self, name: str, key: str, tensor: torch.Tensor) -> slice | None:
-        """Return the slice of a tensor's first axis to read; None for the whole tensor."""
+        """Return the slice of a tensor's first axis that `tensors` returns; None, as always here: all of it.
+
+        `ArtifactShare` overrides this method.
+
+        Args:
+            name: the logical file.
+            key: the tensor's name in the file.
+        """
         return None
 
     def heads_and_channels(self, layer: int) -> tuple[int, int]:
@@ -320,7 +327,7 @@ class ArtifactShare(Artifact):
         heads: the number of KV heads of a rank by layer. A rank with all heads of a layer reads all of them.
 
     Raises:
-        ArtifactError: the index's number of heads is not that of all ranks together.
+        ArtifactError: in a layer, `heads` is neither the index's number of KV heads nor this number divided by `size`.
     """
 
     def __init__(self, whole: Artifact, number: int, size: int, heads: Mapping[int, int]):
@@ -373,7 +380,7 @@ def _number(file: str) -> int:
 
 
 class WholeFile:
-    """A complete safetensors file that stays open as long as this object exists, even if it is renamed or removed.
+    """A completely written safetensors file. It stays open as long as this object exists, even if it is removed.
 
     Args:
         descriptor: a descriptor of the file, which is opened again read-only.

@@ -1,4 +1,4 @@
-"""Write an index so that an interruption leaves no wrong index and keeps an earlier good one."""
+"""Write an index. If the build is interrupted, an earlier index in the folder stays valid, and no wrong one is left."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -45,8 +45,8 @@ HELD_BYTES = 6 << 30  # maximum bytes of tensors that wait to be written and hav
 class ArtifactWriter(BuildFolder):
     """Writes and reuses the files of one build of an index.
 
-    It holds the tensors of files that wait to be written, and writes up to 16 files at a time, one per core. Tensors on
-    a GPU stay there and are copied through 16 MiB of host memory per file.
+    The writer holds the tensors of files that wait to be written. It writes as many files at a time as the machine has
+    cores, at most 16. Tensors on a GPU stay there and are copied through 16 MiB of host memory per file.
     """
 
     def __init__(self, folder: Path, *, force: bool = False, ways_out: WaysOut | None = None):
@@ -63,7 +63,7 @@ class ArtifactWriter(BuildFolder):
         self._ended: dict[str, WholeFile] = {}
         """Files whose rows are all written, but which still have a temporary name."""
         self._continued: dict[str, tuple[UnfinishedFile, int]] = {}
-        """Files of an interrupted prefill, with the number of their first rows that are right."""
+        """Files of an interrupted prefill, with the number of leading rows that it has written to each."""
         self._keeper: PrefillKeeper | None = None
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -358,7 +358,8 @@ class ArtifactWriter(BuildFolder):
 class PartWriter:
     """Writes this process's heads to files that the first process creates, names and removes.
 
-    A file can be written between `join` and `end`. Only after `end` may the first process name it, and `whole` read it.
+    A file can be written between `join` and `end`. Only after `end` may the first process give the file its final name,
+    and may `whole` be called.
     """
 
     def __init__(self, part: HeadPart):
