@@ -17,11 +17,11 @@ from sparsekv.formats.user.cache import cache_root, read_small, replace_small
 from sparsekv.indexing.plan import BuildPlan
 
 LEAST_SECONDS = 10.0
-"""Shortest estimate that is told."""
+"""Shortest estimated time that is shown, in seconds."""
 LEAST_TOKENS = 256
-"""Shortest prefill that is remembered."""
+"""Number of tokens of the shortest prefill whose pace is stored."""
 MOST_KEPT = 100
-"""Number of models whose paces are remembered."""
+"""Maximum number of stored paces, one for each setting of `PaceMeter._key`."""
 _FILE = "prefill_pace.json"
 
 
@@ -103,7 +103,7 @@ class PaceMeter:
         device = self._plan.loaded.model.device
         on_gpu = device.type == "cuda"
         if on_gpu and self._steps and done < of:
-            return  # its work is queued, not done
+            return  # the GPU's work is queued and not yet finished, so the clock would measure too little
         if on_gpu:
             torch.cuda.synchronize(device)
         if not self._steps or done > self._steps[-1][1]:

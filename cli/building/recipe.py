@@ -55,7 +55,8 @@ _LONGEST_LIST = 2**26  # bytes of a --from-file list; longer input is taken for 
 
 
 LONG = 1 << 15
-"""Characters of the shortest text that is tokenised before the weights are loaded: it takes about half a second."""
+"""Characters of the shortest text that is tokenised before the weights are loaded. A text that is too long for the
+model is then refused early, but config and tokenizer are loaded twice, which takes about half a second."""
 
 
 @dataclass(frozen=True)
@@ -337,7 +338,7 @@ class BuildRecipe:
         return isinstance(text, SourceTexts) or (self.max_tokens is None and len(text.whole()) >= LONG)
 
     def _early_prompt(self, text: Document | SourceTexts, folder: Path) -> FixedPrompt | None:
-        """Tokenise a document before the model's weights are loaded, and note the size of one of several files.
+        """Tokenise a document before the model's weights are loaded. Of a document of several files, note the size.
 
         Returns None if the model is not on this machine.
 

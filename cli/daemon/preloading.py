@@ -145,7 +145,10 @@ def _open(folder: Path, threads: int) -> str:
 
 
 def _check(folder: Path, threads: int) -> None:
-    """Load an index and check its stored probe in a fork. The fork may use all cores. Ends this process on failure."""
+    """Open an index in a fork, which also checks that the model gives the logits that the index stores (the probe).
+
+    The fork may use all cores. If it fails, this process ends.
+    """
     child = os.fork()
     if child == 0:
         import torch
