@@ -71,9 +71,9 @@ def _least_squares(chunks: list[tuple[int, float, float]]) -> tuple[float, float
 
 
 class PaceMeter:
-    """Estimates the time of a build's prefill beforehand, from the pace of earlier prefills in the user's cache.
+    """Estimates the time of a build's prefill beforehand, from the pace of an earlier prefill.
 
-    The pace of the finished prefill is stored there.
+    A pace is the seconds per token and per pair of tokens. That of the finished prefill is stored in the user's cache.
 
     Args:
         clock: returns the time in seconds.

@@ -302,7 +302,9 @@ class BuildRecipe:
         yield sources
 
     def _ordered(self, sources: SourceTexts, folder: Path) -> tuple[SourceTexts, FileHistory]:
-        """Order the files of a document by `--order`, and add up their changes since the index in its folder.
+        """Order the files of a document by `--order`, and count in how many builds each has changed.
+
+        The index in the folder, if there is one, has the previous order and counts.
 
         Raises:
             UsageError: with `--max-tokens`, the order changed-last would cut off the files that change most.

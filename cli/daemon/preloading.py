@@ -169,9 +169,9 @@ def _check(folder: Path, threads: int) -> None:
 
 @contextmanager
 def _low_descriptors_left() -> Iterator[None]:
-    """Keep the descriptor numbers up to MOST_NUMBER occupied within the context, so that no file opened there has one.
+    """Occupy the descriptor numbers up to MOST_NUMBER within the context. Files opened there get higher numbers.
 
-    A fork gives these numbers to the descriptors of its client.
+    A fork needs the low numbers for the descriptors of its client.
     """
     taken = [os.open(os.devnull, os.O_RDONLY)]
     while taken[-1] < MOST_NUMBER:

@@ -102,7 +102,7 @@ def encode_question(
 
     Args:
         border: the end of the prompt; None for an index of an earlier version, whose questions are tokenised alone.
-        chat: the question's chat frame; None for the question alone.
+        chat: the chat template's texts around the question; None for the question alone.
         more: text after the frame, with which the answer begins.
 
     Raises:
@@ -129,7 +129,8 @@ def encode_more(
     After an answer, the text begins the next message, as a document does.
 
     Args:
-        border, chat: the border and the chat frame of the prompt.
+        border: the end of the stored prompt, on which the text's first tokens depend.
+        chat: the chat template's texts around document and question.
         special_tokens: special tokens in the text keep their meaning; otherwise they are plain text.
 
     Returns:

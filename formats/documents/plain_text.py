@@ -118,7 +118,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> _
 
 
 def untrimmed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return a tokenizer with the same ids whose reported token starts include a token's leading white space.
+    """Return a tokenizer that gives the same ids, and reports a token's start before the token's leading white space.
 
     Some tokenizers report the first character after the white space as a token's start.
 

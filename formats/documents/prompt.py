@@ -62,8 +62,8 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase, before: str | None = None) ->
     Returns None for a tokenizer without a chat template.
 
     Args:
-        before: text before the document that replaces the template's. A template that contains the date would
-            otherwise give another text every day.
+        before: text to put before the document instead of the template's. A template with a date would otherwise give
+            another text every day.
 
     Raises:
         UsageError: the template fails, or its output does not contain the user's text exactly once.

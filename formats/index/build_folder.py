@@ -97,7 +97,7 @@ class BuildFolder:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """Notes that this build, or the interrupted build that it resumes, has stored."""
+        """Notes in the journal, which this build, or the interrupted build that it resumes, has stored."""
         return self._journal.notes
 
     def note(self, name: str, value: Any) -> None:
@@ -146,9 +146,13 @@ class BuildFolder:
         return new
 
     def _earlier(self, name: str, recipe: str) -> FileRecord | None:
-        """Return the record of an intact file that a recipe made; None if there is none.
+        """Return the record of an existing, intact file with a recipe; None if there is no such file.
 
-        The journal's record comes before that of the base, the finished index in the folder.
+        A file of the interrupted build (in the journal) comes before one of the base, the finished index in the folder.
+
+        Args:
+            name: the file's logical name.
+            recipe: the hash of everything that determines the file's content.
         """
         records = (self._journal.files.get(name), self.base.files.get(name) if self.base else None)
         return next((one for one in records if one and one.recipe == recipe and self.is_whole(one)), None)

@@ -163,16 +163,17 @@ ALL_HEADS = HeadPart()
 
 
 class GrowingPart:
-    """Writes one process's heads of a safetensors file of tensors [H, N, D], whose rows are filled in order along N.
+    """Writes one process's heads to a safetensors file while a prefill fills the tensors token by token.
 
-    The first process, which also creates, names and records the file, uses a `GrowingFile`. For tensors on a GPU,
-    each thread allocates 16 MiB of page-locked memory.
+    The file's tensors are [H, N, D] (heads, tokens, channels). The first process, which also creates, names and records
+    the file, uses a `GrowingFile`. For tensors on a GPU, each thread allocates 16 MiB of page-locked memory.
 
     Args:
         file: the file to write to.
-        tensors: this process's heads, [H / parts, N, D], allocated in full. Rows are read once `put` includes them.
+        tensors: this process's heads, [H / parts, N, D], allocated for all N tokens. A token's rows are read after a
+            `put` that includes the token.
         part: the share of the file's heads that this process writes.
-        end: number of rows along N that the file has already.
+        end: number of tokens whose rows the file has already.
         summed: compute a checksum of the rows of each `put`.
     """
 

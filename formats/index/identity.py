@@ -143,7 +143,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
     A sharded tensor is first gathered, so all ranks must call this together, one tensor at a time.
     """
-    whole = getattr(tensor, "full_tensor", None)  # a method of DTensor, whose import a single process is spared
+    whole = getattr(tensor, "full_tensor", None)  # DTensor's; without importing that class
     flat = (tensor if whole is None else whole()).reshape(-1)
     stride = max(1, flat.numel() // SAMPLES_PER_TENSOR)
     sample = flat[::stride][:SAMPLES_PER_TENSOR]
@@ -166,7 +166,7 @@ def identify_model(
         weights: the precision to which weights of linear layers are rounded after that.
     """
     kv_config = {field: config[field] for field in KV_FIELDS if config.get(field) is not None}
-    kv_config = json.loads(json.dumps(kv_config), parse_constant=str)  # an infinite number is none of JSON's
+    kv_config = json.loads(json.dumps(kv_config), parse_constant=str)  # JSON has no infinite numbers
     quantisation = config.get("quantization_config")
     return ModelIdentity(
         id=name,

@@ -36,7 +36,7 @@ class PrefillNote(Record):
     Args:
         recipe: the hash of all settings and tokens that determine the rows and queries.
         ends: for each chunk, the number of prompt tokens up to its end; ascending.
-        rows: the chained checksum of each growing file's rows, by logical name.
+        rows: the chained checksum of each growing file, by logical name: a chunk's hash also covers the chunks before.
         queries: size in bytes of each chunk's part of the file of queries.
         queries_sha256: the checksum of all parts together.
     """

@@ -325,7 +325,7 @@ def _check_layer(manifest: Manifest, layer: int, facts: LayerFacts, letters: Let
     context, queries = (layer_file(folder, layer) for folder in ("context", "queries"))
     rows = _CONTEXT if manifest.kv_storage is None else _CONTEXT_INT8
     _check(context, manifest.files[context], rows, letters, manifest.dtype)
-    if more := sorted(manifest.files[context].tensors.keys() - rows.keys()):  # scales change how rows are read
+    if more := sorted(manifest.files[context].tensors.keys() - rows.keys()):  # scales would change how rows are read
         raise ValueError(f"{context} has a tensor {more[0][:80]}, which keys and values in this storage do not have")
     wanted = _QUERIES if facts.attention_sinks else {"tail": _QUERIES["tail"]}
     _check(queries, manifest.files[queries], wanted, letters, manifest.dtype)

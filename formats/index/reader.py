@@ -163,10 +163,10 @@ def on_device(
 class Artifact:
     """A finished index on disk, as it was when it was opened. Later writes by other processes do not change it.
 
-    Opening reads the manifest, opens every file, checks file sizes, and checks that the shapes in the manifest agree.
-    The first read of a file checks the names, shapes and dtypes of its tensors against the manifest, and that states
-    and the scales of keys and values are finite. It also checks the sha256 of a file of states, and of any file that is
-    smaller than a layer's keys and values.
+    Opening reads the manifest, opens every file, checks file sizes, and checks that the shapes in the manifest agree
+    with each other. The first read of a file checks the names, shapes and dtypes of its tensors against the manifest.
+    It checks that recurrent and convolution states, and the scales of int8 keys and values, are finite. It also checks
+    the sha256 of a file of states, and of any file that is smaller than a layer's keys and values.
 
     Args:
         thorough: check the sha256 of every file on its first read, and that its numbers are finite. This is for
@@ -259,10 +259,12 @@ class Artifact:
         return self.tensors(layer_file(method, layer), device)
 
     def state(self, tokens: int, device: torch.device = CPU) -> dict[str, torch.Tensor]:
-        """Read the states that layers keep after the prompt's first `tokens` tokens; empty if no layer keeps one.
+        """Read the recurrent and convolution states of the model's layers after the prompt's first `tokens` tokens.
+
+        Returns an empty dict if no layer has a state.
 
         Raises:
-            UsageError: layers keep a state, and none is stored after that many tokens.
+            UsageError: layers have states, but none are stored after that many tokens.
         """
         if not self.manifest.states:
             return {}

@@ -121,9 +121,12 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model that is available without the hub. `cached`: the model is in the cache.
+    """A model that is available without the hub.
 
-    `bytes` is the model's size on disk; 0 if the model is not in the cache.
+    Attributes:
+        folder: the folder of the model in the cache, whether it exists or not.
+        cached: whether the model is in the cache.
+        bytes: the model's size on disk; 0 if the model is not in the cache.
     """
 
     name: str
