@@ -350,7 +350,7 @@ class BuildRecipe:
         name = self.model or EMBEDDED
         try:
             config, tokenizer = load_description(name, self.config.rope_scaling)
-        except SparsekvError:  # loading the model fetches it, or says what is wrong
+        except SparsekvError:  # `load` downloads a missing model, and raises any other error again
             return None
         with waiting("tokenising the document", quiet=self.quiet):
             prompt = self._prompt(tokenizer, text, folder)

@@ -57,7 +57,7 @@ def build_and_watch(recipe: BuildRecipe, targets: Sequence[Target]) -> None:
     try:
         while True:
             before = dict(states)
-            # A text that changes during its build has another hash after it.
+            # A text that changes during its build has another hash in the next round, and is then built again.
             states |= {target: recipe.text_state(target) for target in targets}
             changed = [target for target in targets if states[target] != before.get(target)]
             for target in changed:

@@ -74,7 +74,7 @@ def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConf
                 f"model '{name}' has {heads} KV heads, which {size} ranks cannot share evenly; {_divisors(heads)}"
             )
         return DistributedConfig(tp_size=size)
-    # With experts alone split, transformers also asks for a plan of the model's class, such as its output layer's.
+    # If only experts are split, transformers also requires a plan of the model's class, such as for the output layer.
     if not experts or not getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_tp_plan", None):
         raise UsageError(f"transformers has no plan to split model '{name}' ({config.model_type}); use one GPU")
     if text.num_experts % size:
@@ -83,7 +83,8 @@ def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConf
             f"{_divisors(text.num_experts)}"
         )
     new = any(one.name == "ep_size" for one in fields(DistributedConfig))
-    experts_alone: dict[str, Any] = {"ep_size": size} if new else {"enable_expert_parallel": True}  # transformers 5.17
+    # transformers 5.17 has `enable_expert_parallel` instead of `ep_size`.
+    experts_alone: dict[str, Any] = {"ep_size": size} if new else {"enable_expert_parallel": True}
     return DistributedConfig(tp_size=size, **experts_alone)
 
 

@@ -38,7 +38,7 @@ from sparsekv.formats.index.schema import FileRecord, Manifest
 THREADS = min(16, os.cpu_count() or 1)
 SUMS = min(
     64, os.cpu_count() or 1
-)  # checksums computed at a time: one thread takes most of a second for a layer's keys
+)  # maximum number of checksums computed at a time; a thread takes most of a second for one layer's file
 HELD_BYTES = 6 << 30  # maximum bytes of tensors that wait to be written and have no other use
 
 
