@@ -46,7 +46,7 @@ def main() -> NoReturn:
 
 
 def _serve() -> None:
-    """Become the server that `start` leaves in the background. Returns in the forks that run commands."""
+    """Become the server that `start` leaves in the background. Returns only in a fork, which then runs a command."""
     from sparsekv.cli.common.failures import fail
     from sparsekv.cli.common.process import rest_collector
     from sparsekv.cli.daemon.server import serve
@@ -120,8 +120,7 @@ def _complete() -> None:
 
 
 def _fail_as_rank(error: BaseException, *, debug: bool) -> None:
-    """End with an error if this process is one of several ranks that share a model. A process that works alone
-    returns."""
+    """End with an error if this process is one of several ranks that share a model; otherwise return."""
     from sparsekv.formats.distributed.process import own_place
 
     place = own_place()

@@ -111,8 +111,7 @@ class TuneOptions:
             raise UsageError(f"--cheapest {self.cheapest}: {choose_one(self.cheapest, CHEAPEST)}")
 
     def goal(self, artifact: Artifact) -> Goal:
-        """Return the goal of the search. Raises UsageError for an invalid budget of the oracle, or what the goal
-        raises."""
+        """Return the goal of the search. Raises UsageError for an invalid value of --of, and the errors of the goal."""
         (target,), reference = self.targets, REFERENCE if self.of is None else Budget.parse(self.of, "--of")
         if self.target_recall is not None:
             return RecallGoal(target, reference)
@@ -265,8 +264,8 @@ def _defaults(best: Tuned, target: TuneTarget) -> Defaults:
 
 
 def _present(artifact: Artifact) -> DecodeConfig | None:
-    """Return the config by which answers were made before the search. None if it cannot run any more; tuning repairs
-    this."""
+    """Return the config that answers used before the search. None if it can no longer run, such as a default of `tune`
+    with a method that is not installed."""
     try:
         return choose_config(artifact)
     except SparsekvError:

@@ -1,7 +1,7 @@
-"""The index on disk: schema, writer, reader and checksums. It does not depend on any model.
+"""The lowest package: the index on disk, documents, models, devices and errors.
 
-Every other package that uses torch imports this package first. The spin time of OpenMP threads is therefore set here,
-before torch is loaded.
+The packages `indexing` and `runtime` import this package before torch. OpenMP threads' spin time is therefore set
+here: it can only be set before torch is loaded.
 """
 
 from sparsekv.formats.openmp import bound_spinning

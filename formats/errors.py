@@ -34,7 +34,7 @@ def choose_one(given: str, known: Iterable[str]) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the operating system's reason for an error, in lower case; else the error's message."""
+    """Return, in lower case, the operating system's reason for an error, or the error's message if it has none."""
     return (getattr(error, "strerror", None) or str(error)).lower()
 
 
@@ -84,7 +84,11 @@ class IdentityError(SparsekvError):
 
 @dataclass(frozen=True)
 class WaysOut:
-    """Remedies that messages suggest besides freeing disk space; empty if the command has no such option."""
+    """Remedies that errors about writing an index suggest, besides freeing disk space.
+
+    `elsewhere` is to write to another folder, and `less` is to write less. Each is empty if the command has no option
+    for it.
+    """
 
     elsewhere: str = "choose another folder with --output"
     less: str = "shorten the document with --max-tokens"

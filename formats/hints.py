@@ -26,7 +26,7 @@ def with_ending(path: Path, ending: str = ENDING) -> Path:
 
 
 def beside(folder: Path) -> Iterator[Path]:
-    """Yield the paths next to an index whose default index is this index, such as manual.txt for manual.skv."""
+    """Yield the paths beside an index's folder whose index has this folder by default: manual.txt for manual.skv."""
     own = folder.parent / folder.stem
     yield from (path for path in (own, *folder.parent.glob(f"{escape(own.name)}.*")) if path != folder)
 
@@ -46,9 +46,10 @@ def _argument(part: str | Path) -> str:
 
 
 def build_hint(folder: Path) -> str:
-    """Return a hint how to build a missing index from the text with its name (manual.txt for manual.skv).
+    """Return a hint for a missing index.
 
-    If there is no such text, the hint suggests an existing index with a similar name.
+    The hint is the first that applies: name the index FOLDER.skv, which exists; build the index from the text with its
+    name (manual.txt for manual.skv); name an existing index with a similar name; read the help of `build-index`.
     """
     named = folder.with_name(f"{folder.name}.skv")
     if named.is_dir():

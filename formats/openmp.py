@@ -5,8 +5,8 @@ from collections.abc import MutableMapping
 
 SPINS = 20_000
 """Spins of a waiting GNU OpenMP thread before it sleeps: 0.5 ms, or 1 ms on processors with a long pause instruction.
-With a tenth as many, threads sleep between the operations of a step, and a step takes a third longer. With the
-library's default of 300,000, threads occupy a core for 6 to 15 ms."""
+With a tenth as many, threads sleep between the operations of a decode step, and the step takes a third longer. With the
+library's default of 300,000, each waiting thread occupies a core for 6 to 15 ms."""
 
 BLOCK_MILLISECONDS = 1
 """Milliseconds that a waiting thread of Intel's or LLVM's OpenMP spins before it sleeps; the default is 200."""
@@ -15,8 +15,8 @@ BLOCK_MILLISECONDS = 1
 def bound_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set environment variables that limit how long OpenMP threads spin, unless the user has set them.
 
-    They have no effect once torch is loaded. A spinning thread occupies a core, which another process may need to
-    finish the work that the thread waits for.
+    The variables have no effect once torch is loaded. A spinning thread occupies a core. Another process may need that
+    core to finish the work that the thread waits for.
     """
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", str(SPINS))

@@ -97,8 +97,8 @@ class Questions:
 
 QUESTION_ROWS = 256  # assumed tokens per question, chat template included
 SHARE_OF_FREE = 0.25
-"""Share of a GPU's free memory that `--batch-size auto` may use for the keys and values of questions and answers.
-Their buffers double in size when they grow."""
+"""Share of a GPU's free memory that `--batch-size auto` may use for the keys and values of questions and answers. The
+buffers of these double in size when they grow."""
 
 
 def choose_batch_size(asked: int | None, session: Session, questions: int, answer_tokens: int) -> int:

@@ -100,8 +100,8 @@ StatsOption = Annotated[
 class AttentionOptions:
     """Options for how answers attend to the document.
 
-    Only annotated fields are options of a command; subclasses annotate more of them. `parameters` holds the methods'
-    own options by name, with None for each option that the user did not set.
+    Only fields annotated with a typer option become options of a command. Subclasses annotate further fields.
+    `parameters` has the values of the methods' own options by name; None for an option that the user did not set.
     """
 
     method: Annotated[

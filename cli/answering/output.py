@@ -27,7 +27,7 @@ class Output:
         of_batch: whether the questions are the lines of a file.
         stats: whether to print times too, to stderr.
         settings: settings besides the config that decide an answer.
-        resumed: the file that also gets each line, and that already has the first lines.
+        resumed: the file of --resume, which also gets each line; it may have the first lines from earlier runs.
         sources: whether to show the sources of each answer.
     """
 
@@ -133,7 +133,7 @@ class Output:
 
 
 def identity(config: DecodeConfig) -> dict[str, Any]:
-    """Return the fields of a config that every record has."""
+    """Return the method's name and the budget of a config, which are fields of every answer's record."""
     return {"method": config.attention.name, "budget": config.budget.value}
 
 

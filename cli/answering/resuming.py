@@ -117,7 +117,8 @@ class AnswersFile:
     def _check_unfinished(self, line: bytes, number: int, questions: Sequence[str]) -> None:
         """Raise UsageError for an unfinished last line that is not the beginning of the next question's answer.
 
-        Such a beginning may be cut off. So may zero bytes at the end, which a power failure leaves.
+        Such a beginning is left when a run is killed, and `begin` removes it. Zero bytes at the end, which a power
+        failure can leave, are ignored here and removed too.
         """
         begun = (FIRST_FIELD + json_text(questions[number - 1])).encode() if number <= len(questions) else b""
         line = line.rstrip(b"\0")

@@ -17,11 +17,11 @@ from sparsekv.formats.user.cache import cache_root, read_small, replace_small
 from sparsekv.indexing.plan import BuildPlan
 
 LEAST_SECONDS = 10.0
-"""Shortest estimate that is told."""
+"""Shortest estimated time that is shown, in seconds."""
 LEAST_TOKENS = 256
-"""Shortest prefill that is remembered."""
+"""Number of tokens of the shortest prefill whose pace is stored."""
 MOST_KEPT = 100
-"""Number of models whose paces are remembered."""
+"""Maximum number of stored paces, one for each setting of `PaceMeter._key`."""
 _FILE = "prefill_pace.json"
 
 
@@ -71,9 +71,9 @@ def _least_squares(chunks: list[tuple[int, float, float]]) -> tuple[float, float
 
 
 class PaceMeter:
-    """Estimates the time of a build's prefill beforehand, from the pace of earlier prefills in the user's cache.
+    """Estimates the time of a build's prefill beforehand, from the pace of an earlier prefill.
 
-    The pace of the finished prefill is stored there.
+    A pace is the seconds per token and per pair of tokens. That of the finished prefill is stored in the user's cache.
 
     Args:
         clock: returns the time in seconds.
@@ -103,7 +103,7 @@ class PaceMeter:
         device = self._plan.loaded.model.device
         on_gpu = device.type == "cuda"
         if on_gpu and self._steps and done < of:
-            return  # its work is queued, not done
+            return  # the GPU's work is queued and not yet finished, so the clock would measure too little
         if on_gpu:
             torch.cuda.synchronize(device)
         if not self._steps or done > self._steps[-1][1]:

@@ -55,7 +55,8 @@ _LONGEST_LIST = 2**26  # bytes of a --from-file list; longer input is taken for 
 
 
 LONG = 1 << 15
-"""Characters of the shortest text that is tokenised before the weights are loaded: it takes about half a second."""
+"""Characters of the shortest text that is tokenised before the weights are loaded. A text that is too long for the
+model is then refused early, but config and tokenizer are loaded twice, which takes about half a second."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +302,9 @@ class BuildRecipe:
         yield sources
 
     def _ordered(self, sources: SourceTexts, folder: Path) -> tuple[SourceTexts, FileHistory]:
-        """Order the files of a document by `--order`, and add up their changes since the index in its folder.
+        """Order the files of a document by `--order`, and count in how many builds each has changed.
+
+        The index in the folder, if there is one, has the previous order and counts.
 
         Raises:
             UsageError: with `--max-tokens`, the order changed-last would cut off the files that change most.
@@ -337,7 +340,7 @@ class BuildRecipe:
         return isinstance(text, SourceTexts) or (self.max_tokens is None and len(text.whole()) >= LONG)
 
     def _early_prompt(self, text: Document | SourceTexts, folder: Path) -> FixedPrompt | None:
-        """Tokenise a document before the model's weights are loaded, and note the size of one of several files.
+        """Tokenise a document before the model's weights are loaded. Of a document of several files, note the size.
 
         Returns None if the model is not on this machine.
 
@@ -347,7 +350,7 @@ class BuildRecipe:
         name = self.model or EMBEDDED
         try:
             config, tokenizer = load_description(name, self.config.rope_scaling)
-        except SparsekvError:  # loading the model fetches it, or says what is wrong
+        except SparsekvError:  # `load` downloads a missing model, and raises any other error again
             return None
         with waiting("tokenising the document", quiet=self.quiet):
             prompt = self._prompt(tokenizer, text, folder)

@@ -25,8 +25,9 @@ Work = Callable[[Sequence[Target], Progress, Done], None]
 
 
 def index_several(targets: Sequence[Target], work: Work, *, quiet: bool) -> None:
-    """Index several documents and print the path of each complete index. Missing files are reported first, and
-    documents that failed at the end.
+    """Index several documents, and print the path of each index when it is complete.
+
+    Missing files are reported first, and documents that could not be indexed at the end.
 
     Raises:
         SparsekvError: some documents could not be indexed; or the errors of `work`.

@@ -25,7 +25,8 @@ SETTLED = 300
 LONGEST = 2000
 """Milliseconds after which changes are reported although more follow."""
 TICK = 500
-"""Milliseconds between two looks at whether a watched folder was replaced, which ends the system's watch of it."""
+"""Milliseconds between two checks whether a watched folder was replaced by another folder of the same name. The system
+would go on watching the old one."""
 
 
 def refuse_unwatchable(targets: Sequence[Target]) -> None:
@@ -45,7 +46,7 @@ def refuse_unwatchable(targets: Sequence[Target]) -> None:
 def build_and_watch(recipe: BuildRecipe, targets: Sequence[Target]) -> None:
     """Build the documents' indices, and build each again when its text has changed, until Ctrl-C.
 
-    A failure of a later build is printed, and the document is watched on. `--force` counts for the first build.
+    The error of a later build is printed, and the document is still watched. `--force` applies to the first build only.
 
     Raises:
         SparsekvError: the first build of a single document failed, or the files cannot be watched.
@@ -56,7 +57,7 @@ def build_and_watch(recipe: BuildRecipe, targets: Sequence[Target]) -> None:
     try:
         while True:
             before = dict(states)
-            # A text that changes during its build has another hash after it.
+            # A text that changes during its build has another hash in the next round, and is then built again.
             states |= {target: recipe.text_state(target) for target in targets}
             changed = [target for target in targets if states[target] != before.get(target)]
             for target in changed:
@@ -70,7 +71,7 @@ def build_and_watch(recipe: BuildRecipe, targets: Sequence[Target]) -> None:
 
 
 def _build(recipe: BuildRecipe, target: Target, load: Callable[[], LoadedModel], *, alone: bool) -> None:
-    """Build an index and print its path, or print the error, which is raised instead if `alone` is given."""
+    """Build an index and print its path. An error is printed, or raised if `alone` is True."""
 
     def index() -> None:
         with progress(quiet=recipe.quiet) as show:

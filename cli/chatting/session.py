@@ -16,10 +16,11 @@ from sparsekv.runtime.decoding.session import Conversation
 
 
 class Interrupts:
-    """Handles Ctrl-C in a chat. An answer that has begun ends after its next token, so that the cache stays consistent.
+    """Handles Ctrl-C in a chat.
 
-    At any other time, and at the second Ctrl-C during an answer, KeyboardInterrupt is raised. `came`: whether Ctrl-C
-    was pressed since `reset`, even if a library lost the KeyboardInterrupt.
+    The first Ctrl-C during an answer that has begun ends the answer after its next token, so that the cache stays
+    consistent. Otherwise KeyboardInterrupt is raised. `came`: whether Ctrl-C was pressed since `reset`, even if a
+    library lost the KeyboardInterrupt.
     """
 
     def __init__(self) -> None:

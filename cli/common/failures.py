@@ -28,9 +28,13 @@ OPTION_NAME = re.compile(r"--?[a-zA-Z][\w-]*")
 
 
 def described_usage(message: str, command: str, arguments: Sequence[str], *, options: Sequence[str] = ()) -> str:
-    """Return typer's error message with a remedy.
+    """Return the error message for a command line that typer refuses.
+
+    For known mistakes it is a message of its own, with the right command line where that can be derived. Otherwise it
+    is typer's message, mostly followed by similar options or by the command for help.
 
     Args:
+        message: typer's message.
         command: the command that was called; empty if none was.
         arguments: all arguments of the call.
         options: names of the command's options.

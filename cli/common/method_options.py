@@ -42,11 +42,12 @@ def with_options(
 ) -> Callable[[Callable[[T], None]], Callable[..., None]]:
     """Return a decorator for a command that takes a dataclass of its options. typer gets the options one by one.
 
-    An annotated field is an option or argument. If a field is itself a dataclass, its fields become options. Any other
-    field keeps its default.
+    A field annotated with a typer option or argument becomes that option or argument. If a field is itself a dataclass,
+    its fields become options. A field of the type `typer.Context` gets the context. Any other field keeps its default.
 
-    Each field of the methods' dataclasses is an option too. Their values by name become the field `parameters`. A field
-    that several methods have becomes one option, which sets it for all of them.
+    Each field of the methods' dataclasses becomes an option too, with or without a help text. The values of these
+    options, by name, become the field `parameters`. A field that several methods have becomes one option, which sets it
+    for all of them.
 
     Args:
         preset: fields of methods that the command sets itself, such as a seed; they become no options.
@@ -93,7 +94,7 @@ def _flags(own: inspect.Parameter) -> Iterator[str]:
     """Yield the flags of a command's own option, such as `--plot` or `--no-plot`; none for an argument."""
     declared = [one for one in getattr(own.annotation, "__metadata__", ()) if isinstance(one, OptionInfo)]
     for option in declared:
-        # In an annotation, typer takes the first name for a default until it makes the option.
+        # In an annotation, typer stores the first name in `default` until it makes the option.
         names = [one for one in (option.default, *(option.param_decls or ())) if isinstance(one, str)]
         flags = [flag for name in names for flag in re.split(r"\s*/\s*", name)]
         yield from flags or (_flag(own.name), _flag(f"no_{own.name}"))

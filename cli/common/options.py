@@ -58,7 +58,7 @@ def share(text: str | float) -> float:
 
 
 ATTENDED, PLACED = "What is attended to", "Where the document lies"
-"""Panels of options that have no effect on dense attention."""
+"""Titles of the groups in --help whose options have no effect on dense attention."""
 METHODS_OF = "methods: "  # prefix of the panel of methods' options; the methods' names follow
 NAMES = "sparsekv.methods"
 

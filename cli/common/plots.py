@@ -99,7 +99,8 @@ def style_of(method: str, form: int) -> dict[str, Any]:
     """Return matplotlib keywords for a line. The method decides colour and marker, the same in every plot. `form`, the
     index of the method's variant, decides the dashes.
 
-    Besides dense attention and the bounds, up to eighteen methods look different, and up to six variants of a method.
+    Besides dense attention, oracle and window, up to eighteen methods get different colours, and up to six variants of
+    a method different dashes.
     """
     ordered = [name for name in methods() if name not in COMPARED_WITH]
     place = ordered.index(method) if method in ordered else 0

@@ -89,6 +89,9 @@ class RayCluster(Generic[HashableJob]):
     Attributes:
         worker: class of the workers; each is made from the recipe.
         count: number of workers. None for one per GPU, or one per four CPUs if there is no GPU.
+        deaths: number of workers that died with a job; under None, in a row while they loaded.
+        why_died: the error of the last worker that died while it loaded.
+        busy: for each pending call of Ray, the worker, and its job; None for a worker that loads.
     """
 
     worker: type[RayWorker[Any, HashableJob]]
@@ -112,8 +115,8 @@ class RayCluster(Generic[HashableJob]):
             workers = min(self._workers(ray), len(waiting))
             for _ in range(workers):
                 self._start(ray, workers)
-            # Do not wait for workers that are still loading when no job is left.
-            # If the cluster is too small for all workers, they start only after others end.
+            # When no job is left, do not wait for workers that still load. In a cluster that is too small for all
+            # workers, some would start only after others have ended.
             while self.busy and (waiting or any(job is not None for _, job in self.busy.values())):
                 done = ray.wait(list(self.busy))[0][0]
                 worker, job = self.busy.pop(done)
@@ -151,10 +154,11 @@ class RayCluster(Generic[HashableJob]):
     def _bury(
         self, job: HashableJob | None, waiting: list[HashableJob], error: Exception
     ) -> Iterator[tuple[HashableJob, str]]:
-        """Count the death of a worker. Its job goes to the end of the queue, or is set aside after too many deaths.
+        """Count the death of a worker. Its job goes to the end of the queue; after too many deaths it is yielded with
+        an error.
 
-        At the end of the queue, a job that kills its workers delays no other job. Deaths with another cause then affect
-        different jobs.
+        At the end of the queue, a job that kills its workers delays no other job. If workers die for another reason,
+        different jobs are affected, and none is set aside early.
         """
         self.deaths[job] += 1
         if job is None:

@@ -158,7 +158,7 @@ def refuse_calls_own(option: Any, kind: Any, where: str) -> None:
 
 
 def typed(option: Any, kind: Any, value: Any, where: str) -> Any:
-    """Convert a value from the file to the option's type. For a repeatable option, a single value becomes a list.
+    """Convert a value of `sparsekv.toml` to the option's type. For a repeatable option, a single value becomes a list.
 
     Raises:
         UsageError: the value has another type, or no command can use it.
@@ -186,7 +186,11 @@ def refuse_type(what: str, value: Any, takes: str) -> NoReturn:
 
 
 def index_path(value: str, file: ProjectFile, where: str) -> str:
-    """Return an index's path relative to the current folder. `value` is relative to the folder of the file.
+    """Return the path, relative to the current folder, of an index that `sparsekv.toml` names.
+
+    Args:
+        value: the index's path as the file has it, relative to the file's folder.
+        where: the file and line, for the error message.
 
     Raises:
         UsageError: the index is not below the file's folder, also if a link leads out of the folder. The author of the

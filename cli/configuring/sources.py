@@ -59,8 +59,8 @@ ORIGINS = "sparsekv.origins"
 class Command(GroupedCommand):
     """A command that refuses unusable values. Its errors name the source of a value that is not from the command line.
 
-    Defaults of the file that other options outrank are ignored. The file's model is refused if the user has never named
-    the model.
+    Defaults of `sparsekv.toml` that other options outrank are ignored. A model that this file names is refused if the
+    user has never given it with --model.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -87,7 +87,7 @@ class Command(GroupedCommand):
     @contextmanager
     def _naming_sources(self, ctx: Any) -> Iterator[None]:
         """Within the context, add a note to each error that mentions an option or its value. The note names the
-        environment variable or the file that set the value."""
+        environment variable, or the line of `sparsekv.toml`, that set the value."""
         try:
             yield
         except Exception as error:
@@ -121,7 +121,7 @@ def _counts_later(ctx: Any, option: str) -> bool:
 
 
 def _leave_out_others_methods(ctx: Any, options: dict[str, Any]) -> None:
-    """Reset the file's values of options that belong only to methods that no source has chosen."""
+    """Ignore values of `sparsekv.toml` for options that belong only to methods that no source has chosen."""
     chosen: set[str] = set()
     for name in NAMING_METHODS:
         value = ctx.params.get(name.replace("-", "_")) or []
@@ -171,8 +171,8 @@ def _mentions(message: str, name: str, values: list[str]) -> bool:
 
 
 def apply_defaults(ctx: Any, name: str, command: Any, commands: Iterable[str]) -> None:
-    """Set the file's defaults in a command's context, and record the line of each default for error messages. For a
-    command without options, no file is read.
+    """Set the defaults of `sparsekv.toml` in a command's context, and record the line of each for error messages. For
+    a command without options, the file is not read.
 
     Args:
         ctx: the context of the command group.

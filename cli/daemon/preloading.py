@@ -145,7 +145,10 @@ def _open(folder: Path, threads: int) -> str:
 
 
 def _check(folder: Path, threads: int) -> None:
-    """Load an index and check its stored probe in a fork. The fork may use all cores. Ends this process on failure."""
+    """Open an index in a fork, which also checks that the model gives the logits that the index stores (the probe).
+
+    The fork may use all cores. If it fails, this process ends.
+    """
     child = os.fork()
     if child == 0:
         import torch
@@ -166,9 +169,9 @@ def _check(folder: Path, threads: int) -> None:
 
 @contextmanager
 def _low_descriptors_left() -> Iterator[None]:
-    """Keep the descriptor numbers up to MOST_NUMBER occupied within the context, so that no file opened there has one.
+    """Occupy the descriptor numbers up to MOST_NUMBER within the context. Files opened there get higher numbers.
 
-    A fork gives these numbers to the descriptors of its client.
+    A fork needs the low numbers for the descriptors of its client.
     """
     taken = [os.open(os.devnull, os.O_RDONLY)]
     while taken[-1] < MOST_NUMBER:

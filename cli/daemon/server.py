@@ -144,7 +144,9 @@ Request = tuple[dict[str, Any], list[int]]
 
 @dataclass
 class _Server:
-    """Keeps one spare watcher with its child. Forks the next watcher when the spare one takes a request.
+    """Keeps one spare watcher: a fork that waits for a client's request, with a child that will run the command.
+
+    When the spare watcher takes a request, the server forks the next one.
 
     Attributes:
         idle: seconds without a request after which the server ends.

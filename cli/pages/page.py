@@ -24,8 +24,8 @@ from sparsekv.runtime.selection.interface import Budget
 
 DIGITS, DECADES = 4, 7
 ONE, NONE, OTHER = 63_001, 65_534, 65_535
-"""Codes of the value 1, of None, and of a value that is stored separately. Code 0 stands for the value 0. Codes 1 to
-63,000 stand for 1e-7 to 0.9999 with four significant digits."""
+"""Codes of `share_column` for the value 1, for None, and for a value that is stored separately. Code 0 stands for the
+value 0. Codes 1 to 63,000 stand for 1e-7 to 0.9999 with four significant digits."""
 
 
 def whole_column(values: Sequence[int]) -> dict[str, str]:

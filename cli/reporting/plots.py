@@ -77,8 +77,11 @@ def _scale_reads(axis: Axes) -> None:
 
 
 def _name(row: RecallRow, sharing: bool) -> str:
-    """Return the name of the line of a row. A line is a variant of a method at all budgets. If the report compares
-    numbers of queries (`sharing`), a line is a variant at one budget."""
+    """Return the name of the line to which a row's point belongs.
+
+    A line is a method's variant at all budgets. If the report compares numbers of queries that share a choice
+    (`sharing`), a line is a variant at one budget and all numbers.
+    """
     parts = (row.method, row.variant, f"at {row.budget_tokens:,} tokens") if sharing else (row.name,)
     return " ".join(part for part in parts if part)
 

@@ -31,7 +31,7 @@ class Rounds:
 
     Args:
         show: shows a round's progress.
-        begin: called just before the first round is shown. Earlier, loading the goal's model may still fail.
+        begin: called just before the first round is shown. The goal's model is loaded by then, which could have failed.
     """
 
     def __init__(self, show: Progress, begin: Callable[[], None]):

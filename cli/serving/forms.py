@@ -121,7 +121,7 @@ class Whole:
 
 
 def finish_of(piece: Piece) -> Finish:
-    """Return the finish of an answer that ended with `stop` or `length`."""
+    """Return the finish reason of an answer that ended with `stop` or `length`."""
     return "length" if piece.finish == "length" else "stop"
 
 

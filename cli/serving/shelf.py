@@ -1,4 +1,4 @@
-"""The shelf: the served indices. An index is opened at the first request, and again when its files have changed."""
+"""The served indices (`Shelf`). An index is opened at the first request for it, and again when it was replaced."""
 
 import asyncio
 import os

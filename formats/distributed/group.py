@@ -19,8 +19,8 @@ from sparsekv.formats.errors import UsageError
 class Channel:
     """A connection to the first rank that is independent of the messages of `Ranks`.
 
-    Only one thread of each rank may use it at a time. If the other rank has ended, methods raise an error that
-    `is_lost_rank` recognises.
+    Only one thread of each rank may use it at a time. If the rank at the other end has ended, methods raise an error
+    that `is_lost_rank` recognises.
     """
 
     group: dist.ProcessGroup
@@ -40,16 +40,16 @@ _KEYS = ("k_proj", "qkv_proj", "query_key_value")  # projections whose output is
 
 
 _MIXERS = frozenset({"linear_attn", "mamba", "conv", "mixer"})
-"""Modules of transformers whose layers keep a state."""
+"""Names of modules in transformers' models. A layer with such a module has a recurrent or convolution state."""
 _BOTH = frozenset({"hybrid", "hybrid_sliding"})
-"""Layer types of transformers that attend and keep a state."""
+"""Layer types of transformers that attend and also have a recurrent or convolution state."""
 
 
 def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConfig:
     """Choose how transformers splits a model over `size` ranks.
 
     The model's tensor-parallel plan is used. If a model has only a plan for its experts, each rank has all other
-    weights. A layer that keeps a state has the whole state on each rank.
+    weights. A recurrent or convolution state of a layer is whole on each rank.
 
     Raises:
         UsageError: the model has quantised weights or latent attention, transformers has no plan for the model, the
@@ -74,7 +74,7 @@ def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConf
                 f"model '{name}' has {heads} KV heads, which {size} ranks cannot share evenly; {_divisors(heads)}"
             )
         return DistributedConfig(tp_size=size)
-    # With experts alone split, transformers also asks for a plan of the model's class, such as its output layer's.
+    # If only experts are split, transformers also requires a plan of the model's class, such as for the output layer.
     if not experts or not getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_tp_plan", None):
         raise UsageError(f"transformers has no plan to split model '{name}' ({config.model_type}); use one GPU")
     if text.num_experts % size:
@@ -83,7 +83,8 @@ def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConf
             f"{_divisors(text.num_experts)}"
         )
     new = any(one.name == "ep_size" for one in fields(DistributedConfig))
-    experts_alone: dict[str, Any] = {"ep_size": size} if new else {"enable_expert_parallel": True}  # transformers 5.17
+    # transformers 5.17 has `enable_expert_parallel` instead of `ep_size`.
+    experts_alone: dict[str, Any] = {"ep_size": size} if new else {"enable_expert_parallel": True}
     return DistributedConfig(tp_size=size, **experts_alone)
 
 
@@ -116,7 +117,7 @@ Tensors = Mapping[str, torch.Tensor]
 TensorForm = tuple[torch.Size, torch.dtype, str]
 """A tensor's shape, dtype and type of device."""
 PATIENCE = timedelta(minutes=30)
-"""Timeout of a rank that waits for another rank. Every disk reads a layer or a shard of weights in less time."""
+"""Timeout of a rank that waits for another rank. It allows for a slow disk that reads a layer or a shard of weights."""
 _ANSWER = 60.0  # seconds between the messages of a rank that waits for its disk, which show that the rank still runs
 _STORE = "store"
 _TOLD = "sparsekv/told"
@@ -182,10 +183,10 @@ class Ranks:
     def join_heads(self, own: torch.Tensor) -> torch.Tensor | None:
         """Gather the heads of all ranks as [heads, ...] on the first rank's device; return None on the other ranks.
 
-        Only the result is allocated.
+        Allocates the result, and a copy of this rank's heads if they are not contiguous.
 
         Args:
-            own: [heads / size, ...], with the same shape on all ranks.
+            own: this rank's heads [heads / size, ...], with the same shape on all ranks.
         """
         own = own.contiguous()
         if not self.first:
@@ -256,7 +257,11 @@ def join(place: Place) -> Ranks:
 
 
 def is_first_to_tell(place: Place) -> bool:
-    """Whether this rank is the first to report an error to the user. Only the first call in all ranks returns True."""
+    """Whether this rank is the first to report an error to the user.
+
+    Of all calls in all ranks only the first returns True. Under torchrun, before the ranks are connected, every call of
+    rank 0 returns True instead.
+    """
     if place.folder is not None:
         try:
             with (place.folder / TOLD).open("x") as file:

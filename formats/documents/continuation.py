@@ -37,7 +37,7 @@ SAMPLES = (
 _LEAD = 32
 """Number of last tokens that are decoded to text, after which the following text is tokenised."""
 _WINDOWS = (64, 256, 4096)
-"""Sizes, in characters, of the ends of a text that are tokenised, one after another, to find its border."""
+"""Sizes, in characters, of the ends of a text that are tokenised, one after another, to find where to split it."""
 
 
 def find_border(
@@ -48,9 +48,10 @@ def find_border(
     *,
     special_tokens: bool = False,
 ) -> tuple[list[int], Border]:
-    """Split a text's token ids: return the leading ids that no following text changes, and the border after them.
+    """Split a text's token ids: return the leading ids that no sample of following text changes, and the border there.
 
-    The border holds the rest of the text, which is tokenised together with the following text.
+    The border's `held` is the rest of the text, which is tokenised together with the following text. Its `lead` is the
+    text before that. All ids are returned if the text cannot be split within its last 4,096 characters.
 
     Args:
         ids: the token ids of the text.
@@ -101,7 +102,7 @@ def encode_question(
 
     Args:
         border: the end of the prompt; None for an index of an earlier version, whose questions are tokenised alone.
-        chat: the question's chat frame; None for the question alone.
+        chat: the chat template's texts around the question; None for the question alone.
         more: text after the frame, with which the answer begins.
 
     Raises:
@@ -128,7 +129,8 @@ def encode_more(
     After an answer, the text begins the next message, as a document does.
 
     Args:
-        border, chat: the border and the chat frame of the prompt.
+        border: the end of the stored prompt, on which the text's first tokens depend.
+        chat: the chat template's texts around document and question.
         special_tokens: special tokens in the text keep their meaning; otherwise they are plain text.
 
     Returns:

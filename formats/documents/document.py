@@ -140,7 +140,7 @@ _MARKABLE = (UTF_8, "utf-8-sig")
 
 
 class Document:
-    """A text that is read in pieces. Each piece is checked and hashed; text that `first` or `whole` read is kept.
+    """A text that is read in pieces, each of which is checked and hashed. `first` and `whole` store theirs in memory.
 
     A byte order mark at the start is removed. If it is one of UTF-16 or UTF-32, it decides the encoding instead of
     UTF-8. All methods except `of` raise UsageError if the bytes that they read are not text in the encoding, or if the
@@ -245,7 +245,11 @@ def marked_encoding(data: bytes, encoding: str = UTF_8) -> str:
 
 
 def page_encoding(page: bytes, encoding: str = UTF_8) -> str:
-    """Return the encoding of an HTML page: `encoding` unless it is UTF-8, that of its mark, or the declared one."""
+    """Return the encoding of an HTML page.
+
+    It is the first of these: `encoding` if this is not UTF-8; that of a byte order mark; the one that the page
+    declares; UTF-8.
+    """
     if encoding not in _MARKABLE or page.startswith(codecs.BOM_UTF8):
         return encoding
     marked = marked_encoding(page)

@@ -34,8 +34,8 @@ def document_of(folder: Path, manifest: Manifest) -> Path | None:
 def eval_hint(folder: Path, manifest: Manifest, *chosen: str) -> str:
     """Format the `eval` command that measures right answers on the document of an index, with the options `chosen`.
 
-    If the document is not found, its model was never named or the text is too short, the command shows the help, and
-    the reason follows.
+    The command is `eval --help`, followed by the reason, if the document is not found, the user never named the index's
+    model, or the text is too short.
     """
     text, tokens = document_of(folder, manifest), manifest.split.tokens
     whole = manifest.prompt.max_tokens is None

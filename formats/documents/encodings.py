@@ -16,7 +16,7 @@ _READ = frozenset(
 """Python's names of the encodings that a stranger's file may have. Those of DOS and Macintosh are mistaken too often,
 and some codecs of Python, such as punycode, take quadratic time."""
 _BROWSERS = {"ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "gb2312": "gb18030", "gbk": "gb18030"}
-"""Declared encodings that are read as a larger one, as browsers do."""
+"""Declared or detected encodings that are read as one with more characters, as browsers do."""
 _DECLARED = re.compile(rb"""<(?:meta\b[^>]*?\bcharset|\?xml\b[^>]*?\bencoding)\s*=\s*["']?\s*([\w.:-]{1,40})""", re.I)
 _DECLARATION = 4096
 """Number of first bytes of a page in which it declares its encoding."""
@@ -35,7 +35,7 @@ def declared_encoding(page: bytes) -> str | None:
 def detected_encoding(data: bytes) -> str | None:
     """Return Python's name of the encoding of a text that is not UTF-8; None if it is not certain.
 
-    Text with control characters counts as no text.
+    Also returns None for bytes with control characters, which are not taken for text.
     """
     if _CONTROLS.search(data.translate(None, bytes(range(0x7F, 0x100))).decode("ascii")):
         return None

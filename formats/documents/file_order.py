@@ -1,4 +1,4 @@
-"""Order the files of a document, so that an edited document keeps as long an unchanged beginning as possible."""
+"""Order the files of a document. Orders other than `path` keep a long beginning of an edited document unchanged."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

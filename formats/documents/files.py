@@ -24,9 +24,10 @@ from sparsekv.formats.index.folder import MARKER
 from sparsekv.formats.index.schema import is_source_path
 
 MOST_BYTES = 8 << 20
-"""Maximum size of a file that is read, in bytes."""
+"""Maximum size of a plain text or HTML file that is read, in bytes."""
 MOST_TEXT = 32 << 20
-"""Maximum total size of a document's files, in bytes. These are about 8 million tokens."""
+"""Maximum total bytes of a document's text files, and of the text that is extracted from its other files. These are
+about 8 million tokens."""
 MOST_ENTRIES = 1_000_000
 MOST_DEPTH = 64
 """Maximum number of nested folders, all of which are open while the innermost one is read."""

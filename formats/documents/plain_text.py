@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from sparsekv.formats.errors import SparsekvError, UsageError
 
 _NEUTRAL = ("\n", "0", ".", "-")
-"""Texts that are prepended to a text, so that the text itself is tokenised without the tokenizer's prefix.
+"""Texts that are prepended to a text, so that the text itself gets no prefix: the space that a SentencePiece tokenizer
+puts before each text.
 
 Their last character rarely merges with the text's first character to one token.
 """
@@ -106,7 +107,8 @@ def encode_text(
 
 
 _encoding = Lock()
-"""A call sets `split_special_tokens` in the tokenizer and then reads it; another thread would change it between."""
+"""Lock of `_encode`. A call sets `split_special_tokens` in the tokenizer and then reads it, and another thread could
+change it in between."""
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> _Tokens:
@@ -116,7 +118,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> _
 
 
 def untrimmed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return a tokenizer with the same ids whose reported token starts include a token's leading white space.
+    """Return a tokenizer that gives the same ids, and reports a token's start before the token's leading white space.
 
     Some tokenizers report the first character after the white space as a token's start.
 
@@ -177,8 +179,8 @@ def encode_after(
     """Tokenise the parts of a text that continues `lead`.
 
     `lead` is tokenised together with the parts, and its tokens are left out of the result. The parts alone would get
-    the prefix with which a SentencePiece tokenizer begins each text. If the parts change the tokens of `lead`, they are
-    tokenised without `lead`, and still without the prefix.
+    the prefix with which a SentencePiece tokenizer begins each text. If the parts change the tokens of `lead`, a text
+    of `_NEUTRAL` is used instead of `lead`. If they change the tokens of these too, they are tokenised alone.
 
     Args:
         lead: the end of the text before the parts. Control tokens in it are plain text.
@@ -275,7 +277,11 @@ def _joined(pieces: Iterable[_Tokens]) -> _Tokens:
 
 
 def _encode_plain(tokenizer: PreTrainedTokenizerBase, text: str, told: Mapping[str, bool], *, goes_on: bool) -> _Tokens:
-    """Tokenise a text in which special tokens are plain text. With `goes_on`, the text gets no prefix."""
+    """Tokenise a text in which special tokens are plain text.
+
+    Args:
+        goes_on: the text continues another and gets no prefix, unless it changes the tokens of all texts of `_NEUTRAL`.
+    """
     if goes_on and text and begins_with_prefix(tokenizer):
         for lead in _NEUTRAL:
             stem = _encode(tokenizer, lead, split_special_tokens=True).ids

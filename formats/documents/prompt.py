@@ -62,8 +62,8 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase, before: str | None = None) ->
     Returns None for a tokenizer without a chat template.
 
     Args:
-        before: text before the document that replaces the template's. A template that contains the date would
-            otherwise give another text every day.
+        before: text to put before the document instead of the template's. A template with a date would otherwise give
+            another text every day.
 
     Raises:
         UsageError: the template fails, or its output does not contain the user's text exactly once.
@@ -83,10 +83,14 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase, before: str | None = None) ->
 
 
 def begins_with_system(tokenizer: PreTrainedTokenizerBase, chat: ChatFrame, system: str) -> bool:
-    """Whether the text before an index's document is what the chat template renders for a system message.
+    """Whether a system message is already part of the text that is stored before an index's document.
 
-    If the system message gives the same text as no system message does today, the result is also True, because then the
-    stored text can differ only in its date.
+    The chat template renders the text before the document with the system message. The result is True if the message is
+    part of this text, and if the text is either the stored one or the one that the template renders without a system
+    message. The latter is not compared with the stored text, which may have the date of its build.
+
+    Args:
+        chat: the index's chat frame; `chat.before` is the stored text. It was rendered without a system message.
     """
     system_turn, document = {"role": "system", "content": system}, {"role": "user", "content": _DOCUMENT}
     try:
@@ -124,7 +128,8 @@ def encode_prompt(
     """Tokenise the fixed prompt: the chat template's text before the document, then `max_tokens` document tokens.
 
     Args:
-        text: the document. A `Document` keeps only the text of these tokens in memory. `SourceTexts` are joined.
+        text: the document. If it is cut, a `Document` keeps in memory only as much text as these tokens need.
+            `SourceTexts` are joined.
         raw: tokenise the document without the chat template.
         before: see `chat_frame`.
         max_tokens: number of tokens after which the document is cut; None: it is not cut.

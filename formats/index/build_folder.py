@@ -80,7 +80,7 @@ class BuildFolder:
         self.unfinished = 0
         """Number of files that an interrupted build completed and the finished index lacks."""
         self._whole = set[tuple[str, str]]()
-        self._damaged: dict[str, bool] = {}  # whether each damaged path was returned
+        self._damaged: dict[str, bool] = {}  # by damaged path: whether `newly_damaged` has returned it
 
     def __enter__(self) -> Self:
         with self._writing():
@@ -97,7 +97,7 @@ class BuildFolder:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """Notes that this build, or the interrupted build that it resumes, has stored."""
+        """Notes in the journal, which this build, or the interrupted build that it resumes, has stored."""
         return self._journal.notes
 
     def note(self, name: str, value: Any) -> None:
@@ -146,7 +146,14 @@ class BuildFolder:
         return new
 
     def _earlier(self, name: str, recipe: str) -> FileRecord | None:
-        """Return the journal's or the base's record of an intact file with a recipe; None if neither has one."""
+        """Return the record of an existing, intact file with a recipe; None if there is no such file.
+
+        A file of the interrupted build (in the journal) comes before one of the base, the finished index in the folder.
+
+        Args:
+            name: the file's logical name.
+            recipe: the hash of everything that determines the file's content.
+        """
         records = (self._journal.files.get(name), self.base.files.get(name) if self.base else None)
         return next((one for one in records if one and one.recipe == recipe and self.is_whole(one)), None)
 
@@ -200,7 +207,7 @@ class BuildFolder:
             if MANIFEST in self._folder.names():
                 base = manifest_in(self._folder)
                 check_names(base, self.folder)
-                if in_this_form(base):  # an older int8 format: the build reuses none of its files
+                if in_this_form(base):  # else its int8 format is an older one, and the build reuses none of its files
                     check_layout(base, self.folder)
                 self.base = base
         except ArtifactError:
@@ -209,7 +216,7 @@ class BuildFolder:
         self._journal = KeptJournal(self._folder, forget=self.force)
         known = self.base.files if self.base else {}
         self.unfinished = sum(known.get(name) != record for name, record in self._journal.files.items())
-        # Temporary files of a killed build may be as large as the index. Those with rows of whole chunks stay.
+        # Temporary files of a killed build may be as large as the index. Those with complete chunks of a prefill stay.
         note = self.kept_note
         with suppress(OSError):
             self._folder.remove([], leftovers_of=self._journal.paths, but=note.number if note else None)

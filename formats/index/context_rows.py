@@ -1,4 +1,7 @@
-"""Quantise and restore a layer's keys, values and centroids, which an index stores in the model's dtype or int8."""
+"""Quantise and restore a layer's keys, values and centroids, which an index stores in the model's dtype or int8.
+
+In shapes, Hk is the number of KV heads, N of the prompt's tokens, T of some tokens, and D of a head's channels.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -25,12 +28,12 @@ Tensors = Mapping[str, torch.Tensor]
 def quantise(keys: torch.Tensor, values: torch.Tensor, like: Tensors | None = None) -> dict[str, torch.Tensor]:
     """Quantise keys and values [Hk, N, D], finite and of any floating dtype, to int8 on their device.
 
-    Each value is off by at most half its scale. A key's scale is its token's scale times its channel's scale. Allocates
-    the result, and PIECE tokens in float32.
+    Before `restore` rounds it to a dtype, a number differs from the original by at most half its scale. A key's scale
+    is its token's scale times its channel's scale. Allocates the int8 result twice, and float32 copies of PIECE tokens.
 
     Args:
-        like: the tensors of an earlier call whose rows these continue; its channel scales and offsets are used again. A
-            key outside the range of these channels gets a larger token scale.
+        like: the result of an earlier call for the tokens before these. Its channel scales and offsets are used again.
+            A key outside the range of these channels gets a larger token scale.
 
     Returns:
         keys, values [Hk, N, D] int8; key_scales, value_scales [Hk, N]; channel_scales, channel_offsets [Hk, D].
@@ -45,7 +48,8 @@ def quantise(keys: torch.Tensor, values: torch.Tensor, like: Tensors | None = No
 def bounds(tensors: Tensors) -> dict[str, torch.Tensor]:
     """Return the tensors of an int8 file that must be finite, by name; empty for other files.
 
-    A scale is multiplied by LARGEST: kernels use scales unclamped, so their largest product must be finite, too.
+    Scales are returned multiplied by LARGEST. Kernels multiply int8 numbers by scales without a clamp, so the product
+    of a scale and the largest number must be finite, too.
     """
     found = {name: tensors[name] for name in SCALES if name in tensors}
     return {name: rows if name == "channel_offsets" else rows * LARGEST for name, rows in found.items()}
@@ -57,7 +61,10 @@ def row_bytes(channels: int) -> int:
 
 
 def joined(first: Tensors, then: Tensors) -> dict[str, torch.Tensor]:
-    """Concatenate two results of `quantise` along the tokens; the second was made with `like=first`."""
+    """Concatenate two results of `quantise` along the tokens, on the second's device.
+
+    The second result must have been made with `like=first`.
+    """
     of_tokens = {name: torch.cat([first[name].to(then[name].device), then[name]], 1) for name in OF_TOKENS}
     return of_tokens | {name: first[name].to(then[name].device) for name in OF_CHANNELS}
 
@@ -105,7 +112,7 @@ def _channels(keys: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _quantise_piece(keys: torch.Tensor, values: torch.Tensor, channels: Tensors) -> dict[str, torch.Tensor]:
-    """Quantise keys and values [Hk, T, D] with given channels to the tensors of OF_TOKENS."""
+    """Quantise keys and values [Hk, T, D] to the tensors of OF_TOKENS, with the channels' scales and offsets."""
     scales, offsets = (channels[name].float()[:, None] for name in OF_CHANNELS)
     normalised, exact_values = (keys.float() - offsets).div_(_divisors(scales)), values.float()
     key_scales, value_scales = _scales(normalised), _scales(exact_values)
@@ -151,7 +158,7 @@ CENTROID_NAMES = {
 }
 """Names under which a method's file stores the tensors of `quantise` for its finest centroids, by `quantise`'s
 names."""
-FEWEST_SHARED = 32  # clusters whose channel scales are used again: those of fewer fit new centroids badly
+FEWEST_SHARED = 32  # fewest clusters whose channel scales are used again; those of fewer fit new centroids badly
 CENTROID_SCALES = frozenset(CENTROID_NAMES.values()) - {KEYS, VALUES}
 
 
@@ -162,9 +169,10 @@ def with_centroids_in_8_bits(tensors: Tensors, before: Tensors | None = None) ->
 
     Args:
         tensors: the tensors as an indexer builds them.
-        before: the stored tensors whose clusters these continue. Their channel scales and offsets are used again, so
-            that unchanged centroids keep their int8 numbers. They are not used if `before` has fewer than FEWEST_SHARED
-            clusters, or fewer than half of the new count: the channels of few centroids do not fit the others.
+        before: the stored tensors of the same method before tokens were added. Their channel scales and offsets are
+            used again, so that unchanged centroids keep their int8 numbers. They are not used if `before` has fewer
+            than FEWEST_SHARED clusters, or fewer than half of the new number: scales of few centroids do not fit the
+            others.
     """
     if KEYS not in tensors:
         return dict(tensors)
@@ -227,7 +235,7 @@ SCALES_OF: dict[Name, str] = {"keys": "key_scales", "values": "value_scales"}
 
 @dataclass(frozen=True)
 class ContextRows(ABC):
-    """Keys and values [Hk, N, D] of one layer, read from its file's tensors, which are mapped or on a device.
+    """Keys and values [Hk, N, D] of one layer. The tensors of the layer's file are memory-mapped or on a GPU.
 
     Args:
         tensors: the tensors of the file, by name.
@@ -244,7 +252,7 @@ class ContextRows(ABC):
 
     @abstractmethod
     def some(self, name: Name, tokens: slice) -> torch.Tensor:
-        """Return keys or values [Hk, T, D] of consecutive tokens in the index's dtype; views if stored in it."""
+        """Return keys or values [Hk, T, D] of consecutive tokens in the index's dtype; a view unless int8 is stored."""
 
     def part(self, tokens: slice) -> Pair:
         """Return keys and values [Hk, T, D] of consecutive tokens, as `some` does."""
@@ -252,7 +260,11 @@ class ContextRows(ABC):
 
     @abstractmethod
     def gather(self, tokens: torch.Tensor, first: int = 0) -> Pair:
-        """Gather keys and values [Hk, R, D], in the index's dtype, at token indices [Hk, R] relative to `first`."""
+        """Gather keys and values [Hk, R, D], in the index's dtype, of R tokens of each head.
+
+        Args:
+            tokens: token indices [Hk, R], counted from the token `first`.
+        """
 
     def _picked(self, name: str, flat: torch.Tensor) -> torch.Tensor:
         """Select rows [Hk * R, ...] of a tensor [Hk, N, ...] by their flat indices [Hk * R] over heads and tokens."""

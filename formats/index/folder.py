@@ -260,9 +260,9 @@ class Folder:
             return UnfinishedFile(parent, name, number)
 
     def continued(self, name: str, number: str) -> UnfinishedFile:
-        """Open the unfinished file that an interrupted build has left, or has just named. Raises OSError if it fails.
+        """Open the unfinished file that an interrupted build has left. Raises OSError if it fails.
 
-        A file that already has its own name gets its temporary name back.
+        If that build has already renamed the file to its own name, the file gets its temporary name back.
         """
         with self._parent(name) as (parent, last):
             temporary = f"{last}.{number}.tmp"

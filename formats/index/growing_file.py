@@ -163,16 +163,17 @@ ALL_HEADS = HeadPart()
 
 
 class GrowingPart:
-    """Writes one process's heads of a safetensors file of tensors [H, N, D], whose rows are filled in order along N.
+    """Writes one process's heads to a safetensors file while a prefill fills the tensors token by token.
 
-    The first process, which also creates, names and records the file, uses a `GrowingFile`. For tensors on a GPU,
-    each thread allocates 16 MiB of page-locked memory.
+    The file's tensors are [H, N, D] (heads, tokens, channels). The first process, which also creates, names and records
+    the file, uses a `GrowingFile`. For tensors on a GPU, each thread allocates 16 MiB of page-locked memory.
 
     Args:
         file: the file to write to.
-        tensors: this process's heads, [H / parts, N, D], allocated in full. Rows are read once `put` includes them.
+        tensors: this process's heads, [H / parts, N, D], allocated for all N tokens. A token's rows are read after a
+            `put` that includes the token.
         part: the share of the file's heads that this process writes.
-        end: number of rows along N that the file has already.
+        end: number of tokens whose rows the file has already.
         summed: compute a checksum of the rows of each `put`.
     """
 
@@ -195,7 +196,11 @@ class GrowingPart:
         self._puts: list[Future[str]] = []
 
     def put(self, end: int, threads: ThreadPoolExecutor) -> None:
-        """Let a thread write the rows from the last call's end to `end`. Raises OSError if an earlier write failed."""
+        """Let a thread write the rows from the last call's end to `end`.
+
+        Raises:
+            OSError: an earlier write is known to have failed.
+        """
         for put in self._puts:
             if put.done():
                 put.result()
@@ -220,7 +225,7 @@ class GrowingPart:
 
     @property
     def last_put(self) -> Future[str]:
-        """Future of the last `put`. The result is the checksum of the written rows; empty without `summed`."""
+        """Future of the last `put`. Its result is the sha256 of the written rows; an empty string without `summed`."""
         return self._puts[-1]
 
     def _write(self, start: int, end: int, ready: torch.cuda.Event | None) -> str:
@@ -248,8 +253,8 @@ class GrowingFile(GrowingPart):
     """Writes the heads of the first process, which also writes the file's header, names the file and records it.
 
     Args:
-        file: an empty file, or one with the header and the first `end` rows.
-        tensors: the heads of this process.
+        file: an empty file, or one that already has the header and the first `end` rows.
+        tensors: the heads of this process, [H / parts, N, D].
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Fingerprint all that determines a model's keys and values, and its tokenizer, and compare both with an index."""
+"""Compute the identity of a model and of its tokenizer, and compare both with those in an index's manifest."""
 
 import json
 import re
@@ -95,10 +95,13 @@ ORIGINAL = "the checkpoint's"
 
 
 def fingerprint_weights(state: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Hash the names, shapes and 256 evenly spaced values of the weights, rounded to bfloat16.
+    """Hash the names and shapes of a model's tensors, and at most 256 values of each (see `_sample`).
 
-    Reading only a sample keeps opening fast for large models. Rounding makes the hash of a checkpoint equal in float32
-    and bfloat16. The manifest's probe detects changes that the sample misses.
+    Only a sample is read, so that an index of a large model opens fast. Floating-point values are rounded to bfloat16,
+    so a checkpoint has the same hash whether it is loaded in float32 or bfloat16.
+
+    Weights that differ only outside the sample have the same hash. They are noticed only if they change the probe (the
+    logits of the last prompt token, which are stored at the build and recomputed at each opening) beyond its tolerance.
     """
     named = sorted(_stored_tensors(state), key=itemgetter(0))
     digests = _hash_samples([_sample(tensor.detach()) for _, tensor in named])
@@ -133,11 +136,14 @@ def _hash_samples(samples: Sequence[torch.Tensor]) -> list[str]:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return evenly spaced values of a tensor: a view, or a copy if the tensor is sharded over ranks.
+    """Return at most 256 values of a tensor: a view, or a copy if the tensor is sharded over ranks.
+
+    Of n values, every floor(n / 256)-th is taken, from the first on, until there are 256. So the values at the end are
+    not sampled. Of 257 to 511 values, the sample is the first 256.
 
     A sharded tensor is first gathered, so all ranks must call this together, one tensor at a time.
     """
-    whole = getattr(tensor, "full_tensor", None)  # a method of DTensor, whose import a single process is spared
+    whole = getattr(tensor, "full_tensor", None)  # DTensor's; without importing that class
     flat = (tensor if whole is None else whole()).reshape(-1)
     stride = max(1, flat.numel() // SAMPLES_PER_TENSOR)
     sample = flat[::stride][:SAMPLES_PER_TENSOR]
@@ -160,7 +166,7 @@ def identify_model(
         weights: the precision to which weights of linear layers are rounded after that.
     """
     kv_config = {field: config[field] for field in KV_FIELDS if config.get(field) is not None}
-    kv_config = json.loads(json.dumps(kv_config), parse_constant=str)  # an infinite number is none of JSON's
+    kv_config = json.loads(json.dumps(kv_config), parse_constant=str)  # JSON has no infinite numbers
     quantisation = config.get("quantization_config")
     return ModelIdentity(
         id=name,
@@ -189,7 +195,8 @@ def check_model(manifest: Manifest, model: ModelIdentity, dtype: str) -> None:
     """Raise IdentityError at the first field in which the index's model differs from this model, loaded as `dtype`.
 
     A checkpoint has the same weight hash in float32 and bfloat16. float16 rounds differently, so weight hashes are not
-    compared between float16 and other dtypes. In that case only the probe can detect other weights.
+    compared between float16 and other dtypes. Other weights are then noticed only by the probe: the logits of the last
+    prompt token, which are recomputed at each opening.
     """
     stored, remedy = manifest.model, _model_remedy(manifest)
     for field in sorted(stored.kv_config.keys() | model.kv_config.keys()):

@@ -1,8 +1,8 @@
 """Keep the complete chunks of an interrupted prefill on disk, so that the next build continues after the last one.
 
-Keys and values are in the index's growing files, which keep their temporary names. The queries of each chunk that a
-build needs are appended to a separate file. A note in the journal records which chunks are on disk, and their
-checksums.
+Keys and values are in the index's growing files: files of the context that are written chunk by chunk, and that still
+have temporary names. Of each chunk's queries, those that the build needs are appended to a separate file. A note in the
+build's journal records which chunks are on disk, and their checksums.
 """
 
 import hashlib
@@ -25,7 +25,8 @@ from sparsekv.formats.index.schema import FileName, Record, Sha256, Size
 NOTE = "prefill"
 """Name of the note in the journal."""
 QUERIES = "kept/queries.safetensors"
-"""Logical name of the file of queries, which never gets its own name: one safetensors file after another."""
+"""Logical name of the file of queries, which always has a temporary name. It is a sequence of safetensors files, one
+for each chunk."""
 _NUMBER = 8
 
 
@@ -35,7 +36,7 @@ class PrefillNote(Record):
     Args:
         recipe: the hash of all settings and tokens that determine the rows and queries.
         ends: for each chunk, the number of prompt tokens up to its end; ascending.
-        rows: the chained checksum of each growing file's rows, by logical name.
+        rows: the chained checksum of each growing file, by logical name: a chunk's hash also covers the chunks before.
         queries: size in bytes of each chunk's part of the file of queries.
         queries_sha256: the checksum of all parts together.
     """
@@ -98,7 +99,7 @@ def read_rows(
     """Read the rows of the complete chunks of a growing file, and verify their chained checksum.
 
     Args:
-        like: tensors with the shapes [H, N, D] and dtypes of the finished file.
+        like: tensors with the shapes [H, N, D] (heads, prompt tokens, channels) and dtypes of the finished file.
         sha256: the chained checksum of the file in the note.
 
     Returns:
@@ -197,7 +198,8 @@ class PrefillKeeper:
             queries: the chunk's queries, which must not change afterwards.
 
         Raises:
-            OSError: an earlier chunk could not be recorded.
+            OSError: the previous chunk could not be recorded; or another error of `store`. Raised only if that failure
+                is known by now.
         """
         if self._last is not None and self._last.done():
             self._last.result()
@@ -208,7 +210,7 @@ class PrefillKeeper:
         self._last = self._threads.submit(self._note, end, written, made, ready)
 
     def close(self) -> None:
-        """Wait until all chunks are recorded. Leave the queries' file for the next build, or remove an empty file."""
+        """Wait until all chunks are recorded. Leave the queries' file for the next build; remove it if no chunk is."""
         self._threads.shutdown()
         if self.tokens:
             self._file.leave()

@@ -79,9 +79,9 @@ def _outside(tensor: torch.Tensor, first: int, end: int) -> torch.Tensor:
 
 
 def _positions(tensors: Tensors, split: Split) -> Faults:
-    """Check positions: all are between sinks and tail, those of sampled queries ascend.
+    """Check positions: all are in the middle, and those of sampled queries ascend.
 
-    `token_order` must have each token once.
+    `token_order` must have each token of the middle once in each head.
     """
     first, end = split.sinks, split.sinks + split.middle
     listed = [name for name in tensors if name in ("table_tokens", "positions")]
@@ -130,10 +130,15 @@ def _levels(tensors: Tensors) -> int:
 
 
 def _wrong_parents(parents: torch.Tensor, counts: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
-    """Whether the parents of a level's clusters are invalid.
+    """Whether the parents [Hk, C] of a level's C clusters are invalid.
 
-    They are invalid if they are out of bounds, or their children's counts do not sum to the counts above. They must
-    also not descend, so that a parent's children are contiguous. An empty child must not precede a filled one.
+    They are invalid if one is out of bounds, or if the counts of a parent's children do not sum to the parent's count.
+    They must also not descend, so that a parent's children are contiguous. Among the children of one parent, an empty
+    one must not precede a filled one.
+
+    Args:
+        counts: tokens of each cluster [Hk, C].
+        above: tokens of each cluster of the coarser level.
     """
     within = parents.clamp(0, above.shape[1] - 1).long()
     sums = torch.zeros_like(above, dtype=torch.int64).scatter_add_(1, within, counts.long())
@@ -143,9 +148,9 @@ def _wrong_parents(parents: torch.Tensor, counts: torch.Tensor, above: torch.Ten
 
 
 def _blocks(tensors: Tensors, split: Split) -> Faults:
-    """Check blocks: they cover all tokens between sinks and tail.
+    """Check the blocks in which the middle was clustered.
 
-    Each block must have clusters of its own that hold exactly its tokens.
+    Blocks must cover the middle, and no cluster may have tokens of two blocks.
     """
     if "block_offsets" not in tensors:
         return {}
@@ -240,9 +245,9 @@ _LEVEL = re.compile(r"level(\d{1,2})\.(\w+)")
 
 
 def in_this_form(manifest: Manifest) -> bool:
-    """Whether an index stores keys and values in the format of this version; always true if they are not in int8.
+    """Whether an index stores keys and values in this version's format. Only the int8 format has changed.
 
-    In an older int8 format, 64 tokens shared scales.
+    In the older int8 format, 64 tokens shared scales.
     """
     first = manifest.files[layer_file("context", min(manifest.attending))]
     return manifest.kv_storage is None or first.tensors.keys() >= _CONTEXT_INT8.keys()
@@ -292,10 +297,11 @@ _STATE = re.compile(r"layer_(\d{3})\.(conv|recurrent)_\d{1,2}")
 
 
 def _check_states(manifest: Manifest) -> None:
-    """Raise ValueError unless all states have the same tensors, and those that every index needs are there.
+    """Raise ValueError if the files of recurrent and convolution states are invalid, or KeyError if one is missing.
 
-    Each tensor must belong to a layer of the index, and be in the index's dtype or in float32. A layer that does not
-    attend may keep no state.
+    An index with states needs those after sinks and middle, after all tokens but the last, and after all tokens. All
+    files must have the same tensors. Each tensor must belong to a layer of the index, and be in the index's dtype or in
+    float32. A layer that does not attend need not have a state.
     """
     if not (stored := manifest.states):
         return
@@ -319,7 +325,7 @@ def _check_layer(manifest: Manifest, layer: int, facts: LayerFacts, letters: Let
     context, queries = (layer_file(folder, layer) for folder in ("context", "queries"))
     rows = _CONTEXT if manifest.kv_storage is None else _CONTEXT_INT8
     _check(context, manifest.files[context], rows, letters, manifest.dtype)
-    if more := sorted(manifest.files[context].tensors.keys() - rows.keys()):  # scales change how rows are read
+    if more := sorted(manifest.files[context].tensors.keys() - rows.keys()):  # scales would change how rows are read
         raise ValueError(f"{context} has a tensor {more[0][:80]}, which keys and values in this storage do not have")
     wanted = _QUERIES if facts.attention_sinks else {"tail": _QUERIES["tail"]}
     _check(queries, manifest.files[queries], wanted, letters, manifest.dtype)

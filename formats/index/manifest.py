@@ -32,10 +32,11 @@ from sparsekv.formats.index.schema import (
 
 PROBE_LOGITS = 32
 
-# Largest difference between logits and the stored probe, relative to the largest logit, that rounding can cause.
+# Largest difference between logits and the stored ones, relative to the largest, that is taken for rounding.
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 COARSEST = torch.bfloat16
-"""The dtype whose tolerance quantised weights have in any dtype: some methods round activations to 8 bits as well."""
+"""A model with quantised weights has this dtype's tolerance in any dtype, because some quantisation methods also round
+activations to 8 bits."""
 
 # The same limit for the change caused by int8 storage. Measured: 0.003 for the embedded model over 6,144 tokens, at
 # most 0.02 for random models of every family. Other weights differ more: 0.15 if noise of 10% of their standard
@@ -61,7 +62,7 @@ def difference(probe: Probe, logits: torch.Tensor) -> float:
 
 
 def probe_tolerance(manifest: Manifest, dtype: torch.dtype, *, over_exact: bool) -> float:
-    """Return the largest difference from an index's stored logits that the same model, run in a dtype, may have.
+    """Return the largest relative difference from an index's stored logits that is accepted, for a model in a dtype.
 
     Args:
         over_exact: the stored logits were computed over exact rows, before these were rounded to int8.

@@ -30,7 +30,7 @@ class Snapshot:
     """A manifest and its open files.
 
     Args:
-        mending: skip files of methods that are missing or have a wrong size, instead of raising.
+        mending: leave out a method's file that is missing or has a wrong size, instead of raising.
 
     Raises:
         ArtifactError: there is no index, or it is unfinished, damaged or from a newer version. Or a file is missing,
@@ -146,8 +146,8 @@ def on_device(
     A GPU's copies are read from the file, not through the mapping.
 
     Args:
-        mapped: tensors of the file, or their last rows.
-        skipped: bytes of a tensor in the file before the mapped rows, by name.
+        mapped: tensors of the file, or some consecutive rows of each.
+        skipped: bytes of a tensor in the file before these rows, by name.
 
     Raises:
         ArtifactError: the file ends early or cannot be read.
@@ -163,10 +163,10 @@ def on_device(
 class Artifact:
     """A finished index on disk, as it was when it was opened. Later writes by other processes do not change it.
 
-    Opening reads the manifest, opens every file, checks file sizes, and checks that the shapes in the manifest agree.
-    The first read of a file checks the names, shapes and dtypes of its tensors against the manifest, and that states
-    and the scales of keys and values are finite. It also checks the sha256 of a file of states, and of any file that is
-    smaller than a layer's keys and values.
+    Opening reads the manifest, opens every file, checks file sizes, and checks that the shapes in the manifest agree
+    with each other. The first read of a file checks the names, shapes and dtypes of its tensors against the manifest.
+    It checks that recurrent and convolution states, and the scales of int8 keys and values, are finite. It also checks
+    the sha256 of a file of states, and of any file that is smaller than a layer's keys and values.
 
     Args:
         thorough: check the sha256 of every file on its first read, and that its numbers are finite. This is for
@@ -199,7 +199,7 @@ class Artifact:
         return self._snapshot.descriptors[name]
 
     def tensors(self, name: str, device: torch.device = CPU) -> dict[str, torch.Tensor]:
-        """Read all tensors of a logical file, or the rows of each that `_own_rows` selects.
+        """Read all tensors of a logical file. `ArtifactShare` reads only one rank's heads of each.
 
         On a CPU they are views of the file's mapping, whose pages are read when accessed. On a GPU they are copies.
 
@@ -223,7 +223,14 @@ class Artifact:
         return tensors
 
     def _own_rows(self, name: str, key: str, tensor: torch.Tensor) -> slice | None:
-        """Return the slice of a tensor's first axis to read; None for the whole tensor."""
+        """Return the slice of a tensor's first axis that `tensors` returns; None, as always here: all of it.
+
+        `ArtifactShare` overrides this method.
+
+        Args:
+            name: the logical file.
+            key: the tensor's name in the file.
+        """
         return None
 
     def heads_and_channels(self, layer: int) -> tuple[int, int]:
@@ -252,10 +259,12 @@ class Artifact:
         return self.tensors(layer_file(method, layer), device)
 
     def state(self, tokens: int, device: torch.device = CPU) -> dict[str, torch.Tensor]:
-        """Read the states that layers keep after the prompt's first `tokens` tokens; empty if no layer keeps one.
+        """Read the recurrent and convolution states of the model's layers after the prompt's first `tokens` tokens.
+
+        Returns an empty dict if no layer has a state.
 
         Raises:
-            UsageError: layers keep a state, and none is stored after that many tokens.
+            UsageError: layers have states, but none are stored after that many tokens.
         """
         if not self.manifest.states:
             return {}
@@ -320,7 +329,7 @@ class ArtifactShare(Artifact):
         heads: the number of KV heads of a rank by layer. A rank with all heads of a layer reads all of them.
 
     Raises:
-        ArtifactError: the index's number of heads is not that of all ranks together.
+        ArtifactError: in a layer, `heads` is neither the index's number of KV heads nor this number divided by `size`.
     """
 
     def __init__(self, whole: Artifact, number: int, size: int, heads: Mapping[int, int]):
@@ -373,7 +382,7 @@ def _number(file: str) -> int:
 
 
 class WholeFile:
-    """A complete safetensors file that stays open as long as this object exists, even if it is renamed or removed.
+    """A completely written safetensors file. It stays open as long as this object exists, even if it is removed.
 
     Args:
         descriptor: a descriptor of the file, which is opened again read-only.

@@ -18,13 +18,13 @@ FILE_NAME = rf"^({_PART}/)?{_PART}\.safetensors$"
 
 
 def stored_parameters(method: Any) -> dict[str, Any]:
-    """Convert a dataclass's fields to the values that JSON would give back, so that both compare equal."""
+    """Convert a dataclass's fields to the values that JSON would give back, to compare them with a manifest's."""
     stored: dict[str, Any] = json.loads(json.dumps(asdict(method)))
     return stored
 
 
 def given_parameters(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert stored parameters back to the arguments of their dataclass."""
+    """Convert stored parameters back to the arguments of their dataclass: JSON's lists become tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
 
 
@@ -38,7 +38,7 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class QuokaOptions:
-    """Which queries choose a chunk's keys, how keys are ranked, and how the scores of several queries are combined."""
+    """Options of QuoKA, a prefill in which some of a chunk's queries rank the keys that the chunk attends to."""
 
     prefill_queries: int = field(
         default=16, metadata={"help": "How many of a chunk's queries rank the tokens that the whole chunk attends to."}
@@ -77,7 +77,10 @@ Size = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 
 
 class Record(BaseModel):
-    """Base class of everything in the manifest: immutable. Fields that a newer, readable schema adds are ignored."""
+    """Base class of the manifest and of its records. They are immutable.
+
+    Unknown fields are ignored, because a newer schema that this version can read may add fields.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=(), allow_inf_nan=False)
 
@@ -118,11 +121,14 @@ def weights_named(name: str) -> Weights | None:
 class KVStorage(Record):
     """The int8 storage of an index's keys and values, and the error that it causes in dense attention.
 
-    `errors` has a number for each layer that attends: the error of dense attention over the stored rows relative to
-    dense attention over the exact rows, as a mean over heads and the tail's queries. The errors were measured on a
-    prompt of `measured_tokens` tokens whose hash is `measured_ids`. This prompt is an earlier one than the index's if
-    the index reuses the earlier prompt's rows. `exact_probe`: the logits of probe and canary were computed over exact
-    rows. This is the case after a conversion, which runs no model and copies the logits.
+    Attributes:
+        errors: for each layer that attends, the error of dense attention over the stored rows relative to dense
+            attention over the exact rows: the mean over heads and the tail's queries.
+        measured_ids: hash of the token ids of the prompt on which the errors were measured. It is an earlier prompt if
+            the index reuses that prompt's rows.
+        measured_tokens: number of tokens of that prompt.
+        exact_probe: the stored logits (probe and canary) were computed over exact rows. `convert` to int8 leaves them
+            so, because it runs no model.
     """
 
     dtype: KVDtype
@@ -152,7 +158,8 @@ class Border(Record):
 
 
 FIRST_SCHEMA, SCHEMA_VERSION = 1, 2
-"""Schema of an index whose layers all attend, and the newest, which has layers that do not and files of states."""
+"""Version of the schema of an index whose layers all attend, and the newest version. Only the newest can have layers
+that do not attend, and files of recurrent and convolution states."""
 MANIFEST = "manifest.json"
 TOKENS = "tokens.safetensors"
 
@@ -163,7 +170,7 @@ def layer_file(folder: str, layer: int) -> str:
 
 
 STATES = "states"
-"""The folder of states, of models whose layers do not all attend."""
+"""The index's subfolder of recurrent and convolution states, which some layers of some models have."""
 
 
 def state_file(tokens: int) -> str:
@@ -178,9 +185,9 @@ def state_tokens(name: str) -> int | None:
 
 
 class ModelIdentity(Record):
-    """Identity of the model that computed the keys and values: all facts that determine keys and values.
+    """Identity of the model that computed the keys and values.
 
-    `weights_hash` is the hash of the checkpoint's weights, before weights were rounded to `weights`.
+    `weights_hash` is the hash of a sample of the checkpoint's weights, before weights were rounded to `weights`.
     """
 
     id: str
@@ -324,7 +331,7 @@ class RopeFacts(Record):
 
 
 class LayerFacts(Record):
-    """How one layer attends; a layer with a sliding window stays dense and is not indexed."""
+    """How one layer attends. A layer with a sliding window keeps dense attention, and methods build nothing for it."""
 
     softmax_scale: Annotated[float, Field(gt=0)]
     softcap: Annotated[float, Field(gt=0)] | None
@@ -366,8 +373,8 @@ class MethodRecord(Record):
 class Probe(Record):
     """Highest logits of the last prompt token, which are recomputed to check that a model is the same.
 
-    A build computes these logits by the model's own attention over the stored context. In an index of an earlier
-    version, which has no canary, the logits are those of the prefill.
+    A build computes these logits by the model's own attention over the stored context. An index of an earlier version,
+    whose manifest has an empty `canary`, has the logits of its prefill instead.
     """
 
     token_ids: list[Count] = Field(min_length=1)
@@ -381,7 +388,7 @@ class Probe(Record):
 
 
 class CanaryToken(Probe):
-    """Highest logits of an earlier token, for which the build compared our attention with the model's own."""
+    """Highest logits of the token at `position`, for which a build compared our attention with the model's own."""
 
     position: Count
 
@@ -412,8 +419,9 @@ class TuneTarget(Record):
     Recall must be at least `value`, and the output error at most `value`, as means over layers, heads and queries.
     Perplexity must be at most `value` times that of dense attention.
 
-    Recall is measured against the oracle's tokens at the budget `of`, a share or a number of tokens. `methods` are the
-    methods that the search compared; empty: all methods.
+    Recall is the share of the oracle's tokens that the setting attends to: the tokens of highest attention weight, at
+    the budget `of`, a share of the middle or a number of tokens. `methods` are the methods that the search compared;
+    empty: all methods.
     """
 
     measure: str
@@ -425,9 +433,13 @@ class TuneTarget(Record):
 class Defaults(Record):
     """The cheapest measured setting that reaches a target; used when no setting is requested.
 
-    `budget` is a share of the middle; with `layer_budgets` (by layer) it is their mean. `calibration` is the target's
-    measure on the queries or tokens on which the setting was chosen. `held_out` is the same measure on other queries or
-    tokens, on which `kv_fraction` was measured, too.
+    Attributes:
+        budget: a share of the middle; with `layer_budgets` the mean of these.
+        layer_budgets: a share of the middle for each layer; None: `budget` for all layers.
+        residual: centroids represent the tokens that are not selected.
+        calibration: the target's measure on the queries or tokens on which the setting was chosen.
+        held_out: the same measure on other queries or tokens.
+        kv_fraction: share of the keys and values that is read, measured on these other queries or tokens.
     """
 
     method: str
@@ -497,7 +509,7 @@ class Manifest(Record):
 
     @property
     def indexed_layers(self) -> list[int]:
-        """Layers with full attention; layers with a sliding window stay dense."""
+        """Indices of the layers with full attention, for which methods build tensors; others have a sliding window."""
         return [layer for layer, facts in self.attending.items() if facts.sliding_window is None]
 
     @property

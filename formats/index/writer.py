@@ -1,4 +1,4 @@
-"""Write an index so that an interruption leaves no wrong index and keeps an earlier good one."""
+"""Write an index. If the build is interrupted, an earlier index in the folder stays valid, and no wrong one is left."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -38,15 +38,15 @@ from sparsekv.formats.index.schema import FileRecord, Manifest
 THREADS = min(16, os.cpu_count() or 1)
 SUMS = min(
     64, os.cpu_count() or 1
-)  # checksums computed at a time: one thread takes most of a second for a layer's keys
+)  # maximum number of checksums computed at a time; a thread takes most of a second for one layer's file
 HELD_BYTES = 6 << 30  # maximum bytes of tensors that wait to be written and have no other use
 
 
 class ArtifactWriter(BuildFolder):
     """Writes and reuses the files of one build of an index.
 
-    It holds the tensors of files that wait to be written, and writes up to 16 files at a time, one per core. Tensors on
-    a GPU stay there and are copied through 16 MiB of host memory per file.
+    The writer holds the tensors of files that wait to be written. It writes as many files at a time as the machine has
+    cores, at most 16. Tensors on a GPU stay there and are copied through 16 MiB of host memory per file.
     """
 
     def __init__(self, folder: Path, *, force: bool = False, ways_out: WaysOut | None = None):
@@ -63,7 +63,7 @@ class ArtifactWriter(BuildFolder):
         self._ended: dict[str, WholeFile] = {}
         """Files whose rows are all written, but which still have a temporary name."""
         self._continued: dict[str, tuple[UnfinishedFile, int]] = {}
-        """Files of an interrupted prefill, with the number of their first rows that are right."""
+        """Files of an interrupted prefill, with the number of leading rows that it has written to each."""
         self._keeper: PrefillKeeper | None = None
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -92,15 +92,20 @@ class ArtifactWriter(BuildFolder):
         return self._made[name].result()
 
     def reuse(self, name: str, recipe: str, of: Sequence[str] = ()) -> bool:
-        """Reuse an intact file of an earlier build if the same recipe made it; return whether it was reused.
+        """Reuse an intact file of an earlier build if it has the same recipe; return whether it was reused.
 
         Args:
-            of: files of this build that it is made from. If this build writes one of them, the file is not reused.
+            recipe: the hash of everything that determines the file's content, except the files in `of`.
+            of: files of this build from which the file is made. If this build writes one of them, it is not reused.
         """
         return self._new.isdisjoint(of) and self.reuse_all({name: self._whole_recipe(recipe, of)})
 
     def reuse_all(self, recipes: Mapping[str, str]) -> bool:
-        """Reuse files, given by name with their recipes, if all of them are intact; return whether they were reused."""
+        """Reuse files of an earlier build if all of them are intact and have these recipes; return whether they were.
+
+        Args:
+            recipes: the recipe of each file (the hash of everything that determines its content), by logical name.
+        """
         whole = {name: record for name, recipe in recipes.items() if (record := self._found(name, recipe))}
         for name, record in whole.items() if len(whole) == len(recipes) else ():
             self._made[name] = Future()
@@ -109,7 +114,7 @@ class ArtifactWriter(BuildFolder):
         return len(whole) == len(recipes)
 
     def _found(self, name: str, recipe: str) -> FileRecord | None:
-        """Return the record of an intact file that this or an earlier build wrote by a recipe; None if none did."""
+        """Return the record of an intact file with this recipe, of this or an earlier build; None if there is none."""
         if name in self._made:
             self._made[name].result()
         return None if self.force and name not in self._made else self._earlier(name, recipe)
@@ -123,7 +128,7 @@ class ArtifactWriter(BuildFolder):
 
         Args:
             recipe: the hash of everything that determines the content, except the files in `of`.
-            of: files of this build that it is made from. Their checksums become part of the recipe.
+            of: files of this build from which this file is made. Their checksums become part of its recipe.
             wait: wait until at most 6 GiB of tensors are held in all. False for tensors that stay in memory anyway.
 
         Raises:
@@ -155,15 +160,16 @@ class ArtifactWriter(BuildFolder):
     def take_kept(
         self, note: PrefillNote, files: Mapping[str, Mapping[str, torch.Tensor]], recipe: str, device: torch.device
     ) -> KeptPrefill | None:
-        """Read the complete chunks of an interrupted prefill, and continue its files.
+        """Read the complete chunks of an interrupted prefill. `write_rows` then adds the next chunks to the same files.
 
         Returns None if a chunk is damaged; all chunks are then removed.
 
         Args:
             note: the journal's note on the prefill.
-            files: tensors with the shapes [H, N, D] and dtypes of the files to write, by logical name.
-            recipe: the recipe of these files.
-            device: the device to which the rows are read.
+            files: tensors with the shapes [H, N, D] (heads, tokens, channels) and dtypes of the complete files, by
+                logical name.
+            recipe: the hash of everything that determines these files' content.
+            device: the device to which keys and values are read.
         """
         rows, opened, tokens = {}, list[UnfinishedFile](), note.ends[-1]
         try:
@@ -217,10 +223,11 @@ class ArtifactWriter(BuildFolder):
     def write_rows(
         self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str, end: int, part: HeadPart = ALL_HEADS
     ) -> None:
-        """Write the rows before `end` of tensors [H, N, D] in a thread, before the later rows are filled.
+        """Let a thread write the rows of the first `end` tokens, while the prefill still computes the others.
 
-        `write` completes the file, and must get the same tensors. If `share_rows` has created the file, the tensors
-        hold this process's heads, and `end_rows` completes it instead.
+        The tensors have the shape [H, N, D] (heads, tokens, channels). `write` completes the file, and must get the
+        same tensors. If `share_rows` has created the file, they have this process's heads only, and `end_rows`
+        completes the file instead.
 
         Raises:
             ArtifactError: the file cannot be written.
@@ -247,9 +254,10 @@ class ArtifactWriter(BuildFolder):
             return self._growing[name].wait(seconds)
 
     def end_rows(self, name: str, recipe: str, remote_sum: RemoteSum | None = None) -> None:
-        """Complete a file that `share_rows` created, in a thread. The other processes must have written their rows.
+        """Let a thread complete a file that `share_rows` created. The other processes must have written their rows.
 
-        Its tensors are not held in memory. `read` reads them from the file, even before it has its checksum and name.
+        The tensors are not held in memory. `read` reads them from the file, even before the file has its checksum and
+        its final name.
 
         Args:
             remote_sum: returns the checksum if another process computes it; called in the order of the `end_rows`
@@ -358,7 +366,8 @@ class ArtifactWriter(BuildFolder):
 class PartWriter:
     """Writes this process's heads to files that the first process creates, names and removes.
 
-    A file can be written between `join` and `end`. Only after `end` may the first process name it, and `whole` read it.
+    A file can be written between `join` and `end`. Only after `end` may the first process give the file its final name,
+    and may `whole` be called.
     """
 
     def __init__(self, part: HeadPart):

@@ -1,4 +1,7 @@
-"""Create a causal language model from its config and the weights in its folder. Weights are read to the device."""
+"""Create a causal language model from its config and the weights in its folder.
+
+Plain weights are read straight into a GPU's memory, or memory-mapped for a CPU.
+"""
 
 import json
 import os
@@ -19,13 +22,14 @@ INDEX = "model.safetensors.index.json"
 
 
 def weights_on(folder: Path, config: PreTrainedConfig, device: torch.device) -> dict[str, torch.Tensor] | None:
-    """Read all tensors of a checkpoint to a GPU, by their names and in their dtypes in the checkpoint.
+    """Read all tensors of a checkpoint into a GPU's memory, with the names and dtypes that they have in the checkpoint.
 
-    Allocates the weights only once, because `from_pretrained` does not copy tensors of the model's dtype.
+    If these are of the model's dtype, the weights are allocated only once, because `from_pretrained` then uses the
+    tensors without a copy.
 
     Returns:
-        The tensors by name. None if transformers must read the weights: for a CPU, for a checkpoint with an adapter or
-        with quantised weights, or for files with other names.
+        The tensors by name. None if transformers must read the weights: for a CPU, a multimodal model, an adapter,
+        quantised weights, or files with other names.
 
     Raises:
         OSError: a file is missing, truncated or unreadable.
@@ -49,8 +53,8 @@ def weights_on(folder: Path, config: PreTrainedConfig, device: torch.device) -> 
 def mapped_weights(folder: Path, config: PreTrainedConfig) -> dict[str, torch.Tensor] | None:
     """Return all tensors of a checkpoint, by their names in the checkpoint, as views of its memory-mapped files.
 
-    A background thread reads the pages meanwhile. The first use of the weights, by the fingerprint or by a step, then
-    does not wait for page faults.
+    A background thread maps the files' pages. The first use of the weights, by their fingerprint or by a forward pass,
+    then causes fewer page faults.
 
     Returns:
         The tensors by name. None if transformers must read the weights, or if the weights cannot be read; transformers
@@ -76,7 +80,7 @@ def _plain_files(folder: Path, config: PreTrainedConfig) -> list[Path]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the checkpoint's files: the single file, or the shards in its index. The list may be empty."""
+    """Return the checkpoint's files: the single file, or the shards in its index; an empty list if it has neither."""
     whole, index = folder / "model.safetensors", folder / INDEX
     if whole.is_file():
         return [whole]

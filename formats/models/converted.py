@@ -21,6 +21,8 @@ SUMS = "sha256.json"
 def damaged_files(folder: Path, *, full: bool) -> list[str]:
     """Return the names of missing or changed files in a converted model's folder.
 
+    If the file of checksums itself is missing or damaged, only its name is returned.
+
     Args:
         full: recompute the sha256 of all files; False: only of files with a new modification time.
     """
@@ -89,7 +91,7 @@ def clear(path: Path) -> None:
 
 
 def seal(folder: Path) -> None:
-    """Write the checksums of all files, and flush all files to disk."""
+    """Make a folder's files readable for all users, write the file of their checksums, and flush all to disk."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in files:
         path.chmod(0o644)

@@ -36,8 +36,8 @@ KINDS = {"gpt2": "byte-level BPE", "llama": "SentencePiece"}
 """Kinds of tokenizers that can be read, as GGUF files name them and as users know them."""
 
 BY_TRANSFORMERS = ("gemma", "gemma2", "gemma3")
-"""Architectures whose SentencePiece tokenizers are read by transformers, because scores are not in the order of merges.
-"""
+"""Architectures whose SentencePiece tokenizers are read by transformers, because the token scores in their GGUF files
+do not give the order of merges."""
 
 BY_DIGIT = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 AS_GPT2 = ("gpt-2", "phi-2", "olmo", "mpt")
@@ -59,7 +59,7 @@ UNREADABLE = (OSError, LookupError, TypeError, ValueError, RuntimeError, ImportE
 
 
 def gguf_folder(path: Path, name: str, progress: Callable[[str], None]) -> Path:
-    """Return the folder of a GGUF file's converted model. The file is converted first if the folder is missing.
+    """Return the folder of a GGUF file's converted model. If it is missing or damaged, the file is converted first.
 
     Several processes may call this function at the same time: one converts the file, and the others wait.
 
@@ -233,7 +233,7 @@ def build_tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerBase:
 
     Byte-level BPE and SentencePiece tokenizers are built here, except those of `BY_TRANSFORMERS`. Transformers'
     conversion splits numbers wrongly for some model families, ignores that a file adds no space before a text, and
-    changes between releases. An index is bound to its tokenizer, so the tokenizer must be the same everywhere.
+    changes between releases. An index is bound to its tokenizer, so the tokenizer must be the same on every machine.
 
     Raises:
         UsageError: the file has no tokenizer, or the tokenizer's way of splitting text is unknown.

@@ -10,7 +10,7 @@ Files = tuple[tuple[str, int, int, int, int], ...]
 
 
 def files_of(folder: Path) -> Files:
-    """Return the state of the files in a folder and in its subfolders; empty if the files cannot be listed."""
+    """Return the state of the files in a folder and directly in its subfolders; empty if they cannot be listed."""
     try:
         found = {path: path.stat() for path in sorted([*folder.glob("*"), *folder.glob("*/*")])}
     except OSError:

@@ -31,14 +31,15 @@ KINDS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 """Extensions of the files from which tokenizers are loaded."""
 
 OWN = "sha256.json"
-"""Name of the file with checksums in a converted model's folder. Each copy of the folder has another such file."""
+"""Name of the file with checksums in a converted model's folder. It is not hashed with the tokenizer's files, because
+it also has modification times, which differ in each copy of the folder."""
 
 TEMPLATES = "additional_chat_templates"
 """The folder from which transformers reads a tokenizer's additional chat templates."""
 
 MOST_TOKENIZER_BYTES = 64 << 20
-"""Maximum total bytes of tokenizer files to hash. A folder with more bytes must have other files too, and hashing them
-would take longer than serialising the tokenizer."""
+"""Maximum total bytes of tokenizer files to hash. A folder with more has other files with these extensions, and hashing
+them would take longer than serialising the tokenizer."""
 
 FORM = 1
 """Version of the code that loads tokenizers from files. Increase the version when that code changes."""
@@ -120,9 +121,12 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model that is available without the hub. `cached`: the model is in the cache.
+    """A model that is available without the hub.
 
-    `bytes` is the model's size on disk; 0 if the model is not in the cache.
+    Attributes:
+        folder: the folder of the model in the cache, whether it exists or not.
+        cached: whether the model is in the cache.
+        bytes: the model's size on disk; 0 if the model is not in the cache.
     """
 
     name: str
@@ -182,7 +186,8 @@ def load_model(
             the checkpoint's dtype, or bfloat16 if the config has none.
         rope_scaling: `yarn:F` or `dynamic:F`, see `RopeScaling`.
         progress: called with one line at the start of each step that takes a while.
-        meanwhile: called on another thread while the weights are loaded to a GPU. Its exceptions are ignored.
+        meanwhile: called with the device and dtype on another thread, while the weights are loaded to a GPU; not called
+            for a CPU. Its exceptions are ignored.
         ranks: number of processes that each load a part of the model.
 
     Raises:
@@ -221,7 +226,9 @@ _kept = Kept[LoadedModel]()
 
 
 def keep_model(name: str, dtype: str, rope_scaling: str | None) -> LoadedModel:
-    """Load a model that is on this machine, on the CPU, and keep it for `load_model` in this process and its forks.
+    """Load a model that is on this machine, on the CPU, and store it in memory.
+
+    `load_model` then returns it in this process and in its forks, while the model's files are unchanged.
 
     Raises the errors of `load_model`, and UsageError if the model is not on this machine.
     """
@@ -233,7 +240,7 @@ def keep_model(name: str, dtype: str, rope_scaling: str | None) -> LoadedModel:
 
 
 def kept_models() -> "list[PreTrainedModel]":
-    """Return the models that `keep_model` has loaded."""
+    """Return the models that `keep_model` has stored in memory."""
     return [loaded.model for loaded in _kept.everything()]
 
 
