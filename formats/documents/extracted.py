@@ -7,7 +7,9 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -45,6 +47,14 @@ class NotExtractedError(Exception):
     """A file's text cannot be extracted. The message is a reason: one of the adjectives above."""
 
 
+@dataclass(frozen=True)
+class PagedText:
+    """A text, and the index of each page's first character; no pages: the text has none, unlike a PDF's."""
+
+    text: str
+    pages: tuple[int, ...] = ()
+
+
 def kind_of(path: str) -> int | None:
     """Return the kind of a file by the ending of its name; None for plain text."""
     return _ENDINGS.get(os.path.splitext(path)[1].lower())
@@ -63,7 +73,7 @@ class Extractor:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._end()
 
-    def text(self, kind: int, data: bytes) -> str:
+    def text(self, kind: int, data: bytes) -> PagedText:
         """Return the text of a file of a kind. HTML is given in UTF-8.
 
         Raises:
@@ -89,7 +99,9 @@ class Extractor:
             raise NotExtractedError(_REASONS.get(status, DAMAGED))
         if not text.strip():
             raise NotExtractedError(NO_TEXT)
-        return text.decode()
+        before, *pages = text.decode().split(extractors.PAGE)
+        starts = accumulate(map(len, pages), initial=len(before))
+        return PagedText("".join([before, *pages]), tuple(start for start, _ in zip(starts, pages, strict=False)))
 
     def _ask(self, kind: int, seconds: int, data: bytes, end: float) -> tuple[int, bytes]:
         if self._process is None:
@@ -130,7 +142,7 @@ def _read(descriptor: int, size: int, end: float) -> bytes:
     return bytes(data)
 
 
-def extracted_text(name: str, kind: int, data: bytes) -> str:
+def extracted_text(name: str, kind: int, data: bytes) -> PagedText:
     """Return the text of a file that the user named. HTML is given in UTF-8.
 
     Raises:

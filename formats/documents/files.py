@@ -10,7 +10,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pathspec import GitIgnoreSpec
@@ -75,7 +75,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class SourceText:
-    """A file of a document: its path, its text, and the sha256 of its bytes.
+    """A file of a document: its path, its text with the first character of each page, and the sha256 of its bytes.
 
     `text` is without the file's leading blank lines and trailing white space. `first_line` is the number of the line at
     which `text` begins, counted from 1.
@@ -85,6 +85,7 @@ class SourceText:
     sha256: str
     text: str
     first_line: int
+    pages: tuple[int, ...] = ()
 
     @property
     def header(self) -> str:
@@ -255,7 +256,7 @@ class _Reader:
         for path, text in self._texts.items():
             relative = Path(path).relative_to(inside).as_posix()
             if is_source_path(relative):
-                files.append(SourceText(relative, text.sha256, text.text, text.first_line))
+                files.append(replace(text, path=relative))
             else:
                 self._leave_out(ODD_NAME, relative)
         files.sort(key=lambda file: file.path.split("/"))
@@ -408,11 +409,12 @@ class _Reader:
             self._leave_out(LARGE_DOCUMENT if packed and data == LARGE else data, shown)
             return
         try:
-            text = self._text(shown, data, kind).rstrip()
+            found = self._text(shown, data, kind)
         except (UsageError, extracted.NotExtractedError) as reason:
             no_text = NO_TEXT if data.strip() else EMPTY
             self._leave_out(str(reason) if isinstance(reason, extracted.NotExtractedError) else no_text, shown)
             return
+        text = found.text.rstrip()
         self._bytes += len(data) if kind is None else len(text.encode())
         if self._bytes > MOST_TEXT:
             raise UsageError(
@@ -420,9 +422,11 @@ class _Reader:
             )
         blank = text[: len(text) - len(text.lstrip())]
         cut = blank.rfind("\n") + 1
-        self._texts[path] = SourceText(path, hashlib.sha256(data).hexdigest(), text[cut:], 1 + blank.count("\n"))
+        pages = tuple(page - cut for page in found.pages)
+        first_line = 1 + blank.count("\n")
+        self._texts[path] = SourceText(path, hashlib.sha256(data).hexdigest(), text[cut:], first_line, pages)
 
-    def _text(self, shown: str, data: bytes, kind: int | None) -> str:
+    def _text(self, shown: str, data: bytes, kind: int | None) -> extracted.PagedText:
         """Return a file's text. An encoding that is detected is recorded.
 
         Raises:
@@ -440,7 +444,7 @@ class _Reader:
                 raise
             text = Document(shown, io.BytesIO(data), found).whole()
             self._detected.setdefault(found, []).append(shown)
-        return text if kind is None else self._extractor.text(kind, text.encode())
+        return extracted.PagedText(text) if kind is None else self._extractor.text(kind, text.encode())
 
     def _leave_out(self, reason: str, path: str) -> None:
         self._left_out.setdefault(reason, []).append(path)

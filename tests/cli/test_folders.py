@@ -289,12 +289,28 @@ def test_documents_of_other_kinds_and_encodings_are_read(project: Path) -> None:
     ids, tokenizer = Artifact(Path("project.skv")).input_ids(), load_tokenizer("model")
     file = table["b.pdf"]
     assert (file.sha256, file.first_line) == (hash_bytes((project / "b.pdf").read_bytes()), 1)
-    assert "[Page 2]" in str(tokenizer.decode(ids[file.start : file.stop]))
-    assert run_here("inspect", "--index", "project.skv", "--verify", "-q").code == 0
+    assert str(tokenizer.decode(ids[file.pages[1] : file.stop])).startswith("[Page 2]\n")
+    assert (len(file.pages), table["c.txt"].pages) == (2, ())
+    verified = run_here("inspect", "--index", "project.skv", "--verify")
+    assert "the first tokens of 2 pages are in order, within their text" in verified.stderr
     assert "project.skv is up to date: nothing to build" in _build("project").stderr
     _build("project/b.pdf", "-q")
     alone = Artifact(Path("project/b.skv"))
-    assert "[Page 2]" in str(load_tokenizer("model").decode(alone.input_ids()))
+    page = alone.manifest.prompt.pages[1]
+    assert str(tokenizer.decode(alone.input_ids()[page:])).startswith("[Page 2]\n")
+
+
+def test_an_index_of_an_earlier_version_gets_pages_by_a_build(project: Path) -> None:
+    """Which prefills nothing again."""
+    (project / "b.pdf").write_bytes(valid(1)["pdf"])
+    _build("project/b.pdf", "-q")
+    new = read_manifest(Path("project/b.skv")).prompt
+    reseal(Path("project/b.skv"), lambda fields: fields["prompt"].pop("pages"))
+    assert run_here("generate", "--index", "project/b.skv", *ASK, "--sources", "1").code == 0
+    assert json.loads(run_here("inspect", "--index", "project/b.skv", "--json", "-q").stdout)["pages"] == []
+    told = _build("project/b.pdf").stderr
+    assert "to prefill" not in told
+    assert read_manifest(Path("project/b.skv")).prompt == new
 
 
 def test_a_missing_library_is_named(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +332,16 @@ def _out(fields: dict[str, Any]) -> None:
     fields["prompt"]["files"][0]["path"] = "../../etc/passwd"
 
 
-@pytest.mark.parametrize("change", [_swap, _beyond, _out])
+def _pages_beyond(fields: dict[str, Any]) -> None:
+    fields["prompt"]["pages"] = [fields["prompt"]["tokens"]]
+
+
+def _pages_of_another_file(fields: dict[str, Any]) -> None:
+    file = fields["prompt"]["files"][1]
+    file["pages"] = [file["start"] - 1, file["start"]]
+
+
+@pytest.mark.parametrize("change", [_swap, _beyond, _out, _pages_beyond, _pages_of_another_file])
 def test_a_table_that_cannot_be_is_refused(project: Path, change: Callable[[dict[str, Any]], None]) -> None:
     _build("project", "-q")
     reseal(project.parent / "project.skv", change)

@@ -91,7 +91,21 @@ def test_a_source_names_its_file_and_the_line_in_it(place: Path) -> None:
     first = found[0]
     assert (first["path"], first["tokens"]) == ("src/b.py", whole["tokens"])
     assert first["lines"] == [11, 11 + whole["lines"][1] - whole["lines"][0]]
+    assert first["page"] is None
     assert all(start - 40 <= one["tokens"][0] < one["tokens"][1] <= start - 20 for one in found[1:])
+
+
+def test_a_source_names_its_page(place: Path) -> None:
+    """Of an index of a PDF. The last token of a page before the first one that is named is on it, too."""
+    start = answered(QUESTION, "--sources", "1", "--method", "dense")["sources"][0]["tokens"][0]
+
+    def of_pdf(fields: Fields) -> None:
+        fields["prompt"]["pages"] = [1, start - 1, start, start + 1]
+
+    reseal(place / "doc.skv", of_pdf)
+    assert answered(QUESTION, "--sources", "1", "--method", "dense")["sources"][0]["page"] == 3
+    outcome = run_here(*ASK, QUESTION, "--sources", "1", "--method", "dense")
+    assert outcome.stderr.startswith("source: doc p. 3  0.")
 
 
 REFUSED = [

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.odd_documents import pdf, shown
 from support.tiny_models import tiny_tokenizer
 from support.tokenizers_of_families import KINDS, tokenizer_of
 from tokenizers import processors
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sparsekv.formats.checksums import hash_bytes
 from sparsekv.formats.documents import extracted, files
+from sparsekv.formats.documents.document import open_document
 from sparsekv.formats.documents.files import Choice, read_folder, read_several
 from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt
 from sparsekv.formats.errors import UsageError
@@ -108,6 +110,29 @@ def test_a_cut_document_has_the_files_before_the_cut(tree: dict[str, str], token
     assert [(file.path, file.start, file.stop) for file in cut.files] == [
         (file.path, file.start, min(file.stop, length)) for file in kept
     ]
+
+
+@pytest.mark.parametrize("kind", ["bytes", TRIMMED, "qwen", "llama-2", "gemma", "unigram chatml"])
+@pytest.mark.parametrize("alone", [True, False], ids=["one text", "two files"])
+def test_pages_are_tokens_of_the_prompt(kind: str, alone: bool, tmp_path: Path) -> None:
+    """Each begins with the line of its page; those behind a cut are left out."""
+    (tmp_path / "b.pdf").write_bytes(pdf(shown("One page."), shown("[Page 7]"), b"", shown("The end.")))
+    (tmp_path / "a.txt").write_text("A text before it.")
+    tokenizer = _tokenizer(kind)
+
+    def encoded(most: int | None = None) -> tuple[FixedPrompt, tuple[int, ...]]:
+        if not alone:
+            prompt = encode_prompt(tokenizer, read_folder(tmp_path, Choice()), max_tokens=most)
+            return prompt, (prompt.files or ())[-1].pages
+        with open_document(str(tmp_path / "b.pdf"), whole=True) as document:
+            prompt = encode_prompt(tokenizer, document, max_tokens=most)
+        return prompt, prompt.pages
+
+    prompt, pages = encoded()
+    ids = prompt.input_ids.tolist()
+    assert [str(tokenizer.decode(ids[page : page + 9])).split("Page")[1].strip()[0] for page in pages] == [*"1234"]
+    for cut in (pages[2], pages[2] + 1):
+        assert encoded(cut - prompt.template)[1] == tuple(page for page in pages if page < cut)
 
 
 def _names(tokens: files.SourceTexts) -> list[str]:
