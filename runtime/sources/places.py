@@ -53,6 +53,7 @@ class Source:
         lines: the passage's first and last line in this text, counted from 1.
         page: the page of a PDF on which the passage begins; None for a text without pages.
         tokens: the passage's tokens, [start, stop) in the stored prompt.
+        text: the passage's text, without white space around it.
         score: the share of the retrieval heads' attention that the passage got, as a mean over the answer's tokens.
     """
 
@@ -60,6 +61,7 @@ class Source:
     lines: tuple[int, int]
     page: int | None
     tokens: tuple[int, int]
+    text: str
     score: float
 
     @property
@@ -151,7 +153,7 @@ class Places:
         before = self._line_breaks(start) - self._line_breaks(whole.begin)
         first = whole.first_line + before + text[:begin].count("\n")
         last = first + text.strip().count("\n")
-        return Source(whole.path, (first, last), whole.page(start), (start, stop), score)
+        return Source(whole.path, (first, last), whole.page(start), (start, stop), text.strip(), score)
 
     def _line_breaks(self, stop: int) -> int:
         """Return the number of line breaks in the prompt's first `stop` tokens."""
