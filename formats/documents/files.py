@@ -17,7 +17,7 @@ from pathspec import GitIgnoreSpec
 
 from sparsekv.formats.documents import extracted
 from sparsekv.formats.documents.document import UTF_8, Document, check_encoding, page_encoding
-from sparsekv.formats.documents.encodings import detected_encoding
+from sparsekv.formats.documents.encodings import detected_encoding, western_encoding
 from sparsekv.formats.errors import UsageError, reason_of
 from sparsekv.formats.hints import ENDING
 from sparsekv.formats.index.folder import MARKER
@@ -43,6 +43,8 @@ _WILDCARD = re.compile(r"[*?\[]")
 HIDDEN, IGNORED, EXCLUDED, UNLISTED = "hidden", f"ignored by {IGNORE_FILE}", "excluded", "not included"
 INDEX, LINK, SPECIAL, DEEP = "of indices", "linked", "irregular", f"below {MOST_DEPTH} folders"
 ODD_NAME, UNREADABLE, NO_TEXT, EMPTY = "with control characters in their names", "unreadable", "not text", "empty"
+PERHAPS = {name: f"not text in UTF-8 but perhaps in {name}" for name in ("latin-1", "cp1252")}
+"""Reasons to leave out a file whose encoding is not certain."""
 LARGE, LARGE_DOCUMENT = (f"larger than {size >> 20} MiB" for size in (MOST_BYTES, extracted.MOST_BYTES))
 CHANGED, WILD = "changed meanwhile", f"unread in {IGNORE_FILE}"
 COUNTED = (HIDDEN, IGNORED, EXCLUDED, UNLISTED, LINK)
@@ -120,11 +122,16 @@ class SourceTexts:
             place += len(file.text) + len(_BETWEEN)
 
     def told(self) -> str:
-        """Return a line that reports the number of left-out files for each reason; empty if no file was left out."""
+        """Return a line that reports the number of left-out files for each reason; empty if no file was left out.
+
+        A remedy follows for files whose encoding is not certain.
+        """
         parts = []
         for reason, paths in sorted(self.left_out.items()):
             parts.append(f"{len(paths):,} {reason}{'' if reason in COUNTED else _some(paths)}")
-        return f"left out: {', '.join(parts)}" if parts else ""
+        unsure = next((name for name, reason in PERHAPS.items() if reason in self.left_out), None)
+        hint = f"; convert such files to UTF-8, or give --encoding {unsure}, in which all files are read then"
+        return f"left out: {', '.join(parts)}{hint if unsure else ''}" if parts else ""
 
     def told_detected(self) -> str:
         """Return a line about the encodings that were detected; empty if there are none."""
@@ -410,9 +417,12 @@ class _Reader:
             return
         try:
             found = self._text(shown, data, kind)
-        except (UsageError, extracted.NotExtractedError) as reason:
-            no_text = NO_TEXT if data.strip() else EMPTY
-            self._leave_out(str(reason) if isinstance(reason, extracted.NotExtractedError) else no_text, shown)
+        except extracted.NotExtractedError as reason:
+            self._leave_out(str(reason), shown)
+            return
+        except UsageError:
+            unsure = western_encoding(data) if self._encoding == UTF_8 else None
+            self._leave_out(EMPTY if not data.strip() else PERHAPS.get(unsure or "", NO_TEXT), shown)
             return
         text = found.text.rstrip()
         self._bytes += len(data) if kind is None else len(text.encode())

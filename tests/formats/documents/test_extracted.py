@@ -197,7 +197,7 @@ def _check(folder: Path, sources: SourceTexts) -> None:
     assert SECRET not in sources.text
     assert sources.left_out[files.LINK] == ["link.docx", "link.html", "link.pdf"]
     assert len(sources.left_out[files.ODD_NAME]) == 3
-    assert {"random.txt", "unsure.txt"} <= {*sources.left_out[files.NO_TEXT]}
+    assert {"random.txt", "unsure.txt"} <= {*sources.left_out[files.PERHAPS["latin-1"]]}
     assert sources.detected == {"cp1252": ["windows.txt"], "cp1251": ["russian.csv"], "cp932": ["japanese.txt"]}
     left_out = [path for paths in sources.left_out.values() for path in paths]
     assert len(left_out) + len(names) == len(list(folder.iterdir()))

@@ -200,7 +200,8 @@ def test_what_is_left_out_is_counted_by_reason(tmp_path: Path, monkeypatch: pyte
         files.INDEX: 2,
         files.LINK: 3,
         files.SPECIAL: 2,
-        files.NO_TEXT: 2,
+        files.NO_TEXT: 1,
+        files.PERHAPS["latin-1"]: 1,
         extracted.NO_TEXT: 1,
         files.EMPTY: 1,
         files.ODD_NAME: 2,
@@ -208,7 +209,10 @@ def test_what_is_left_out_is_counted_by_reason(tmp_path: Path, monkeypatch: pyte
         files.UNREADABLE: 1,
     }
     assert "1 larger than 8 MiB (large.txt)" in sources.told()
-    assert "2 not text (latin.txt, zero.bin)" in sources.told()
+    assert "1 not text (zero.bin), 1 not text in UTF-8 but perhaps in latin-1 (latin.txt)" in sources.told()
+    assert sources.told().endswith(
+        "; convert such files to UTF-8, or give --encoding latin-1, in which all files are read then"
+    )
     assert "1 without text (page.html)" in sources.told()
     in_latin = _names(read_folder(folder, Choice(encoding="latin-1")))
     assert in_latin == ["kept.txt", "latin.txt", "locked.txt", "sub/keep.log"]
