@@ -309,7 +309,7 @@ class FileHistory(Record):
 
     order: FileOrder = Field(default="path", description="see `build-index --order`")
     changes: dict[SourcePath, Count] = Field(
-        default={}, description="builds in which a file of the table was new or other than before; 0 where it is absent"
+        default={}, description="builds in which a file of the table was other than before; 0 where it is absent"
     )
 
 

@@ -102,13 +102,25 @@ def _rename(project: Path) -> None:
     (project / "src" / "c.py").rename(project / "src" / "d.py")
 
 
-@pytest.mark.parametrize("change", [_edit, _add, _remove, _rename])
+CHANGED = {
+    _edit: "src/c.py changed",
+    _add: "src/bb.py added",
+    _remove: "src/c.py removed",
+    _rename: "src/c.py renamed to src/d.py",
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
 def test_after_a_change_the_index_is_that_of_a_fresh_build(project: Path, change: Callable[[Path], None]) -> None:
     _build("project", "-q")
+    held = read_manifest(Path("project.skv")).split.tokens
     change(project)
     told = _build("project").stderr
+    history = read_manifest(Path("project.skv")).file_history
+    assert history is not None
+    assert history.changes == ({"src/c.py": 1} if change is _edit else {})
     before = next(file for file in _table("project.skv") if file.path == "src/b.py").stop // 256 * 256
-    assert f"the first {before:,} are those of this one, the others are replaced" in told
+    assert f"project.skv: kept {before:,} of {held:,} tokens: {CHANGED[change]}\n" in told
     _build("project", "-q", "-o", "fresh.skv")
     ours, fresh = (read_manifest(Path(name)) for name in ("project.skv", "fresh.skv"))
     assert ours.prompt == fresh.prompt
@@ -172,7 +184,7 @@ def test_an_added_file_costs_itself_alone(project: Path) -> None:
     (project / "__init__.py").write_text("A new file.\n")
     told = _build("project").stderr
     assert _paths() == ["a.md", "src/b.py", "src/c.py", "z.txt", "__init__.py"]
-    assert f"the first {end // 256 * 256:,} are those of this one" in told
+    assert f"kept {end // 256 * 256:,} of " in told
 
 
 def test_a_changed_file_goes_to_the_end_and_stays_there(project: Path) -> None:
@@ -183,7 +195,7 @@ def test_a_changed_file_goes_to_the_end_and_stays_there(project: Path) -> None:
     start = _table("project.skv")[-1].start
     (project / "a.md").write_text("a has still other lines.\n" * 9)
     told = _build("project").stderr
-    assert f"the first {start // 256 * 256:,} are those of this one" in told
+    assert f"kept {start // 256 * 256:,} of " in told
     _edit(project)
     _build("project", "-q")
     assert _paths() == ["src/b.py", "z.txt", "src/c.py", "a.md"], "changed once, and twice"
