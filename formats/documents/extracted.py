@@ -2,6 +2,7 @@
 
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -155,5 +156,12 @@ def extracted_text(name: str, kind: int, data: bytes) -> PagedText:
     except NotExtractedError as reason:
         if str(reason) == MISSING:
             raise SparsekvError(f"{name}: reading {_NAMES[kind]} needs {INSTALL}") from None
-        hint = ", as scanned pages by text recognition" if kind == PDF and str(reason) == NO_TEXT else ""
-        raise UsageError(f"{name} is {reason}; convert it to plain text first{hint}") from None
+        raise UsageError(f"{name} is {reason}; {_remedy(name, kind, str(reason))}") from None
+
+
+def _remedy(name: str, kind: int, reason: str) -> str:
+    if kind == PDF and reason == LOCKED:
+        return f"decrypt it first, such as by qpdf --decrypt {shlex.quote(name)} decrypted.pdf"
+    if kind == PDF and reason == NO_TEXT:
+        return "convert it to plain text first, as scanned pages by text recognition"
+    return "convert it to plain text first"

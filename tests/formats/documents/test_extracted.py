@@ -29,6 +29,9 @@ QUICK = (
 """Bombs that take no time. The others are in the slow test."""
 
 
+LOCKED_PDF = pdf(shown("a"), trailer=b"/Encrypt<</Filter/Standard/V 1/R 2/O(a)/U(b)/P -4>>")
+
+
 def test_each_kind_is_read_as_a_model_reads_it(tmp_path: Path) -> None:
     for ending, data in valid(7).items():
         (tmp_path / f"a.{ending}").write_bytes(data)
@@ -106,7 +109,7 @@ def test_words_of_a_page_stay_in_order() -> None:
     [
         (PDF, b"%PDF-1.4 nothing", extracted.DAMAGED),
         (PDF, pdf(b""), extracted.NO_TEXT),
-        (PDF, pdf(shown("a"), trailer=b"/Encrypt<</Filter/Standard/V 1/R 2/O(a)/U(b)/P -4>>"), extracted.LOCKED),
+        (PDF, LOCKED_PDF, extracted.LOCKED),
         (DOCX, b"PK\0\0", extracted.DAMAGED),
         (DOCX, b"\xd0\xcf\x11\xe0", extracted.LOCKED),
         (DOCX, docx("", {"word/more.xml": b" " * (65 << 20)}), extracted.LARGE),
@@ -229,6 +232,11 @@ def _text(extractor: Extractor, kind: int, data: bytes) -> str:
     [
         ("a.pdf", b"", "a.pdf is empty; give a document with text in it"),
         ("a.pdf", pdf(b""), "is without text; convert it to plain text first, as scanned pages by text recognition"),
+        (
+            "a b.pdf",
+            LOCKED_PDF,
+            r"a b\.pdf is encrypted; decrypt it first, such as by qpdf --decrypt '\S*a b\.pdf' decrypted",
+        ),
         ("a.docx", b"text", "a.docx is damaged; convert it to plain text first"),
         ("a.html", b"\x81\xff", "a.html is not text in UTF-8"),
     ],
