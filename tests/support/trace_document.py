@@ -72,7 +72,7 @@ def _source(passage: dict[str, Any], rank: int) -> dict[str, Any]:
         "page": 3 if of_pdf else None,
         "tokens": [start, start + len(passage["tokens"])],
         "text": text,
-        "score": 0.5 / (rank + 1),
+        "score": 0.4 / (rank + 1),
     }
 
 
