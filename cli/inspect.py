@@ -112,6 +112,8 @@ def inspect(
         note(f"verified {len(artifact.manifest.files)} files: every sha256 is right", quiet=quiet)
         if sources := artifact.manifest.prompt.files:
             note(f"the ranges of {len(sources):,} source files are in order, within the prompt", quiet=quiet)
+        if pages := len(artifact.manifest.prompt.pages) + sum(len(file.pages) for file in sources or ()):
+            note(f"the first tokens of {pages:,} pages are in order, within their text", quiet=quiet)
     more = as_json or any(one is not None for one in (method, layer, clusters, by, html, plot))
     described = _describe(artifact, names, SHOWN if clusters is None else clusters, quiet=quiet) if more else {}
     tokenizer, ids = _tokenizer(artifact, model, quiet=quiet) if more else None, artifact.input_ids().tolist()
@@ -214,6 +216,7 @@ def _inspection(
         "states": manifest.states,
         "files": None if manifest.prompt.files is None else [file.model_dump() for file in manifest.prompt.files],
         "files_behind": list(manifest.prompt.files_behind),
+        "pages": list(manifest.prompt.pages),
         "file_history": None if manifest.file_history is None else manifest.file_history.model_dump(),
         "cut_after": manifest.prompt.max_tokens,
         "bytes": sizes,

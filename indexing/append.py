@@ -262,6 +262,7 @@ def growing_plan(
             border=addition.border,
             files=manifest.prompt.files,
             files_behind=manifest.prompt.files_behind,
+            pages=manifest.prompt.pages,
         ),
         config=config_of(
             manifest, stored_indexers(manifest), stored_prefill(manifest), chunk_size_after(artifact, chunk_size)
@@ -361,6 +362,7 @@ def adding_plan(
             border=prompt.border,
             files=prompt.files,
             files_behind=prompt.files_behind,
+            pages=prompt.pages,
         ),
         config=config_of(manifest, methods, stored_prefill(manifest), chunk_size_after(artifact, chunk_size)),
         file_history=manifest.file_history,

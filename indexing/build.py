@@ -284,6 +284,7 @@ def _manifest(build: Build, facts: ContextFacts, methods: dict[str, MethodRecord
             border=plan.prompt.border,
             files=plan.prompt.files,
             files_behind=plan.prompt.files_behind,
+            pages=plan.prompt.pages,
         ),
         file_history=plan.file_history,
         split=build.split,

@@ -7,6 +7,7 @@ from itertools import zip_longest
 import torch
 
 from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens
+from sparsekv.formats.documents.file_order import told_changes
 from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.hints import add_methods_hint
 from sparsekv.formats.index.manifest import REBUILD
@@ -140,7 +141,11 @@ def tell_what_is_there(build: Build, reuse: ReusePlan) -> None:
     elif base.prompt.ids_sha256 != build.ids_sha256:
         same, text = reuse.prefix_tokens, base.prompt.text_sha256 == plan.prompt.text_sha256
         of = f"this text, where {build.split.tokens:,} are built" if text else "an earlier text"
-        if settings := [*_other_prompt(build, base), *_other_settings(build, base)]:
+        settings = [*_other_prompt(build, base), *_other_settings(build, base)]
+        if not settings and (changed := _changed_files(build, base)):
+            tell(f"{writer.folder}: kept {same:,} of {base.split.tokens:,} tokens: {changed}")
+            return
+        if settings:
             of += f", and was built with {', '.join(settings)}, which this call does not give"
         told = f"the first {same:,} are those of this one, the others are replaced" if same else "all are replaced"
         tell(f"{writer.folder} holds {base.split.tokens:,} tokens of {of}: {told}")
@@ -148,6 +153,17 @@ def tell_what_is_there(build: Build, reuse: ReusePlan) -> None:
         changed = ", ".join(_other_settings(build, base)) or "another configuration of the model"
         again = "keys, values and methods that depend on this are made again"
         tell(f"{writer.folder} was built with {changed}, unlike this call: {again}")
+
+
+def _changed_files(build: Build, base: Manifest) -> str:
+    """Describe the changes in the files of a document of several files; empty if the document is one text.
+
+    Also empty if the document is cut elsewhere than before, which adds and removes files, too.
+    """
+    now, before = build.plan.prompt, base.prompt
+    if now.files is None or before.files is None or now.cut != before.max_tokens:
+        return ""
+    return told_changes(before.files, now.files)
 
 
 def tell_damaged(build: Build) -> None:

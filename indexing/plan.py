@@ -128,6 +128,7 @@ Progress = Callable[[str, int, int], None]
 
 CHUNK, CHUNK_ON_A_CPU, CHUNK_ON_A_GPU = 512, 2048, 8192
 LAYERS = ATTENDING | KEEPING | BOTH | NEITHER
+LEAST_SINKS, LEAST_TAIL = 1, 2
 MOST_CHUNKS = 2  # a chunk grows with the GPUs up to this factor: more were not measured, and each GPU holds the hidden
 # states of all tokens of a chunk
 
@@ -183,8 +184,9 @@ class BuildConfig:
     force: bool = False
 
     def __post_init__(self) -> None:
-        if self.sinks < 1 or self.tail < 2:
-            raise UsageError(f"--sinks {self.sinks} --tail {self.tail}: give at least 1 sink and 2 tail tokens")
+        if self.sinks < LEAST_SINKS or self.tail < LEAST_TAIL:
+            least = f"give at least {LEAST_SINKS} sink and {LEAST_TAIL} tail tokens"
+            raise UsageError(f"--sinks {self.sinks} --tail {self.tail}: {least}")
         if self.chunk_size is not None and self.chunk_size < 1:
             raise UsageError(f"--chunk-size {self.chunk_size}: give at least 1")
         if self.checkpoints is not None and self.checkpoints < 1:
@@ -381,13 +383,22 @@ class BuildPlan:
         """
         tokens, ends = len(self.prompt.input_ids), self.config.sinks + self.config.tail
         if tokens <= ends:
-            more = "raise --max-tokens, or lower" if self.prompt.cut else "give a longer document, or lower"
+            more = "raise --max-tokens" if self.prompt.cut else "give a longer document"
             raise UsageError(
                 f"the document is too short to index: it has {tokens} tokens with the chat template, and sinks "
-                f"and tail alone take {ends}; {more} --sinks and --tail"
+                f"and tail alone take {ends}; {more}{self._shorter_ends(tokens)}"
             )
         check_positions(self.prompt, self.loaded.model.config, self.loaded.name, grows=self.growth is not None)
         return Split(sinks=self.config.sinks, middle=tokens - ends, tail=self.config.tail)
+
+    def _shorter_ends(self, tokens: int) -> str:
+        """Return the options with which a short document can be indexed, half of it; empty if there are none."""
+        least = 2 * LEAST_TAIL
+        sinks = self.config.sinks if tokens - self.config.sinks >= least else LEAST_SINKS
+        if tokens - sinks < least:
+            return ""
+        fewer = f"--sinks {sinks} " if sinks != self.config.sinks else ""
+        return f", or build with {fewer}--tail {(tokens - sinks) // 2}"
 
 
 @dataclass(frozen=True)

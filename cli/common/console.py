@@ -164,6 +164,16 @@ def note(text: str, *, quiet: bool) -> None:
         tell(" ".join(printable(text).splitlines()), soft_wrap=True)
 
 
+def shortened(text: str, width: int) -> str:
+    """Return an untrusted text on one line of at most `width` columns of a terminal, with an ellipsis where it is cut.
+
+    Control characters are escaped, and white space becomes single spaces.
+    """
+    line = Text(printable(" ".join(text.split())))
+    line.truncate(width, overflow="ellipsis")
+    return line.plain
+
+
 def note_plain(document: str, plain: dict[str, int], *, quiet: bool) -> None:
     """Note which special tokens a text contains, with the count of each. Prints nothing if `plain` is empty."""
     if plain:

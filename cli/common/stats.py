@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from sparsekv.cli.common.console import note, tell, titled_table
+from sparsekv.cli.common.console import note, shortened, stderr, tell, titled_table
 from sparsekv.formats.index.schema import KVStorage, Manifest
 from sparsekv.kernels.attention.cluster_step import compiling_took
 
@@ -61,14 +61,20 @@ def print_stats(answer: "Answer", question: int | None = None) -> None:
         _print_layers(answer.layers)
 
 
-def print_sources(answer: "Answer", question: int | None = None) -> None:
-    """Print an answer's sources to stderr: file and lines of each passage, and its share of the attention.
+INDENT = " " * 4
+"""White space before the text of a source."""
 
-    `question` is the line number of a batch's question.
+
+def print_sources(answer: "Answer", question: int | None = None) -> None:
+    """Print an answer's sources to stderr: file and lines of each passage, its share of the attention, and its text.
+
+    The text is indented, on one line that is cut at the terminal's width. `question` is the line number of a batch's
+    question.
     """
     named = "" if question is None else f"question {question}: "
     for one in answer.sources:
         note(f"{named}source: {one.place}  {one.score:.3f}", quiet=False)
+        note(f"{INDENT}{shortened(one.text, stderr().width - len(INDENT))}", quiet=False)
     note(f"{named}no source: the answer attended to no passage", quiet=bool(answer.sources))
 
 

@@ -82,6 +82,7 @@ SCRIPTS = (
     "trace_heads.js",
     "trace_numbers.js",
     "trace_list.js",
+    "trace_sources.js",
     "trace_search.js",
     "trace_keys.js",
     "trace.js",

@@ -54,12 +54,14 @@ class Gauge(Sent):
 
 class SourceSent(Sent):
     """A passage of the document that an answer attended to: the answer's `index` among the choices, file, first and
-    last line, tokens [start, stop) of the stored prompt, and its share of this attention."""
+    last line, page of a PDF, tokens [start, stop) of the stored prompt, text, and its share of this attention."""
 
     index: int
     path: str
     lines: tuple[int, int]
+    page: int | None
     tokens: tuple[int, int]
+    text: str
     score: float
 
 

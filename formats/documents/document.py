@@ -148,6 +148,9 @@ class Document:
 
     Args:
         encoding: a name that `check_encoding` has returned.
+
+    Attributes:
+        pages: index of each page's first character in the text; empty for a text without pages.
     """
 
     def __init__(self, name: str, reader: BinaryIO, encoding: str = UTF_8):
@@ -156,11 +159,13 @@ class Document:
         self._decoded = 0  # number of bytes
         self._kept: list[str] = []
         self._characters, self._begun, self._ended, self._blank = 0, False, False, True
+        self.pages: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, text: str) -> "Document":
+    def of(cls, text: str, pages: tuple[int, ...] = ()) -> "Document":
         """Create a document from a string, without checking it."""
         document = cls("", io.BytesIO())
+        document.pages = pages
         document._kept, document._characters, document._ended = [text], len(text), True
         document._sum.update(text.encode())
         return document
@@ -314,7 +319,8 @@ def open_document(source: str, *, whole: bool, encoding: str = UTF_8) -> Iterato
     """
     known = check_encoding(encoding)
     if (kind := extracted.kind_of(source)) is not None:
-        yield Document.of(_extracted(source, kind, known))
+        extract = _extracted(source, kind, known)
+        yield Document.of(extract.text, extract.pages)
         return
     with open_source(source) as reader:
         document = Document("standard input" if source == "-" else source, reader, known)
@@ -325,7 +331,7 @@ def open_document(source: str, *, whole: bool, encoding: str = UTF_8) -> Iterato
         yield document
 
 
-def _extracted(source: str, kind: int, encoding: str) -> str:
+def _extracted(source: str, kind: int, encoding: str) -> extracted.PagedText:
     data = read_bytes(source, most=extracted.MOST_BYTES + 1)
     if len(data) > extracted.MOST_BYTES:
         raise UsageError(f"{source} is larger than {extracted.MOST_BYTES >> 20} MiB; convert it to plain text first")

@@ -52,6 +52,20 @@ def detected_encoding(data: bytes) -> str | None:
         return None
 
 
+def western_encoding(data: bytes) -> str | None:
+    """Return the Western European encoding in which bytes are text: latin-1 or cp1252; None if they are not.
+
+    Bytes of another encoding may be text in it, too, so a person has to confirm it.
+    """
+    for name in ("latin-1", "cp1252"):
+        try:
+            if not _CONTROLS.search(data.decode(name)):
+                return name
+        except UnicodeError:
+            continue
+    return None
+
+
 def _python_name(name: str) -> str | None:
     try:
         found = codecs.lookup(name).name

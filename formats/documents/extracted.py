@@ -2,12 +2,15 @@
 
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -45,6 +48,14 @@ class NotExtractedError(Exception):
     """A file's text cannot be extracted. The message is a reason: one of the adjectives above."""
 
 
+@dataclass(frozen=True)
+class PagedText:
+    """A text, and the index of each page's first character; no pages: the text has none, unlike a PDF's."""
+
+    text: str
+    pages: tuple[int, ...] = ()
+
+
 def kind_of(path: str) -> int | None:
     """Return the kind of a file by the ending of its name; None for plain text."""
     return _ENDINGS.get(os.path.splitext(path)[1].lower())
@@ -63,7 +74,7 @@ class Extractor:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._end()
 
-    def text(self, kind: int, data: bytes) -> str:
+    def text(self, kind: int, data: bytes) -> PagedText:
         """Return the text of a file of a kind. HTML is given in UTF-8.
 
         Raises:
@@ -89,7 +100,9 @@ class Extractor:
             raise NotExtractedError(_REASONS.get(status, DAMAGED))
         if not text.strip():
             raise NotExtractedError(NO_TEXT)
-        return text.decode()
+        before, *pages = text.decode().split(extractors.PAGE)
+        starts = accumulate(map(len, pages), initial=len(before))
+        return PagedText("".join([before, *pages]), tuple(start for start, _ in zip(starts, pages, strict=False)))
 
     def _ask(self, kind: int, seconds: int, data: bytes, end: float) -> tuple[int, bytes]:
         if self._process is None:
@@ -130,7 +143,7 @@ def _read(descriptor: int, size: int, end: float) -> bytes:
     return bytes(data)
 
 
-def extracted_text(name: str, kind: int, data: bytes) -> str:
+def extracted_text(name: str, kind: int, data: bytes) -> PagedText:
     """Return the text of a file that the user named. HTML is given in UTF-8.
 
     Raises:
@@ -143,5 +156,12 @@ def extracted_text(name: str, kind: int, data: bytes) -> str:
     except NotExtractedError as reason:
         if str(reason) == MISSING:
             raise SparsekvError(f"{name}: reading {_NAMES[kind]} needs {INSTALL}") from None
-        hint = ", as scanned pages by text recognition" if kind == PDF and str(reason) == NO_TEXT else ""
-        raise UsageError(f"{name} is {reason}; convert it to plain text first{hint}") from None
+        raise UsageError(f"{name} is {reason}; {_remedy(name, kind, str(reason))}") from None
+
+
+def _remedy(name: str, kind: int, reason: str) -> str:
+    if kind == PDF and reason == LOCKED:
+        return f"decrypt it first, such as by qpdf --decrypt {shlex.quote(name)} decrypted.pdf"
+    if kind == PDF and reason == NO_TEXT:
+        return "convert it to plain text first, as scanned pages by text recognition"
+    return "convert it to plain text first"

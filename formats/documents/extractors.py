@@ -4,7 +4,7 @@ The program forks for each file, so no file changes how the next one is read. Th
 processor time and its output. It opens no file but Python's own modules, and no connection.
 
 A request on standard input is a kind of `KINDS`, a limit of processor time in seconds, the number of bytes, and the
-bytes. A reply on standard output is a status, the number of bytes, and the text in UTF-8.
+bytes. A reply on standard output is a status, the number of bytes, and the text in UTF-8. `PAGE` is before each page.
 """
 
 import io
@@ -24,6 +24,8 @@ REQUEST, REPLY = struct.Struct(">BIQ"), struct.Struct(">BQ")
 TEXT, DAMAGED, LOCKED, SLOW, LARGE, LONG = range(6)
 """Statuses: the text follows; or the file is damaged, is encrypted, takes too much time or too much memory, or has too
 much text."""
+PAGE = "\f"
+"""Character before each page of a text that has pages, and nowhere else in a text."""
 MOST_MEMORY = 1 << 30
 """Address space of a fork in bytes."""
 MOST_TEXT = 8 << 20
@@ -41,19 +43,20 @@ class LongError(Exception):
 
 
 def pdf_text(data: bytes) -> str:
-    """Return the text of a PDF file's pages, each below a line `[Page N]`; empty if no page has text."""
+    """Return the text of a PDF file's pages, each behind `PAGE` and a line `[Page N]`; empty if no page has text."""
     from pypdf import PdfReader
 
     reader = PdfReader(io.BytesIO(data))
     if reader.is_encrypted and not reader.decrypt(""):
         raise LockedError
-    pages, length = [], 0
-    for number, page in enumerate(reader.pages, 1):
-        pages.append((number, page.extract_text().strip()))
-        length += len(pages[-1][1]) + len("[Page ]\n\n\n")
+    pages, length = list[str](), 0
+    for page in reader.pages:
+        pages.append(tidied(page.extract_text().strip()))
+        length += len(pages[-1]) + len("[Page ]\n\n\n")
         if length > MOST_TEXT:
             raise LongError
-    return "\n\n".join(f"[Page {number}]\n{text}" for number, text in pages) if any(text for _, text in pages) else ""
+    marked = (f"{PAGE}[Page {number}]\n{text}".rstrip("\n") for number, text in enumerate(pages, 1))
+    return "\n\n".join(marked) if any(pages) else ""
 
 
 def docx_text(data: bytes) -> str:
@@ -80,7 +83,7 @@ def docx_text(data: bytes) -> str:
         convert_image=pictures,
         external_file_access=False,
     )
-    return html_text(page.value)
+    return tidied(html_text(page.value))
 
 
 def html_text(page: str, *, navigation: bool = False) -> str:
@@ -295,7 +298,7 @@ LIBRARIES = {0: ("pypdf",), 1: ("mammoth",)}
 KINDS: tuple[Callable[[bytes], str], ...] = (
     pdf_text,
     docx_text,
-    lambda data: html_text(data.decode()),
+    lambda data: tidied(html_text(data.decode())),
 )
 
 
@@ -327,7 +330,7 @@ _CLOSED = frozenset({"os", "socket", "subprocess", "shutil", "tempfile", "ctypes
 def _extract(kind: int, seconds: int, data: bytes) -> tuple[int, bytes]:
     try:
         limit(seconds)
-        text = tidied(KINDS[kind](data)).encode("utf-8", "replace")
+        text = KINDS[kind](data).encode("utf-8", "replace")
         return (TEXT, text) if len(text) <= MOST_TEXT else (LONG, b"")
     except LockedError:
         return LOCKED, b""

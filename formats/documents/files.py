@@ -10,14 +10,14 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pathspec import GitIgnoreSpec
 
 from sparsekv.formats.documents import extracted
 from sparsekv.formats.documents.document import UTF_8, Document, check_encoding, page_encoding
-from sparsekv.formats.documents.encodings import detected_encoding
+from sparsekv.formats.documents.encodings import detected_encoding, western_encoding
 from sparsekv.formats.errors import UsageError, reason_of
 from sparsekv.formats.hints import ENDING
 from sparsekv.formats.index.folder import MARKER
@@ -44,6 +44,8 @@ _WILDCARD = re.compile(r"[*?\[]")
 HIDDEN, IGNORED, EXCLUDED, UNLISTED = "hidden", f"ignored by {IGNORE_FILE}", "excluded", "not included"
 INDEX, LINK, SPECIAL, DEEP = "of indices", "linked", "irregular", f"below {MOST_DEPTH} folders"
 ODD_NAME, UNREADABLE, NO_TEXT, EMPTY = "with control characters in their names", "unreadable", "not text", "empty"
+PERHAPS = {name: f"not text in UTF-8 but perhaps in {name}" for name in ("latin-1", "cp1252")}
+"""Reasons to leave out a file whose encoding is not certain."""
 LARGE, LARGE_DOCUMENT = (f"larger than {size >> 20} MiB" for size in (MOST_BYTES, extracted.MOST_BYTES))
 CHANGED, WILD = "changed meanwhile", f"unread in {IGNORE_FILE}"
 COUNTED = (HIDDEN, IGNORED, EXCLUDED, UNLISTED, LINK)
@@ -76,7 +78,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class SourceText:
-    """A file of a document: its path, its text, and the sha256 of its bytes.
+    """A file of a document: its path, its text with the first character of each page, and the sha256 of its bytes.
 
     `text` is without the file's leading blank lines and trailing white space. `first_line` is the number of the line at
     which `text` begins, counted from 1.
@@ -86,6 +88,7 @@ class SourceText:
     sha256: str
     text: str
     first_line: int
+    pages: tuple[int, ...] = ()
 
     @property
     def header(self) -> str:
@@ -120,11 +123,16 @@ class SourceTexts:
             place += len(file.text) + len(_BETWEEN)
 
     def told(self) -> str:
-        """Return a line that reports the number of left-out files for each reason; empty if no file was left out."""
+        """Return a line that reports the number of left-out files for each reason; empty if no file was left out.
+
+        A remedy follows for files whose encoding is not certain.
+        """
         parts = []
         for reason, paths in sorted(self.left_out.items()):
             parts.append(f"{len(paths):,} {reason}{'' if reason in COUNTED else _some(paths)}")
-        return f"left out: {', '.join(parts)}" if parts else ""
+        unsure = next((name for name, reason in PERHAPS.items() if reason in self.left_out), None)
+        hint = f"; convert such files to UTF-8, or give --encoding {unsure}, in which all files are read then"
+        return f"left out: {', '.join(parts)}{hint if unsure else ''}" if parts else ""
 
     def told_detected(self) -> str:
         """Return a line about the encodings that were detected; empty if there are none."""
@@ -256,7 +264,7 @@ class _Reader:
         for path, text in self._texts.items():
             relative = Path(path).relative_to(inside).as_posix()
             if is_source_path(relative):
-                files.append(SourceText(relative, text.sha256, text.text, text.first_line))
+                files.append(replace(text, path=relative))
             else:
                 self._leave_out(ODD_NAME, relative)
         files.sort(key=lambda file: file.path.split("/"))
@@ -409,11 +417,15 @@ class _Reader:
             self._leave_out(LARGE_DOCUMENT if packed and data == LARGE else data, shown)
             return
         try:
-            text = self._text(shown, data, kind).rstrip()
-        except (UsageError, extracted.NotExtractedError) as reason:
-            no_text = NO_TEXT if data.strip() else EMPTY
-            self._leave_out(str(reason) if isinstance(reason, extracted.NotExtractedError) else no_text, shown)
+            found = self._text(shown, data, kind)
+        except extracted.NotExtractedError as reason:
+            self._leave_out(str(reason), shown)
             return
+        except UsageError:
+            unsure = western_encoding(data) if self._encoding == UTF_8 else None
+            self._leave_out(EMPTY if not data.strip() else PERHAPS.get(unsure or "", NO_TEXT), shown)
+            return
+        text = found.text.rstrip()
         self._bytes += len(data) if kind is None else len(text.encode())
         if self._bytes > MOST_TEXT:
             raise UsageError(
@@ -421,9 +433,11 @@ class _Reader:
             )
         blank = text[: len(text) - len(text.lstrip())]
         cut = blank.rfind("\n") + 1
-        self._texts[path] = SourceText(path, hashlib.sha256(data).hexdigest(), text[cut:], 1 + blank.count("\n"))
+        pages = tuple(page - cut for page in found.pages)
+        first_line = 1 + blank.count("\n")
+        self._texts[path] = SourceText(path, hashlib.sha256(data).hexdigest(), text[cut:], first_line, pages)
 
-    def _text(self, shown: str, data: bytes, kind: int | None) -> str:
+    def _text(self, shown: str, data: bytes, kind: int | None) -> extracted.PagedText:
         """Return a file's text. An encoding that is detected is recorded.
 
         Raises:
@@ -441,7 +455,7 @@ class _Reader:
                 raise
             text = Document(shown, io.BytesIO(data), found).whole()
             self._detected.setdefault(found, []).append(shown)
-        return text if kind is None else self._extractor.text(kind, text.encode())
+        return extracted.PagedText(text) if kind is None else self._extractor.text(kind, text.encode())
 
     def _leave_out(self, reason: str, path: str) -> None:
         self._left_out.setdefault(reason, []).append(path)

@@ -1,7 +1,7 @@
 """Tokenise a document inside the model's chat template, and find the template's text between two turns."""
 
-from bisect import bisect_left
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -42,6 +42,7 @@ class FixedPrompt:
         files: the table of a document of several files, with each file's tokens; None: the document is one text.
         files_behind: paths of the files of a cut document that have no token in the prompt.
         template: number of the chat template's tokens before the document.
+        pages: first token of each page of a document of one text; empty for a text without pages.
     """
 
     input_ids: torch.Tensor
@@ -54,6 +55,7 @@ class FixedPrompt:
     files: tuple[SourceFile, ...] | None = None
     files_behind: tuple[str, ...] = ()
     template: int = 0
+    pages: tuple[int, ...] = ()
 
 
 def chat_frame(tokenizer: PreTrainedTokenizerBase, before: str | None = None) -> ChatFrame | None:
@@ -144,7 +146,8 @@ def encode_prompt(
     framed = len(encode_text(tokenizer, head).ids)
     sources = text if isinstance(text, SourceTexts) else None
     document = text if isinstance(text, Document) else Document.of(text if isinstance(text, str) else text.text)
-    encode = _encoder(tokenizer, head, chat, special_tokens=special_tokens, starts=sources is not None)
+    placed = sources is not None or bool(document.pages)
+    encode = _encoder(tokenizer, head, chat, special_tokens=special_tokens, starts=placed)
     if max_tokens is None:
         encoded, cut, next_start = encode(document.whole()), False, None
     else:
@@ -160,35 +163,58 @@ def encode_prompt(
     held = len(ids) - framed if cut else None
     files: tuple[SourceFile, ...] | None = None
     behind: tuple[str, ...] = ()
+    stops_at = None if next_start is None else next_start - len(head)
+    # The bytes of a character may be several tokens that begin at the same place.
+    begins = list(accumulate((start - len(head) for start in encoded.starts), max))
+    pages = _first_tokens(document.pages, begins, stops_at, range(framed, len(ids)))
     if sources is not None:
-        stops_at = None if next_start is None else next_start - len(head)
-        files = _table(sources, [start - len(head) for start in encoded.starts], len(ids), stops_at)
+        files = _table(sources, begins, len(ids), stops_at)
         behind = tuple(file.path for file in sources.files[len(files) :])
     return FixedPrompt(
-        torch.tensor(ids), document.sha256(), chat, special_tokens, plain, held, border, files, behind, framed
+        torch.tensor(ids), document.sha256(), chat, special_tokens, plain, held, border, files, behind, framed, pages
     )
 
 
-def _table(sources: SourceTexts, starts: list[int], tokens: int, stops_at: int | None) -> tuple[SourceFile, ...]:
+def _table(sources: SourceTexts, begins: list[int], tokens: int, stops_at: int | None) -> tuple[SourceFile, ...]:
     """Make the table of a document's files. A token belongs to the file in whose text the token begins.
 
     Args:
-        starts: for each token, the index of its first character in the document's text.
-        tokens: number of tokens in the prompt; the last of the tokens in `starts` may be missing in the prompt.
+        begins: for each token, the index of its first character in the document's text.
+        tokens: number of tokens in the prompt; the last of the tokens in `begins` may be missing in the prompt.
         stops_at: index of the first character that a cut removed; None: the document is not cut.
     """
-    # The bytes of a character may be several tokens that begin at the same place.
-    begins, table = list(accumulate(starts, max)), []
+    table = []
     for file, start, stop in sources.places:
         first, end = bisect_left(begins, start), bisect_left(begins, stop)
         # A token of the header may also have the first characters of the text.
         if first == len(begins):
             break
         line = file.first_line + file.text[: begins[first] - start].count("\n")
-        span = {"start": min(first, tokens), "stop": min(end, tokens)}
-        cut = stops_at is not None and stops_at < stop
-        table.append(SourceFile(path=file.path, sha256=file.sha256, first_line=line, cut=cut, **span))
+        first, end = min(first, tokens), min(end, tokens)
+        about = SourceFile(
+            path=file.path,
+            sha256=file.sha256,
+            start=first,
+            stop=end,
+            first_line=line,
+            cut=stops_at is not None and stops_at < stop,
+            pages=_first_tokens([start + page for page in file.pages], begins, stops_at, range(first, end)),
+        )
+        table.append(about)
     return tuple(table)
+
+
+def _first_tokens(pages: Sequence[int], begins: list[int], stops_at: int | None, within: range) -> tuple[int, ...]:
+    """Return the token of the first character of each page. Pages behind the last token of the prompt are left out.
+
+    Args:
+        pages: index of each page's first character in the document's text.
+        begins, stops_at: as in `_table`.
+        within: tokens of the pages' text. A token that begins before the text may have its first characters.
+    """
+    kept = [page for page in pages if stops_at is None or page < stops_at]
+    tokens = (max(bisect_right(begins, page) - 1, within.start) for page in kept)
+    return tuple(token for token in tokens if token < within.stop)
 
 
 def _encoder(

@@ -244,6 +244,15 @@ SourcePath = Annotated[str, AfterValidator(_checked_path)]
 """Path of a source file, relative to the document's folder, with / between its parts."""
 
 
+Pages: TypeAlias = tuple[Count, ...]
+"""First token of each page of a text, ascending; empty for a text without pages. Page N is the Nth."""
+
+
+def _check_pages(pages: Pages, start: int, stop: int) -> None:
+    if list(pages) != sorted(pages) or (pages and not start <= pages[0] <= pages[-1] < stop):
+        raise ValueError("pages one behind another within their text")
+
+
 class SourceFile(Record):
     """A file of a document that was joined from several files: its name, its hash, and its tokens in the prompt."""
 
@@ -253,6 +262,12 @@ class SourceFile(Record):
     stop: Count
     first_line: Count = Field(default=1, description="line of the file at which its text begins")
     cut: bool = Field(default=False, description="its text goes on behind the last token of the prompt")
+    pages: Pages = Field(default=(), description="of a PDF, the first token of each page in the whole prompt")
+
+    @model_validator(mode="after")
+    def _pages_within(self) -> Self:
+        _check_pages(self.pages, self.start, self.stop)
+        return self
 
 
 class Prompt(Record):
@@ -272,12 +287,14 @@ class Prompt(Record):
     files_behind: tuple[SourcePath, ...] = Field(
         default=(), description="files whose text begins behind the last token of the prompt"
     )
+    pages: Pages = Field(default=(), description="of a document that is one PDF, the first token of each page")
 
     @model_validator(mode="after")
     def _files_in_order(self) -> Self:
         edges = [edge for file in self.files or () for edge in (file.start, file.stop)]
         if edges != sorted(edges) or max(edges, default=0) > self.tokens:
             raise ValueError("files one behind another within the prompt")
+        _check_pages(self.pages, 0, self.tokens)
         return self
 
 
@@ -299,7 +316,7 @@ class FileHistory(Record):
 
     order: FileOrder = Field(default="path", description="see `build-index --order`")
     changes: dict[SourcePath, Count] = Field(
-        default={}, description="builds in which a file of the table was new or other than before; 0 where it is absent"
+        default={}, description="builds in which a file of the table was other than before; 0 where it is absent"
     )
 
 

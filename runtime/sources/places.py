@@ -1,6 +1,7 @@
 """Convert attention shares of tokens to passages of the document, with the file and lines of each passage."""
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -29,6 +30,7 @@ class Text:
         start, stop: the text's tokens, [start, stop) in the stored prompt, which can be sources.
         begin: the token from which line breaks are counted.
         first_line: the number of the line in which the token `begin` starts.
+        pages: the first token of each of the text's pages; empty for a text without pages.
     """
 
     path: str
@@ -36,6 +38,11 @@ class Text:
     stop: int
     begin: int
     first_line: int
+    pages: Sequence[int] = ()
+
+    def page(self, token: int) -> int | None:
+        """Return the number of a token's page; None for a text without pages."""
+        return max(1, bisect_right(self.pages, token)) if self.pages else None
 
 
 @dataclass(frozen=True)
@@ -45,19 +52,25 @@ class Source:
     Attributes:
         path: the name of the passage's text; see `Text`.
         lines: the passage's first and last line in this text, counted from 1.
+        page: the page of a PDF on which the passage begins; None for a text without pages.
         tokens: the passage's tokens, [start, stop) in the stored prompt.
+        text: the passage's text, without white space around it.
         score: the share of the retrieval heads' attention that the passage got, as a mean over the answer's tokens.
     """
 
     path: str
     lines: tuple[int, int]
+    page: int | None
     tokens: tuple[int, int]
+    text: str
     score: float
 
     @property
     def place(self) -> str:
-        """The file and the lines, as `path:first-last`, or `path:line` for a single line."""
+        """The file and the lines, as `path:first-last`, or `path:line` for a single line; in a PDF, as `path p. 3`."""
         first, last = self.lines
+        if self.page is not None:
+            return f"{self.path} p. {self.page}"
         return f"{self.path}:{first}" if first == last else f"{self.path}:{first}-{last}"
 
 
@@ -78,8 +91,11 @@ class Places:
         head = len(encode_text(tokenizer, Trusted(before)).ids) if before else 0
         # Line breaks are counted from the prompt's beginning, because a token may have some of the template and some of
         # the document.
-        whole = Text(name, max(1, head), edges[0], 0, 1 - before.count("\n"))
-        files = [Text(one.path, max(1, one.start), one.stop, one.start, one.first_line) for one in prompt.files or ()]
+        whole = Text(name, max(1, head), edges[0], 0, 1 - before.count("\n"), prompt.pages)
+        files = [
+            Text(one.path, max(1, one.start), one.stop, one.start, one.first_line, one.pages)
+            for one in prompt.files or ()
+        ]
         later = [self._addition(f"{name}+{number}", *edge) for number, edge in enumerate(pairwise(edges), 1)]
         self.texts = [*(files or [whole]), *later]
 
@@ -143,7 +159,7 @@ class Places:
         before = self._line_breaks(start) - self._line_breaks(whole.begin)
         first = whole.first_line + before + text[:begin].count("\n")
         last = first + text.strip().count("\n")
-        return Source(whole.path, (first, last), (start, stop), score)
+        return Source(whole.path, (first, last), whole.page(start), (start, stop), text.strip(), score)
 
     def _line_breaks(self, stop: int) -> int:
         """Return the number of line breaks in the prompt's first `stop` tokens."""

@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -274,6 +274,8 @@ class Tracer:
 
 
 VERSION = 1
+SOURCES = 8
+"""Maximum number of an answer's sources in its trace."""
 EVERYTHING = MethodSpec("oracle", "", Oracle())
 """Dense attention as a method: the oracle, used with a budget of all tokens."""
 
@@ -313,7 +315,8 @@ class TracedIndex:
             UsageError: the config appends tokens of the answer to the index.
         """
         tracer = Tracer(self.index, self._attending, self.passages, truth=truth)
-        answer = self._asker(self._attending, tracer.gather_maker).ask(question, Sampling(max_new_tokens), on_text)
+        asker = self._asker(self._attending, tracer.gather_maker)
+        answer = asker.ask(question, Sampling(max_new_tokens), on_text, sources=SOURCES)
         return answer, {**self._about(answer), "truth": truth, **tracer.shares()}
 
     @property
@@ -386,7 +389,7 @@ class TracedIndex:
         return asker
 
     def _about(self, answer: Answer) -> dict[str, Any]:
-        """Return the trace's general facts: index, model, setting, answer, and the tokens of prompt and answer."""
+        """Return the trace's general facts: index, model, setting, answer with its sources, and all tokens."""
         manifest = self.index.artifact.manifest
         heads = self.index.artifact.context_rows(manifest.indexed_layers[0]).shape[0]
         return {
@@ -397,6 +400,7 @@ class TracedIndex:
             "budget": self.config.budget.value,
             "residual": self.config.attention.residual,
             "answer": answer.text,
+            "sources": [asdict(source) for source in answer.sources],
             "n_context": manifest.split.tokens,
             "n_sinks": manifest.split.sinks,
             "n_middle": manifest.split.middle,

@@ -61,6 +61,29 @@ def test_tokens_are_selected_by_keys(opened: Open, trace: dict[str, Any]) -> Non
     assert one.text("#selection") == "Whole answer, all layers, all KV heads"
 
 
+def test_the_page_opens_on_its_sources(opened: Open, trace: dict[str, Any]) -> None:
+    """Each with its place, score and text; a click goes to its passage in the document."""
+    one = opened(trace)
+    starts = [passage["start"] for passage in trace["passages"]]
+    rows = one.page.locator("#sources button").all()
+    assert [row.is_visible() for row in rows] == [True] * 3 + [False] * 5
+    one.page.get_by_role("button", name="All 8 sources").click()
+    assert len(rows) == len(trace["sources"]) == 8
+    for number, (row, source) in enumerate(zip(rows, trace["sources"], strict=True)):
+        first, last = source["lines"]
+        lines = f":{first}" if first == last else f":{first}-{last}"
+        place = f"{source['path']}{lines}" if source["page"] is None else f"{source['path']} p. {source['page']}"
+        told = row.text_content() or ""
+        assert told.startswith(f"{source['score']:.3f}{place}")
+        assert source["text"].split()[0] in told.removeprefix(f"{source['score']:.3f}{place}")
+        passage = one.page.locator(f".passage[data-passage='{starts.index(source['tokens'][0])}']")
+        if number == 0:
+            assert passage.evaluate(IN_VIEW)
+        row.click()
+        assert picked(one) == starts.index(source["tokens"][0])
+        assert passage.evaluate(IN_VIEW)
+
+
 def test_lit_passages_are_gone_through_in_order(opened: Open, trace: dict[str, Any]) -> None:
     one = opened(trace)
     one.page.keyboard.press("ArrowRight")

@@ -103,6 +103,19 @@ def test_every_document_that_cannot_be_one_is_wrong_usage(place: Path, data: byt
         fails(2, "eval", "it", "--model", "model", says=(says,))
 
 
+@pytest.mark.parametrize("given", [(), ("--sinks", "200")], ids=["", "sinks"])
+def test_a_short_document_is_built_with_the_options_that_the_error_names(place: Path, given: tuple[str, ...]) -> None:
+    Path("it").write_text("Two words.")
+    build = ("build-index", "it", "--model", "model")
+    error = run_here(*build, *given).error()
+    assert "sinks and tail alone take" in error
+    options = error.partition("; give a longer document, or build with ")[2].split()
+    assert options[-2] == "--tail"
+    assert ("--sinks" in options) == ("--sinks" in given)
+    built = run_here(*build, *options)
+    assert built.code == 0, built.stderr
+
+
 def test_a_document_that_may_not_be_read_is_wrong_usage(place: Path) -> None:
     """As a user whom permissions bind, which root is not."""
     place.chmod(0o755)

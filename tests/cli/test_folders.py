@@ -102,13 +102,25 @@ def _rename(project: Path) -> None:
     (project / "src" / "c.py").rename(project / "src" / "d.py")
 
 
-@pytest.mark.parametrize("change", [_edit, _add, _remove, _rename])
+CHANGED = {
+    _edit: "src/c.py changed",
+    _add: "src/bb.py added",
+    _remove: "src/c.py removed",
+    _rename: "src/c.py renamed to src/d.py",
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
 def test_after_a_change_the_index_is_that_of_a_fresh_build(project: Path, change: Callable[[Path], None]) -> None:
     _build("project", "-q")
+    held = read_manifest(Path("project.skv")).split.tokens
     change(project)
     told = _build("project").stderr
+    history = read_manifest(Path("project.skv")).file_history
+    assert history is not None
+    assert history.changes == ({"src/c.py": 1} if change is _edit else {})
     before = next(file for file in _table("project.skv") if file.path == "src/b.py").stop // 256 * 256
-    assert f"the first {before:,} are those of this one, the others are replaced" in told
+    assert f"project.skv: kept {before:,} of {held:,} tokens: {CHANGED[change]}\n" in told
     _build("project", "-q", "-o", "fresh.skv")
     ours, fresh = (read_manifest(Path(name)) for name in ("project.skv", "fresh.skv"))
     assert ours.prompt == fresh.prompt
@@ -172,7 +184,7 @@ def test_an_added_file_costs_itself_alone(project: Path) -> None:
     (project / "__init__.py").write_text("A new file.\n")
     told = _build("project").stderr
     assert _paths() == ["a.md", "src/b.py", "src/c.py", "z.txt", "__init__.py"]
-    assert f"the first {end // 256 * 256:,} are those of this one" in told
+    assert f"kept {end // 256 * 256:,} of " in told
 
 
 def test_a_changed_file_goes_to_the_end_and_stays_there(project: Path) -> None:
@@ -183,7 +195,7 @@ def test_a_changed_file_goes_to_the_end_and_stays_there(project: Path) -> None:
     start = _table("project.skv")[-1].start
     (project / "a.md").write_text("a has still other lines.\n" * 9)
     told = _build("project").stderr
-    assert f"the first {start // 256 * 256:,} are those of this one" in told
+    assert f"kept {start // 256 * 256:,} of " in told
     _edit(project)
     _build("project", "-q")
     assert _paths() == ["src/b.py", "z.txt", "src/c.py", "a.md"], "changed once, and twice"
@@ -289,12 +301,28 @@ def test_documents_of_other_kinds_and_encodings_are_read(project: Path) -> None:
     ids, tokenizer = Artifact(Path("project.skv")).input_ids(), load_tokenizer("model")
     file = table["b.pdf"]
     assert (file.sha256, file.first_line) == (hash_bytes((project / "b.pdf").read_bytes()), 1)
-    assert "[Page 2]" in str(tokenizer.decode(ids[file.start : file.stop]))
-    assert run_here("inspect", "--index", "project.skv", "--verify", "-q").code == 0
+    assert str(tokenizer.decode(ids[file.pages[1] : file.stop])).startswith("[Page 2]\n")
+    assert (len(file.pages), table["c.txt"].pages) == (2, ())
+    verified = run_here("inspect", "--index", "project.skv", "--verify")
+    assert "the first tokens of 2 pages are in order, within their text" in verified.stderr
     assert "project.skv is up to date: nothing to build" in _build("project").stderr
     _build("project/b.pdf", "-q")
     alone = Artifact(Path("project/b.skv"))
-    assert "[Page 2]" in str(load_tokenizer("model").decode(alone.input_ids()))
+    page = alone.manifest.prompt.pages[1]
+    assert str(tokenizer.decode(alone.input_ids()[page:])).startswith("[Page 2]\n")
+
+
+def test_an_index_of_an_earlier_version_gets_pages_by_a_build(project: Path) -> None:
+    """Which prefills nothing again."""
+    (project / "b.pdf").write_bytes(valid(1)["pdf"])
+    _build("project/b.pdf", "-q")
+    new = read_manifest(Path("project/b.skv")).prompt
+    reseal(Path("project/b.skv"), lambda fields: fields["prompt"].pop("pages"))
+    assert run_here("generate", "--index", "project/b.skv", *ASK, "--sources", "1").code == 0
+    assert json.loads(run_here("inspect", "--index", "project/b.skv", "--json", "-q").stdout)["pages"] == []
+    told = _build("project/b.pdf").stderr
+    assert "to prefill" not in told
+    assert read_manifest(Path("project/b.skv")).prompt == new
 
 
 def test_a_missing_library_is_named(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +344,16 @@ def _out(fields: dict[str, Any]) -> None:
     fields["prompt"]["files"][0]["path"] = "../../etc/passwd"
 
 
-@pytest.mark.parametrize("change", [_swap, _beyond, _out])
+def _pages_beyond(fields: dict[str, Any]) -> None:
+    fields["prompt"]["pages"] = [fields["prompt"]["tokens"]]
+
+
+def _pages_of_another_file(fields: dict[str, Any]) -> None:
+    file = fields["prompt"]["files"][1]
+    file["pages"] = [file["start"] - 1, file["start"]]
+
+
+@pytest.mark.parametrize("change", [_swap, _beyond, _out, _pages_beyond, _pages_of_another_file])
 def test_a_table_that_cannot_be_is_refused(project: Path, change: Callable[[dict[str, Any]], None]) -> None:
     _build("project", "-q")
     reseal(project.parent / "project.skv", change)

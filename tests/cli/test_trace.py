@@ -9,6 +9,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from support.command import Outcome, fails, run_here, with_options
 from support.forked import zygote
+from support.html_page import WrittenPage
 from support.trace_document import synthetic_trace
 from support.trace_page import read_trace_page
 
@@ -46,6 +47,22 @@ def test_the_answer_is_on_stdout_as_generate_gives_it(place: Path) -> None:
     records = 3 * len(document["layers"]) * document["kv_heads"]
     assert f"{records} records of 3 tokens, 3 layers and 2 KV heads, {size:,} bytes" in outcome.stderr
     assert len(document["records"]) == records
+
+
+@pytest.mark.parametrize("method", ["multipole", "dense"])
+def test_a_trace_and_its_page_have_the_sources_that_generate_names(place: Path, method: str) -> None:
+    options = "--method", method, "-q"
+    outcome = run_here(*QUESTION, *options, "-o", "trace.html")
+    assert outcome.code == 0, outcome.stderr
+    named = json.loads(_text(run_here("generate", *QUESTION[1:], *options, "--sources", "8", "--json")))["sources"]
+    packed = WrittenPage(place / "trace.html").data()["facts"]["sources"]
+    assert len(named) == 8
+    for ours, theirs in zip(packed, named, strict=True):
+        assert ours == theirs | {"score": pytest.approx(theirs["score"], rel=1e-3)}
+    document = read_trace_page(place / "trace.html")
+    texts = [token for passage in document["passages"] for token in passage["tokens"]]
+    for one in packed:
+        assert "".join(texts[slice(*one["tokens"])]).strip() == one["text"]
 
 
 @pytest.mark.parametrize("options", [(), ("--truth",), ("--method", "squeezed", "--residual"), ("--prefill", "own")])

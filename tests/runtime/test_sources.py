@@ -9,6 +9,7 @@ from support.small_index import build_small, reopen, small_plan
 from support.source_shares import retrieval_shares
 from support.tiny_models import tiny_tokenizer
 
+from sparsekv.formats.documents.document import Document
 from sparsekv.formats.documents.prompt import encode_prompt
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
@@ -99,6 +100,15 @@ def test_lines_are_those_of_the_file_after_blank_lines(raw: bool, blank: str, tm
     index = build_small(tmp_path / "lines.skv", prompt=encode_prompt(tiny_tokenizer(), text, raw=raw))
     for line in (3, 7, 14):
         assert _place(index, f"Sentence {line} is") == f"lines:{line + blank.count(chr(10))}"
+
+
+def test_a_source_in_a_pdf_is_on_a_page(tmp_path: Path) -> None:
+    """A token of a line break before a page may be the page's first one."""
+    pages = ("Sentence 1 is here.", "Sentence 2 is here.")
+    document = Document.of("\n\n".join(pages), (0, len(pages[0]) + 2))
+    index = build_small(tmp_path / "paper.skv", prompt=encode_prompt(tiny_tokenizer(), document))
+    assert _place(index, "Sentence 1 is") == "paper p. 1"
+    assert _place(index, "Sentence 2 is") == "paper p. 2"
 
 
 def test_text_that_was_added_has_lines_of_its_own(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -40,6 +41,7 @@ def synthetic_trace(tokens: int, answer_tokens: int, layers: int, kv_heads: int,
         "residual": False,
         "question": "Where does the <spare> key of the \u201cnorth\u201d tower lie?",
         "answer": "".join(answer),
+        "sources": [_source(passages[number], rank) for rank, number in enumerate(dict.fromkeys(chain(*at_token)))][:8],
         "truth": True,
         "n_context": tokens,
         "n_sinks": SINKS,
@@ -57,6 +59,20 @@ def synthetic_trace(tokens: int, answer_tokens: int, layers: int, kv_heads: int,
             for (layer, head), group in _grouped(records, ("layer", "kv_head")).items()
         ],
         "records": [one | {"passages": _largest(one["passages"], MOST_IN_RECORD)} for one in records],
+    }
+
+
+def _source(passage: dict[str, Any], rank: int) -> dict[str, Any]:
+    """A passage as a source; every other one is in a PDF."""
+    start, text = passage["start"], "".join(passage["tokens"]).strip()
+    of_pdf = rank % 2 == 1
+    return {
+        "path": "a/paper.pdf" if of_pdf else "a/notes.md",
+        "lines": [rank + 1, rank + 1 + text.count("\n")],
+        "page": 3 if of_pdf else None,
+        "tokens": [start, start + len(passage["tokens"])],
+        "text": text,
+        "score": 0.4 / (rank + 1),
     }
 
 

@@ -15,6 +15,7 @@ const map = documentMap(trace, pane);
 const answer = answerBox(trace, (tokens) => select({ tokens }));
 const heads = headChoice(trace, select);
 const numbers = numbersBox(trace, switchKind);
+const sources = sourceList(trace, (passage) => pickPassage(passage, true));
 const list = passageList(trace, (passage) => pickPassage(passage, true));
 const search = searchBox(trace, find);
 const dialog = keyDialog();
@@ -114,7 +115,7 @@ function sidebar() {
   return element("aside", { "aria-label": "Question, answer and numbers" },
     element("section", {}, element("h3", {}, "Question"), element("h1", { id: "question", lang: "", dir: "auto" }, visible(trace.question))),
     element("section", {}, element("h3", { class: "row spread" }, "Answer", element("button", { type: "button", class: "plain no-print", id: "whole", onclick: answer.whole }, "Whole answer")), answer.box),
-    comparedAnswers(trace), numbers.box, heads.box, list.box);
+    sources, comparedAnswers(trace), numbers.box, heads.box, list.box);
 }
 
 document.body.append(header(), element("main", {}, pane.pane, map.column, sidebar()), dialog);
@@ -138,4 +139,5 @@ listenToKeys({
   },
 }, dialog);
 relight();
-if (state.lit.ordered.length) pane.scrollTo(state.lit.ordered[0].passage);
+if (trace.sources.length) pane.scrollTo(trace.prompt.passageOfToken(trace.sources[0].tokens[0]));
+else if (state.lit.ordered.length) pane.scrollTo(state.lit.ordered[0].passage);

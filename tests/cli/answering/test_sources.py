@@ -8,6 +8,8 @@ import pytest
 from support.command import fails, run_here
 from support.sealing import Fields, reseal
 
+from sparsekv.cli.common.console import shortened
+
 ASK = ("generate", "--model", "model", "--max-new-tokens", "6", "-q")
 QUESTION = "What is 7 times 7?"
 
@@ -26,11 +28,31 @@ def text_of(place: Path, lines: list[int]) -> str:
 def test_sources_follow_the_answer_on_stderr(place: Path) -> None:
     outcome = run_here(*ASK, QUESTION, "--sources", "3")
     assert outcome.stdout == run_here(*ASK, QUESTION).stdout
-    lines = outcome.stderr.splitlines()
+    lines = outcome.stderr.splitlines()[::2]
     assert [line.split(":")[:2] for line in lines] == [["source", " doc"]] * 3
     assert [float(line.split()[-1]) for line in lines] == sorted(
         (float(line.split()[-1]) for line in lines), reverse=True
     )
+
+
+def test_a_source_shows_its_text(place: Path) -> None:
+    """One line of it, cut at 80 columns or the terminal's, and its control characters escaped."""
+    outcome = run_here(*ASK, QUESTION, "--sources", "8", "--method", "dense")
+    texts = [one["text"] for one in answered(QUESTION, "--sources", "8", "--method", "dense")["sources"]]
+    shown = outcome.stderr.splitlines()[1::2]
+    document = " ".join((place / "doc.txt").read_text().split())
+    for line, text in zip(shown, texts, strict=True):
+        assert " ".join(text.split()) in document
+        assert len(line) <= 80
+        assert line.startswith("    ")
+        assert " ".join(text.split()).startswith(line.strip().removesuffix("…"))
+        assert line.endswith("…") == (len(" ".join(text.split())) > 76)
+
+
+def test_a_text_is_one_safe_line_of_the_width() -> None:
+    assert shortened("a\n\n b\tc", 9) == "a b c"
+    assert shortened("\x1b[31mred\u202e", 99) == "\\x1b[31mred\\u202e"
+    assert shortened("中文中文", 5) == "中文…"
 
 
 def test_sources_are_lines_of_the_document(place: Path) -> None:
@@ -40,7 +62,7 @@ def test_sources_are_lines_of_the_document(place: Path) -> None:
     for one in answer["sources"]:
         assert one["path"] == "doc"
         assert 0 < one["score"] <= 1
-        assert text_of(place, one["lines"])
+        assert one["text"] in text_of(place, one["lines"])
         tokens = set(range(*one["tokens"]))
         assert 0 < len(tokens) <= 64
         assert not tokens & taken
@@ -67,7 +89,7 @@ def test_answers_of_a_batch_have_the_sources_of_single_answers(place: Path, meth
             alone = answered(question, *batch[2:])["sources"]
             assert [one["tokens"] for one in line["sources"]] == [one["tokens"] for one in alone]
             assert [one["score"] for one in line["sources"]] == pytest.approx([one["score"] for one in alone], rel=1e-3)
-    told = run_here(*ASK, *batch).stderr.splitlines()
+    told = run_here(*ASK, *batch).stderr.splitlines()[::2]
     assert [line[: len("question 1: source")] for line in told] == ["question 1: source"] * 2 + [
         "question 3: source"
     ] * 2
@@ -91,7 +113,21 @@ def test_a_source_names_its_file_and_the_line_in_it(place: Path) -> None:
     first = found[0]
     assert (first["path"], first["tokens"]) == ("src/b.py", whole["tokens"])
     assert first["lines"] == [11, 11 + whole["lines"][1] - whole["lines"][0]]
+    assert first["page"] is None
     assert all(start - 40 <= one["tokens"][0] < one["tokens"][1] <= start - 20 for one in found[1:])
+
+
+def test_a_source_names_its_page(place: Path) -> None:
+    """Of an index of a PDF. The last token of a page before the first one that is named is on it, too."""
+    start = answered(QUESTION, "--sources", "1", "--method", "dense")["sources"][0]["tokens"][0]
+
+    def of_pdf(fields: Fields) -> None:
+        fields["prompt"]["pages"] = [1, start - 1, start, start + 1]
+
+    reseal(place / "doc.skv", of_pdf)
+    assert answered(QUESTION, "--sources", "1", "--method", "dense")["sources"][0]["page"] == 3
+    outcome = run_here(*ASK, QUESTION, "--sources", "1", "--method", "dense")
+    assert outcome.stderr.startswith("source: doc p. 3  0.")
 
 
 REFUSED = [

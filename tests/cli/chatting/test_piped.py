@@ -110,5 +110,5 @@ def test_residual_needs_centroids(place: Path) -> None:
 def test_sources_go_to_stderr(place: Path) -> None:
     done = sparsekv(*ASK, "-q", "--sources", "2", cwd=place, stdin="Why?\nWhy?\n")
     assert done.returncode == 0
-    assert [line.partition(":")[0] for line in done.stderr.splitlines()] == ["source"] * 4
+    assert [line.partition(":")[0] for line in done.stderr.splitlines()[::2]] == ["source"] * 4
     assert done.stdout == sparsekv(*ASK, "-q", cwd=place, stdin="Why?\nWhy?\n").stdout

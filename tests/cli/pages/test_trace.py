@@ -52,6 +52,7 @@ def test_a_trace_without_truth_and_one_of_two_answers(trace: dict[str, Any], tmp
 def test_a_trace_of_nothing(trace: dict[str, Any], tmp_path: Path) -> None:
     nothing = {
         "answer_tokens": [],
+        "sources": [],
         "passages": [],
         "by_token": [],
         "by_head": [],
@@ -75,6 +76,7 @@ def test_hostile_texts_stay_text(trace: dict[str, Any], tmp_path: Path) -> None:
         "passages": passages,
         "question": "".join(HOSTILE),
         "answer_tokens": list(HOSTILE),
+        "sources": [trace["sources"][0] | {"path": text, "text": text, "tokens": [0, 1]} for text in HOSTILE],
         "index": HOSTILE[0],
     }
     write_trace_page(hostile, tmp_path / "hostile.html")

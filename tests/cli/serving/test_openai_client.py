@@ -221,8 +221,8 @@ def test_an_answer_tells_its_sources(server: Server, indices: Path) -> None:
             streamed = events(answer.iter_lines())
     assert len(expected) == 2
     for told, choices in ((whole["sparsekv"]["sources"], 2), (streamed[-1]["sparsekv"]["sources"], 1)):
-        assert [(one["index"], one["lines"]) for one in told] == [
-            (index, one["lines"]) for index in range(choices) for one in expected
+        assert [(one["index"], one["lines"], one["text"]) for one in told] == [
+            (index, one["lines"], one["text"]) for index in range(choices) for one in expected
         ]
 
 

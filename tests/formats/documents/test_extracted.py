@@ -4,6 +4,7 @@ import pickle
 import random
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from support.odd_documents import SECRET, docx, mutated, paragraph, pdf, shown, 
 from support.peak import PEAK
 
 from sparsekv.formats.documents import extracted, extractors, files
-from sparsekv.formats.documents.document import read_document
+from sparsekv.formats.documents.document import open_document, read_document
 from sparsekv.formats.documents.extracted import DOCX, HTML, PDF, Extractor, NotExtractedError
 from sparsekv.formats.documents.extractors import html_text, tidied
 from sparsekv.formats.documents.files import Choice, SourceTexts, read_folder
@@ -28,6 +29,9 @@ QUICK = (
 """Bombs that take no time. The others are in the slow test."""
 
 
+LOCKED_PDF = pdf(shown("a"), trailer=b"/Encrypt<</Filter/Standard/V 1/R 2/O(a)/U(b)/P -4>>")
+
+
 def test_each_kind_is_read_as_a_model_reads_it(tmp_path: Path) -> None:
     for ending, data in valid(7).items():
         (tmp_path / f"a.{ending}").write_bytes(data)
@@ -42,6 +46,23 @@ def test_each_kind_is_read_as_a_model_reads_it(tmp_path: Path) -> None:
     assert [file.text for file in sources.files] == [
         read_document(str(tmp_path / f"a.{end}")) for end in ("docx", "html", "pdf")
     ]
+
+
+def test_pages_begin_where_the_file_begins_them(tmp_path: Path) -> None:
+    """Not where its text looks like the line of a page. A page without text is a page."""
+    (tmp_path / "a.pdf").write_bytes(pdf(shown("One."), shown("[Page 9]"), b"", shown("[Page 4] (form feed: \f)")))
+    (tmp_path / "b.html").write_text("<p>No\fpages.")
+    paged, page = read_folder(tmp_path, Choice()).files
+    begins = [*paged.pages, len(paged.text)]
+    assert [paged.text[start:stop].split() for start, stop in pairwise(begins)] == [
+        ["[Page", "1]", "One."],
+        ["[Page", "2]", "[Page", "9]"],
+        ["[Page", "3]"],
+        ["[Page", "4]", "[Page", "4]", "(form", "feed:", ")"],
+    ]
+    assert (page.text, page.pages) == ("No pages.", ())
+    with open_document(str(tmp_path / "a.pdf"), whole=True) as document:
+        assert (document.whole(), document.pages) == (paged.text, paged.pages)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +109,7 @@ def test_words_of_a_page_stay_in_order() -> None:
     [
         (PDF, b"%PDF-1.4 nothing", extracted.DAMAGED),
         (PDF, pdf(b""), extracted.NO_TEXT),
-        (PDF, pdf(shown("a"), trailer=b"/Encrypt<</Filter/Standard/V 1/R 2/O(a)/U(b)/P -4>>"), extracted.LOCKED),
+        (PDF, LOCKED_PDF, extracted.LOCKED),
         (DOCX, b"PK\0\0", extracted.DAMAGED),
         (DOCX, b"\xd0\xcf\x11\xe0", extracted.LOCKED),
         (DOCX, docx("", {"word/more.xml": b" " * (65 << 20)}), extracted.LARGE),
@@ -109,7 +130,7 @@ def test_a_file_that_takes_too_long_is_left_and_the_next_is_read(monkeypatch: py
     with Extractor() as extractor:
         with pytest.raises(NotExtractedError, match=extracted.SLOW):
             extractor.text(HTML, b"<!--" * (1 << 18))
-        assert extractor.text(HTML, b"next") == "next"
+        assert extractor.text(HTML, b"next").text == "next"
 
 
 def test_all_files_have_a_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +200,7 @@ def _check(folder: Path, sources: SourceTexts) -> None:
     assert SECRET not in sources.text
     assert sources.left_out[files.LINK] == ["link.docx", "link.html", "link.pdf"]
     assert len(sources.left_out[files.ODD_NAME]) == 3
-    assert {"random.txt", "unsure.txt"} <= {*sources.left_out[files.NO_TEXT]}
+    assert {"random.txt", "unsure.txt"} <= {*sources.left_out[files.PERHAPS["latin-1"]]}
     assert sources.detected == {"cp1252": ["windows.txt"], "cp1251": ["russian.csv"], "cp932": ["japanese.txt"]}
     left_out = [path for paths in sources.left_out.values() for path in paths]
     assert len(left_out) + len(names) == len(list(folder.iterdir()))
@@ -201,7 +222,7 @@ def test_the_same_bytes_are_the_same_text(ending: str) -> None:
 
 def _text(extractor: Extractor, kind: int, data: bytes) -> str:
     try:
-        return extractor.text(kind, data)
+        return extractor.text(kind, data).text
     except NotExtractedError as reason:
         return str(reason)
 
@@ -211,6 +232,11 @@ def _text(extractor: Extractor, kind: int, data: bytes) -> str:
     [
         ("a.pdf", b"", "a.pdf is empty; give a document with text in it"),
         ("a.pdf", pdf(b""), "is without text; convert it to plain text first, as scanned pages by text recognition"),
+        (
+            "a b.pdf",
+            LOCKED_PDF,
+            r"a b\.pdf is encrypted; decrypt it first, such as by qpdf --decrypt '\S*a b\.pdf' decrypted",
+        ),
         ("a.docx", b"text", "a.docx is damaged; convert it to plain text first"),
         ("a.html", b"\x81\xff", "a.html is not text in UTF-8"),
     ],

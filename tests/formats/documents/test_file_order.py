@@ -2,9 +2,9 @@
 
 import pytest
 
-from sparsekv.formats.documents.file_order import KnownFile, count_changes, in_order
+from sparsekv.formats.documents.file_order import KnownFile, count_changes, in_order, told_changes
 from sparsekv.formats.documents.files import SourceText, SourceTexts
-from sparsekv.formats.index.schema import FileOrder
+from sparsekv.formats.index.schema import FileOrder, SourceFile
 
 KNOWN = "d1 b1 a1 c1"
 """Files of the earlier version: a name, and the number of its text."""
@@ -48,4 +48,31 @@ def test_what_changes_most_comes_last_behind_what_stays() -> None:
 def test_changes_are_counted_from_the_second_version_on() -> None:
     files = _sources("a2 b1 e1").files
     assert count_changes(files, []) == {"a": 0, "b": 0, "e": 0}
-    assert count_changes(files, _known("b1 a1 c1", a=2, b=1)) == {"a": 3, "b": 1, "e": 1}
+    assert count_changes(files, _known("b1 a1 c1", a=2, b=1)) == {"a": 3, "b": 1, "e": 0}
+
+
+@pytest.mark.parametrize(
+    ("now", "told"),
+    [
+        ("a1 b1 c1 d1", ""),
+        ("a1 b2 c1 d1", "b changed"),
+        ("a1 b2 c2 d2 e1", "b changed (also 2 files changed, 1 added)"),
+        ("_9 a2 b1 c1", "_ added (also 1 file changed, 1 removed)"),
+        ("a1 c1 d1", "b removed"),
+        ("a1 b1 c1", "d removed"),
+        ("a1 c1 d1 e2", "b renamed to e"),
+        ("_4 a1 b1 c1", "d renamed to _"),
+        ("a1 b1 c1 e4", "d renamed to e"),
+        ("a1 c1 b1 d1", "c moved"),
+        ("b1 c1 d1 a2", "a changed"),
+    ],
+)
+def test_the_first_change_is_told(now: str, told: str) -> None:
+    """Of four files, each with a text of its own."""
+    texts = {"a1": 1, "b1": 2, "c1": 3, "d1": 4, "e2": 2, "_4": 4, "e4": 4}
+
+    def table(files: str) -> list[SourceFile]:
+        contents = [(one[0], texts.get(one, 100 + number)) for number, one in enumerate(files.split())]
+        return [SourceFile(path=path, sha256=f"{content:064x}", start=0, stop=0) for path, content in contents]
+
+    assert told_changes(table("a1 b1 c1 d1"), table(now)) == told

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.odd_documents import pdf, shown
 from support.tiny_models import tiny_tokenizer
 from support.tokenizers_of_families import KINDS, tokenizer_of
 from tokenizers import processors
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sparsekv.formats.checksums import hash_bytes
 from sparsekv.formats.documents import extracted, files
+from sparsekv.formats.documents.document import open_document
 from sparsekv.formats.documents.files import Choice, read_folder, read_several
 from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt
 from sparsekv.formats.errors import UsageError
@@ -110,6 +112,29 @@ def test_a_cut_document_has_the_files_before_the_cut(tree: dict[str, str], token
     ]
 
 
+@pytest.mark.parametrize("kind", ["bytes", TRIMMED, "qwen", "llama-2", "gemma", "unigram chatml"])
+@pytest.mark.parametrize("alone", [True, False], ids=["one text", "two files"])
+def test_pages_are_tokens_of_the_prompt(kind: str, alone: bool, tmp_path: Path) -> None:
+    """Each begins with the line of its page; those behind a cut are left out."""
+    (tmp_path / "b.pdf").write_bytes(pdf(shown("One page."), shown("[Page 7]"), b"", shown("The end.")))
+    (tmp_path / "a.txt").write_text("A text before it.")
+    tokenizer = _tokenizer(kind)
+
+    def encoded(most: int | None = None) -> tuple[FixedPrompt, tuple[int, ...]]:
+        if not alone:
+            prompt = encode_prompt(tokenizer, read_folder(tmp_path, Choice()), max_tokens=most)
+            return prompt, (prompt.files or ())[-1].pages
+        with open_document(str(tmp_path / "b.pdf"), whole=True) as document:
+            prompt = encode_prompt(tokenizer, document, max_tokens=most)
+        return prompt, prompt.pages
+
+    prompt, pages = encoded()
+    ids = prompt.input_ids.tolist()
+    assert [str(tokenizer.decode(ids[page : page + 9])).split("Page")[1].strip()[0] for page in pages] == [*"1234"]
+    for cut in (pages[2], pages[2] + 1):
+        assert encoded(cut - prompt.template)[1] == tuple(page for page in pages if page < cut)
+
+
 def _names(tokens: files.SourceTexts) -> list[str]:
     return [file.path for file in tokens.files]
 
@@ -175,7 +200,8 @@ def test_what_is_left_out_is_counted_by_reason(tmp_path: Path, monkeypatch: pyte
         files.INDEX: 2,
         files.LINK: 3,
         files.SPECIAL: 2,
-        files.NO_TEXT: 2,
+        files.NO_TEXT: 1,
+        files.PERHAPS["latin-1"]: 1,
         extracted.NO_TEXT: 1,
         files.EMPTY: 1,
         files.ODD_NAME: 2,
@@ -183,7 +209,10 @@ def test_what_is_left_out_is_counted_by_reason(tmp_path: Path, monkeypatch: pyte
         files.UNREADABLE: 1,
     }
     assert "1 larger than 8 MiB (large.txt)" in sources.told()
-    assert "2 not text (latin.txt, zero.bin)" in sources.told()
+    assert "1 not text (zero.bin), 1 not text in UTF-8 but perhaps in latin-1 (latin.txt)" in sources.told()
+    assert sources.told().endswith(
+        "; convert such files to UTF-8, or give --encoding latin-1, in which all files are read then"
+    )
     assert "1 without text (page.html)" in sources.told()
     in_latin = _names(read_folder(folder, Choice(encoding="latin-1")))
     assert in_latin == ["kept.txt", "latin.txt", "locked.txt", "sub/keep.log"]
