@@ -26,6 +26,7 @@ def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
     which defines functions of its own."""
     # Products of matrices as small as in Triton's interpreter: threads that share one mostly wait, and spin meanwhile.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # tests of several threads run beside other tests
     if not _hands_out(pluginmanager.get_plugin("pytestconfig").known_args_namespace):
         import torch
 

@@ -94,18 +94,19 @@ def assign_plainly(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
     for of_head, around in zip(points, centres.float(), strict=True):
         across, half_norms = around.T.contiguous(), around.square().sum(-1) / 2
         scores = (torch.addmm(half_norms, some.float(), across, beta=-1) for some in of_head.split(rows))
-        first.append(torch.cat([_first_largest(of_rows, numbers) for of_rows in scores]))
-    # A row with NaN scores has no largest score, and gets label 0.
-    return torch.stack(first).nan_to_num(0.0, 0.0).long()
+        first.append(torch.cat([first_largest(of_rows, numbers) for of_rows in scores]))
+    return torch.stack(first)
 
 
-def _first_largest(scores: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Return the index of the first largest score in each row of scores [T, C]; overwrites the scores.
+def first_largest(scores: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Return the index [...] int64 of the first largest score in each row of scores [..., C]; overwrites the scores.
+
+    A row with NaN scores has no largest score, and gets index 0.
 
     `numbers` [C] are the indices 0, 1, ... as float32. On a CPU, `argmax` takes three times as long.
     """
     behind = scores.sub_(scores.amax(-1, keepdim=True))
-    return torch.add(numbers, behind, alpha=-FAR).amin(-1)
+    return torch.add(numbers, behind, alpha=-FAR).amin(-1).nan_to_num(0.0, 0.0).long()
 
 
 @on_gpu("sparsekv.kernels.kmeans.kmeans_triton:cluster_means_triton")

@@ -73,6 +73,7 @@ def main() -> int:
 def prepare() -> None:
     """Settings of a process that runs cases."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # cases of several threads run beside other workers
     import tempfile
 
     import torch
