@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import normalize
 
-from sparsekv.kernels.kmeans.kmeans import cluster_means, first_largest
+from sparsekv.kernels.kmeans.kmeans import cluster_means, largest_products
 
 SCORES_AT_ONCE = 2**22  # most elements of the [B, rows, C] float32 cosines that k-means allocates at a time
 
@@ -57,11 +57,11 @@ def cosine_kmeans(points: torch.Tensor, clusters: int, iterations: int, generato
 
 def nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     """Find, for each point [B, S, d], the centroid [B, C, d] with the highest product; return indices [B, S] int64."""
+    if points.is_cpu:
+        return largest_products(points, centroids, centroids.new_zeros(centroids.shape[:2]))
     rows = max(1, SCORES_AT_ONCE // (centroids.shape[0] * centroids.shape[1]))
     transposed = centroids.transpose(1, 2)
-    numbers = torch.arange(centroids.shape[1], dtype=torch.float32, device=points.device)
-    scores = (part @ transposed for part in points.split(rows, 1))
-    return torch.cat([first_largest(part, numbers) if part.is_cpu else part.argmax(-1) for part in scores], 1)
+    return torch.cat([(part @ transposed).argmax(-1) for part in points.split(rows, 1)], 1)
 
 
 def _seeds(points: torch.Tensor, clusters: int, generator: torch.Generator) -> torch.Tensor:
