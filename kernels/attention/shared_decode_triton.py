@@ -235,8 +235,9 @@ def _alike(keys: torch.Tensor, values: torch.Tensor) -> bool:
 def shared_decode_triton(query, runs, exact, centroids, own, softmax_scale, softcap=None, sink_logits=None):
     """Run `shared_decode` on a GPU.
 
-    Allocates float32 partial outputs [Hk, parts, B G, D]. With few queries, their size is two tiles of queries per SM.
-    With more queries, they have up to nine times as many elements as the queries.
+    Allocates float32 partial outputs [Hk, parts, B G, D], where `parts` is the number of programs that share the rows
+    of a head. With few queries, the partial outputs have the size of about two tiles of queries per SM. With more
+    queries, they have up to nine times as many elements as the queries.
     """
     assert len(centroids) <= 1
     assert all(_alike(*pair) for pair in ((runs.keys, runs.values), exact, (own.keys, own.values)))
