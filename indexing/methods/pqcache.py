@@ -1,8 +1,8 @@
 """Indexer of PQCache (arXiv 2407.12820): product quantisation of the middle keys, with one byte per subspace.
 
-For each KV head, the channels are split into `--pq-bytes` subspaces. Each subspace is clustered separately; on a CPU by
-faiss's k-means, as in faiss's product quantiser. Each byte of a key's code is the index of the nearest centroid in a
-subspace. A subspace has 256 centroids, but at most one per key.
+For each KV head, the channels are split into `--pq-bytes` subspaces. The keys of each subspace are clustered separately
+by k-means. Each byte of a key's code is the index of the nearest centroid in a subspace. A subspace has 256 centroids,
+or one for each key if there are fewer keys.
 """
 
 from dataclasses import dataclass, field
