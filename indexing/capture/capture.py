@@ -208,7 +208,8 @@ class _Recorder:
         self._keep_tail(call)
         if call.window is None:
             self._keep_sample(call)
-        # The last token's logits become the probe, which is later compared with dense attention over the stored rows.
+        # The last token attends densely in a sparse prefill, too. The probe has this token's logits by dense attention
+        # over the stored rows, of which the token's own row is one.
         dense = call.keys.shape[1] == self.tokens and not self.prefill.exact
         return (DensePrefill() if dense else self.prefill).attend(call, self.sinks)
 

@@ -28,7 +28,7 @@ def queries_of_tokens(
 
     The result has an entry for each layer with full attention. Only the tokens at `positions` run through the model,
     because a token's query depends on other tokens only through their keys and values. Allocates these queries, the
-    model's memory for a chunk, one layer's rows, and twice LOGIT_BYTES.
+    model's memory for a chunk, one layer's rows, and three times LOGIT_BYTES.
 
     Args:
         input_ids: [N] int64.

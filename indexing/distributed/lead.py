@@ -57,8 +57,8 @@ class SplitRows(SharedRows):
         # A reused file already has a checksum.
         number = self._sums.give() if layer_file("context", layer) in self.files else 0
         self.ranks.share(EndLayer(layer, number))
-        # The file may only be named once all ranks have written their rows. Receiving their queries is no
-        # proof: on a GPU, this process goes on before the queries have arrived.
+        # The file may only become part of the index once all ranks have written their rows. A call that receives the
+        # ranks' queries is no proof: on a GPU it returns before the queries have arrived.
         self.ranks.wait_for_all(written)
         joined = join_queries(self.ranks, self.own.take_queries(layer))
         assert joined is not None

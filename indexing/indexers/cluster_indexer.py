@@ -192,8 +192,8 @@ class ClusterIndexer(Indexer):
     ) -> Tensors:
         """Cluster tokens as one block, and return the tensors of `level_tensors`.
 
-        Each of the outliers, the share `outliers` of the tokens, adds a cluster to the finest level. Allocates a copy
-        of the keys in float32.
+        Each of the outliers, the share `outliers` of the tokens, adds a cluster to the finest level. Allocates the keys
+        twice in float32.
 
         Args:
             keys, values: [Hk, M, D].

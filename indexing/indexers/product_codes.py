@@ -179,7 +179,7 @@ def train_codebooks(
     """Train centroids [Hk, m, C, D / m] float16 of each part by k-means over keys [Hk, M, D]; C is min(256, M).
 
     A part is D / m neighbouring channels, and is clustered on its own. The parts of all heads are clustered together in
-    batched products. Allocates up to two float32 copies of the keys.
+    batched products. Allocates up to three float32 copies of the keys.
 
     Args:
         weights: [Hk, M], above 0, weights of the keys' quantisation errors; None: equal weights.

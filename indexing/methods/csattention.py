@@ -74,7 +74,8 @@ class CSAttentionIndexer(Indexer):
         """Build channels [m, D / m] int32, centroids [Hk, m, C, D / m] float16, and the tensors of `_with_lists`.
 
         m is the number of subspaces. C is the option `--centroids`, or the number of queries if that is smaller.
-        Allocates queries and keys in float32, and one subspace's scores [C, M] at a time.
+        Allocates queries and keys in float32, one subspace's scores [C, M] at a time, and a few tensors [m, R, M] of
+        one head, for the R queries at FITTED_POSITIONS positions to which the subspaces' weights are fitted.
 
         Raises:
             UsageError: a head does not divide into subspaces, or the layer's pairs of RoPE channels are not known.

@@ -36,7 +36,7 @@ class PQCacheIndexer(Indexer):
     def build_layer(self, layer: LayerInput) -> Tensors:
         """Build codebooks [Hk, m, C, D / m] float16, and codes [Hk, M, m] uint8, the nearest of the float16 centroids.
 
-        Allocates the keys once more in float32.
+        Allocates the keys up to three times in float32.
         """
         codebooks = train_codebooks(layer.keys, self.pq_bytes, self.iterations, self.seed)
         return {"codebooks": codebooks, "codes": encode(layer.keys, codebooks)}

@@ -87,6 +87,7 @@ def attend(
 
     Args:
         query: [Hk, G, Q, D].
+        segments: each with T rows, which may differ between segments.
         sink_logits: [Hk, G] learned logits that take part in the softmax and have no value row (GPT-OSS).
 
     Returns:

@@ -156,9 +156,9 @@ class StepClusters:
 
     @cached_property
     def compiled(self) -> CompiledStep | None:
-        """The compiled kernel for these tensors.
+        """The compiled kernel over this object's tensors.
 
-        None without numba, or if the kernel does not support their dtype or layout.
+        None without numba or GNU OpenMP, or if the kernel does not support the tensors' dtypes or layouts.
         """
         counted, (H, C, D) = self.counted, self.counted.centroids.shape
         tensors = counted.centroids, counted.counts, counted.log_counts, self.starts, self.values
@@ -193,9 +193,9 @@ class StepCodes:
 
     @cached_property
     def compiled(self) -> CompiledStep | None:
-        """The compiled kernel for these tensors.
+        """The compiled kernel over this object's tensors.
 
-        None without numba, or if the kernel does not support their dtype or layout.
+        None without numba or GNU OpenMP, or if the kernel does not support the tensors' dtypes or layouts.
         """
         (H, M, parts), C, D = self.codes.shape, self.counts.shape[1], self.turn.shape[1]
         # Codebooks are padded to 256 rows: a code past the last centroid, which a malformed index may hold, must not

@@ -32,7 +32,7 @@ JOB = np.dtype(Job)
 
 @njit(inline="always")
 def scores_of(job):
-    """View the scores [H, C] at the start of the scratch memory, which the arrays of the next functions follow."""
+    """View the scores [H, C] at the start of the scratch memory; the arrays of the functions below follow in order."""
     return floats(job.scratch, (job.H, job.C))
 
 

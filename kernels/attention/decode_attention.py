@@ -30,6 +30,7 @@ def decode_attention(
 
     Args:
         query: [H, G, D].
+        runs: the chosen rows.
         exact: keys and values [H, E, D] that are always attended. The rows of a head are contiguous; heads may have
             any stride.
         centroids: sets of centroids. On a GPU at most one set may have `rows`. The heads of their values may have any

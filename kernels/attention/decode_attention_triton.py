@@ -191,7 +191,7 @@ def _partial_kernel(
             q, channels, offsets, d, in_row, softmax_scale if CAPPED else scale, False, GROUP, BLOCK_D
         )
         row_scales += head * scales_stride
-        # Outputs are accumulated in multiples of the head's unit.
+        # Outputs are accumulated in multiples of the head's unit (`RowScales.units`).
         unit = tl.load(units + head)
         first_output, second_output = in_pairs(output / unit, GROUP, BLOCK_D)
         d = tl.arange(0, BLOCK_D // 2)
@@ -214,7 +214,7 @@ def _partial_kernel(
             row = tl.load(rows + at + t, mask=inside, other=0)
             place = row[:, None] * row_stride + d
             if SCALED:
-                # Slots past the end read row 0: its numbers are finite, and their weights are zero.
+                # Slots past the end read row 0, whose numbers are finite. The weights of these slots are zero.
                 k, v = load_pairs(keys, place, in_row, D == BLOCK_D), load_pairs(values, place, in_row, D == BLOCK_D)
                 words = tl.load(row_scales + row)
                 peak, total, first_output, second_output = softmax.add_pairs(
@@ -240,7 +240,7 @@ def _partial_kernel(
 def _tensors(part: ScoredCentroids | None, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return a set of centroids as the kernel reads it: logits, log counts, values and, for listed centroids, rows.
 
-    Tensors that are not padded to a multiple of 16 are copied, and so are values whose heads are not contiguous.
+    Tensors that are not padded to a multiple of 16 are copied, and so are values that are not contiguous within a head.
     `other` is a placeholder for missing tensors, and is never read.
     """
     if part is None:

@@ -16,7 +16,7 @@ NOTHING = np.float32(-np.inf)
 
 @njit(**SUMS)
 def exp_of(x):
-    """Compute exp(x) for x <= 0 within 2e-7.
+    """Compute exp(x) for x <= 0, with an absolute error below 2e-7.
 
     The compiler vectorises this polynomial, but would not vectorise a library call.
     """

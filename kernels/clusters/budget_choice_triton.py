@@ -30,8 +30,8 @@ from sparsekv.kernels.clusters.types import (
 from sparsekv.kernels.common import tiles_triton as common
 from sparsekv.kernels.common.launch import ALIGNED, aligned, count_sms, dependent_launch, power_of_two
 
-# Unused integers after a part's counts. With three of them, row lengths are not multiples of 4. Otherwise Triton would
-# load four counts at once, and convert their layout before the sum.
+# Integers after a part's counts. `_count_kernel` writes two results there. With three such integers, row lengths are
+# not multiples of 4. Otherwise Triton would load four counts at once, and convert their layout before the sum.
 LIMITS = tl.constexpr(3)
 
 

@@ -213,7 +213,7 @@ AttentionMaskInterface.register(IMPLEMENTATION, _own_mask)
 def keys_of_one_token(model: PreTrainedModel, input_ids: torch.Tensor, position: int) -> dict[int, torch.Tensor]:
     """Compute each layer's keys [Hk, D] for one token id [1] that runs alone at a position.
 
-    If ranks share the model, all of them must call this together.
+    If several processes (ranks) share the model, all of them must call this function together.
     """
     keys: dict[int, torch.Tensor] = {}
 

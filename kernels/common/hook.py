@@ -63,9 +63,10 @@ LogitScaling = tuple[float, float | None, torch.Tensor | None]
 class AttentionCall:
     """Arguments of one layer's attention call.
 
-    `query` is [Hq, Q, D]. `keys` and `values` [Hk, T, D] are the rows that the cache's `update` returned, as the model
-    passes them to its attention. RoPE and norms are already applied. If a model's keys and values have different
-    numbers of channels, the smaller are padded with zeros. The sequences of a batch are concatenated along the heads.
+    `query` is [Hq, Q, D]. `keys` and `values` [Hk, T, D] are the rows that the model attends to. In most models they
+    are the rows that the cache's `update` returned; some models compute them from those rows. RoPE and norms are
+    already applied. If a model's keys and values have different numbers of channels, the smaller are padded with zeros.
+    The sequences of a batch are concatenated along the heads.
     """
 
     layer: int

@@ -51,7 +51,7 @@ def _round_rows(
 ):  # fmt: skip
     """Write rows in float16, minus their head's mean and scaled, with zeros past the last row.
 
-    With NORMS, also write half of their squared norms.
+    With NORMS, also write half of the squared norms of the rounded rows.
     """
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
