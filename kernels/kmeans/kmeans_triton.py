@@ -135,8 +135,10 @@ class NearestCentres:
 
     Rounding moves a point or a centre by at most 2^-11 of its distance to the mean, if its coordinates are in float16's
     normal range. So the chosen centre is further from the point than the nearest centre by at most 2^-10 times the sum
-    of two distances: the point's distance to the mean, and the larger distance of the two centres to the mean. bfloat16
-    takes the same time and has eight times the error. tf32 has the same error and takes twice the time.
+    of two distances: the point's distance to the mean, and the larger distance of the two centres to the mean. Besides,
+    rounding of the float32 sums adds up to 2^-19 times the square of this sum to the squared distance of the chosen
+    centre. bfloat16 takes the same time and has eight times the error. tf32 has the same error and takes twice the
+    time.
 
     A centre's coordinate that is more than 65,504 times as far from the mean as the farthest coordinate of a point is
     clamped. Centres that differ only in clamped coordinates are not distinguished.
