@@ -103,16 +103,18 @@ def _remove(unfinished: Path) -> None:
     shutil.rmtree(unfinished)
 
 
-LEARNING_AGAIN = 1.25  # methods learn again each time a text's length passes its first length times a power of this
+LEARNING_AGAIN = 1.25  # methods are built again when a text's length passes its first length times a power of this
 
 
 @dataclass(frozen=True)
 class Addition:
-    """Token ids [T] to append, their text, and the chat frame and border for later questions.
+    """Token ids [T] to append, and their text.
 
     Args:
+        chat: the text that the model's chat template puts around the longer document and a question.
         special_tokens: special tokens in the text kept their meaning.
         plain: special tokens that were read as plain text, with their counts.
+        border: the end of the longer prompt's text, on which the first tokens of a question depend.
     """
 
     input_ids: torch.Tensor
@@ -147,7 +149,7 @@ def encode_addition(
 def stored_indexers(manifest: Manifest) -> dict[str, Indexer]:
     """Make the indexers of an index's methods with their stored parameters.
 
-    If an earlier revision of a method built the index, this version may build other tensors from the same parameters.
+    If an earlier revision of a method built the index, these indexers may build other tensors from the same parameters.
 
     Raises:
         ArtifactError: this version cannot build one of the methods.
@@ -181,9 +183,9 @@ def clear_finished(folder: Path) -> None:
 
 
 def online_methods(manifest: Manifest) -> frozenset[str]:
-    """Return the names of the index's methods that can append tokens.
+    """Return the names of the index's methods that can add appended tokens to their existing tensors.
 
-    Methods of an earlier revision cannot. No method can if the model's RoPE depends on the prompt's length.
+    Methods that an earlier revision built cannot. No method can if the model's RoPE depends on the prompt's length.
     """
     if rope_depends_on_length(manifest.rope.parameters):
         return frozenset()
@@ -194,9 +196,10 @@ def online_methods(manifest: Manifest) -> frozenset[str]:
 def learning_again(manifest: Manifest, added: int) -> frozenset[str]:
     """Return the names of methods that can append, but are built again from all tokens when `added` tokens are added.
 
-    After a dense prefill these are the methods with `learns`, whose codebooks of a shorter text fit a longer text
-    worse. They are built again when the text reaches 1.25, 1.56, 1.95, ... times its first length. After a sparse
-    prefill these are all methods: the last chunk is prefilled again, which changes rows that their tensors came from.
+    After a dense prefill these are the methods with `learns`: codebooks that were learned from a shorter text fit a
+    longer text worse. They are built again when the text's length reaches 1.25, 1.56, 1.95, ... times its first length.
+    After a sparse prefill these are all methods that can append: the last chunk is prefilled again, which changes rows
+    from which their tensors were built.
     """
     if not manifest.prefill.exact:
         return online_methods(manifest)
@@ -242,6 +245,7 @@ def growing_plan(
 
     Raises:
         ArtifactError: a file of the index is damaged, or from another version.
+        UsageError: the prefill was sparse, and `chunk_size` is not the index's.
     """
     for _ in artifact.verify():
         pass
@@ -273,7 +277,7 @@ def growing_plan(
 
 
 def chunk_size_after(artifact: Artifact, given: int | None) -> int | None:
-    """Return the chunk size for tokens that follow an index: `given` after a dense prefill, else the index's own.
+    """Return the chunk size to prefill tokens that follow an index: `given` after a dense prefill, else the index's.
 
     Raises:
         UsageError: the prefill was sparse, and `given` is not the index's chunk size.
@@ -348,6 +352,7 @@ def adding_plan(
 
     Raises:
         ArtifactError: the index was prefilled by another version, in a way that this one does not know.
+        UsageError: the prefill was sparse, and `chunk_size` is not the index's.
     """
     manifest = artifact.manifest
     prompt = manifest.prompt

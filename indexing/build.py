@@ -46,7 +46,7 @@ from sparsekv.indexing.reuse import plan_reuse
 
 @dataclass(frozen=True)
 class MethodFiles:
-    """A method's files, one per layer, which a build has written or reused; `new`: at least one was written."""
+    """A method's files, one per layer, which a build has written or reused; `new`: it has written at least one."""
 
     work: LayerWork
     new: bool
@@ -58,8 +58,8 @@ class MethodStage:
 
     Args:
         device: the device that computes the methods' tensors.
-        growth: the append, if this build is one: methods that can append then extend their tensors. None: all methods
-            are built from all tokens.
+        growth: set if this build appends tokens to an index. Then methods that can append extend their tensors. None:
+            all methods are built from all tokens.
         make_layers: builds the tensors of layers, in this process or in several.
     """
 
@@ -92,7 +92,10 @@ class MethodStage:
         return MethodFiles(work, new=bool(missing))
 
     def record(self, files: MethodFiles) -> MethodRecord:
-        """Make the manifest's record of a method, with a new or kept calibration. Waits for its source files."""
+        """Make the manifest's record of a method. Waits until the files that the method was built from are written.
+
+        The calibration is that of the existing index if none of the method's files is new; otherwise it is computed.
+        """
         indexer, layers = files.work.indexer, self.facts.indexed_layers
         sources = [path for layer in layers for path in files.work.sources(layer)]
         return MethodRecord(
@@ -198,8 +201,9 @@ def build_index(
 ) -> Manifest:
     """Build, resume or update the index in `folder`, and return its manifest.
 
-    Memory: during the prefill, the model and its cache of N rows. After it, the layers that are not yet written, and
-    `plan.LAYERS_AT_ONCE` layers that are read again; on a CPU, the layers that `share_cores` processes at a time.
+    During the prefill, this allocates the model and the keys and values of all N tokens. After the prefill, it
+    allocates the layers that are not yet written, and the layers that are read again to build methods:
+    `plan.LAYERS_AT_ONCE` on a GPU, and on a CPU as many as `share_cores` processes at a time.
 
     Args:
         progress: called with a stage's name, the number of steps done, and the number of steps in all.

@@ -34,15 +34,16 @@ def storing_error(
     facts: LayerFacts,
     sink_logits: torch.Tensor | None,
 ) -> float:
-    """Compute the relative error of dense attention over stored rows against dense attention over the unquantised rows.
+    """Compute the relative error of dense attention over int8 rows against dense attention over the unquantised rows.
 
-    It is the mean of |o_stored - o_exact| / |o_exact| over queries and heads, the output error of reports. Allocates
-    256 MB of logits a few times over, the layer's dequantised rows, and the rows of the current heads in float32.
+    With outputs o, it is the mean of |o_stored - o_exact| / |o_exact| over queries and heads, which reports call the
+    output error. Allocates 256 MB of logits a few times over, the layer's dequantised rows, and the rows of the current
+    heads in float32.
 
     Args:
         queries: [Hq, R, D], queries of the prompt's last R tokens.
         exact: keys and values [Hk, N, D].
-        tensors: the tensors of the file that stores them.
+        tensors: the tensors of the file that stores these keys and values in int8.
         sink_logits: [Hq], if the layer has attention sinks.
     """
     stored = context_rows(tensors, exact[0].dtype).part(slice(None))
@@ -73,7 +74,8 @@ Tensors = Mapping[str, torch.Tensor]
 class ContextFacts:
     """Results of a prefill other than tensors: each layer's attention settings, probe, int8 storage error and canary.
 
-    `layers` has the layers that attend. The canary is empty if an earlier version began the build.
+    `layers` has the layers that attend. The probe is the model's top logits at the last prompt token, and the canary
+    those at earlier tokens. The canary is empty if an earlier version of sparsekv began the build.
     """
 
     layers: dict[int, LayerFacts]
@@ -168,8 +170,8 @@ class ContextFiles:
         kv_dtype: the storage dtype of keys and values; None for their own dtype.
         taken_over: int8 rows of an earlier index, which are stored unchanged.
         shared: lets all processes of a team write rows to the same files; None if this process writes all rows.
-        copies: the rows to write are copies and not the prefill's own memory, so at most 6 GiB of them may wait to be
-            written.
+        copies: the rows to write are copies, which need memory besides the prefill's. Then a write waits until at most
+            6 GiB of tensors are still to be written.
     """
 
     writer: ArtifactWriter

@@ -1,4 +1,7 @@
-"""Run the first stage of a build: capture every layer's keys, values and held-out queries, probe and canary."""
+"""Run the first stage of a build: capture every layer's keys, values and queries, and compute probe and canary.
+
+The probe is the model's top logits at the last prompt token. The canary is its top logits at a few earlier tokens.
+"""
 
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -45,9 +48,9 @@ from sparsekv.kernels.common.states import State
 def early_rows(build: Build, missing: AbstractSet[str]) -> tuple[RowsDone, SharedRows | None]:
     """Return a callback that writes rows to the context's `missing` files while later chunks are prefilled.
 
-    The second result is the team's `SharedRows` if every process writes its own heads' rows to the same files, so that
-    no process gathers them; otherwise it is None. The callback writes nothing for int8 storage, whose scales depend on
-    all tokens. It also writes nothing if a process of the team cannot open the files.
+    The second result is the team's `SharedRows` if each of several processes writes the rows of its own heads to the
+    same files. Otherwise it is None. The callback writes nothing for int8 storage, whose scales depend on all tokens.
+    It also writes nothing if the heads are split over several processes and one of them cannot open the files.
 
     Raises:
         ArtifactError: the files cannot be written.
@@ -77,13 +80,13 @@ def _begun(build: Build, shared: SharedRows, names: list[str]) -> bool:
 
 
 def build_context(build: Build, reuse: ReusePlan) -> ContextFacts:
-    """Write the context's files that are not reused, and return the context's facts.
+    """Write the files of the context (keys, values, queries, states) that are not reused; return the context's facts.
 
     The prefill runs only if a file is missing.
 
     Raises:
-        SparsekvError: the model cannot be indexed, or keys, values, queries or logits are not finite. Or the model's
-            own attention over the stored rows differs from ours.
+        SparsekvError: the model cannot be indexed; or keys, values, queries or logits are not finite; or the model's
+            own attention over the stored rows differs from sparsekv's.
         IdentityError: other weights made the rows of the earlier index that are reused.
     """
     if reuse.facts is not None and reuse.is_complete:
@@ -92,14 +95,15 @@ def build_context(build: Build, reuse: ReusePlan) -> ContextFacts:
 
 
 def _with_canary(build: Build, facts: ContextFacts) -> ContextFacts:
-    """Add a canary to the facts of a reused context, if the earlier version that wrote them computed none.
+    """Add a canary to the facts of a reused context, if an earlier version of sparsekv wrote them without one.
 
     The canary has the model's top logits at a few tokens inside the document. The probe has those at the last prompt
-    token, and is computed again with the canary. Facts stay unchanged if several processes share the model, because
-    these processes hold no rows of a reused context.
+    token, and is computed again with the canary. Facts stay unchanged if a canary cannot be computed: the model keeps
+    states, its RoPE depends on the prompt's length, or several processes share the model, which hold no rows of a
+    reused context.
 
     Raises:
-        SparsekvError: the model's own attention over the stored rows differs from ours.
+        SparsekvError: the model's own attention over the stored rows differs from sparsekv's.
     """
     model, ids = build.plan.loaded.model, build.plan.prompt.input_ids
     complete = facts.canary or len(canary_positions(model, len(ids))) == 1 or build.plan.kinds.keeping
@@ -165,9 +169,11 @@ class ContextStage:
         return facts
 
     def _compare(self, earlier: EarlierIndex, tokens: int) -> None:
-        """Compare the first `tokens` tokens' stored rows, and the state behind them, with what the model makes of them.
+        """Check that the model fits the rows of the first `tokens` tokens that the earlier index stores.
 
-        Raises the errors of `compare_canary` and `compare_state`.
+        The model's logits over these rows are compared with the index's canary. If layers keep a state, the rows after
+        the stored state are compared with those that the model computes. Raises the errors of `compare_canary` and
+        `compare_state`.
         """
         compare_canary(earlier.manifest, tokens, self.model, self.input_ids, self._prefix_rows)
         if not self.plan.kinds.keeping:
@@ -183,8 +189,8 @@ class ContextStage:
     def _check_rotations(self) -> None:
         """Raise UsageError if a method cannot be built for the RoPE of an indexed layer.
 
-        RoPE is measured on the prompt's first tokens only. A length-dependent RoPE that is measured at the last
-        position would keep those frequencies, and the first chunks would be prefilled with them.
+        RoPE is measured on the prompt's first tokens only. A measurement at the last position would set the frequencies
+        of a length-dependent RoPE to those of that length before the prefill begins.
         """
         indexers = [indexer for indexer in self.plan.config.methods.values() if indexer.needs_rope]
         if not indexers:
@@ -199,10 +205,10 @@ class ContextStage:
 
     @property
     def _kept_recipe(self) -> str | None:
-        """Hash of all inputs that determine the rows and queries of the prefill's chunks.
+        """Hash of all inputs that determine the rows and queries of the prefill's chunks, for resuming the prefill.
 
-        None if an interrupted prefill must begin anew: keys and values are stored in int8, whose scales depend on all
-        tokens; layers keep a state; or several processes share the model.
+        It is None if an interrupted prefill must begin anew. This is so if keys and values are stored in int8, whose
+        scales depend on all tokens; if layers keep a state; or if several processes share the model.
         """
         build = self.build
         in_8_bits, keeping = self.plan.config.kv_dtype is not None, bool(self.plan.kinds.keeping)
@@ -211,7 +217,7 @@ class ContextStage:
         return hash_json(["prefill", self.reuse.sample_recipe, self.reuse.prefix_tokens])
 
     def _begun(self) -> BegunPrefill | None:
-        """Return the chunks that an interrupted build has prefilled, or None, and start to keep this build's chunks.
+        """Return the chunks that an interrupted build has prefilled, or None; from now on, store this build's chunks.
 
         Chunks of another prompt or of other settings, and damaged chunks, are removed.
         """
@@ -310,7 +316,7 @@ class ContextStage:
     def _write_state(self, tokens: int, state: State) -> None:
         """Write the states after the first `tokens` tokens in a thread, while later tokens are prefilled.
 
-        Only few states are then in memory at a time.
+        Therefore only a few states are in memory at a time. Raises SparsekvError if a state is not finite.
         """
         if not all(is_finite(tensor) for tensor in state.values()):
             raise SparsekvError(f"states after {tokens:,} tokens are not finite in {self.plan.dtype}; {self._remedy()}")
@@ -334,7 +340,7 @@ class ContextStage:
         """Compute the canary and the probe by the model's own attention over the rows as the index stores them.
 
         Raises:
-            SparsekvError: our attention gives other logits.
+            SparsekvError: sparsekv's attention over these rows gives other logits.
         """
         kv_dtype = self.plan.config.kv_dtype
         self.build.team.begin(RunCanary(self.input_ids, kv_dtype))

@@ -24,8 +24,8 @@ def convert_index(
 
     The prompt and the queries are copied from the old index. So are the logits of probe and canary, which were computed
     from unquantised rows. Methods are built again from the int8 rows, so that all files equal those of `build_index`
-    with the same `kv_dtype`. The folder appears only when all files are written. Allocates one layer, and the files
-    that wait to be written.
+    with the same `kv_dtype`. The folder appears only when all files are written. Allocates one layer, the memory of
+    `make_layers_from` for the methods, and the files that wait to be written.
 
     Args:
         artifact: an index with unquantised rows. It was opened with all checksums verified, because damaged rows would

@@ -42,7 +42,7 @@ def share_that_stays(before: torch.Tensor, after: torch.Tensor) -> float:
 
 
 def is_cut(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether the later text is a prefix of the earlier text, except for a passage at the cut."""
+    """Whether the later text is a prefix of the earlier text, except for its last RUN tokens, where it was cut."""
     kept = len(after) - RUN
     return 0 < kept < len(before) and torch.equal(before[:kept], after[:kept])
 
@@ -228,8 +228,8 @@ def _keep_dense(build: Build, base: Manifest) -> None:
 def with_lost_methods(build: Build) -> Build:
     """Add to a build those methods of the existing index that would be lost, with their old parameters.
 
-    If keys and values are replaced, these are all methods. If they stay, these are the methods with a missing file. The
-    methods that are built from a sample of queries are added as well, if the plan's methods need another sample.
+    If the build replaces keys and values, these are all methods of the index. If it keeps them, these are the methods
+    with a missing file, and, if the build's methods need a sample of queries, all methods that were built from one.
 
     Raises:
         ArtifactError: this version cannot build one of the methods with its old parameters.

@@ -134,7 +134,7 @@ MOST_CHUNKS = 2  # a chunk grows with the GPUs up to this factor: more were not 
 
 
 def most_tokens(positions: int) -> int:
-    """Return a rounded document length that leaves 1/16 of the positions to template, questions and answers."""
+    """Return a rounded document length in tokens that leaves 1/16 of `positions` to template, questions and answers."""
     most = positions * 15 // 16
     return most // 100 * 100 or most
 
@@ -458,8 +458,8 @@ class Build:
 
 
 LAYERS_AT_ONCE = AHEAD + 2
-"""Layers that may be in memory while a method is built: the prefetched layers, the current layer, and the previous one,
-which may still be in use."""
+"""Layers whose rows may be in memory while a method is built: the prefetched layers, the current layer, and the
+previous one, which may still be in use."""
 METHODS_SHARE = 10
 """The methods' tensors of a layer take about one tenth of the memory of its keys and values."""
 REMEDY = "index fewer tokens, or spread the model over several GPUs with --gpus"

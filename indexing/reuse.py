@@ -1,8 +1,9 @@
 """Decide, before the model runs, which rows and files of the earlier index in its folder a build reuses.
 
 A file is reused if its recipe, the hash of all inputs that determine its content, is the same, and its checksum is
-right. If files of the context are missing, the rows of the tokens with which both prompts begin are reused, under the
-conditions of `shared_prefix`. All other tokens are prefilled. With `force`, no file and no row is reused.
+right. If a file of the context cannot be reused, both prompts may still begin with the same tokens. Then the rows of
+these tokens are reused under the conditions of `shared_prefix`. All other tokens are prefilled. With `force`, no file
+and no row is reused.
 """
 
 from collections.abc import Set as AbstractSet
@@ -20,8 +21,9 @@ from sparsekv.indexing.plan import Build, EarlierIndex
 from sparsekv.indexing.sampling import sample_positions, sample_recipe, sample_size
 
 LEAST_SHARE = 0.5
-"""Minimum share of a document's tokens that int8 channel scales must have been measured on. If it was a quarter, the
-storage error is 1.5 times as large; if a sixteenth, twice (docs/reference/eight-bits.md)."""
+"""Minimum share of a document's tokens that int8 channel scales must have been measured on. If scales are measured on
+the first quarter, the storage error is 1.5 times that of scales measured on all tokens; on the first sixteenth, twice
+(docs/reference/eight-bits.md)."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ def plan_reuse(build: Build) -> ReusePlan:
     needed = not has_samples or (earlier is not None and earlier.manifest.prompt.ids_sha256 != build.ids_sha256)
     prefix = shared_prefix(build, positions, missing) if needed else 0
     if missing and prefix and build.plan.config.kv_dtype is not None:
-        # Rows behind int8 rows differ a little from an earlier build's, so this build writes all rows and states behind
-        # the prefix, with which its probe agrees.
+        # Rows that are computed after reused int8 rows differ a little from those of the earlier build. So this build
+        # writes all rows and states after the prefix, and its probe is computed over rows of one build.
         missing = {name for name in recipes if (tokens := state_tokens(name)) is None or tokens > prefix}
     return ReusePlan(missing, facts, positions, sampled, has_samples, prefix)
 
@@ -86,13 +88,14 @@ def reused_rows(build: Build, prefix_tokens: int) -> TakenOver | None:
 def shared_prefix(build: Build, positions: torch.Tensor, missing: AbstractSet[str]) -> int:
     """Return the number of leading tokens whose rows are taken from the index in the folder instead of a prefill.
 
-    The index must have these rows from the same model, dtype and prefill.
+    The index must have these rows from the same model, dtype and prefill. If layers keep a state, the prefix ends at a
+    number of tokens after which the index stores the state.
 
     Args:
         positions: [P], ascending, positions of the query sample. A query that the index lacks is usually computed from
             the rows before its position. This is not possible after a sparse prefill, if the model scales queries by
-            the cache's length, or if layers keep a state. The prefix then ends before the first such position. If
-            layers keep a state, the prefix also ends after a number of tokens for which the index stores the state.
+            the cache's length, or if layers keep a state. Then the prefix ends before the first position whose query
+            the index lacks.
         missing: names of the files to write, files of states included.
     """
     earlier, plan = build.earlier, build.plan

@@ -1,8 +1,8 @@
-"""Sample the positions whose queries are stored, for methods that build from queries.
+"""Sample the positions whose queries are stored, for methods that build from the document's queries.
 
-A token's priority is a pseudo-random number that depends only on the token's position. The sample is the tokens of
-lowest priority. Therefore the sample does not depend on the chunk size. When a document grows, the new sample consists
-of tokens of the old sample and of new tokens.
+A token's priority is a pseudo-random number that depends only on the token's position. The sample consists of the
+tokens with the lowest priorities. Therefore it does not depend on the chunk size. When a document grows, the sample of
+the longer document consists of tokens of the earlier sample and of tokens that were not sampled from before.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,10 @@ SEED = 0
 
 
 def sample_positions(split: Split, count: int) -> torch.Tensor:
-    """Return the positions [P] int64, ascending, of a sample of `count` tokens between sinks and tail, or of all.
+    """Return the positions [P] int64, ascending, of a sample of `count` tokens between sinks and tail.
 
-    The sample has the tokens of lowest priority, a pseudo-random number that depends only on the position.
+    The sample has the tokens of lowest priority, a pseudo-random number that depends only on the position. If there are
+    at most `count` tokens, all are returned.
     """
     end = split.sinks + split.middle
     # The raw stream of a bit generator is the same in every numpy version. A longer stream begins with a shorter one.
@@ -57,12 +58,13 @@ def write_sample(
 def prefix_queries(
     plan: BuildPlan, earlier: EarlierIndex, positions: torch.Tensor, rows: Callable[[int], Pair]
 ) -> PrefixQueries:
-    """Return a function that returns a layer's queries [Hq, P, D] at ascending positions [P] of a prefix.
+    """Return a function that returns a layer's queries [Hq, P, D] at `positions`, which are in a prefix.
 
-    Queries that the earlier index stores are read from it. The other queries are computed by running only their tokens
-    through the model.
+    The prefix is the prompt's first tokens, whose rows the earlier index stores. Queries that this index stores are
+    read from it. The other queries are computed by running only their tokens through the model.
 
     Args:
+        positions: [P] int64, ascending.
         rows: returns the earlier index's keys and values [Hk, T, D] of a layer, for the prefix's tokens.
     """
     known = earlier.query_positions()

@@ -1,15 +1,16 @@
-"""Times what the probe costs when an index is opened, and what preflight and canary cost in its build.
+"""Time the probe when an index is opened, and preflight and canary when it is built.
 
     sparsekv build-index manual.txt --max-tokens 6144
     python docs/benchmarks/canary.py manual.skv --rounds 7
     python docs/benchmarks/canary.py manual.skv --build
     python docs/benchmarks/canary.py capped.skv --soft-cap capped
 
-Each round opens the index once in every way, one after another, in one process: it loads the model, compares its
-identity, runs the probe, makes the layers ready and answers with one token. The answer is timed too, because without a
-probe it is the first to read weights and rows. A ratio is the median of the rounds' own ratios. `--build` builds the
-index's tokens again into a folder that is removed, with `squeezed`, and times the parts. `--soft-cap` writes a random
-model of the embedded one's shape with a soft cap into a folder, and an index of 6,144 tokens, unless they are there.
+Each round opens the index once with every variant of the probe, one after another, in one process. It loads the model,
+compares the model's identity, runs the probe, prepares the layers and answers with one token. The answer is timed too,
+because without a probe it is the first to read weights and rows. A printed ratio is the median over rounds of a
+variant's time divided by the time without a probe. `--build` builds an index of the same tokens with `squeezed` in a
+temporary folder, and times preflight and canary. `--soft-cap` writes a random model with a soft cap, of the embedded
+model's shape, and an index of 6,144 tokens, unless the index exists.
 """
 
 import argparse
@@ -43,22 +44,22 @@ Probe = Callable[[OpenIndex], None]
 
 
 def no_probe(index: OpenIndex) -> None:
-    """Opening by hashes alone."""
+    """Do nothing: the index is opened after a comparison of hashes alone."""
 
 
 def own_probe(index: OpenIndex) -> None:
-    """The last token by the model's own attention, as opening does."""
+    """Compare the logits of the last token by the model's own attention, as opening an index does."""
     index.check_probe(hold=True)
 
 
 def our_probe(index: OpenIndex) -> None:
-    """The last token by sparsekv's attention, to which no mask of the model's own shows."""
+    """Compare the logits of the last token by sparsekv's attention, which cannot show another mask of the model."""
     with route_attention(index.model, lambda call: DensePrefill().attend(call, 0)):
         index.check_probe(hold=True)
 
 
 def two_tokens(index: OpenIndex) -> None:
-    """The last token, and one of the canary's, which lies in the middle."""
+    """Compare the logits of the last token, and of one token of the canary, which is in the middle of the prompt."""
     index.check_probe(hold=True)
     manifest = index.artifact.manifest
     middle = manifest.model_copy(update={"canary": manifest.canary[1:2]})
@@ -75,12 +76,12 @@ VARIANTS: dict[str, Probe] = {
 
 
 def stored_rows(artifact: Artifact) -> Callable[[int], RowPair]:
-    """A layer's keys and values, mapped."""
+    """Return a function that returns a layer's keys and values, mapped from the index's file."""
     return lambda layer: artifact.context_rows(layer, CPU).part(slice(None))
 
 
 def opened(folder: Path, model: str, probe: Probe) -> tuple[float, float, float]:
-    """Seconds to load the model, to open the index, and to answer with a token."""
+    """Return the seconds to load the model, to open the index, and to answer with one token."""
     started, artifact = time.perf_counter(), Artifact(folder)
     loaded = load_model(model, device="cpu")
     ready = time.perf_counter()
@@ -94,7 +95,7 @@ def opened(folder: Path, model: str, probe: Probe) -> tuple[float, float, float]
 
 
 def time_opening(folder: Path, model: str, rounds: int) -> None:
-    """Print the medians of each variant, and its ratio to the first."""
+    """Print the median times of each variant, and the median of their ratios to those without a probe."""
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in VARIANTS}
     for number in range(rounds + 1):
         for name, probe in VARIANTS.items():
@@ -113,7 +114,7 @@ def time_opening(folder: Path, model: str, rounds: int) -> None:
 
 
 def time_build(folder: Path, model: str) -> None:
-    """Print what a build takes, and preflight and canary of it."""
+    """Print the time of a build, and those of its preflight and its canary."""
     artifact, loaded = Artifact(folder), load_model(model, device="cpu")
     ids, manifest = artifact.input_ids().clone(), artifact.manifest
     prompt = FixedPrompt(ids, manifest.prompt.text_sha256, manifest.prompt.chat)
@@ -130,14 +131,14 @@ def time_build(folder: Path, model: str) -> None:
 
 
 def timed(deed: Callable[[], object]) -> float:
-    """Seconds that a call takes."""
+    """Return the seconds that a call takes."""
     started = time.perf_counter()
     deed()
     return time.perf_counter() - started
 
 
 def make_soft_capped(model: Path, folder: Path) -> None:
-    """Write a random model with a soft cap, and an index of random tokens by it."""
+    """Write a model with random weights and a soft cap, and an index of random tokens for this model."""
     embedded = load_model(device="cpu")
     like = embedded.model.config
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -153,7 +154,7 @@ def make_soft_capped(model: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    """Time what the options say."""
+    """Time openings or a build, as the options choose."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("index", type=Path)
     options.add_argument("--rounds", type=int, default=7)

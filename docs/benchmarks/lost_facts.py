@@ -1,9 +1,10 @@
-"""Where a choice of clusters loses a fact: in which heads, which tokens, and what other clusters would change.
+"""Find the heads and tokens in which a choice of clusters loses a fact, and compare other clusters.
 
-Usage: lost_facts.py MODEL TEXT [CONTEXTS], for a model of Llama's kind without softcap. Contexts are those of `eval
---task niah-facts --raw --seed 0`, with ten questions each. Queries are dense attention's, of the question's last token
-and the answer's. A head counts where more than a tenth of its attention is on the number that is asked for; the number
-is lost where the heaviest of its tokens is not among the 5% of the document that multipole would choose.
+Usage: lost_facts.py MODEL TEXT [CONTEXTS], for a model of Llama's kind without a soft cap. Contexts are those of `eval
+--task niah-facts --raw --seed 0`, with ten questions each. Queries are those of a run with dense attention, of the
+question's last token and of the answer's tokens. A head is counted at a token if more than a tenth of its attention is
+on the number that answers the question. The number is lost if its token with the most attention is not among the 5% of
+the document that multipole would choose.
 """
 
 import sys
@@ -46,19 +47,19 @@ CLUSTERS = {
     "one for 16, raw": ("raw", 1 / 16, 0.0),
     "one for 16, raw, and 3.1% outliers": ("raw", 1 / 16, 1 / 32),
 }
-"""Space of k-means, and centroids and outliers as shares of the tokens."""
+"""Clusters to compare: the space of k-means, and the numbers of centroids and of outliers as shares of the tokens."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A question in all layers: queries [layers, Hq, Q, D], and the positions of the number that answers it."""
+    """A question: its queries [layers, Hq, Q, D] in all layers, and the positions of the number that answers it."""
 
     queries: torch.Tensor
     number: torch.Tensor
 
 
 class Recorder:
-    """A model whose queries can be seen."""
+    """A model whose attention records the queries of each layer."""
 
     def __init__(self, name: str):
         AttentionInterface.register("recorded", self._attend)
@@ -73,7 +74,7 @@ class Recorder:
 
     @torch.inference_mode()
     def forward(self, ids: list[int], cache: DynamicCache) -> torch.Tensor:
-        """The queries [layers, Hq, Q, D] of some tokens, which the cache has then."""
+        """Run some tokens over a cache, and append them to it; return their queries [layers, Hq, Q, D]."""
         self.queries.clear()
         self.model(torch.tensor([ids]), past_key_values=cache, use_cache=True, logits_to_keep=1)
         return torch.stack(self.queries)
@@ -85,7 +86,7 @@ class Recorder:
         return choose_task("niah-facts").make(Request(text, count, TOKENS, number, questions=10, seed=SEED))
 
     def ask(self, context: Context) -> tuple[torch.Tensor, list[Asked]]:
-        """Keys [layers, Hk, N, D] of a context, and its questions."""
+        """Return the keys [layers, Hk, N, D] of a context, and its questions."""
         encoded = self.tokenizer(context.text, return_offsets_mapping=True)
         cache, asked = DynamicCache(), []
         for start in range(0, len(encoded.input_ids), CHUNK):
@@ -108,8 +109,15 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Found:
-    """A head that looks at the number: where it is, whether the head's choice has it, the share of the document that is
-    chosen before it, the size of its cluster, its distance from the centroid, and how much more it weighs than that."""
+    """A head that attends to the number that answers a question, and the number's token with the most attention.
+
+    Args:
+        head: layer and KV head.
+        before: share of the document in the clusters that are chosen before the token's cluster.
+        size: number of tokens of the token's cluster.
+        away: the token's distance to its centroid, divided by the median distance of all tokens.
+        underestimated: the token's attention weight, divided by the weight that its centroid suggests.
+    """
 
     head: tuple[int, int]
     before: float
@@ -125,7 +133,10 @@ class Found:
 def looked_at(
     keys: torch.Tensor, asked: list[Asked], layer: int, clusters: tuple[str, float, float]
 ) -> Iterator[Found]:
-    """Selections of the facts' tokens in one layer with keys [Hk, M, D], under some clusters."""
+    """Cluster the keys [Hk, M, D] of one layer; yield each head that attends to the number of a question.
+
+    `clusters` is a value of CLUSTERS.
+    """
     space, share, outliers = clusters
     M, scale = keys.shape[1], keys.shape[2] ** -0.5
     wanted = round(share * M)

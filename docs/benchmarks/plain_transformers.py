@@ -1,8 +1,8 @@
-"""The baseline of a user of plain transformers: prefill a document and answer, in one process.
+"""Time plain transformers, as the baseline: prefill a document and answer, in one process.
 
-Run it as `python docs/benchmarks/plain_transformers.py MODEL_FOLDER TEXT TOKENS CHUNK [NEW_TOKENS]`; it prints a line
-of JSON: seconds to import, to load, to prefill the document in chunks, and to answer. Attention is transformers' own
-choice; nothing of sparsekv is imported.
+Run it as `python docs/benchmarks/plain_transformers.py MODEL_FOLDER TEXT TOKENS CHUNK [NEW_TOKENS]`. It prints a line
+of JSON with the seconds to import, to load, to prefill the document in chunks, and to answer. transformers chooses the
+attention implementation. Nothing of sparsekv is imported.
 """
 
 import json
@@ -18,7 +18,7 @@ imported = time.perf_counter()
 
 
 def now() -> float:
-    """Seconds, once the device has done what it was given."""
+    """Wait until the device has finished its work; return the time in seconds."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -1,11 +1,11 @@
-"""Times whole commands at a real size, beside plain transformers.
+"""Time whole commands at a real size, and compare them with plain transformers.
 
-Run it as `python docs/benchmarks/real_size.py FOLDER [TOKENS] [PART...]`, of the parts all unless some are named.
+Run it as `python docs/benchmarks/real_size.py FOLDER [TOKENS] [PART...]`. Without PART all parts run.
 
-FOLDER gets a model with random weights (of Qwen3-8B's shape on a GPU, of SmolLM2-135M's elsewhere, with SmolLM2's
-tokenizer), a text, and an index of it. Every command is a process of its own, so that its time holds imports and
-loading, as a user waits for them. Random weights have no clusters and know no facts: these are times, and say nothing
-of quality. Prints a Markdown table.
+A model with random weights, a text and an index of the text are written to FOLDER. The model has the shape of Qwen3-8B
+on a GPU, that of SmolLM2-135M on a CPU, and SmolLM2's tokenizer. Every command runs in a process of its own, so that
+its time includes imports and loading, for which a user waits too. Keys of random weights have no clusters, and the
+model knows no facts. So these are times only, and no measure of quality. Prints a Markdown table.
 """
 
 import json
@@ -52,7 +52,7 @@ ABOUT_WORDS = 16
 
 @dataclass(frozen=True)
 class Ran:
-    """A finished process: wall seconds, the most GB of its own memory (no mapped files), stdout and stderr."""
+    """A finished process: wall seconds, most GB of its memory without mapped files, stdout and stderr."""
 
     seconds: float
     own: float
@@ -60,7 +60,7 @@ class Ran:
     err: str
 
     def told(self, pattern: str) -> float:
-        """A number from the command's own words on stderr."""
+        """Return the number that a regular expression finds in the command's stderr; exit if it finds none."""
         found = re.search(pattern, self.err)
         if found is None:
             sys.exit(f"{pattern} is not in what was said: {self.err}")
@@ -68,7 +68,7 @@ class Ran:
 
 
 def run(*command: str) -> Ran:
-    """Run a process to its end."""
+    """Run a process to its end, and sample its memory; exit if the process fails."""
     print("  " + " ".join(part for part in command[1:] if part != START), file=sys.stderr, flush=True)
     started, most = time.perf_counter(), 0
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -84,7 +84,7 @@ def run(*command: str) -> Ran:
 
 
 def own_memory(process: int) -> int:
-    """kB in memory that are no file's; 0 once the process has ended."""
+    """Return the kB of a process's memory that are not mapped from files; 0 once the process has ended."""
     try:
         status = Path(f"/proc/{process}/status").read_text()
     except OSError:
@@ -93,7 +93,7 @@ def own_memory(process: int) -> int:
 
 
 def make_model(folder: Path) -> None:
-    """A model with random weights and a tokenizer that fits it."""
+    """Write a model with random weights, and the tokenizer whose vocabulary it has, unless the folder has a model."""
     if (folder / "config.json").is_file():
         return
     tokenizer = AutoTokenizer.from_pretrained(pull_embedded())
@@ -105,14 +105,17 @@ def make_model(folder: Path) -> None:
 
 
 def make_text(file: Path, tokens: int) -> None:
-    """Our own docs, again and again, for more than so many tokens; on average a token has fewer than six characters."""
+    """Write sparsekv's docs, repeated until they have more than `tokens` tokens of six characters each.
+
+    A token has fewer than six characters on average.
+    """
     text = "\n".join(page.read_text(encoding="utf-8") for page in sorted(DOCUMENTS.rglob("*.md")))
     file.write_text(text * -(-6 * tokens // len(text)), encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class Table:
-    """Measures one size; each method prints one or more rows: what, how long or how fast, and what beside that."""
+    """Measurements at one size. Each method prints rows with a command, its time or speed, and further figures."""
 
     folder: Path
     tokens: int
@@ -133,7 +136,7 @@ class Table:
         print(f"| {what} | {took} | {beside} |", flush=True)
 
     def plain(self) -> dict[str, float]:
-        """Plain transformers at the fastest of some chunk sizes."""
+        """Run plain transformers with several chunk sizes; print and return the times with the fastest."""
         sizes = [str(self.tokens), *map(str, CHUNKS)]
         program = str(HERE / "plain_transformers.py")
         found = [json.loads(run(PYTHON, program, self.model, self.text, sizes[0], one).out) for one in sizes[1:]]
@@ -143,11 +146,14 @@ class Table:
         return best
 
     def started(self) -> float:
-        """Seconds in which a build's imports and its model are there: the median of some processes, which differ."""
+        """Return the seconds for a build's imports and for loading the model: the median of REPEATS processes."""
         return median(run(PYTHON, "-c", START, self.model).seconds for _ in range(REPEATS))
 
     def build(self, names: list[str], plain: dict[str, float], started: float) -> None:
-        """The index of some methods, from nothing: by a process that may compile kernels, and by one after it."""
+        """Build an index with some methods twice, each time in an empty folder.
+
+        The first process may compile kernels; the second finds them compiled.
+        """
         options = ["-o", self.index, "--model", self.model, "--max-tokens", str(self.tokens), "--raw"]
         built = []
         for _ in range(2):
@@ -166,7 +172,7 @@ class Table:
         )
 
     def answer(self, name: str, plain: dict[str, float]) -> None:
-        """A short answer: a first process, which may compile kernels, and the median of those after it."""
+        """Ask for a short answer: once in a process that may compile kernels, then the median of REPEATS processes."""
         command = [*SPARSEKV, *self.asking(name), "--max-new-tokens", "4"]
         first_time = run(*command).seconds
         asked = sorted((run(*command) for _ in range(REPEATS)), key=lambda one: one.seconds)[REPEATS // 2]
@@ -181,7 +187,7 @@ class Table:
         )
 
     def speed(self, name: str, mode: str) -> None:
-        """A long answer."""
+        """Ask for an answer of 400 tokens, and print its tokens per second."""
         asked = run(*SPARSEKV, *self.asking(name), "--max-new-tokens", "400", "--compile", mode)
         speed = asked.told(r"tokens at ([\d.,]+) a second")
         compiled = f", compiled in {asked.told(r'compiled in ([0-9.]+) s'):.1f} s" if mode == "on" else ""
@@ -189,7 +195,7 @@ class Table:
         self.row(f"`generate`, 400 tokens, {name}, --compile {mode}", f"{speed:.1f} tokens/s", beside)
 
     def together(self, name: str, size: int, budget: str, mode: str) -> None:
-        """Many questions over the one document: by a first process, which may compile kernels, and by one after it."""
+        """Ask many questions over one document twice, each time in a new process; the first may compile kernels."""
         asking = ["generate", "--batch-file", self.questions(), "--batch-size", str(size)]
         asking += ["--max-new-tokens", str(ANSWER_TOKENS), "--compile", mode]
         first, again = (run(*SPARSEKV, *asking, *self.with_index(name, budget)) for _ in range(2))
@@ -203,7 +209,7 @@ class Table:
         self.row(what, f"{speed:,.0f} tokens/s in all; {before:,.0f} the first time", f"{beside} their questions")
 
     def questions(self) -> str:
-        """A file of questions of some 25 tokens, each about other words of the text."""
+        """Write a file of questions of about 25 tokens, each about other words of the text; return its path."""
         words = re.findall(r"[A-Za-z]+", Path(self.text).read_text(encoding="utf-8"))
         apart = len(words) // QUESTIONS
         asked = [" ".join(words[apart * number :][:ABOUT_WORDS]) for number in range(QUESTIONS)]
@@ -219,7 +225,7 @@ class Table:
         return ["-i", self.index, "--model", self.model, "--method", name, *within, "--stats"]
 
     def beside_dense(self, mode: str) -> None:
-        """Steps of the model with dense attention and with a method, both compiled or both not."""
+        """Time steps of the whole model with dense attention and with multipole; `mode` is that of `--compile`."""
         how = ["--config", SHAPE, "--context", str(self.tokens), *of_methods(["multipole"]), "--budget", "5%"]
         timed = run(*SPARSEKV, "bench-model", *how, "--compile", mode, "--json")
         for one in json.loads(timed.out)["rows"]:
@@ -231,7 +237,7 @@ class Table:
             self.row(f"`bench-model`, {name}, --compile {mode}", rate, beside)
 
     def report(self, names: list[str]) -> None:
-        """Recall and error of the methods."""
+        """Time `recall-report` of the methods."""
         seconds = run(*SPARSEKV, "recall-report", "-i", self.index, *of_methods(names), "--budget", "5%").seconds
         self.row(f"`recall-report`, {' and '.join(names)}, one budget", f"{seconds:.2f} s")
 
@@ -241,7 +247,7 @@ def of_methods(names: list[str]) -> list[str]:
 
 
 def start(plain: dict[str, float]) -> float:
-    """Seconds before the prefill."""
+    """Return the seconds of plain transformers before its prefill."""
     return plain["import"] + plain["load"] + plain["tokenise"]
 
 
@@ -250,7 +256,7 @@ def whole(plain: dict[str, float]) -> float:
 
 
 def measure(table: Table, parts: list[str]) -> None:
-    """The rows of some parts; all but the first read the index that it leaves."""
+    """Print the rows of some parts. All parts but `build` read the index that `build` leaves."""
     plain = table.plain() if {"build", "open"} & set(parts) else {}
     if "build" in parts:
         started = table.started() + plain["tokenise"]

@@ -1,12 +1,13 @@
-"""Load on `sparsekv serve`: many clients at once beside one, the gaps between pieces of text, answers, memory.
+"""Load `sparsekv serve` with one client and with many: speed, gaps between pieces of text, answers and memory.
 
     sparsekv build-index topics.txt --max-tokens 6144
     python docs/benchmarks/serve_load.py topics.skv --clients 32 --seconds 180
 
-It starts a server of its own, asks it with one client and then with many, and compares each answer with that of
-`generate` to the same question, with everything attended to. With another `--budget` answers are not compared: they
-depend on the questions beside them. A piece of text is a word, mostly; `--per-token` asks for log-probabilities too, by
-which a gap is divided by the number of a piece's tokens. Options of `serve` follow after `--`.
+This program starts a server, asks it with one client and then with many, and compares each answer with that of
+`generate` to the same question at a budget of 100%. With another `--budget` answers are not compared, because they
+depend on the questions that are answered at the same time. A piece of text is mostly a word. With `--per-token` the
+clients also request log-probabilities, and a gap is divided by the number of tokens of its piece. Options after `--`
+are passed to `serve`.
 """
 
 import argparse
@@ -38,8 +39,10 @@ COMMAND = (sys.executable, "-m", "sparsekv.cli")
 
 @dataclass
 class Found:
-    """Measures of the clients: tokens, gaps between pieces and times to the first one in seconds, wrong answers and
-    failures."""
+    """Measurements of all clients: numbers of tokens, of answers and of wrong answers, times, and failed requests.
+
+    `gaps` are the seconds between pieces of text, and `first` the seconds to an answer's first piece.
+    """
 
     tokens: int = 0
     answers: int = 0
@@ -51,7 +54,13 @@ class Found:
 
 @dataclass
 class Load:
-    """The same questions asked by some clients until a time: each asks the next one when it has its answer."""
+    """Clients that ask the same questions for some time; each asks its next question when it has its answer.
+
+    Args:
+        address: host and port of the server.
+        body: fields of a request, besides its messages.
+        expected: right answers by question; empty: answers are not compared.
+    """
 
     address: tuple[str, int]
     body: dict[str, object]
@@ -60,7 +69,7 @@ class Load:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, clients: int, seconds: float) -> float:
-        """Ask for some seconds; return the tokens a second in all, over the time until the last answer is whole."""
+        """Ask with some clients for some seconds; return the tokens per second of all until the last answer ends."""
         began = time.perf_counter()
         threads = [threading.Thread(target=self._ask_on, args=(one, began + seconds)) for one in range(clients)]
         for one in threads:
@@ -115,7 +124,7 @@ class Load:
 
 
 def expected_answers(index: str, tokens: int) -> dict[str, str]:
-    """The answers of `generate`, one question after another."""
+    """Return the answers of `generate` by question, at a budget of 100%, one question after another."""
     with tempfile.NamedTemporaryFile("w") as file:
         file.write("\n".join(QUESTIONS))
         file.flush()
@@ -127,7 +136,7 @@ def expected_answers(index: str, tokens: int) -> dict[str, str]:
 
 @contextmanager
 def served(index: str, *options: str) -> Iterator[tuple[tuple[str, int], int]]:
-    """Within the context a server runs; its address and the number of its process."""
+    """Run a server within the context; yield its host and port, and its process id."""
     command = (*COMMAND, "serve", index, "--port", "0", "-q", *options)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -140,23 +149,23 @@ def served(index: str, *options: str) -> Iterator[tuple[tuple[str, int], int]]:
 
 
 def resident(process: int) -> int:
-    """Memory of a process in KiB, without what is mapped from files."""
+    """Return the memory of a process in KiB, without pages mapped from files."""
     return int(Path(f"/proc/{process}/status").read_text().split("RssAnon:")[1].split()[0])
 
 
 def watch(process: int, samples: list[tuple[float, int]], ended: threading.Event) -> None:
-    """Sample the memory of a process each second."""
+    """Append the time and a process's memory to `samples` each second, until `ended` is set."""
     while not ended.wait(1):
         samples.append((time.perf_counter(), resident(process)))
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The value below which a share of them lies."""
+    """Return the value below which a share of the values lies."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def report(name: str, found: Found, speed: float) -> None:
-    """Print what the clients of a load saw; end if they got no answer."""
+    """Print the measurements of a load's clients; exit if they got no answer."""
     if not found.gaps:
         sys.exit(f"{name}: no answer; {found.failures[:1]}")
     median, late = statistics.median(found.gaps), percentile(found.gaps, 0.99)
@@ -167,7 +176,7 @@ def report(name: str, found: Found, speed: float) -> None:
 
 
 def main() -> None:
-    """Run one client, then many, and print both."""
+    """Load the server with one client, then with many, and print both measurements."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("index")
     options.add_argument("--clients", type=int, default=32)

@@ -1,10 +1,12 @@
-"""How long a batch and an answer take on a CPU beside other work, by how torch's threads wait and how many there are.
+"""Time a batch and an answer on a CPU that other processes use too, with several settings of torch's threads.
 
     sparsekv build-index manual.txt
     python docs/benchmarks/shared_machine.py manual.skv --load 4 --rounds 5
 
-Each round runs every variant once, in a process of its own, one after another; `others` is how many cores other
-processes had meanwhile. Without `--load` keep what was measured while that was next to nothing: `--quiet 0.1`.
+The settings are the number of threads, and how idle threads wait. Each round runs every variant once, one after
+another, in a process of its own. The second number of a printed pair is the number of cores that other processes used
+meanwhile. Without `--load`, use `--quiet 0.1` to keep only measurements during which other processes used at most 0.1
+cores.
 """
 
 import argparse
@@ -25,7 +27,7 @@ VARIANTS = {
     "all threads, 20,000 spins": {"OMP_NUM_THREADS": CORES, "GOMP_SPINCOUNT": "20000"},
     "all threads, 300,000 spins": {"OMP_NUM_THREADS": CORES, "GOMP_SPINCOUNT": "300000"},
 }
-"""The last is libgomp's default."""
+"""Environment variables of each variant. The last variant has libgomp's default number of spins."""
 SET_HERE = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 QUESTIONS = (
     "What is an assignment?",
@@ -36,11 +38,11 @@ QUESTIONS = (
     "What is a lambda?",
 )
 BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(1_000_000))"
-"""Ends with the process that started it, also where that is killed."""
+"""Program of a busy process, which ends when its parent process ends, even if the parent is killed."""
 
 
 def measure(index: str, tokens: int, repeats: int) -> None:
-    """Print, as JSON, what each repeat took and how many cores others had: of a batch, and of one answer."""
+    """Time batches and single answers; print, as JSON, each one's seconds and the cores that other processes used."""
     from sparsekv.runtime import api
     from sparsekv.runtime.decoding.sampling import Sampling
     from sparsekv.runtime.decoding.threads import left_free, usage
@@ -63,7 +65,7 @@ def measure(index: str, tokens: int, repeats: int) -> None:
 
 @contextmanager
 def loaded(processes: int) -> Iterator[None]:
-    """Within the context so many other processes are busy."""
+    """Keep this many other processes busy within the context."""
     others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(processes)]
     try:
         yield
@@ -74,7 +76,7 @@ def loaded(processes: int) -> Iterator[None]:
 
 
 def main() -> None:
-    """Run all variants in turn and print their medians."""
+    """Run all variants in turn, and print the median time of each."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("index")
     options.add_argument("--load", type=int, default=0, help="busy processes beside it")

@@ -1,9 +1,9 @@
-"""How often the sources of an answer have the fact that the answer states.
+"""Count how often the sources of an answer contain the fact that the answer states.
 
 Usage: sources.py MODEL TEXT [CONTEXTS [LENGTH]]. Contexts are those of `eval --task niah-facts --seed 0`, with ten
-questions each. Answers are by dense attention and by the method codes at its default budget, which attends to 5% of
-the document. Counted are rightly answered questions. A source has the fact if it has tokens of the number that is
-asked for.
+questions each. Questions are answered with dense attention, and with codes at their default budget of 5% of the
+document. Only rightly answered questions are counted. A source contains the fact if its text contains the number that
+answers the question.
 """
 
 import sys
@@ -33,11 +33,11 @@ TIMED = 1
 """Number of questions of a context that are also asked without sources, to compare the times."""
 
 Ranks = list[int | None]
-"""Of each right answer, the number of its first source with the fact, counted from 0; None: no source has it."""
+"""For each right answer, the index of its first source with the fact, from 0; None: no source has it."""
 
 
 class Measurement:
-    """Ranks of facts among the sources of right answers, and the seconds of all answers, by method."""
+    """Ranks of the facts among the sources of right answers, and the seconds of the timed answers, by method."""
 
     def __init__(self, loaded: LoadedModel):
         self.loaded, self.asked = loaded, 0
@@ -73,7 +73,10 @@ class Measurement:
                     self.ranks[name].append(next(places, None))
 
     def _timed(self, session: Session, question: torch.Tensor, sampling: Sampling, name: str, *, timed: bool) -> Answer:
-        """Answer with sources; if `timed`, also without, before and after in turn, and add up the seconds of both."""
+        """Answer a question with sources, and return the answer.
+
+        If `timed`, answer it without, with, with and without sources, and add up the seconds with and without.
+        """
         for sources in (0, SOURCES, SOURCES, 0) if timed else (SOURCES,):
             began = time.perf_counter()
             answer = session.ask(question, sampling, sources=sources)

@@ -1,9 +1,10 @@
-"""Output error of dense attention by forms of int8 keys and values, over an index of exact ones.
+"""Compare quantisations of keys and values to 8 bits, by the output error of dense attention.
 
     python docs/benchmarks/storing_forms.py topics.skv
 
-prints a row for each form of keys, of values and of both: the output error of dense attention for the tail's queries,
-the mean over layers and the largest of a layer.
+The index must store unquantised keys and values. For each quantisation of keys, of values and of both, a row is
+printed: the output error of dense attention for the tail's queries, as the mean over layers, and that of the worst
+layer.
 """
 
 import sys
@@ -20,7 +21,11 @@ LARGEST = {"int8": 127.0, "float8_e4m3": 448.0}
 
 
 def stored(rows: torch.Tensor, dtype: str, tokens: int, channels: int, *, offsets: bool) -> torch.Tensor:
-    """Rows [Hk, N, D] as they come back from 8 bits, with bfloat16 scales of each block of tokens and channels."""
+    """Quantise rows [Hk, N, D] to 8 bits and dequantise them, with a bfloat16 scale for each block.
+
+    A block has `tokens` tokens and `channels` channels. With `offsets`, the middle of a block's range is subtracted
+    first.
+    """
     filling = rows[:, -1:].expand(-1, -rows.shape[1] % tokens, -1)
     blocks = torch.cat([rows, filling], 1).float().unflatten(1, (-1, tokens)).unflatten(3, (-1, channels))
     middle = (blocks.amin((2, 4), keepdim=True) + blocks.amax((2, 4), keepdim=True)) / 2 * offsets
@@ -32,8 +37,10 @@ def stored(rows: torch.Tensor, dtype: str, tokens: int, channels: int, *, offset
 
 
 def in_channels(rows: torch.Tensor, dtype: str, exponent: float) -> torch.Tensor:
-    """Rows [Hk, N, D] as they come back from 8 bits with a scale of each token, after each channel was shifted by the
-    middle of its range and divided by a power of half that range."""
+    """Quantise rows [Hk, N, D] to 8 bits and dequantise them, with a scale for each token.
+
+    Before, each channel is shifted by the middle of its range, and divided by a power of half the range.
+    """
     low, high = rows.float().aminmax(dim=1, keepdim=True)
     middle = ((low + high) / 2).bfloat16().float()
     scales = (torch.maximum(high - middle, middle - low) ** exponent).bfloat16().float()
@@ -42,7 +49,7 @@ def in_channels(rows: torch.Tensor, dtype: str, exponent: float) -> torch.Tensor
 
 
 def forms(channels: int) -> dict[str, tuple[Form, Form]]:
-    """Quantisations of keys and of values, by name."""
+    """Return pairs of functions that quantise and dequantise keys and values, by the name of the quantisation."""
 
     def same(rows: torch.Tensor) -> torch.Tensor:
         return rows
@@ -75,7 +82,7 @@ def forms(channels: int) -> dict[str, tuple[Form, Form]]:
 
 @torch.inference_mode()
 def errors(artifact: Artifact, layer: int, kinds: dict[str, tuple[Form, Form]]) -> dict[str, float]:
-    """The output error of each form in one layer."""
+    """Compute the output error of each quantisation in one layer."""
     facts, (keys, values) = artifact.manifest.layers[layer], artifact.context(layer)
     tail = artifact.queries(layer)["tail"]
     mask = causal_mask(tail.shape[1], keys.shape[1], facts.sliding_window, tail.device)

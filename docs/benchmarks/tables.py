@@ -1,7 +1,7 @@
-"""Writes the tables of results.md and evaluation.md from history.jsonl, between each table's two marker comments.
+"""Write the tables of results.md and evaluation.md from history.jsonl, between each table's two marker comments.
 
-A line of history.jsonl is one measured figure. Its name is "TABLE | ROW LABELS ... | COLUMN". A table shows the newest
-run of each row, with repeated measurements side by side. Older lines stay in the file as the record.
+A line of history.jsonl is one measured figure. Its name is "TABLE | ROW LABELS ... | COLUMN". A table has the newest
+run of each row, with repeated measurements side by side. Older lines stay in the file as a record.
 """
 
 import json
@@ -15,14 +15,14 @@ HISTORY = FOLDER / "history.jsonl"
 PAGES = (FOLDER / "results.md", FOLDER / "evaluation.md")
 KEYS = ("date", "commit", "machine", "command", "figure", "value", "unit")
 LOWER, UPPER = ", lower", ", upper"
-"""Ends of a column's name for the bounds of an interval: quartiles of times, 95% of scores."""
+"""Suffixes of a column's name for the bounds of an interval: quartiles of times, 95% intervals of scores."""
 MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-"""A table on the page: its name and the headers of its row labels, then its lines."""
+"""A table on a page: a marker with its name and the headers of its row labels, its lines, and the end marker."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the history. `value` keeps the digits as they are written: their number is part of a measurement."""
+    """One line of the history. `value` is the text of the number, because the number of its digits must be kept."""
 
     date: str | None
     commit: str | None
@@ -34,7 +34,7 @@ class Figure:
 
     @property
     def run(self) -> tuple[str | None, ...]:
-        """Runs of one version on one machine, which a table shows side by side."""
+        """Identity of a run of one version on one machine; a table has the figures of one run side by side."""
         return self.date, self.commit, self.machine
 
 
@@ -43,18 +43,18 @@ Rows = dict[tuple[str, ...], dict[str, list[Figure]]]
 
 
 def read(path: Path = HISTORY) -> list[Figure]:
-    """All figures, in the order of the file, oldest first."""
+    """Return all figures in the order of the file, oldest first."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [Figure(**json.loads(line, parse_float=str, parse_int=str)) for line in lines]
 
 
 def render(page: str, figures: list[Figure]) -> str:
-    """The page with its tables made anew; KeyError where the history has no figure of a table."""
+    """Return the page with new tables. Raises KeyError if the history has no figure of a table."""
     return MARKED.sub(lambda found: f"{found[1]}{table(found[2], figures)}{found[3]}", page)
 
 
 def table(marker: str, figures: list[Figure]) -> str:
-    """One table and the lines that name its machines, commands and commits; KeyError where it has no figures."""
+    """Return a table, and the lines with its machines, commits and commands. Raises KeyError if it has no figures."""
     name, *headers = marker.split("; ")
     rows = newest(name, figures)
     if not rows:
@@ -70,7 +70,7 @@ def table(marker: str, figures: list[Figure]) -> str:
 
 
 def newest(name: str, figures: list[Figure]) -> Rows:
-    """Figures of a table by row and column. A row is one run of one version, which a newer run replaces whole."""
+    """Return a table's figures by row and column. A row has the figures of its newest run only."""
     rows: Rows = {}
     for figure in figures:
         table_name, *labels, column = figure.figure.split(" | ")
@@ -84,7 +84,7 @@ def newest(name: str, figures: list[Figure]) -> Rows:
 
 
 def cell(row: dict[str, list[Figure]], column: str) -> str:
-    """The values of one figure, each with its interval where one was measured."""
+    """Return the values of a row in one column, each with its interval if one was measured."""
     bounds = zip(row.get(column + LOWER, []), row.get(column + UPPER, []), strict=True)
     ranges = [f" [{shown(low)}, {shown(high)}]" for low, high in bounds]
     values = [shown(figure) for figure in row.get(column, [])]
@@ -92,7 +92,7 @@ def cell(row: dict[str, list[Figure]], column: str) -> str:
 
 
 def shown(figure: Figure) -> str:
-    """A value with commas between its thousands, and with its sign where it is a difference."""
+    """Return a value with commas between thousands, and with its sign if it is a difference in points."""
     sign, digits = ("\N{MINUS SIGN}", figure.value[1:]) if figure.value.startswith("-") else ("", figure.value)
     if figure.unit == "points" and not sign and float(digits):
         sign = "+"
@@ -101,7 +101,7 @@ def shown(figure: Figure) -> str:
 
 
 def origin(rows: Rows) -> str:
-    """The machine, date, commit and commands of each run in a table, one run a line."""
+    """Return lines with the machine, date, commit and commands of each run in a table."""
     commands: dict[tuple[str | None, ...], dict[str, None]] = {}
     for row in rows.values():
         for figure in chain.from_iterable(row.values()):

@@ -1,10 +1,10 @@
-"""Checks and times k-means, Multipole's online update and a whole index's clustering.
+"""Check and time k-means, the update when tokens join multipole's clusters, and the clustering of a whole index.
 
 Run it as `python docs/benchmarks/time_kmeans.py`.
 
-On a GPU: 8 heads of 131,072 keys, D = 128; `--sweep` tries other block shapes. Elsewhere small sizes, in plain torch.
-Keys come from a mixture with log-normal cluster sizes around a common mean, as a text's do. The package flash-kmeans is
-timed beside ours where it is installed.
+On a GPU there are 8 heads of 131,072 keys, D = 128, and `--sweep` tries other tile sizes. On a CPU the sizes are small.
+Keys are drawn from a mixture of clusters with log-normal sizes and a common mean, like the keys of a text. The package
+flash-kmeans is timed too, if it is installed.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from sparsekv.runtime.selection.clusters.stream import join_by_graph
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 SHARE, ITERATIONS, LAYERS = 0.05, 10, 36
-# Of the search: points and centres of a tile, warps, stages, programs on a multiprocessor.
+# Tile sizes of the search: points and centres of a tile, warps, pipeline stages, programs on an SM.
 SHAPES = (
     *((128, 128, 8, 2, 2), (128, 128, 8, 3, 1), (128, 128, 8, 4, 1), (128, 64, 4, 2, 3), (128, 64, 4, 3, 2)),
     *((128, 64, 8, 2, 2), (128, 64, 8, 3, 2), (128, 64, 8, 2, 3), (256, 64, 8, 2, 2), (256, 64, 8, 3, 2)),
@@ -56,7 +56,10 @@ class Size:
 
 
 def mixture(heads: int, keys: int, dims: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """[heads, keys, dims] of a mixture whose weights are log-normal, around a mean that is longer than its spread."""
+    """Draw keys [heads, keys, dims] from a mixture of clusters with log-normal weights.
+
+    The heads' mean keys are longer than the keys' distances to them.
+    """
     weights = torch.randn(heads, max(1, keys // 40), device=DEVICE).exp()
     centres = torch.randn(heads, weights.shape[1], dims, device=DEVICE) + 2 * torch.randn(heads, 1, dims, device=DEVICE)
     chosen = weights.multinomial(keys, replacement=True)
@@ -67,7 +70,7 @@ def mixture(heads: int, keys: int, dims: int, dtype: torch.dtype = torch.float32
 
 
 def timed(run: Callable[[], object], runs: int) -> tuple[float, float]:
-    """Milliseconds: the median, and the distance between the quartiles."""
+    """Return the median of the milliseconds of some runs, and the distance between their quartiles."""
     run()
     found = []
     for _ in range(runs):
@@ -87,12 +90,15 @@ def timed(run: Callable[[], object], runs: int) -> tuple[float, float]:
 
 
 def show(name: str, milliseconds: tuple[float, float], note: str = "") -> None:
-    """One line of a table."""
+    """Print one line of a table."""
     print(f"  {name:44s} {milliseconds[0]:9.3f} ms ({milliseconds[1]:.3f}) {note}", flush=True)
 
 
 def excess(points: torch.Tensor, centres: torch.Tensor, labels: torch.Tensor) -> float:
-    """How much further the chosen centre is than the nearest, at most, over the distances to the mean point."""
+    """Return the largest relative excess of a point's distance to its chosen centre over that to the nearest centre.
+
+    It is relative to the point's distance to the mean point plus the largest distance of a centre to the mean point.
+    """
     points, centres = points.double(), centres.double()
     mean = points.mean(1, keepdim=True)
     distances = torch.cdist(points, centres, compute_mode="donot_use_mm_for_euclid_dist")
@@ -102,7 +108,7 @@ def excess(points: torch.Tensor, centres: torch.Tensor, labels: torch.Tensor) ->
 
 
 def check() -> None:
-    """Nearest centres and means against float64 on fresh random points."""
+    """Compare nearest centres and means with float64, on new random points."""
     print(f"checks, seed {torch.seed()}")
     for dims in (64, 96, 128, 256):
         worst = off = 0.0
@@ -113,7 +119,7 @@ def check() -> None:
             assert int(labels.min()) >= 0
             assert int(labels.max()) < 207
             worst = max(worst, excess(points, centres, labels))
-            # Points and centres rounded to 11 bits, twice; and float32's own rounding of a product, whose root it is.
+            # Rounding to 11 bits moves two distances; the float32 rounding of a squared distance moves its root.
             assert worst <= 2**-10 + 2**-9, f"D {dims}, {dtype}: {worst}"
             weights = torch.rand(2, 3001, device=DEVICE)
             means, totals = cluster_means(points, labels, 207, weights)
@@ -127,7 +133,7 @@ def check() -> None:
 
 
 def check_at_size(points: torch.Tensor, centres: torch.Tensor) -> None:
-    """The same with as many points and centres as are timed, of which some are compared."""
+    """Compare like `check`, at the size that is timed, for a sample of the points."""
     labels, clusters = assign(points, centres), centres.shape[1]
     some = torch.randperm(points.shape[1], device=DEVICE)[:1000]
     worst = excess(points[:, some], centres, labels[:, some])
@@ -142,7 +148,7 @@ def check_at_size(points: torch.Tensor, centres: torch.Tensor) -> None:
 
 
 def plain_lloyd(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
-    """`lloyd` in plain torch."""
+    """Run `lloyd` in plain torch; return the labels."""
     for _ in range(ITERATIONS):
         means, counts = cluster_means.reference(points, assign_plainly(points, centres), centres.shape[1])
         centres = torch.where(counts[..., None] > 0, means, centres)
@@ -150,13 +156,13 @@ def plain_lloyd(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
 
 
 def spread(points: torch.Tensor, labels: torch.Tensor, clusters: int) -> float:
-    """Mean squared distance of the points to the mean of their cluster."""
+    """Compute the mean squared distance of the points to their cluster's mean."""
     means, _ = cluster_means(points, labels, clusters)
     return float((points - means.gather(1, labels[..., None].expand_as(points))).square().sum(-1).mean())
 
 
 def time_kmeans(size: Size, *, sweep: bool) -> None:
-    """(a) One layer's k-means."""
+    """Time (a) the k-means of one layer."""
     points = to_space(mixture(size.heads, size.keys, size.dims), "normalised")
     first = points[:, torch.randperm(size.keys, device=DEVICE)[: size.clusters]].contiguous()
     products = 2 * size.heads * size.keys * size.clusters * size.dims
@@ -182,12 +188,12 @@ def time_kmeans(size: Size, *, sweep: bool) -> None:
 
 
 def largest_cluster(labels: torch.Tensor) -> torch.Tensor:
-    """Points of the largest cluster of the first head."""
+    """Return the number of points in the largest cluster of the first head."""
     return labels[0].bincount().max()
 
 
 def time_tiles(points: torch.Tensor, centres: torch.Tensor, products: int) -> None:
-    """One assignment in other block shapes; its labels must be the same to within the tolerance of `check`."""
+    """Time one assignment with other tile sizes."""
     from sparsekv.kernels.kmeans.kmeans_triton import NearestCentres, Tiles
 
     for shape in SHAPES:
@@ -197,7 +203,7 @@ def time_tiles(points: torch.Tensor, centres: torch.Tensor, products: int) -> No
 
 
 def time_flash_kmeans(points: torch.Tensor, centres: torch.Tensor) -> None:
-    """The package flash-kmeans from the same centres, with as many assignments; in both dtypes that it takes."""
+    """Time the package flash-kmeans from the same centres, with as many assignments, in both dtypes it supports."""
     try:
         from flash_kmeans import batch_kmeans_Euclid
     except ImportError:
@@ -207,7 +213,8 @@ def time_flash_kmeans(points: torch.Tensor, centres: torch.Tensor) -> None:
         rows, start = points.to(dtype), centres.to(dtype)
 
         def run(rows: torch.Tensor = rows, start: torch.Tensor = start) -> torch.Tensor:
-            # Its labels are those of the last turn's start: one turn more than ours for the same result.
+            # The package returns the labels of the last iteration's first centres. One more iteration gives the result
+            # that `lloyd` gives.
             found: torch.Tensor = batch_kmeans_Euclid(rows, centres.shape[1], ITERATIONS + 1, -1.0, start)[0]
             return found
 
@@ -216,7 +223,7 @@ def time_flash_kmeans(points: torch.Tensor, centres: torch.Tensor) -> None:
 
 
 def time_online(size: Size) -> None:
-    """(b) Tokens that join a block, launch by launch and as one graph."""
+    """Time (b) the update when tokens join a block: kernels launched one by one, and as one CUDA graph."""
     keys = mixture(size.heads, size.block + STEP, size.dims)
     old, all_clusters = size.block // PER_CLUSTER, (size.block + STEP) // PER_CLUSTER
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -243,7 +250,7 @@ def time_online(size: Size) -> None:
     points, turn = to_space(keys, "normalised"), count()
 
     def layers(join: Callable[..., torch.Tensor]) -> None:
-        more = next(turn) % 2  # as many clusters as the last time would be the same graph
+        more = next(turn) % 2  # another number of clusters than the last time, because the same number reuses the graph
         for _ in range(LAYERS):
             join(points, labels, old, all_clusters + more, generator)
 
@@ -252,7 +259,7 @@ def time_online(size: Size) -> None:
 
 
 def time_index(size: Size) -> None:
-    """(c) All of one layer's clustering for a squeezed index of two levels, and what that makes for all layers."""
+    """Time (c) the clustering of one layer for a squeezed index of two levels; print the time of all layers, too."""
     from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 
     indexer = SqueezedIndexer(levels=(SHARE, 0.01))

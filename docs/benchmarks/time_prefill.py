@@ -1,12 +1,14 @@
-"""Times one chunk of a sparse prefill against dense attention, choice included.
+"""Time one chunk of a sparse prefill in one layer, its choice of keys included, and compare it with dense attention.
 
 Run it as `python docs/benchmarks/time_prefill.py [TOKENS]`.
 
-Elsewhere than on a GPU one layer of SmolLM2's shape in float32, chunks of 128 and 512 after 32,768 keys; dense is the
-faster of torch's fused attention with grouped heads and with keys and values repeated. On a GPU 32 query heads on 8,
-D = 128, bfloat16, a chunk of 2,048 after 65,536 keys; dense is each form that torch can be made to compute this in, and
-caches are cold. Sparse prefills are timed launch by launch on a GPU that has little else to do, where the host may be
-what is slow; in the layers of a model of 8B's shape, as a prefill launches them; and as a graph.
+On a CPU the layer has SmolLM2's shape in float32, with chunks of 128 and 512 after 32,768 keys. Dense attention is the
+faster of two calls of torch's fused attention: with grouped heads, and with repeated keys and values.
+
+On a GPU there are 32 query heads on 8 KV heads, D = 128, bfloat16, and a chunk of 2,048 after 65,536 keys. Caches are
+cold. Dense attention is timed with every kernel of torch that can compute it. Sparse prefills are timed in three ways:
+with kernels launched one by one, where launching may take longer than the kernels; in the layers of a model of an 8B
+model's shape, as a prefill launches them; and as a CUDA graph.
 """
 
 import sys
@@ -34,7 +36,7 @@ Run = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer, how many keys come before a chunk unless asked otherwise, and how long chunks are."""
+    """Shape of one layer, the default number of keys before a chunk, the chunks' lengths, and the number of runs."""
 
     device: str
     dtype: torch.dtype
@@ -53,7 +55,7 @@ LARGEST_ERROR = 1e-2  # of a form of dense attention against another, in bfloat1
 
 
 def timed(run: Run, runs: int) -> tuple[float, float]:
-    """Milliseconds: the median, and the distance between the quartiles."""
+    """Return the median of the milliseconds of some runs, and the distance between their quartiles."""
     run()
     found = []
     for _ in range(runs):
@@ -65,7 +67,7 @@ def timed(run: Run, runs: int) -> tuple[float, float]:
 
 
 def timed_on_gpu(run: Run, runs: int) -> tuple[float, float]:
-    """The same by events, with other memory read before each run, for some 60 microseconds."""
+    """Time like `timed`, by CUDA events; 256 MB of other memory are read before each run, so that caches are cold."""
     scrap = torch.ones(2**26, device="cuda")
     for _ in range(3):
         run()
@@ -79,7 +81,7 @@ def timed_on_gpu(run: Run, runs: int) -> tuple[float, float]:
 
 
 def between(events: list[list[torch.cuda.Event]]) -> tuple[float, float]:
-    """Milliseconds between pairs of events, as `timed` gives them."""
+    """Return the median of the milliseconds between pairs of events, and the distance between their quartiles."""
     torch.cuda.synchronize()
     low, middle, high = quantiles([start.elapsed_time(stop) for start, stop in events], n=4)
     return middle, high - low
@@ -88,7 +90,7 @@ def between(events: list[list[torch.cuda.Event]]) -> tuple[float, float]:
 def timed_in_a_model(
     model: PreTrainedModel, prefill: SparsePrefill, call: AttentionCall, passes: int = 5
 ) -> tuple[float, float]:
-    """The same by events around the attention of each layer that a chunk passes through, as `build-index` runs it."""
+    """Time by CUDA events the attention of each layer while a chunk passes through a model, as in `build-index`."""
     events: list[list[torch.cuda.Event]] = []
 
     def attend(asked: AttentionCall) -> torch.Tensor:
@@ -106,7 +108,7 @@ def timed_in_a_model(
 
 
 def chunk_call(shape: Shape, before: int, chunk: int) -> AttentionCall:
-    """A chunk of random queries after so many random keys."""
+    """Make the attention call of a chunk of random queries after `before` random keys."""
     generator = torch.Generator(shape.device).manual_seed(0)
     rows = partial(torch.randn, generator=generator, device=shape.device, dtype=shape.dtype)
     query = rows(shape.heads * shape.group, chunk, shape.dims)
@@ -115,7 +117,10 @@ def chunk_call(shape: Shape, before: int, chunk: int) -> AttentionCall:
 
 
 def dense(call: AttentionCall, *, grouped: bool, masked: bool = False) -> Run:
-    """Causal attention to everything; `masked`, for kernels that know no causal mask but a square's, by its values."""
+    """Return a run of causal attention to all keys.
+
+    `masked` passes the mask as a tensor, for kernels that support only square causal masks otherwise.
+    """
     group = len(call.query) // len(call.keys)
     keys, values = (rows if grouped else rows.repeat_interleave(group, 0) for rows in (call.keys, call.values))
     queries, tokens = call.query.shape[1], keys.shape[1]
@@ -130,7 +135,10 @@ def dense(call: AttentionCall, *, grouped: bool, masked: bool = False) -> Run:
 
 
 def in_two_parts(call: AttentionCall) -> torch.Tensor:
-    """The same by cuDNN, which knows no causal mask but a square's: what is before the chunk, and the chunk, merged."""
+    """Compute causal attention to all keys by cuDNN, which supports only square causal masks.
+
+    The keys before the chunk and the chunk's keys are attended separately, and the two outputs are merged.
+    """
     before, outputs, totals = call.keys.shape[1] - call.query.shape[1], [], []
     for part, causal in ((slice(None, before), False), (slice(before, None), True)):
         keys, values = call.keys[None, :, part], call.values[None, :, part]
@@ -145,13 +153,13 @@ def in_two_parts(call: AttentionCall) -> torch.Tensor:
 
 
 def with_kernel(backend: SDPBackend, run: Run) -> torch.Tensor:
-    """A form of dense attention by one of torch's kernels alone."""
+    """Run dense attention with one of torch's kernels only."""
     with sdpa_kernel(backend):
         return run()
 
 
 def dense_on_gpu(call: AttentionCall) -> Iterator[tuple[str, Run]]:
-    """Forms of dense attention by name; of those that are not there a run raises RuntimeError."""
+    """Yield runs of dense attention by name, one for each kernel; RuntimeError in a run means that it is missing."""
     flash, cudnn, efficient = (
         SDPBackend.FLASH_ATTENTION,
         SDPBackend.CUDNN_ATTENTION,
@@ -169,7 +177,10 @@ def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def as_graph(run: Run) -> tuple[Run, torch.Tensor]:
-    """Replays of a run, and where they write; RuntimeError where a run waits for the GPU."""
+    """Capture a run as a CUDA graph; return a run that replays it, and the tensor that a replay writes.
+
+    Raises RuntimeError if the run waits for the GPU.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -191,7 +202,7 @@ def show(name: str, took: tuple[float, float], best: float) -> None:
 
 
 def time_on_gpu(call: AttentionCall, sparse: dict[str, SparsePrefill], runs: int) -> None:
-    """Each form of dense attention, then sparse prefills, each against the fastest of these."""
+    """Time each kernel of dense attention, then sparse prefills; print each one's speed-up over the fastest kernel."""
     found: dict[str, tuple[float, float]] = {}
     expected = dense(call, grouped=True)()
     for name, form in dense_on_gpu(call):
@@ -226,7 +237,7 @@ def time_on_gpu(call: AttentionCall, sparse: dict[str, SparsePrefill], runs: int
 
 
 def time_on_cpu(call: AttentionCall, sparse: dict[str, SparsePrefill], runs: int) -> None:
-    """Two forms of dense attention, then sparse prefills, each against the faster of these."""
+    """Time two calls of dense attention, then sparse prefills; print each one's speed-up over the faster call."""
     found = {name: timed(dense(call, grouped=name == "grouped"), runs) for name in ("grouped", "repeated")}
     best = min(took[0] for took in found.values())
     for name, took in found.items():

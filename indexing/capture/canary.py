@@ -1,4 +1,7 @@
-"""Compare a model's own attention with ours, on a few tokens before the prefill, and over the stored rows after it."""
+"""Compare a model's own attention with sparsekv's, on a few tokens before the prefill, and over the stored rows after.
+
+The model's top logits at a few tokens are stored as the canary, and those at the last token as the probe.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,17 +43,19 @@ from sparsekv.kernels.common.hook import AttentionCall, alone, route_attention
 from sparsekv.kernels.common.states import LayerKinds, State, layer_kinds
 
 TOKENS, DOCUMENT, CHUNK, SINGLE = 48, 32, 16, 2
-"""Tokens of the trial, captured tokens among them, tokens per chunk, and last tokens that are fed one by one."""
+"""Tokens of the trial in `preflight`, captured tokens among them, tokens per chunk, and last tokens that are fed one by
+one."""
 TOLERANCE = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1e-1}
-"""Largest difference of logits, relative to the largest logit. Rounding stays below it, even if it routes a token to
-another expert; a missing mask or scale does not."""
+"""Largest difference between the model's own logits and those over captured rows, relative to the largest logit.
+Rounding stays below it, even if it routes a token to another expert. A missing mask or scale does not."""
 
 
 @torch.inference_mode()
 def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> int:
-    """Check on a few tokens of a prompt that an index can follow the model.
+    """Check on a few tokens of a prompt that attention over captured keys and values gives the model's own logits.
 
-    Takes six forward passes over at most 48 tokens. All processes that share a model must call this together.
+    Takes six forward passes over at most 48 tokens, and six more if the first comparison fails. All processes that
+    share a model must call this together.
 
     Args:
         input_ids: [N] int64, the prompt.
@@ -59,7 +64,7 @@ def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> int
         The bytes of the states that the model's layers keep after any number of tokens.
 
     Raises:
-        SparsekvError: the model lacks tokens of the prompt, or an index cannot follow it.
+        SparsekvError: the model lacks tokens of the prompt, or the logits differ by more than rounding explains.
     """
     _check_ids(model, input_ids, name)
     ids = input_ids.repeat(-(-TOKENS // len(input_ids)))[:TOKENS].to(model.device)
@@ -175,15 +180,15 @@ def _answer_logits(model: PreTrainedModel, ids: torch.Tensor, cache: _AnswerCach
 
 
 RUN = 8
-"""Number of tokens of a run, in one forward pass. Their median difference counts, so that a single token that is routed
-to another expert has no effect."""
+"""Number of tokens of a canary run, in one forward pass. The median of the tokens' differences counts, so that a single
+token that is routed to another expert has no effect."""
 QUARTERS = (1, 2, 3, 4)
-"""Ends of the runs, in quarters of the prompt."""
+"""Ends of the canary runs, in quarters of the prompt."""
 
 
 @dataclass(frozen=True)
 class CanaryRun:
-    """Logits [Q, vocabulary] of the tokens up to `position`, by the model's own attention (`own`) and by ours."""
+    """Logits [Q, vocabulary] of the Q tokens up to `position`, by the model's own attention and by sparsekv's."""
 
     position: int
     own: torch.Tensor
@@ -191,13 +196,13 @@ class CanaryRun:
 
     @property
     def difference(self) -> float:
-        """Median difference of the logits over the tokens, relative to each token's largest logit."""
+        """Median over the tokens of the difference of their logits, relative to the token's largest logit."""
         found = [difference(top_logits(own), ours) for own, ours in zip(self.own, self.ours, strict=True)]
         return float(torch.tensor(found).median())
 
 
 def canary_positions(model: PreTrainedModel, tokens: int) -> list[int]:
-    """Return the ascending positions at which runs end: after each quarter of a prompt, the last at its last token.
+    """Return the ascending positions at which canary runs end: the last token of each quarter of a prompt.
 
     If RoPE frequencies depend on the sequence's length (dynamic, longrope), only the last position is returned. A run
     in the middle would rotate its queries by other frequencies than the stored keys have.
@@ -208,11 +213,11 @@ def canary_positions(model: PreTrainedModel, tokens: int) -> list[int]:
 
 
 def canary_runs(model: PreTrainedModel, tokens: int, prefix_tokens: int) -> list[tuple[int, int]]:
-    """Return for each run the number of tokens before it and its last position.
+    """Return for each canary run the number of tokens before it and its last position.
 
-    If layers keep a state, runs begin after the `prefix_tokens` reused tokens, because the states before are not known.
-    A further run then has the last token alone, over the state that an opened index has before this token. In a longer
-    run, int8 rows of its tokens would change the states after these tokens.
+    If layers keep a state, runs begin after the `prefix_tokens` reused tokens, because states before are not known. A
+    further run is then the last token alone, from the state that the index stores before this token. In a longer run,
+    the int8 rows of the run's first tokens would change the state before the last token.
     """
     keeps = bool(layer_kinds(model.config).keeping)
     first = prefix_tokens if keeps else 0
@@ -228,7 +233,7 @@ def run_canary(
     states: Mapping[int, State],
     prefix_tokens: int = 0,
 ) -> list[CanaryRun]:
-    """Run the tokens of each of `canary_runs` over the stored rows, by the model's attention and by ours.
+    """Run the tokens of each of `canary_runs` over the stored rows, by the model's own attention and by sparsekv's.
 
     Memory: that of `rows` for a layer, and that of the model's attention for RUN tokens.
 
@@ -321,7 +326,8 @@ def compare_state(
 ) -> None:
     """Check a stored state before a build reuses it: compare stored keys and values with those computed from the state.
 
-    In an int8 index the median over tokens counts in each layer, because rounding may route a token to another expert.
+    The largest distance of a token in any layer counts. In an int8 index it is the largest of the layers' medians over
+    tokens, because rounding may route a token to another expert.
 
     Args:
         before: number of tokens before the state.
@@ -370,7 +376,7 @@ def judge_canary(runs: Sequence[CanaryRun], dtype: torch.dtype, name: str) -> tu
         dtype: the dtype whose tolerance holds, see `rounding_dtype`.
 
     Raises:
-        SparsekvError: our attention differs from the model's own beyond rounding, or its logits are not finite.
+        SparsekvError: sparsekv's attention differs from the model's own beyond rounding, or logits are not finite.
     """
     for run in runs:
         if not run.own.isfinite().all():

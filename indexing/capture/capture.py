@@ -93,6 +93,8 @@ def rows_as_stored(
 
     Args:
         rows: returns the exact keys and values of a layer.
+        kv_dtype: the storage dtype; None for the model's dtype, which needs no rounding.
+        taken: int8 rows of an earlier index, which replace the first rows.
     """
     exact = rows(layer)
     return exact if kv_dtype is None else context_rows(in_8_bits(exact, layer, taken), exact[0].dtype).part(slice(None))
@@ -122,7 +124,7 @@ class CapturedQueries:
     """Captured queries of one layer.
 
     Args:
-        tail: the last R queries [Hq, R, D].
+        tail: the queries [Hq, R, D] of the prompt's last R tokens.
         sink_logits: learned attention-sink logits [Hq]; None if the layer has none.
         sample: queries [Hq, P, D] at the sampled positions; None for a layer with a sliding window.
     """
@@ -160,7 +162,7 @@ class BegunPrefill:
     queries: Sequence[Mapping[str, torch.Tensor]]
 
     def kept(self, kind: str, layer: int) -> torch.Tensor | None:
-        """Return a layer's queries [Hq, n, D] of the kind `sample` or `tail` in all chunks; None if there are none."""
+        """Return a layer's stored queries [Hq, n, D] of the kind `sample` or `tail`, of all chunks; None for none."""
         parts = [chunk[name] for chunk in self.queries if (name := _query_name(kind, layer)) in chunk]
         return torch.cat(parts, 1) if parts else None
 
@@ -173,8 +175,8 @@ def _query_name(kind: str, layer: int) -> str:
 class _Recorder:
     """Attention function of a capture, which attends as the prefill does, and stores keys, values and queries.
 
-    The stored queries are those of the last `tail` tokens, and those at the ascending `positions` [P]. `prefix_queries`
-    returns the queries at positions in the prefix, because the prefix is not prefilled.
+    The stored queries are those of the last `tail` tokens, and those at the ascending `positions` [P]. The first
+    `prefix_tokens` tokens are not prefilled, and so `prefix_queries` returns the queries at their positions.
     """
 
     layers: Mapping[int, ContextLayer]
@@ -206,7 +208,8 @@ class _Recorder:
         self._keep_tail(call)
         if call.window is None:
             self._keep_sample(call)
-        # The last token's logits become the probe, which is later compared with dense attention over the stored rows.
+        # The last token attends densely in a sparse prefill, too. The probe has this token's logits by dense attention
+        # over the stored rows, of which the token's own row is one.
         dense = call.keys.shape[1] == self.tokens and not self.prefill.exact
         return (DensePrefill() if dense else self.prefill).attend(call, self.sinks)
 
@@ -270,9 +273,9 @@ class _Recorder:
 class Capture:
     """A finished prefill: the rows of each layer that attends, and the last token's logits [vocabulary] in float32.
 
-    `states` are copies of the layers' states, by the number of tokens before each copy. `take` returns a layer's keys,
-    values and queries, and frees the layer's rows in the cache. `take_queries` returns only the queries, and frees the
-    rows too.
+    `states` are copies of the layers' states, by the number of tokens after which each was copied. `take` returns a
+    layer's keys, values and queries, and removes them here. `take_queries` returns only the queries, and frees the
+    layer's keys and values.
     """
 
     logits: torch.Tensor
@@ -350,7 +353,7 @@ def capture(
     """Prefill `input_ids` in chunks and return every layer's keys, values and queries.
 
     Raises:
-        SparsekvError: the model attends in a way that no index can follow.
+        SparsekvError: the model attends in a way that an index cannot reproduce.
 
     Args:
         input_ids: [N] int64.
@@ -361,7 +364,7 @@ def capture(
         prefill: the attention of chunks; dense by default. With a sparse prefill, the last token runs separately, with
             dense attention.
         sinks: number of first tokens that every chunk of a sparse prefill attends to.
-        prefix_tokens: leading tokens whose keys and values are already known (an edited document).
+        prefix_tokens: number of leading tokens whose keys and values are already known (of an edited document).
         prefix: returns keys and values [Hk, >= prefix_tokens, D] of a layer; needed with `prefix_tokens`.
         prefix_queries: returns a layer's queries at positions in the prefix; needed if `positions` has some there.
         prefix_state: the state after the prefix, if layers keep a state.

@@ -28,7 +28,7 @@ def queries_of_tokens(
 
     The result has an entry for each layer with full attention. Only the tokens at `positions` run through the model,
     because a token's query depends on other tokens only through their keys and values. Allocates these queries, the
-    model's memory for a chunk, one layer's rows, and twice LOGIT_BYTES.
+    model's memory for a chunk, one layer's rows, and three times LOGIT_BYTES.
 
     Args:
         input_ids: [N] int64.
@@ -67,7 +67,8 @@ def _attend_at(call: AttentionCall, at: torch.Tensor, keys: torch.Tensor, values
     return torch.cat(parts, 2).flatten(0, 1)
 
 
-LEAST_TOLERANCE = 1e-4  # error relative to the length of a pair of channels; a wrong RoPE has an error of about 1
+# Largest error of a predicted rotation, relative to the length of a pair of channels. A wrong RoPE has an error near 1.
+LEAST_TOLERANCE = 1e-4
 SMALL_PAIR = 1e-3  # share of the mean absolute channel that is added to a pair's length, because of rounding errors
 LAST_TOKENS = 256
 """Number of last tokens of a prompt among which the token to measure with is chosen."""
@@ -78,11 +79,13 @@ UNTURNED = RopeFacts(frequencies=[], interleaved=False)
 def measure_rotations(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[int, RopeFacts | None]:
     """Measure each layer's RoPE for a sequence of the prompt's length, by two forward passes over one token.
 
-    The rotation does not include a scale that all positions share, such as YaRN's. If the frequencies depend on the
-    length of the sequence (dynamic, longrope), those for the prompt's length are returned.
+    The token runs at position 0 and at position N - 1. A layer's RoPE is the one of the model's sets of frequencies
+    that predicts the second key from the first. It does not include a scale that all positions share, such as YaRN's.
+    If the frequencies depend on the length of the sequence (dynamic, longrope), those for the prompt's length are
+    returned.
 
     Args:
-        input_ids: [N] int64; N - 1 is the position to measure at.
+        input_ids: [N] int64, from whose last tokens the token is chosen.
 
     Returns:
         One entry per layer that attends; None if none of the model's rotary embeddings predicts the layer's keys.

@@ -43,7 +43,7 @@ class TryModel:
 
 @dataclass(frozen=True)
 class RunPrompt:
-    """Prefill input_ids [N] and keep the capture; the options are keyword arguments of `capture`."""
+    """Prefill input_ids [N] and hold the captured rows for later requests; `options` are arguments of `capture`."""
 
     input_ids: torch.Tensor
     options: Mapping[str, Any]
@@ -69,7 +69,7 @@ ModelRun = TryModel | RunPrompt | RunCanary | MeasureRotations
 
 
 class SharedRows(ABC):
-    """Lets processes that each capture a part of the heads write their rows to the same files of an index."""
+    """Lets processes, each of which captures a part of the heads, write their rows to the same files of an index."""
 
     @abstractmethod
     def share(self, folder: Path, files: Mapping[str, SharedFile]) -> bool:
@@ -100,7 +100,7 @@ class Team(ABC):
     """Lets the processes write their heads' rows to the same files. None if each process captures all heads, and this
     process writes all rows."""
     starts_after_prefix: bool
-    """Whether a run can start after tokens whose keys and values the folder's index has."""
+    """Whether a prefill can start after tokens whose keys and values the index in the build's folder has."""
 
     @property
     def has_all_heads(self) -> bool:

@@ -35,12 +35,12 @@ from sparsekv.indexing.indexers.interface import Tensors
 
 
 def follow(ranks: Ranks, loaded: LoadedModel) -> None:
-    """Carry out the first rank's requests until its build no longer needs this rank.
+    """Carry out the first rank's requests until the first rank's build no longer needs this rank.
 
-    Memory: during the prefill, this rank's share of the model, and a cache of N rows for its own heads. A layer's rows
-    are freed when they are written or sent, and all remaining rows before methods are built. From then on, the memory
-    of `make_layers_from`, for layers with all heads, as on the first rank. In page-locked memory, each writing thread
-    allocates 16 MiB, and reading allocates 256 MiB.
+    During the prefill, this rank allocates its share of the model, and N rows of its own heads in each layer. A layer's
+    rows are freed when they are written or sent, and all remaining rows before methods are built. Then it allocates the
+    memory of `make_layers_from`, for layers with all heads, as the first rank does. In page-locked memory of the host,
+    each writing thread allocates 16 MiB, and reading allocates 256 MiB.
 
     Raises:
         ArtifactError: this rank's rows could not be written, or files could not be read.
@@ -61,7 +61,8 @@ def follow(ranks: Ranks, loaded: LoadedModel) -> None:
 class _Follower:
     """State of a rank between two requests.
 
-    `own` is the rank's last capture. `sums` computes and sends the checksums of shared files.
+    `own` is the capture of the rank's last prefill. `sums` computes the checksums of files that all ranks have written,
+    and sends them to the first rank.
     """
 
     ranks: Ranks

@@ -36,7 +36,7 @@ class SplitRows(SharedRows):
     """Writes the rows of a model whose KV heads are split over ranks: each rank writes its own heads."""
 
     own: Capture | None = None
-    """This rank's last capture."""
+    """The capture of this rank's last prefill."""
     files = frozenset[str]()
     """Names of the files that all ranks write. Once all ranks have written their part of a file, each can read it."""
     _sums: ReceivedSums
@@ -57,8 +57,8 @@ class SplitRows(SharedRows):
         # A reused file already has a checksum.
         number = self._sums.give() if layer_file("context", layer) in self.files else 0
         self.ranks.share(EndLayer(layer, number))
-        # The file may only be named once all ranks have written their rows. Receiving their queries is no
-        # proof: on a GPU, this process goes on before the queries have arrived.
+        # The file may only become part of the index once all ranks have written their rows. A call that receives the
+        # ranks' queries is no proof: on a GPU it returns before the queries have arrived.
         self.ranks.wait_for_all(written)
         joined = join_queries(self.ranks, self.own.take_queries(layer))
         assert joined is not None
@@ -66,7 +66,10 @@ class SplitRows(SharedRows):
 
 
 class Leader(Team):
-    """Requests from the other ranks each run of the model, the heads that they captured, and the tensors of methods.
+    """Team of the first rank and the other ranks.
+
+    The first rank asks the others to run the model with it, to send the heads that they captured, and to build methods'
+    tensors.
 
     Args:
         split: the KV heads are split over the ranks. Otherwise each rank captures all heads.

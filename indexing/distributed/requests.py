@@ -25,7 +25,7 @@ _UNREADABLE = bytes(_SUM)  # all zeros: the file could not be read; no file has 
 
 
 class ReceivedSums:
-    """The first rank's side of checksums: assigns layers' files to ranks in turn, and receives the checksums."""
+    """The first rank's side of the exchange of checksums: assigns files to ranks in turn, and receives checksums."""
 
     def __init__(self, ranks: Ranks, channel: Channel):
         self._ranks, self._channel, self._given = ranks, channel, 0
@@ -51,7 +51,7 @@ class ReceivedSums:
 
 
 class SentSums:
-    """The other ranks' side of checksums: computes the checksums of files in threads, and sends them in order."""
+    """The other ranks' side of the exchange: computes checksums of files in threads, and sends them in order."""
 
     def __init__(self, channel: Channel):
         self._channel = channel
@@ -85,8 +85,8 @@ Read = Callable[[str], Tensors]
 def give_memory_back(device: torch.device) -> None:
     """Release the GPU memory that torch caches but does not use.
 
-    torch keeps freed memory, such as that of this rank's captured rows, for the streams that used it. The threads that
-    read layers have their own streams, for which torch would allocate new memory.
+    torch keeps freed memory, such as that of captured rows, for the CUDA streams that used it. The threads that read
+    layers have their own streams, for which torch would allocate new memory in addition.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -175,10 +175,10 @@ class EndLayer:
 
 @dataclass(frozen=True)
 class MakeLayers:
-    """Request to reply whether this rank can read all files that the work on these layers reads.
+    """Request to reply whether this rank can read all files that building these layers reads.
 
-    If all ranks can, each builds the layers that are its turns, and sends them. `found` has the handles of the files;
-    files that the ranks have written together are not in it.
+    If all ranks can, each builds every `size`-th layer, where `size` is the number of ranks, and sends it to the first
+    rank. `found` has the handles of the files, except those that the ranks have written together.
     """
 
     work: LayerWork

@@ -81,9 +81,9 @@ def share_cores(
 
     Args:
         tokens: number of tokens of one item.
-        of: number of all items, among which the threads are divided, if `items` are only a part of them; None: the
-            number of `items`. The rounding of sums depends on the threads of an item. Therefore the threads of an item
-            must not depend on the number of remaining items.
+        of: the number of items of the whole work, if `items` are only those that remain; None: the number of `items`.
+            The rounding of sums depends on the number of threads that an item has. Therefore this number must not
+            depend on how many items remain.
     """
     threads = torch.get_num_threads()
     together = max(1, min(threads, MOST_ITEMS, of or len(items), MOST_TOKENS // max(1, tokens)))
@@ -101,7 +101,7 @@ def share_cores(
 
 
 def split_blocks(tensors: Tensors) -> list[Tensors]:
-    """Split joined tensors into the tensors of each block; the inverse of `join_blocks`.
+    """Split tensors that `join_blocks` has joined into the tensors of each block.
 
     In each block clusters are numbered from 0. The result has no token_offsets.
 
@@ -132,7 +132,7 @@ def _first_clusters(counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor
     """Return the first cluster of each block in one level, followed by the level's number of clusters.
 
     Empty clusters come last in their block. Therefore a block's first cluster is the first cluster whose tokens end
-    after the block's offset. All heads have the same number of clusters in a block.
+    after the block's first token. The first head is enough, because a block has as many clusters in every head.
 
     Args:
         counts: [Hk, C], token counts of the level's clusters.
@@ -192,7 +192,8 @@ class ClusterIndexer(Indexer):
     ) -> Tensors:
         """Cluster tokens as one block, and return the tensors of `level_tensors`.
 
-        Allocates a copy of the keys in float32. Each outlier adds a cluster to the finest level.
+        Each of the outliers, the share `outliers` of the tokens, adds a cluster to the finest level. Allocates the keys
+        twice in float32.
 
         Args:
             keys, values: [Hk, M, D].

@@ -21,7 +21,8 @@ SHARES: list[float] = torch.logspace(-3, 0, 61, dtype=torch.float64).tolist()
 class KeepCurve:
     """Distribution of cluster scores over layers, heads and queries, weighted by the token count of each cluster.
 
-    The distribution is a histogram of log2 scores, whose size does not grow with the context.
+    It gives the share of tokens that a score threshold keeps, and the threshold that keeps a share. The distribution is
+    a histogram of log2 scores, whose size does not grow with the context.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,10 @@ class KeepCurve:
         self.tokens = 0.0
 
     def add(self, scores: torch.Tensor, counts: torch.Tensor, tokens: float) -> None:
-        """Add scores [Hk, Q, C] of clusters with counts [Hk, Q or 1, C]; each query selects among `tokens` tokens."""
+        """Add the scores [Hk, Q, C] of clusters for Q queries; `counts` [Hk, Q or 1, C] are the clusters' tokens.
+
+        `tokens` is the number of all tokens of a head, the whole of which the kept tokens are a share.
+        """
         bins = _bins(scores)
         weights = counts.expand_as(scores).double()
         # The counts are summed on the scores' device, because there may be millions of scores. The order of atomic
@@ -57,7 +61,7 @@ class KeepCurve:
         return float(self.weight[first:].sum()) / self.tokens
 
     def points(self) -> list[list[float]]:
-        """Return [[share kept, threshold], ...] for shares rising from 0.001 to 1."""
+        """Return [[share of tokens kept, score threshold], ...] for shares rising from 0.001 to 1."""
         return [[keep, threshold] for keep, threshold in zip(SHARES, self._thresholds(SHARES), strict=True)]
 
 
@@ -101,7 +105,10 @@ class LayerInput:
 
 @dataclass(frozen=True)
 class BuiltLayer:
-    """Input of a calibration: the tensors that a method built for a layer, and the held-out queries [Hq, R, D]."""
+    """Input of a calibration: the tensors that a method built for a layer, and the tail's R queries [Hq, R, D].
+
+    No method builds from the tail's queries.
+    """
 
     tensors: Tensors
     tail_queries: torch.Tensor
@@ -115,10 +122,10 @@ class Indexer(ABC):
     revision: ClassVar[int] = 1
     """Revision, increased when the same parameters give other tensors. Builds reuse no files of other revisions."""
     takes_tokens: ClassVar[bool] = False
-    """Whether the indexer implements `append_layer`, so that an append adds tokens to the existing tensors."""
+    """Whether the indexer implements `append_layer`: an append adds tokens to a layer's existing tensors."""
     learns: ClassVar[bool] = False
-    """Whether appended tokens use codebooks or similar tensors that were learned from earlier tokens, and that may fit
-    new tokens worse. Appends then build the method again at certain lengths of the text (`append.learning_again`)."""
+    """Whether `append_layer` keeps codebooks or similar tensors that were learned from the earlier tokens. They may fit
+    new tokens worse, and so appends build the method again at certain lengths of the text (`append.learning_again`)."""
     by_default: ClassVar[bool] = False
     """Whether the method is built if the user names no method."""
     seed: int = field(default=0, metadata={"help": "Seed of everything random in a build."})
@@ -145,7 +152,7 @@ class Indexer(ABC):
         return
 
     def bytes_per_token(self, head_dim: int) -> float:
-        """Return the method's bytes per indexed token and KV head; 0 if they are few beside keys and values."""
+        """Return the method's bytes per indexed token and KV head; 0 if they are few compared with keys and values."""
         return 0.0
 
     @abstractmethod
@@ -157,17 +164,21 @@ class Indexer(ABC):
         """
 
     def append_layer(self, tensors: Tensors, layer: LayerInput, old_middle: int) -> Tensors:
-        """Build the method's tensors for one layer after tokens were appended to the indexed ones (the middle).
+        """Build the method's tensors for one layer after tokens were appended to the middle, the indexed tokens.
 
         Only indexers with `takes_tokens` implement this.
 
         Args:
             tensors: the tensors built for the first `old_middle` tokens of the middle, with the same parameters.
+            layer: the input with the whole middle.
         """
         raise NotImplementedError
 
     def calibrate(self, layers: Callable[[], Iterator[BuiltLayer]]) -> dict[str, Any]:
-        """Compute values for the manifest that need all layers. Each call of `layers()` iterates over all layers."""
+        """Compute values that need all layers, by name; the manifest stores them.
+
+        Each call of `layers()` iterates over all indexed layers.
+        """
         return {}
 
 

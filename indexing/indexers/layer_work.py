@@ -23,7 +23,9 @@ class LayerWork:
     """Inputs for building one method's tensors of any layer; a `LayerWork` can be sent to another process.
 
     Args:
+        name: the method's name.
         dtype: the index's dtype, such as `bfloat16`.
+        facts: each layer's attention settings, such as its softmax scale.
         in_8_bits: whether the index stores keys, values and the finest clusters' centroids in int8.
     """
 
@@ -68,12 +70,16 @@ class LayerWork:
         return self.stored(self.indexer.build_layer(rows))
 
     def stored(self, tensors: Tensors, before: Tensors | None = None) -> Tensors:
-        """Convert an indexer's tensors of a layer to their stored form; `before`: stored tensors that they extend."""
+        """Convert an indexer's tensors of a layer to the tensors that the index stores, with int8 centroids if any.
+
+        Args:
+            before: the stored tensors that an append has extended.
+        """
         return with_centroids_in_8_bits(tensors, before) if self.in_8_bits else tensors
 
 
 def lend(tensors: Iterable[torch.Tensor]) -> None:
-    """Make tensors that were allocated on a thread's stream safe to use on the default stream."""
+    """Make tensors that a thread allocated on its own CUDA stream safe to use on the default stream."""
     for tensor in tensors:
         if tensor.is_cuda:
             # The thread's stream must not reuse the memory before the default stream is done.
@@ -92,8 +98,8 @@ ALIGNMENT = 64
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or a copy if the tensor is not aligned in the CPU's memory.
 
-    The rounding of products depends on the alignment. Whether tensors come from memory or from a mapped file depends on
-    the speed of writing. Without aligned copies, repeated builds could differ.
+    The rounding of matrix products depends on the alignment. Whether a file's tensors come from memory or from the
+    mapped file depends on how fast files are written. Without aligned copies, repeated builds could differ.
     """
     return tensor if tensor.is_cuda or tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 

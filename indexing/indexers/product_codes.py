@@ -1,6 +1,7 @@
 """Product quantisation of keys: training of codebooks, and a linear transform fitted to the document's queries.
 
-Masses and values of clusters, which represent tokens that are not selected, are fitted, too.
+Clusters represent the tokens that a query does not select. A cluster's mass (its share of the attention) and its value
+are fitted to the document's queries, too.
 """
 
 import math
@@ -20,11 +21,11 @@ AT_ONCE = 16  # positions whose logits are in memory at a time
 
 
 def attended(keys: torch.Tensor, queries: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
-    """Compute the square root of each token's attention weight, averaged over positions: [Hk, M] float32.
+    """Compute the square root of each token's attention weight, averaged over the queries' positions: [Hk, M] float32.
 
-    The attention weight is the mean over the group. The root gives more weight to tokens that only few of the
-    document's queries attend to, because a question may need these tokens. Allocates three times the logits of
-    `AT_ONCE` positions on all tokens; with a soft cap, four times.
+    The attention weight of a position is the mean over the query heads of a KV head. The root gives more weight to
+    tokens that only few of the document's queries attend to, because a question may need these tokens. Allocates three
+    times the logits of `AT_ONCE` positions for all tokens; with a soft cap, four times.
 
     Args: as for `fit_rest`.
     """
@@ -36,9 +37,9 @@ def attended(keys: torch.Tensor, queries: torch.Tensor, facts: LayerFacts) -> to
 
 
 def _chosen(estimates: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Select the best tokens [Hk, P, K] of each position by estimated logits [Hk, G, P, M].
+    """Select the best tokens [Hk, P, K] of each position by estimated logits [Hk, G, P, M]; K is TAKEN * M.
 
-    The exact log-sum-exps `total` [Hk, G, P] convert logits to probabilities.
+    The exact log-sum-exps `total` [Hk, G, P] convert the estimated logits to probabilities.
     """
     weights, estimated_total = softmax_with_logsumexp(estimates)
     # Estimates can exceed the exact logits by so much that the exponential would overflow.
@@ -57,13 +58,14 @@ def fit_rest(
 ) -> Tensors:
     """Fit masses and values of clusters, by which queries attend to the tokens that they do not select.
 
-    Returns rest_bias [Hk, C] float32, which is the log of the factor between a cluster's fitted mass and its estimated
-    mass, and rest_values [Hk, C, D] in the dtype of the values. Allocates four times the logits of `AT_ONCE` positions
-    on all tokens; with a soft cap, five times.
+    A cluster's mass is the attention that its unselected tokens get. Its estimated mass follows from its centroid and
+    the number of these tokens. rest_bias [Hk, C] float32 is the log of the ratio of the fitted mass to the estimated
+    mass. rest_values [Hk, C, D], in the dtype of the values, are the fitted values. Both are returned. Allocates four
+    times the logits of `AT_ONCE` positions for all tokens; with a soft cap, five times.
 
     Args:
         keys, values: [Hk, M, D].
-        queries: [Hk, G, P, D].
+        queries: [Hk, G, P, D], the document's queries at P sampled positions.
         estimated: returns logits [Hk, G, P, M] of queries, estimated from the keys' codes.
         clusters: level0.centroids, level0.value_centroids and level0.counts.
         labels: [Hk, M], the cluster of each token.
@@ -95,11 +97,10 @@ SHRINK = 0.3  # shrinkage of the queries' second moments to isotropy, because a 
 
 
 def query_turn(keys: torch.Tensor, queries: torch.Tensor, parts: int, weights: torch.Tensor) -> torch.Tensor:
-    """Fit the matrix [Hk, D, D] float16 by which queries are multiplied.
+    """Fit the matrix [Hk, D, D] float16 by which queries are multiplied before keys are quantised.
 
-    Keys are multiplied by `key_turn` of this matrix, so that products of queries and keys do not change.
-
-    Allocates three float32 copies of the keys.
+    Keys are multiplied by `key_turn` of this matrix, so that products of queries and keys do not change. The matrix is
+    such that quantisation errors of the keys change these products least. Allocates three float32 copies of the keys.
 
     Args:
         keys: [Hk, M, D].
@@ -177,7 +178,8 @@ def train_codebooks(
 ) -> torch.Tensor:
     """Train centroids [Hk, m, C, D / m] float16 of each part by k-means over keys [Hk, M, D]; C is min(256, M).
 
-    The parts of all heads are clustered together in batched products. Allocates a float32 copy of the keys.
+    A part is D / m neighbouring channels, and is clustered on its own. The parts of all heads are clustered together in
+    batched products. Allocates up to three float32 copies of the keys.
 
     Args:
         weights: [Hk, M], above 0, weights of the keys' quantisation errors; None: equal weights.

@@ -1,9 +1,9 @@
-"""Indexer of the method `codes`: codes of all keys, and clusters that represent unselected tokens.
+"""Indexer of the method `codes`: codes of all indexed keys, and clusters that represent the tokens not selected.
 
 Keys are encoded by product quantisation, as in PQCache (arXiv 2407.12820). Before the quantisation, keys are multiplied
-by a matrix, so that quantisation errors change the logits of the document's queries least. Keys that these queries
-attend to have the largest weights. The clusters are those of Multipole (arXiv 2506.13059), with fitted masses and
-values.
+by a matrix, so that quantisation errors change the logits of the document's queries least. The more these queries
+attend to a key, the more its quantisation error counts. The clusters are those of Multipole (arXiv 2506.13059). The
+attention mass and the value of a cluster are fitted to the document's queries.
 """
 
 from dataclasses import dataclass, field
@@ -29,8 +29,8 @@ from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.kernels.scores.logits import attention_logits
 
 ATTENDED_EVERY, FIT_EVERY = 2, 6
-"""Strides over the sample's positions, for the keys' weights and for the fit of the clusters. Smaller strides change
-output errors by less than 1%, and a build on a CPU takes longer."""
+"""Strides over the sample's positions, for the keys' weights and for the fit of the clusters. With smaller strides, the
+output error of reports changes by less than 1% of itself, and a build on a CPU takes longer."""
 FLOOR = 0.3
 """Weight of a key that none of the document's queries attends to, as a share of the mean weight of its head's keys."""
 
@@ -40,7 +40,7 @@ FLOOR = 0.3
 class CodesIndexer(MultipoleIndexer):
     """Builds codes of the keys of all tokens between sinks and tail, and one cluster per 64 tokens.
 
-    Each cluster has a fitted mass and value.
+    The attention mass and the value of each cluster are fitted to the document's queries.
     """
 
     by_default: ClassVar[bool] = True
@@ -79,7 +79,7 @@ class CodesIndexer(MultipoleIndexer):
         return clusters | self._coded_and_rest(layer, clusters)
 
     def append_layer(self, tensors: Tensors, layer: LayerInput, old_middle: int) -> Tensors:
-        """Keep query_turn and codebooks, encode the new keys with both, and fit the clusters' masses and values again.
+        """Keep the stored query_turn and codebooks, encode the new keys with them, and fit masses and values again.
 
         Codebooks that were trained on fewer than 256 keys are trained again, because they distinguish few keys.
         """

@@ -73,8 +73,9 @@ class CSAttentionIndexer(Indexer):
     def build_layer(self, layer: LayerInput) -> Tensors:
         """Build channels [m, D / m] int32, centroids [Hk, m, C, D / m] float16, and the tensors of `_with_lists`.
 
-        C is `centroids`, or the number of queries if that is smaller. Allocates queries and keys in float32, and one
-        subspace's scores [C, M] at a time.
+        m is the number of subspaces. C is the option `--centroids`, or the number of queries if that is smaller.
+        Allocates queries and keys in float32, one subspace's scores [C, M] at a time, and a few tensors [m, R, M] of
+        one head, for the R queries at FITTED_POSITIONS positions to which the subspaces' weights are fitted.
 
         Raises:
             UsageError: a head does not divide into subspaces, or the layer's pairs of RoPE channels are not known.
@@ -108,10 +109,10 @@ class CSAttentionIndexer(Indexer):
         return kept | lists | {"part_weights": fit_weights(tables, last, layer.keys, layer.facts.softmax_scale)}
 
     def calibrate(self, layers: Callable[[], Iterator[BuiltLayer]]) -> dict[str, Any]:
-        """Compute `cosines`: percentiles 0 to 100 of a query part's cosine to its nearest centroid.
+        """Compute `cosines`: percentiles 0 to 100 of the cosine between a query in a subspace and its nearest centroid.
 
-        The percentiles are over all layers, heads, subspaces, and the first half of the held-out queries. The cosine
-        threshold of `--backoff` is one of these percentiles.
+        The percentiles are over all layers, heads, subspaces, and the first half of the tail's queries, from which no
+        centroid was made. The cosine threshold of `--backoff` is one of these percentiles.
         """
         found = []
         for layer in layers():

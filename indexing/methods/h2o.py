@@ -1,7 +1,7 @@
 """Indexer of H2O (arXiv 2306.14048): the attention of the document's own queries to each middle token.
 
-The attention is summed over a sample of the document's queries. Each query has a causal softmax that includes the
-sinks. As in the paper, the sum favours early tokens, because more queries can attend to early tokens.
+The attention is summed over a sample of the document's queries. A query's softmax is over the sinks and the middle
+tokens up to its own. As in the paper, the sum favours early tokens, because more queries can attend to early tokens.
 """
 
 from dataclasses import dataclass, field
@@ -32,9 +32,9 @@ class H2OIndexer(Indexer):
         return self.query_sample
 
     def build_layer(self, layer: LayerInput) -> Tensors:
-        """Build scores [Hk, M] float32: attention summed over the sample and averaged over the group.
+        """Build scores [Hk, M] float32: attention summed over the sampled queries and averaged over the query heads.
 
-        Allocates 64 MB of logits at a time.
+        Allocates 64 MB of logits at a time, a few times over.
         """
         assert layer.queries is not None
         assert layer.positions is not None

@@ -1,8 +1,8 @@
 """Indexer of Multipole Attention (arXiv 2506.13059, section 3): blockwise clusters with key and value centroids.
 
-With blocks of W tokens, tokens can be appended without clustering all old tokens again. Only the last block changes,
-which has between alpha = W / 2 and W + alpha tokens. RetroInfer (arXiv 2505.02922) also clusters in segments and
-estimates attention from centroids.
+With blocks of W tokens, tokens can be appended without clustering all old tokens again. Only the last block changes. It
+has at least alpha = W / 2 tokens, and is split when it reaches W + alpha. RetroInfer (arXiv 2505.02922) also clusters
+in segments and estimates attention from centroids.
 """
 
 from collections.abc import Iterator
@@ -54,16 +54,16 @@ class MultipoleIndexer(ClusterIndexer):
     def build_layer(self, layer: LayerInput) -> Tensors:
         """Build the joined levels of all blocks, and block_offsets [blocks + 1] int32, which count indexed tokens.
 
-        Allocates one block's keys twice in float32. On a GPU, the keys of `AT_ONCE` blocks are allocated twice in
-        float32, and copies of these blocks' keys and values.
+        Allocates one block's keys twice in float32. On a GPU, up to `AT_ONCE` blocks are clustered together. Then the
+        keys of all these blocks are allocated twice in float32, and their keys and values are copied.
         """
         return self._join(layer, [], block_offsets(layer.keys.shape[1], self.block))
 
     def append_layer(self, tensors: Tensors, layer: LayerInput, old_middle: int) -> Tensors:
-        """Keep closed blocks; append up to MOST_JOINS * STEP tokens to the clusters of the last block.
+        """Keep all blocks but the last, and append up to MOST_JOINS * STEP tokens to the clusters of the last block.
 
-        With more tokens, or if the last block closes, the last block's tokens are clustered from scratch. This then
-        costs less and gives better clusters. Allocates the same as `build_layer`.
+        With more tokens, or if the last block is split, its tokens are clustered from scratch, which then takes less
+        time and gives better clusters. Allocates the same as `build_layer`.
         """
         offsets = block_offsets(layer.keys.shape[1], self.block)
         blocks = split_blocks(tensors)
@@ -74,7 +74,7 @@ class MultipoleIndexer(ClusterIndexer):
         return self._join(layer, blocks, offsets)
 
     def _join(self, layer: LayerInput, blocks: list[Tensors], offsets: list[int]) -> Tensors:
-        """Cluster the blocks of `offsets` that follow the given `blocks`, and join all blocks."""
+        """Cluster the blocks that are not in `blocks`, and join all blocks; `offsets` are those of all blocks."""
         runs = equal_neighbours(offsets[len(blocks) :], self._together(layer.keys))
         made = [block for run in runs for block in self._cluster_blocks(layer, run)]
         return join_blocks(blocks + made) | {"block_offsets": torch.tensor(offsets, dtype=torch.int32)}

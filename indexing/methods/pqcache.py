@@ -1,8 +1,8 @@
 """Indexer of PQCache (arXiv 2407.12820): product quantisation of the middle keys, with one byte per subspace.
 
-For each KV head, the channels are split into `--pq-bytes` subspaces. Each subspace is clustered separately; on a CPU by
-faiss's k-means, as in faiss's product quantiser. Each byte of a key's code is the index of the nearest centroid in a
-subspace. A subspace has 256 centroids, but at most one per key.
+For each KV head, the channels are split into `--pq-bytes` subspaces. The keys of each subspace are clustered separately
+by k-means. Each byte of a key's code is the index of the nearest centroid in a subspace. A subspace has 256 centroids,
+or one for each key if there are fewer keys.
 """
 
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class PQCacheIndexer(Indexer):
     def build_layer(self, layer: LayerInput) -> Tensors:
         """Build codebooks [Hk, m, C, D / m] float16, and codes [Hk, M, m] uint8, the nearest of the float16 centroids.
 
-        Allocates the keys once more in float32.
+        Allocates the keys up to three times in float32.
         """
         codebooks = train_codebooks(layer.keys, self.pq_bytes, self.iterations, self.seed)
         return {"codebooks": codebooks, "codes": encode(layer.keys, codebooks)}

@@ -1,9 +1,9 @@
 """Indexer of Squeezed Attention (arXiv 2411.09688): k-means of keys (section 3.1) and a hierarchy (section 3.3).
 
 Keys are clustered by cosine, and a centroid is the mean of its cluster's unnormalised keys. The centroids are clustered
-again for each coarser level. The global threshold (appendix C) is calibrated on the first half of the held-out tail's
-queries. Decoding and a question's prefill have separate thresholds, because averaging over a question's queries
-flattens the scores.
+again for each coarser level. The global threshold (appendix C) is calibrated on the first half of the tail's queries;
+the tail's keys are not clustered. Decoding and a question's prefill have separate thresholds, because averaging over a
+question's queries flattens the scores.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from sparsekv.indexing.indexers.interface import BuiltLayer, KeepCurve, LayerInp
 from sparsekv.kernels.scores.logits import attention_logits, scores_from_logits
 
 QUESTION_TOKENS = 16  # queries over which one calibrated prefill lookup averages its scores
-REPORTED_KEEP = 0.05  # share of kept tokens at which the manifest states the share kept for held-out queries
+REPORTED_KEEP = 0.05  # a share of tokens; the manifest states the share that its threshold keeps for held-out queries
 
 
 @indexers.register("squeezed")
@@ -32,7 +32,10 @@ class SqueezedIndexer(ClusterIndexer):
         return self.cluster(layer.keys, layer.values, layer.split.sinks)
 
     def calibrate(self, layers: Callable[[], Iterator[BuiltLayer]]) -> dict[str, Any]:
-        """Calibrate thresholds and keep rates for `decode` and `prefill`, `flat` and, with levels, `hierarchical`."""
+        """Calibrate the score thresholds of each kind of lookup, and the share of tokens that each threshold keeps.
+
+        The kinds are `decode` and `prefill`; each has a `flat` lookup and, with several levels, a `hierarchical` one.
+        """
         deepest = len(self.levels) - 1
         found = {
             kind: {"flat": _Lookup(group, 0)} | ({"hierarchical": _Lookup(group, deepest)} if deepest else {})
@@ -54,8 +57,9 @@ class SqueezedIndexer(ClusterIndexer):
 class _Lookup:
     """Calibration of one kind of lookup, level by level from the coarsest.
 
-    Each coarse level gets a threshold that keeps half of the tokens that the level above keeps. The finest level gets a
-    curve: the share of tokens kept at each threshold.
+    Each level but the finest gets a threshold. The coarsest level's keeps half of all tokens, and each further one
+    keeps half of the tokens that the level above keeps. The finest level gets a curve: the share of tokens kept at each
+    threshold. `group` is the number of queries whose scores are averaged, and `coarse` the index of the coarsest level.
     """
 
     group: int
@@ -90,7 +94,11 @@ class _Lookup:
 def _level_scores(
     layer: BuiltLayer, coarse: int, thresholds: list[float], group: int, *, held_out: bool
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return scores and counts of the first level without a threshold, and M; clusters not opened have a count of 0."""
+    """Return scores and counts of the clusters of the first level without a threshold, and the number of tokens M.
+
+    Clusters whose parent does not reach its level's threshold have a count of 0. With `held_out`, the queries are the
+    second half of the tail's, otherwise the first half.
+    """
     half = layer.tail_queries.shape[1] // 2
     queries = layer.tail_queries[:, half:] if held_out else layer.tail_queries[:, :half]
     level, alive = coarse, torch.ones((), device=queries.device)

@@ -90,7 +90,7 @@ class SparsePrefill(Prefill):
 
     @abstractmethod
     def scores(self, query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
-        """Score each key [Hk, T, D] before a chunk for the chunk's queries [Hk, G, B, D]; returns [Hk, T]."""
+        """Score the keys [Hk, T, D] before a chunk for its queries [Hk, G, B, D]; return [Hk, T], best highest."""
 
     def choose(self, query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts, first: int, last: int) -> torch.Tensor:
         """Select the keys [Hk, T, D] before a chunk that its queries [Hk, G, B, D] attend to: indices [Hk, K] int64.
@@ -101,7 +101,10 @@ class SparsePrefill(Prefill):
         return best_keys(self.scores(query, keys, facts), self.prefill_budget, first, last)
 
     def attend(self, call: AttentionCall, sinks: int) -> torch.Tensor:
-        """Attend to the selected rows and the chunk's rows, which are copied; sliding windows are attended in full."""
+        """Attend to the selected rows and the chunk's rows, which are copied.
+
+        Attention is dense in layers with a sliding window, and if at most `prefill_budget` tokens are before the chunk.
+        """
         before = call.keys.shape[1] - call.query.shape[1]
         if call.window is not None or before <= self.prefill_budget:
             return DensePrefill().attend(call, sinks)

@@ -13,8 +13,8 @@ from sparsekv.kernels.scores.logits import attention_logits, softmax_with_logsum
 def takes_chunk(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether `chunk_causal` supports these tensors.
 
-    `chunk_causal` needs CPU tensors with a contiguous last axis, queries that are not float64, and queries and values
-    of equal width. Torch's kernel does not check this.
+    `chunk_causal` needs CPU tensors with a contiguous last axis, and queries that are not float64. Queries and values
+    must have the same number of channels. Torch's kernel does not check this.
     """
     rows = query, keys, values
     alike = query.shape[-1] == values.shape[-1] and query.dtype != torch.float64
@@ -22,18 +22,19 @@ def takes_chunk(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -
 
 
 def chunk_causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """Compute causal attention of queries at the last positions of the keys.
+    """Compute causal attention of a chunk of Q queries to T keys, of which the last Q are the chunk's keys.
 
-    The queries of all heads that share keys are rows of one matrix product. Torch's kernel runs without a mask. This
-    function takes three quarters of the time of torch's attention, which reads a mask for each head. The chunk's own
-    keys and the earlier keys are attended separately. Their log-sum-exps merge the two softmaxes into one. Torch's
-    public function does not return log-sum-exps, and so its internal operator is called.
+    The chunk's keys and the earlier keys are attended separately, and so torch's kernel needs no mask for the earlier
+    keys. The log-sum-exps of both parts merge the two softmaxes into one. Torch's public function does not return
+    log-sum-exps, and so its internal operator is called. The queries of all heads that share earlier keys are rows of
+    one matrix product. This function takes three quarters of the time of torch's attention with a mask.
 
     Args:
-        query: [Hq, Q, D]; keys, values: [Hk, T, D] of its dtype, T at least Q, as `takes_chunk` allows.
+        query: [Hq, Q, D].
+        keys, values: [Hk, T, D] of the query's dtype, T at least Q, as `takes_chunk` allows.
 
     Returns:
-        [Hq, Q, D]. Allocates the output twice, and a copy of the chunk's own keys and values for each query head.
+        [Hq, Q, D]. Allocates the output a few times, and a copy of the chunk's keys and values for each query head.
     """
     (Hq, Q, D), (Hk, T, _) = query.shape, keys.shape
     before, attend = T - Q, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -50,12 +51,13 @@ def chunk_causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, 
 
 @dataclass(frozen=True)
 class Segment:
-    """Keys and values [Hk, T, D] of a part of the rows that a query attends to.
+    """Keys and values [Hk, T, D] of some of the rows that a query attends to, such as all centroids.
 
-    `mask` broadcasts to [Hk, G, Q, T] and is True where a row is attended. None attends to all rows. Masked keys may
-    hold anything. Masked values must be finite, because they are multiplied by a weight of 0. `bias`, the log of the
-    number of tokens that a row represents, broadcasts like the mask and is added to the logits. Keys and values may
-    differ from the query in dtype: centroids have the index's dtype, not the model's.
+    `mask` broadcasts to [Hk, G, Q, T] and is True where a query attends to a row. With None, all queries attend to all
+    rows. Masked keys may hold anything. Masked values must be finite, because they are multiplied by a weight of 0.
+
+    `bias` broadcasts like the mask and is added to the logits. It is the log of the number of tokens that a row
+    represents. Keys and values may differ from the query in dtype: centroids have the index's dtype, not the model's.
     """
 
     keys: torch.Tensor
@@ -67,7 +69,7 @@ class Segment:
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
     """Build the causal mask [queries, keys] bool of queries at the last positions of the keys.
 
-    A sliding window of `window` keys includes the query's own position. None means no window.
+    With a sliding window, a query attends to `window` keys, of which its own is the last. None means no window.
     """
     distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
     mask = distance >= 0
@@ -85,10 +87,11 @@ def attend(
 
     Args:
         query: [Hk, G, Q, D].
+        segments: each with T rows, which may differ between segments.
         sink_logits: [Hk, G] learned logits that take part in the softmax and have no value row (GPT-OSS).
 
     Returns:
-        [Hk, G, Q, D] in the query's dtype. Allocates the logits [Hk, G, Q, sum of T] float32 twice.
+        [Hk, G, Q, D] in the query's dtype. Allocates the logits [Hk, G, Q, sum of T] float32 three times.
     """
     return attend_with_weights(query, segments, softmax_scale, softcap, sink_logits).output
 
@@ -110,8 +113,8 @@ def attend_with_logsumexp(
 class Weighed:
     """Attention output [Hk, G, Q, D] and its softmax weights [Hk, G, Q, sum of T] float32.
 
-    The weights are in the order of the segments and of their rows. The weights of learned sink logits, if any, come
-    last. Functions for a single query omit the axis Q.
+    T is the number of rows of a segment. The weights are in the order of the segments, and of the rows of a segment.
+    The weights of learned sink logits, if any, come last. Functions for a single query omit the axis Q.
     """
 
     output: torch.Tensor
@@ -272,10 +275,10 @@ def causal_attention(
 
 @dataclass(frozen=True)
 class OwnRows:
-    """Keys and values [S, Hk, T, D] of S sequences, and the rows that each of T' tokens attends to.
+    """Keys and values [S, Hk, T, D] of S sequences, and the rows that each of B tokens attends to.
 
-    The rows of a head are contiguous. `slots` [T'] int64 is the index of each token's sequence. A token attends to rows
-    of its own sequence, from `first` [T'] int64 up to, but not including, `used` [T'] int64.
+    The rows of a head are contiguous. `slots` [B] int64 is the index of each token's sequence. A token attends to rows
+    of its own sequence, from `first` [B] int64 up to, but not including, `used` [B] int64.
     """
 
     keys: torch.Tensor
@@ -286,7 +289,7 @@ class OwnRows:
 
     @property
     def seen(self) -> torch.Tensor:
-        """Mask [T', T] bool of the rows that each token attends to."""
+        """Mask [B, T] bool of the rows that each token attends to."""
         rows = torch.arange(self.keys.shape[2], device=self.used.device)
         return (rows >= self.first[:, None]) & (rows < self.used[:, None])
 
@@ -302,9 +305,9 @@ def of_last(keys: torch.Tensor, values: torch.Tensor, tokens: int) -> OwnRows:
 
 
 def own_logits(query: torch.Tensor, own: OwnRows, softmax_scale: float, softcap: float | None) -> torch.Tensor:
-    """Compute the logits [Hk, G, B, T] float32 of each token's query [Hk, G, B, D] for its own rows.
+    """Compute the logits [Hk, G, B, T] float32 of B tokens' queries [Hk, G, B, D] for the rows of their sequences.
 
-    Logits of rows that a token does not attend to are minus infinity. Copies the rows.
+    Logits of rows that a token does not attend to are minus infinity. Copies a sequence's keys for each of its tokens.
     """
     Hk, G, B, _ = query.shape
     each = query.permute(2, 0, 1, 3).flatten(0, 1)[:, :, None]
@@ -329,7 +332,8 @@ def shared_attention(
         sink_logits: [Hk, G] learned logits without values (GPT-OSS).
 
     Returns:
-        [Hk, G, B, D] in the query's dtype. Allocates the logits twice.
+        [Hk, G, B, D] in the query's dtype. Allocates the logits three times, and copies a sequence's keys and values
+        for each of its tokens.
     """
     logits = [*segment_logits(query, shared, softmax_scale, softcap), own_logits(query, own, softmax_scale, softcap)]
     if sink_logits is not None:

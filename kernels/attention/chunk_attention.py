@@ -12,12 +12,14 @@ from sparsekv.kernels.scores.logits import attention_logits
 def chunk_rows(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor, *, padded: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Copy the chosen rows of keys and values, followed by the chunk's own rows, which are the last B.
+    """Copy the chosen rows of keys and values, followed by the rows of a chunk of B tokens, which are the last B.
 
     On a GPU this is one kernel.
 
     Args:
-        query: [Hq, B, D]; keys, values: [Hk, T, D]; chosen: [Hk, K] int64, rows of each head before the chunk.
+        query: [Hq, B, D], the chunk's queries.
+        keys, values: [Hk, T, D].
+        chosen: [Hk, K] int64, indices of the chosen rows of each head, all before the chunk.
         padded: prepend K uninitialised queries, one for each chosen row.
 
     Returns:
@@ -38,9 +40,9 @@ def spaced_places(total: int, count: int) -> torch.Tensor:
 def sampled_attention(
     query: torch.Tensor, keys: torch.Tensor, softmax_scale: float, softcap: float | None = None
 ) -> torch.Tensor:
-    """Compute each key's attention probability, averaged over the queries and the group.
+    """Compute each key's attention probability, averaged over the queries and over the query heads of its KV head.
 
-    The softmax is over the given keys alone.
+    The softmax is over the keys of the argument alone, without a causal mask.
 
     Args:
         query: [Hk, G, Q, D].
@@ -63,12 +65,14 @@ def chunk_attention(
 ) -> torch.Tensor:
     """Attend with a chunk's queries to chosen earlier keys and, causally, to the chunk itself.
 
-    The chunk's keys are the last B. On a GPU, `padded_attention` computes this for half precision without soft cap or
-    sink logits, if K is at most B.
+    The chunk's keys are the last B of the T keys. On a GPU, `padded_attention` computes this for half precision without
+    soft cap or sink logits, if K is at most B.
 
     Args:
-        query: [Hq, B, D]; keys, values: [Hk, T, D]; chosen: [Hk, K] int64, rows of each head before the chunk.
-        sink_logits: [Hq].
+        query: [Hq, B, D].
+        keys, values: [Hk, T, D].
+        chosen: [Hk, K] int64, indices of the chosen keys of each head, all before the chunk.
+        sink_logits: [Hq] learned logits that take part in the softmax and have no value row.
 
     Returns:
         [Hq, B, D]. Copies the attended rows.
@@ -85,8 +89,8 @@ def padded_attention(
 ) -> torch.Tensor:
     """Compute `chunk_attention` with dummy queries in front, so that the mask is square and causal.
 
-    There is one dummy query for each chosen key. cuDNN's kernel is torch's fastest on Hopper, but supports only square
-    causal masks. The time that this kernel saves exceeds the time for the dummy queries. Besides the attended rows, the
+    There is one dummy query for each chosen key. cuDNN's kernel is the fastest that torch has on Hopper, but it
+    supports only square causal masks. Its speed saves more time than the dummy queries cost. The attended rows and the
     queries are copied.
     """
     query, keys, values = chunk_rows(query, keys, values, chosen, padded=True)

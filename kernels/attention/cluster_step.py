@@ -42,7 +42,8 @@ def threads_of_torch() -> Any:
 def compiled_kernels(name: str, folder: str = "attention") -> ModuleType | None:
     """Import the numba module `sparsekv.kernels.FOLDER.NAME`; return None without numba or without GNU OpenMP.
 
-    The first import compiles the module, which takes seconds. Later imports read the machine code from disk.
+    The first import on a machine compiles the module, which takes seconds. Later processes read the machine code from
+    numba's cache folder, if it is writable.
     """
     if threads_of_torch() is None:
         return None
@@ -57,7 +58,7 @@ def compiled_kernels(name: str, folder: str = "attention") -> ModuleType | None:
 
 
 def compiling_took() -> float:
-    """Return the seconds spent on compiling kernels since the last call; 0 if all kernels were read from disk."""
+    """Return the seconds spent on compiling kernels since the last call of this function; 0 if none was compiled."""
     seconds = sum(_took)
     _took.clear()
     return seconds
@@ -104,7 +105,10 @@ class CompiledStep:
         replace: bool,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Choose rows and attend to them; all tensors are float32, and the rows of a head are contiguous."""
+        """Choose rows and attend to them; the arguments are those of `attend_to_best` without the layer.
+
+        All tensors are float32, except the sink logits. The rows of a head are contiguous.
+        """
         query, (keys, values), (exact_keys, exact_values) = query.contiguous(), rows, exact
         sinks, output = None if sink_logits is None else sink_logits.float().contiguous(), torch.empty_like(query)
         job = self.prepare(query, budget)
@@ -119,7 +123,7 @@ class CompiledStep:
         return output
 
     def prepare(self, query: torch.Tensor, budget: int) -> Any:
-        """Make the job for a contiguous query [H, G, D].
+        """Make the job, the C structure of the kernel's arguments, for a contiguous query [H, G, D].
 
         The layer's job is copied, because filling the thirty fields of a new structure takes ten times as long.
         """
@@ -152,9 +156,9 @@ class StepClusters:
 
     @cached_property
     def compiled(self) -> CompiledStep | None:
-        """The compiled kernel for these tensors.
+        """The compiled kernel over this object's tensors.
 
-        None without numba, or if the kernel does not support their dtype or layout.
+        None without numba or GNU OpenMP, or if the kernel does not support the tensors' dtypes or layouts.
         """
         counted, (H, C, D) = self.counted, self.counted.centroids.shape
         tensors = counted.centroids, counted.counts, counted.log_counts, self.starts, self.values
@@ -167,11 +171,13 @@ class StepClusters:
 class StepCodes:
     """Product codes [H, M, m] uint8 of the M keys of each of H heads, with their codebooks, and C clusters of the keys.
 
-    `turn` [H, D, D] is the rotation by which queries are multiplied. `books` [H, m, 256 or fewer, D / m] are the
-    codebooks: centroids for each of m parts of the rotated channels. Every key belongs to one cluster, and `labels` [H,
-    M] int32 holds its index. The clusters have `centroids` [H, C, D], `counts` [H, C] int32 of keys and `values` [H, C,
-    D]. `masses` [H, C] is added to a centroid's logit when the centroid represents all keys of its cluster.
-    `softmax_scale` and `softcap` apply to the logits.
+    `turn` [H, D, D] is the matrix by which queries are multiplied. `books` [H, m, 256 or fewer, D / m] are the
+    codebooks: centroids for each of m parts of the channels of the products.
+
+    Every key belongs to one cluster, and `labels` [H, M] int32 holds the cluster's index. `centroids` [H, C, D] and
+    `values` [H, C, D] represent the keys and the values of each cluster. `counts` [H, C] int32 is its number of keys.
+    `masses` [H, C] is added to a centroid's logit when the centroid represents all keys of its cluster. `softmax_scale`
+    and `softcap` apply to the logits.
     """
 
     turn: torch.Tensor
@@ -187,9 +193,9 @@ class StepCodes:
 
     @cached_property
     def compiled(self) -> CompiledStep | None:
-        """The compiled kernel for these tensors.
+        """The compiled kernel over this object's tensors.
 
-        None without numba, or if the kernel does not support their dtype or layout.
+        None without numba or GNU OpenMP, or if the kernel does not support the tensors' dtypes or layouts.
         """
         (H, M, parts), C, D = self.codes.shape, self.counts.shape[1], self.turn.shape[1]
         # Codebooks are padded to 256 rows: a code past the last centroid, which a malformed index may hold, must not
@@ -204,9 +210,9 @@ class StepCodes:
 
 
 def in_reach(query: torch.Tensor, *rows: torch.Tensor) -> bool:
-    """Whether the compiled kernels support a query and rows [H, T, D].
+    """Whether the compiled kernels support a query [H, G, D] and rows [H, T, D].
 
-    They must be float32, each head's rows must be contiguous, and the query must need no gradient.
+    The query and the rows must be float32. The rows of a head must be contiguous. The query must need no gradient.
     """
     if query.dtype != torch.float32 or query.requires_grad:
         return False
@@ -220,8 +226,8 @@ Layer = TypeVar("Layer", StepClusters, StepCodes)
 class FusedStep(Generic[Layer]):
     """A decode step with a plain-torch implementation, `reference`, and a compiled kernel.
 
-    The kernel replaces the reference on float32 tensors that it supports, if numba is installed. The kernel reads rows
-    in place. With the same number of torch threads, its result is the same in every run.
+    The kernel replaces the reference on float32 tensors that it supports, if numba and GNU OpenMP are available. The
+    kernel reads rows in place. With the same number of torch threads, its result is the same in every run.
     """
 
     def __init__(self, reference: Callable[..., torch.Tensor]):
@@ -259,7 +265,8 @@ def attend_to_best(
     """Attend to the rows of `best_clusters`, to exact rows and, with `replace`, to centroids, in one softmax.
 
     Every query attends to the exact rows: the document's first tokens (sinks), its last tokens (tail), and new tokens.
-    The centroids represent all rows that are not chosen. The plain-torch implementation copies the chosen rows.
+    With `replace`, centroids represent all rows that are not chosen. The plain-torch implementation copies the chosen
+    rows.
 
     Args:
         query: [H, G, D].
@@ -299,9 +306,9 @@ def attend_by_codes(
     """Attend to the rows of `choose_by_codes`, to exact rows and, with `replace`, to centroids, in one softmax.
 
     Every query attends to the exact rows: the document's first tokens (sinks), its last tokens (tail), and new tokens.
-    The centroids represent all rows that are not chosen. A centroid's weight is the weight of its whole cluster, times
-    the share of the cluster's keys that are not chosen. The plain-torch implementation copies the chosen rows, and
-    gathers the products for the codes of all keys.
+    With `replace`, centroids represent all rows that are not chosen. A centroid's weight is the weight of its whole
+    cluster, times the share of the cluster's keys that are not chosen. The plain-torch implementation copies the chosen
+    rows, and allocates a float32 product for every key, part and query head.
 
     Args:
         query: [H, G, D].
@@ -326,12 +333,13 @@ def attend_by_codes(
 
 
 def choose_by_codes(query: torch.Tensor, codes: StepCodes, beside: torch.Tensor, budget: int) -> torch.Tensor:
-    """Choose the rows with the highest scores in each head.
+    """Choose the rows with the highest scores in each KV head.
 
-    A row's score is an attention probability estimated from its code, exp(logit - total), averaged over the group. The
-    logit is the sum, over the parts, of the rotated query's products with the centroids that the code selects; it is
-    scaled and soft-capped. The total is the log-sum-exp of `beside` and of the clusters' logits plus masses. Scores
-    are subject to rounding: rows whose scores differ by less than one part in 10,000 may be exchanged.
+    A row's score is its attention probability, estimated from its code and averaged over the G query heads: the mean of
+    exp(logit - total). The logit is the sum, over the parts of the code, of the rotated query's product with the
+    centroid that the part selects. It is scaled and soft-capped. The total is the log-sum-exp of `beside` and of the
+    clusters' logits plus masses. Scores are subject to rounding: of two rows whose scores differ by less than one part
+    in 10,000, the wrong one may be chosen.
 
     Args:
         query: [H, G, D].

@@ -32,7 +32,7 @@ JOB = np.dtype(Job)
 
 @njit(inline="always")
 def scores_of(job):
-    """View the scores [H, C] at the start of the scratch memory; lengths, weights, parts and sums follow them."""
+    """View the scores [H, C] at the start of the scratch memory; the arrays of the functions below follow in order."""
     return floats(job.scratch, (job.H, job.C))
 
 
@@ -96,7 +96,7 @@ def _score(logits, log_counts, counts, scores):
 
 @njit(inline="always")
 def _last_score(ranks, counts, budget):
-    """Find, bit by bit, the highest rank r such that all clusters of rank r or above hold at least `budget` tokens."""
+    """Find, bit by bit, the highest rank r such that the clusters of rank r or above together hold `budget` tokens."""
     last = np.int32(0)
     for bit in range(30, -1, -1):
         tried, held = np.int32(last | (1 << bit)), np.int32(0)
@@ -137,7 +137,7 @@ def _choose(job, thread, threads):
         _score(weights[h], log_counts[h], counts[h], scores[h])
         _fill(ranks[h], counts[h], job.budget, lengths[h])
         for c in range(C):
-            # A centroid represents the tokens of its cluster that are not taken. For a whole cluster the log is -inf.
+            # A centroid represents the tokens of its cluster that are not taken. If all are taken, the log is -inf.
             if lengths[h, c] > 0:
                 share = math.log(np.float32(counts[h, c] - lengths[h, c]) / np.float32(counts[h, c]))
                 for g in range(G):
@@ -148,7 +148,7 @@ def _choose(job, thread, threads):
 def _attend(job, thread, threads):
     """Attend to a thread's share of all heads' rows and centroids.
 
-    Write the thread's partial outputs, and their largest logits and sums.
+    Write the thread's partial outputs, and the largest logit and the sum of exponentials of each of them.
     """
     H, G, D, C, each = job.H, job.G, job.D, job.C, job.budget + job.E
     query, starts = floats(job.query, (H, G, D)), longs(job.starts, (H, C))

@@ -54,7 +54,7 @@ NUMBER = 4  # bytes of a float32 or an int32
 
 
 Job = job_type("turn books codes labels centroids counts masses rest_values", "M parts size")
-"""M is the number of keys of a head. A key's code has `parts` parts of `size` channels each."""
+"""M is the number of keys of a head. A key's code has `parts` bytes, each for a part of `size` channels."""
 JOB = np.dtype(Job)
 Memory = namedtuple("Memory", "scores found taken weights tables logits bins lanes outputs sums done end")
 
@@ -62,14 +62,18 @@ Memory = namedtuple("Memory", "scores found taken weights tables logits bins lan
 def place_arrays(job, threads):
     """Compute the addresses of the arrays in scratch memory, and its end.
 
+    H is the number of KV heads, G that of query heads of each, and D that of channels. Each KV head has M keys, C
+    clusters and E exact rows. `fours` = ceil(G / 4) is the number of vectors of LANES = 4 query heads. A key's code has
+    `parts` bytes, each for `size` channels. Arrays without a dtype are float32.
+
     All threads share these arrays:
-        scores: [H, M] float32, also read as int32 bits.
+        scores: [H, M]; their bits are also read as int32 ranks.
         found: [H, M] int32, the keys listed so far; at the end, the chosen keys.
         taken: [H, C] int32, the number of chosen keys in each cluster.
         weights: [H, G, C + budget + E], the logits of clusters, chosen rows and exact rows, later their exponentials.
-        done: int32, the number of threads that are done.
+        done: int32, the number of threads that have written their partial outputs.
 
-    Each thread has its own part of these arrays:
+    Each thread has its own element of the first axis of these arrays:
         tables: [threads, fours, parts, CODES, LANES], the products of a head's queries with its codebooks.
         logits: [threads, G, C + E], the logits of a head's clusters and exact rows.
         bins: [threads, H, BINS] int32, the histogram of the scores.
@@ -101,10 +105,11 @@ def weights_of(job, memory):
 
 @njit(inline="always")
 def lanes_of(job, memory, thread):
-    """Compute the addresses of a thread's vectors of four float32.
+    """Compute the addresses of a thread's three arrays of vectors; a vector holds a float32 for each of 4 query heads.
 
-    The vectors are the query [fours, D], one part of the rotated query [fours, size], and the logits [BLOCK] of a
-    block's keys. A buffer of one float32 for each key follows the logits.
+    The arrays are the query [fours, D], one part of the rotated query [fours, size], and the logits [BLOCK] of a
+    block's keys. `fours` is the number of vectors that hold all query heads. A buffer of one float32 for each key
+    follows the logits.
     """
     query = memory.lanes + NUMBER * LANES * thread * (job.fours * (job.D + job.size) + SCANNED)
     turned = query + NUMBER * LANES * job.fours * job.D
@@ -120,7 +125,10 @@ def scratch_size(job: Any, threads: int) -> int:
 
 @njit
 def lowest_rank(bins, budget):
-    """Return the lowest rank of the bin that holds the `budget`-th best key, from counts [threads, BINS]."""
+    """Return the lowest rank of the bin that holds the `budget`-th best key, from counts [threads, BINS].
+
+    A rank is the bits of a score, read as int32. Scores are not negative, and so ranks sort like scores.
+    """
     held, bin = 0, BINS
     while held < budget and bin > 0:
         bin -= 1
@@ -131,9 +139,9 @@ def lowest_rank(bins, budget):
 
 @njit
 def list_ranks(ranks, lowest, found):
-    """List the keys with a rank of at least `lowest`, in ascending order; return their number.
+    """Write the keys with a rank of at least `lowest` to `found`, in ascending order; return their number.
 
-    Their ranks are moved to the front of `ranks`.
+    The ranks of these keys are moved to the front of `ranks`, in the same order.
     """
     number = 0
     for key in range(len(ranks)):
@@ -161,9 +169,9 @@ def last_rank(ranks, number, lowest, budget):
 
 @njit
 def keep_best(ranks, number, last, budget, found):
-    """Keep `budget` of the listed keys in ascending order.
+    """Keep `budget` of the `number` keys in `found`, in ascending order.
 
-    The kept keys are all keys above the last rank, and the first keys of the last rank.
+    These are all keys with a rank above `last`, and the first keys with rank `last`.
     """
     kept, equal = np.int64(0), np.int64(budget)
     for i in range(number):
@@ -193,8 +201,9 @@ def spread_query(job, query, lanes):
 def write_table(job, turn, book, part, table, lanes, turned):
     """Write one part's table: the products [fours, CODES, LANES] of the rotated query with the part's centroids.
 
-    `book` holds the centroids [CODES, size], and `turn` is the rotation [D, D]. `lanes` is the address of the query
-    [fours, D], and `turned` the address of a buffer for the rotated part.
+    `fours` is the number of vectors of LANES query heads. `book` holds the centroids [CODES, size], and `turn` is the
+    matrix [D, D] that rotates queries. `lanes` is the address of the query [fours, D, LANES]. `turned` is the address
+    of a buffer for a part of the rotated query.
     """
     D, size = job.D, job.size
     for four in range(job.fours):
@@ -213,9 +222,9 @@ def write_table(job, turn, book, part, table, lanes, turned):
 
 @njit(**SUMS)
 def add_products(parts, codes, number, table, logits):
-    """Write the logits [number, LANES] of `number` keys as sums of table rows.
+    """Write the logits [number, LANES] of `number` keys for LANES query heads, as sums of table rows.
 
-    `codes` is the address of the keys' codes [number, parts].
+    `codes` is the address of the keys' codes [number, parts], and `table` that of the rows [parts, CODES, LANES].
     """
     for key in range(number):
         total, rows = no_lanes(), table
@@ -272,9 +281,9 @@ def log_total(logits, masses, sink):
 def add_probabilities(logits, totals, sums, scores, first, number):
     """Add the probabilities of `number` keys to `scores`, from index `first` on; NaN scores become 0.
 
-    The probabilities follow from the logits [number * LANES] and the log-sum-exps [LANES]. `sums` is a buffer for
-    `number` values. The compiler vectorises sums of values with stride 4 only if the sums are written to a separate
-    buffer.
+    A key's probabilities are computed from its logits, of [number * LANES], and the query heads' log-sum-exps [LANES].
+    The probabilities of LANES query heads are summed in `sums`, a buffer for `number` values. Without a separate
+    buffer, the compiler would not vectorise these sums of values with stride 4.
     """
     one, two, three, four = totals[0], totals[1], totals[2], totals[3]
     for key in range(number):
@@ -323,10 +332,11 @@ AHEAD = 8  # distance of the prefetch, in rows
 
 @njit(**SUMS)
 def write_listed_logits(job, query, keys, values, listed, start, stop, logits, ahead):
-    """Write the logits of queries [G, D] for the listed keys at positions `start` to `stop` of `listed` [N] int32.
+    """Write the logits of queries [G, D] for the keys whose indices are at positions `start` to `stop` of `listed`.
 
-    The logits of position i go to logits [:, ahead + i]. Chosen rows are far apart in memory. Therefore keys are
-    prefetched AHEAD rows early, and the current key's value is prefetched too.
+    `keys` and `values` are addresses of rows of D float32; `listed` is [N] int32. The logits of position i go to
+    logits [:, ahead + i]. Chosen rows are far apart in memory. Therefore keys are prefetched AHEAD rows early, and the
+    current key's value is prefetched too.
     """
     D = query.shape[1]
     for i in range(start, stop):
@@ -347,8 +357,9 @@ def write_listed_logits(job, query, keys, values, listed, start, stop, logits, a
 def _score(job, memory, thread, threads):
     """Score a thread's share of all heads' keys.
 
-    Each thread of a shared head computes the head's tables itself, so that no thread waits for another. The thread with
-    the head's first key writes the logits of clusters and exact rows for all threads.
+    A head's keys may be shared by several threads. Each of them computes the head's tables itself, so that no thread
+    waits for another. The thread with the head's first key writes the logits of the head's clusters and exact rows to
+    the memory that all threads read.
     """
     H, M, parts = job.H, job.M, job.parts
     scores, ranks = floats(memory.scores, (H, M)), ints(memory.scores, (H, M))
@@ -416,7 +427,7 @@ def _write_totals(job, h, logits, totals):
 
 @njit(inline="always")
 def _choose(job, memory, thread, threads):
-    """Choose the best keys of a thread's heads, and subtract the chosen keys from each cluster's weight."""
+    """Choose the best keys of every `threads`-th head, and subtract the chosen keys from each cluster's weight."""
     H, M, budget = job.H, job.M, job.budget
     ranks, found = ints(memory.scores, (H, M)), ints(memory.found, (H, M))
     bins, labels = ints(memory.bins, (threads, H, BINS)), ints(job.labels, (H, M))
@@ -433,7 +444,7 @@ def _choose(job, memory, thread, threads):
 
 @njit(inline="always")
 def _leave(job, memory, h, found, labels):
-    """Add the log weight of the keys that are not chosen to each cluster's logit, in one head."""
+    """Add the log weight of a cluster's keys that are not chosen to the cluster's logit, for all clusters of a head."""
     C, taken = job.C, ints(memory.taken, (job.H, job.C))[h]
     counts, masses = ints(job.counts, (job.H, C))[h], floats(job.masses, (job.H, C))[h]
     weights = weights_of(job, memory)[h]
@@ -453,7 +464,7 @@ def _leave(job, memory, h, found, labels):
 def _attend(job, memory, thread, threads):
     """Attend to a thread's share of all heads' rows and centroids.
 
-    Write the thread's partial outputs, and their largest logits and sums.
+    Write the thread's partial outputs, and the largest logit and the sum of exponentials of each of them.
     """
     H, G, D, C, each = job.H, job.G, job.D, job.C, job.budget + job.E
     outputs, sums = floats(memory.outputs, (threads, H, G, D))[thread], floats(memory.sums, (threads, H, G, 2))[thread]

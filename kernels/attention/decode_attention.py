@@ -24,12 +24,13 @@ def decode_attention(
     """Attend to chosen runs of rows, exact rows and centroids that represent rows, in one softmax.
 
     Every query attends to the exact rows: the document's first tokens (sinks), its last tokens (tail), and new tokens.
-    On a GPU this is flash-decoding. The rows of a head are split evenly over programs, even if the runs have uneven
-    lengths. Each program attends for the whole group. There are two or three launches, no data-dependent shapes and no
-    synchronisation. The plain-torch implementation copies the rows.
+    On a GPU this is flash-decoding. The rows of a KV head are split evenly over programs, even if the runs have uneven
+    lengths. Each program computes all G query heads of the KV head. There are two or three launches, no data-dependent
+    shapes and no synchronisation. The plain-torch implementation copies the rows.
 
     Args:
         query: [H, G, D].
+        runs: the chosen rows.
         exact: keys and values [H, E, D] that are always attended. The rows of a head are contiguous; heads may have
             any stride.
         centroids: sets of centroids. On a GPU at most one set may have `rows`. The heads of their values may have any

@@ -2,8 +2,9 @@
 
 Every query attends to the exact rows: the document's first tokens (sinks), its last tokens (tail), and new tokens. In
 the first kernel, each program computes a partial softmax over an equal share of a head's centroids, exact rows and
-chosen rows. A second kernel merges the partial softmaxes. Logits are in units of log 2. Chosen rows are read by a list
-of row indices, and their tiles are prefetched. For runs, an earlier launch writes this list.
+chosen rows. A second kernel merges the partial softmaxes. Logits are in units of log 2. The first kernel reads chosen
+rows by a list of row indices, and prefetches their tiles. If chosen rows are runs of neighbouring rows, an earlier
+launch writes this list.
 """
 
 from dataclasses import dataclass
@@ -32,10 +33,10 @@ from sparsekv.kernels.common.tiles_triton import LOG2_E
 
 @triton.jit
 def share_of_stands(first, last, units, rows, FIFTHS: tl.constexpr):
-    """Return the range of the centroids in a program's share of a head's work units.
+    """Return the range of the centroids in a program's share of a head's work, work units `first` to `last`.
 
-    The centroids take the first `units` work units of the head, FIFTHS / 5 units each. Both ends of the range are
-    multiples of 16, so that logits are read four at a time.
+    A work unit is the cost of one row. The head's `rows` centroids take its first `units` work units, FIFTHS / 5 units
+    each. Both ends of the range are multiples of 16, so that logits are read four at a time.
     """
     stop = tl.minimum(tl.cdiv(tl.minimum(last, units) * 5 // FIFTHS, 16), tl.cdiv(rows, 16)) * 16
     begin = tl.cdiv(tl.maximum(first, 0) * 5 // FIFTHS, 16) * 16
@@ -44,7 +45,10 @@ def share_of_stands(first, last, units, rows, FIFTHS: tl.constexpr):
 
 @triton.jit
 def stand_logits_of(logits, log_counts, counts, taken, c, inside, there, of_group, LEFT: tl.constexpr):
-    """Load logits of centroids `c` of a head and add their log weights, in units of log 2."""
+    """Load logits of centroids `c` of a head and add the centroids' log weights, in units of log 2.
+
+    With LEFT, a log weight is the log of counts - taken, plus `log_counts`. Otherwise it is `log_counts`.
+    """
     if LEFT:
         number = tl.load(counts + c, mask=there, other=0) - tl.load(taken + c, mask=there, other=0)
         log_left = common.log2_of_normal(tl.maximum(number, 1).to(tl.float32))
@@ -57,15 +61,15 @@ def stand_logits_of(logits, log_counts, counts, taken, c, inside, there, of_grou
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How a head's rows are split over programs.
+    """Sizes by which a head's rows are split over programs.
 
     `programs` is the number of programs on an SM, each of `warps` warps. A program reads tiles of `tile_bytes` in
-    `stages` pipeline stages. A program with less than two tiles of work reads tiles of `short_tile_bytes`, so that its
-    second tile is not nearly empty.
+    `stages` pipeline stages. If a program has less than two such tiles of work, it reads tiles of `short_tile_bytes`,
+    so that its second tile is not nearly empty.
 
-    The `fifths` are costs of a centroid, in fifths of the cost of a chosen row. `plain_fifths` is for centroids with
-    given log weights. `weighed_fifths` is for centroids whose log weights the kernel computes, in short tiles and in
-    full tiles. `listed_fifths` is for centroids with a list of rows.
+    The `fifths` are costs of a centroid, in fifths of the cost of a chosen row. `plain_fifths` is for centroids whose
+    log weights are arguments of the kernel. `weighed_fifths` is for centroids whose log weights the kernel computes
+    from counts, in short tiles and in full tiles. `listed_fifths` is for centroids with a list of rows.
     """
 
     tile_bytes: int
@@ -79,7 +83,7 @@ class TileConfig:
 
     @property
     def most_registers(self) -> int:
-        """Most registers that a thread may use, so that all programs fit on an SM."""
+        """Most registers that a thread may use, so that `programs` programs fit on an SM."""
         return min(255, 65_536 // (self.programs * self.warps * 32))
 
 
@@ -88,8 +92,9 @@ class TileConfig:
 IN_HALF_PRECISION = TileConfig(
     16_384, 8192, stages=2, programs=4, warps=4, plain_fifths=2, weighed_fifths=(3, 4), listed_fifths=5
 )
-# An int8 row has half as many bytes. Its tile can be loaded only after the row indices. With five stages, and no fewer,
-# the tile is prefetched two iterations ahead. A program of one warp never waits for another warp.
+# An int8 row has half the bytes of a row in half precision. Its tile can be loaded only after the row indices. With
+# five stages, and no fewer, the tile is prefetched two iterations ahead. A program of one warp never waits for another
+# warp.
 IN_8_BITS = TileConfig(
     4096, 4096, stages=5, programs=8, warps=1, plain_fifths=4, weighed_fifths=(4, 4), listed_fifths=8
 )
@@ -186,7 +191,7 @@ def _partial_kernel(
             q, channels, offsets, d, in_row, softmax_scale if CAPPED else scale, False, GROUP, BLOCK_D
         )
         row_scales += head * scales_stride
-        # Outputs are accumulated in multiples of the head's unit.
+        # Outputs are accumulated in multiples of the head's unit (`RowScales.units`).
         unit = tl.load(units + head)
         first_output, second_output = in_pairs(output / unit, GROUP, BLOCK_D)
         d = tl.arange(0, BLOCK_D // 2)
@@ -209,7 +214,7 @@ def _partial_kernel(
             row = tl.load(rows + at + t, mask=inside, other=0)
             place = row[:, None] * row_stride + d
             if SCALED:
-                # Slots past the end read row 0: its numbers are finite, and their weights are zero.
+                # Slots past the end read row 0, whose numbers are finite. The weights of these slots are zero.
                 k, v = load_pairs(keys, place, in_row, D == BLOCK_D), load_pairs(values, place, in_row, D == BLOCK_D)
                 words = tl.load(row_scales + row)
                 peak, total, first_output, second_output = softmax.add_pairs(
@@ -235,7 +240,7 @@ def _partial_kernel(
 def _tensors(part: ScoredCentroids | None, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return a set of centroids as the kernel reads it: logits, log counts, values and, for listed centroids, rows.
 
-    Tensors that are not padded to a multiple of 16 are copied, and so are values whose heads are not contiguous.
+    Tensors that are not padded to a multiple of 16 are copied, and so are values that are not contiguous within a head.
     `other` is a placeholder for missing tensors, and is never read.
     """
     if part is None:

@@ -16,7 +16,7 @@ NOTHING = np.float32(-np.inf)
 
 @njit(**SUMS)
 def exp_of(x):
-    """Compute exp(x) for x <= 0 within 2e-7.
+    """Compute exp(x) for x <= 0, with an absolute error below 2e-7.
 
     The compiler vectorises this polynomial, but would not vectorise a library call.
     """
@@ -53,9 +53,10 @@ def exponents(numbers, start, stop, largest):
 
 @njit(**SUMS)
 def write_logits(job, query, rows, start, stop, logits, ahead):
-    """Write the logits of queries [G, D] for rows `start` to `stop` of `rows` [T, D].
+    """Write the logits of queries [G, D] for rows `start` to `stop` (excluded) of `rows` [T, D].
 
-    The logits of row t go to logits [:, ahead + t].
+    The logits of row t go to logits [:, ahead + t]. The softmax scale and the soft cap are those of the job, the C
+    structure of a step's arguments.
     """
     for t in range(start, stop):
         for g in range(query.shape[0]):
@@ -84,9 +85,9 @@ def _row(listed, i):
 def add_rows(output, weights, ahead, rows, start, stop, listed):
     """Add weighted rows of `rows` [T, D] to the outputs [G, D].
 
-    Without `listed`, these are rows `start` to `stop`. With `listed` [N] int32, they are the rows whose indices are at
-    positions `start` to `stop` of the list. The row at position i has weights [:, ahead + i]. Four rows are added
-    together, so that the outputs are read and written less often.
+    Without `listed`, these are rows `start` to `stop` (excluded). With `listed` [N] int32, they are the rows whose
+    indices are at positions `start` to `stop` of the list. Row i, or the row at position i, has weights [:, ahead + i].
+    Four rows are added together, so that the outputs are read and written less often.
     """
     fours = stop - max(stop - start, 0) % 4
     for i in range(start, fours, 4):

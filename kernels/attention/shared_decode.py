@@ -19,9 +19,10 @@ def exact_logsumexp(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the log-sum-exp of each query's logits for shared keys, for its own rows and for learned sinks.
+    """Compute the log-sum-exp of each query's logits for shared keys, its own sequence's keys and learned sinks.
 
-    On a GPU this is one launch that copies no rows. The plain-torch implementation copies each sequence's rows.
+    On a GPU this is one launch that copies no keys. The plain-torch implementation copies a sequence's keys for each of
+    its tokens.
 
     Args:
         query: [Hk, G, B, D] of B tokens.
@@ -50,12 +51,12 @@ def shared_decode(
 ) -> torch.Tensor:
     """Attend with each query to shared chosen rows, exact rows and centroids, and to its own sequence, in one softmax.
 
-    All queries attend to the exact rows: the document's first tokens (sinks) and its last tokens (tail). On a GPU there
-    are three launches, no synchronisation and no data-dependent shapes. The plain-torch implementation copies the rows.
+    The exact rows are the document's first tokens (sinks) and its last tokens (tail). On a GPU there are three
+    launches, no synchronisation and no data-dependent shapes. The plain-torch implementation copies the rows.
 
     Args:
         query: [Hk, G, B, D] of B tokens.
-        runs: chosen rows that all tokens attend to, given as single rows.
+        runs: chosen rows that all tokens attend to, as single rows (`ends` is None).
         exact: keys and values [Hk, E, D] that all tokens attend to. The rows of a head are contiguous; heads may have
             any stride.
         centroids: at most one set of centroids that all tokens attend to.

@@ -118,7 +118,7 @@ def _shared_kernel(
     chosen = capacity
     if ROWS_USED:
         chosen = tl.minimum(tl.load(rows_used + head), capacity)
-    # A head's work is one sequence of centroids, exact rows and chosen rows, so that most programs have only one kind.
+    # A head's work is one sequence of centroids, exact rows and chosen rows, so that most programs read only one kind.
     first, last = common.share(part, parts, centroids + exact_rows + chosen)
 
     stand_keys, stand_values = stand_keys + head * stand_keys_stride, stand_values + head * stand_values_stride
@@ -158,7 +158,7 @@ def _shared_kernel(
             q, channels, offsets, d, in_row, softmax_scale if CAPPED else scale, True, ROWS, BLOCK_D
         )
         row_scales += head * scales_stride
-        # Outputs are accumulated in multiples of the head's unit.
+        # Outputs are accumulated in multiples of the head's unit (`RowScales.units`).
         unit = tl.load(units + head)
         first_output, second_output = in_pairs(output / unit, ROWS, BLOCK_D)
         d = tl.arange(0, BLOCK_D // 2)
@@ -168,7 +168,7 @@ def _shared_kernel(
         row = tl.load(rows + at + t, mask=inside, other=0)
         stored = row[:, None] * row_stride + d
         if SCALED:
-            # Slots past the end read row 0: its numbers are finite, and their weights are zero.
+            # Slots past the end read row 0, whose numbers are finite. The weights of these slots are zero.
             k, v = load_pairs(keys, stored, in_row, D == BLOCK_D), load_pairs(values, stored, in_row, D == BLOCK_D)
             words = tl.load(row_scales + row)
             peak, total, first_output, second_output = softmax.add_pairs(
@@ -219,8 +219,8 @@ def _own_kernel(
         )
         peak, total, output = softmax.add_tile(peak, total, output, logits, v)
     r = tl.where(g < G, token * G + g, R)
-    # The previous kernel is `_shared_kernel`. All inputs above were written before it. The wait is needed because the
-    # merging kernel must run after both.
+    # The previous kernel is `_shared_kernel`, and all inputs above were written before it started. The wait is needed
+    # because the merging kernel waits only for this kernel, and must run after both.
     if EARLY:
         tl.extra.cuda.gdc_wait()
     softmax.store_partial(peaks, totals, outputs, parts - 1, parts, head, r, R, d, peak, total, output, D)
@@ -235,8 +235,9 @@ def _alike(keys: torch.Tensor, values: torch.Tensor) -> bool:
 def shared_decode_triton(query, runs, exact, centroids, own, softmax_scale, softcap=None, sink_logits=None):
     """Run `shared_decode` on a GPU.
 
-    Allocates float32 partial outputs [Hk, parts, B G, D]. With few queries, their size is two tiles of queries per SM.
-    With more queries, they have up to nine times as many elements as the queries.
+    Allocates float32 partial outputs [Hk, parts, B G, D], where `parts` is the number of programs that share the rows
+    of a head. With few queries, the partial outputs have the size of about two tiles of queries per SM. With more
+    queries, they have up to nine times as many elements as the queries.
     """
     assert len(centroids) <= 1
     assert all(_alike(*pair) for pair in ((runs.keys, runs.values), exact, (own.keys, own.values)))

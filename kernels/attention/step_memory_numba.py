@@ -20,10 +20,10 @@ wait_for_all = types.ExternalFunction("GOMP_barrier", types.void())
 
 @njit(inline="always")
 def share_of(offset, length, total, thread, threads):
-    """Split `total` items evenly over `threads` threads.
+    """Split `total` items evenly over `threads` threads; return thread `thread`'s range within one segment of them.
 
-    Return (start, stop) of the items of thread `thread` that lie in the segment `offset` to `offset + length`
-    (excluded), counted from the segment's start. Both are equal if there are none.
+    The segment is items `offset` to `offset + length` (excluded). The range (start, stop) is counted from the segment's
+    start. If the thread has no items of the segment, start and stop are equal.
     """
     start, stop = thread * total // threads - offset, (thread + 1) * total // threads - offset
     return min(max(start, 0), length), min(max(stop, 0), length)
@@ -41,12 +41,12 @@ VERSION = sources(Path(__file__).parent.parent)
 """Checksum of all numba source files of the kernels; each step function closes over this number.
 
 Numba's cache key of a function is the date of its file and the values that the function closes over. The machine code
-of a step also contains functions from other files. The checksum makes a change of those files invalidate the cache.
+of a step also contains functions from other files. With the checksum, a change of those files invalidates the cache.
 """
 
 
 def compiled(step):
-    """Compile the function that each thread runs with a job's address; cache it on disk where possible."""
+    """Compile the function that each thread calls with the address of a step's arguments; cache it where possible."""
     signature = types.void(types.voidptr)
     try:
         return cfunc(signature, cache=True, **SUMS)(step)
@@ -61,9 +61,9 @@ SIZES = "H G D C E fours budget replace key_step value_step exact_key_step exact
 def job_type(addresses: str, sizes: str = "") -> type[ctypes.Structure]:
     """Build the C structure type of a job, which holds the arguments of one compiled step.
 
-    The fields are the addresses of a layer's tensors, the addresses of a step's tensors, sizes, and the scale and soft
-    cap of the logits. Fields named `..._step` are strides between heads, in bytes. `fours` is the number of vectors of
-    four query heads that hold a group.
+    `addresses` are the names of the layer's tensors. The tensors of STEP, the sizes of SIZES, and the scale and soft
+    cap of the logits are fields of every job. `sizes` names further sizes. Fields named `..._step` are strides between
+    heads, in bytes. `fours` is the number of vectors of four query heads that hold the G query heads of a KV head.
     """
     numbers = [(name, ctypes.c_int64) for name in f"{addresses} {STEP} {SIZES} {sizes}".split()]
     fields = [*numbers, ("scale", ctypes.c_float), ("softcap", ctypes.c_float)]
@@ -107,9 +107,10 @@ def clear(parts, sums):
 
 @njit(inline="always")
 def to_weights(logits, sums, start, stop, first, last):
-    """Replace the logits [G, ...] in two ranges by exp(logit - largest), with the largest logit of both ranges.
+    """Replace the logits [G, ...] of two ranges by exp(logit - largest), where `largest` is that of both ranges.
 
-    Write the largest logit and the sum of the exponentials to sums [G, 2].
+    The ranges are `start` to `stop` and `first` to `last`. Write the largest logit and the sum of the exponentials to
+    sums [G, 2].
     """
     for g in range(logits.shape[0]):
         largest = largest_of(logits[g], start, stop, largest_of(logits[g], first, last, NOTHING))

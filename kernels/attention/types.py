@@ -16,8 +16,9 @@ class RunRows:
     which are at most `capacity`. For single rows, `starts` holds the row indices and `ends` is None. The first `used`
     [H] int32 indices are valid, or all if `used` is None.
 
-    `queue` [H] int32 is a work queue, initially zero: programs that finish early take more rows from it. Each call
-    needs a new queue. With `scales`, keys and values are int8, and the scales convert them to real values.
+    `queue` [H] int32 is used by the GPU kernel, and zero before the call. Programs that finish their share of a head's
+    rows early take more of them, and this counter says which rows are taken. Each call needs a new counter. With
+    `scales`, keys and values are int8, and the scales convert them to real values.
     """
 
     keys: torch.Tensor
@@ -54,7 +55,7 @@ class Centroids:
 
 @dataclass(frozen=True)
 class TakenRows:
-    """Row counts of clusters, some of whose rows are attended individually.
+    """Row counts of C clusters of each of H heads, some of whose rows are attended individually.
 
     `counts` [H, C] int32 counts all rows of each cluster; the counts of one head are contiguous. `taken` [H, C] int32
     counts the rows that are attended individually, and is contiguous.
@@ -73,16 +74,19 @@ class ScoredCentroids:
     """Centroids that are attended in place of the rows that they represent, with the query's logits.
 
     `logits` [H, G, C] float32 are the query's products with the centroids' keys, scaled and soft-capped. `log_counts`
-    is [H, C] float32 and `values` is [H, C, D]. The softmax is taken of logits + log_counts. Usually `log_counts` is
-    the log of the number of rows that each centroid represents. On a CPU the logits may already include the log of the
-    cluster size. Then `log_counts` is the log of the cluster's share of rows that are not attended individually. Logits
-    and log counts past the last value are minus infinity.
+    is [H, C] float32 and `values` is [H, C, D]. The softmax is taken of logits + log_counts. Logits and log counts past
+    the last value are minus infinity.
 
-    With `rows` [H, C] int32, `values` [H, V, D] holds the values of all clusters, and `rows` are indices into it. The
-    first `used` [H] int32 rows are valid, or all of them if `used` is None. `scales` and `clusters` are used without
-    `rows`. With `scales`, the values are int8, and the scales convert them to real values. With `clusters`, the
-    attention kernel counts the rows of each cluster that are not attended individually, and adds the log of this count
-    to logits + log_counts.
+    Usually `log_counts` is the log of the number of rows that each centroid represents. On a CPU the logits may already
+    include the log of the cluster size. Then `log_counts` is the log of the share of the cluster's rows that are not
+    attended individually.
+
+    With `rows` [H, C] int32, `values` [H, V, D] holds the values of V clusters, and `rows` are indices into it. The
+    first `used` [H] int32 rows are valid, or all of them if `used` is None.
+
+    `scales` and `clusters` are None if there are `rows`. With `scales`, the values are int8, and the scales convert
+    them to real values. With `clusters`, the attention kernel adds a further term to logits + log_counts: the log of
+    the number of the cluster's rows that are not attended individually.
     """
 
     logits: torch.Tensor
@@ -107,9 +111,9 @@ class ScoredCentroids:
 
 
 def one_level(parts: Sequence[ScoredCentroids]) -> ScoredCentroids | None:
-    """Concatenate centroids of several levels; return None for no levels.
+    """Concatenate the centroids of several levels of a hierarchy; return None for no levels.
 
-    With more than one level, the tensors are copied, and no level may have int8 values or uncounted clusters.
+    With more than one level, the tensors are copied, and no level may have `scales` or `clusters`.
     """
     if len(parts) < 2:
         return parts[0] if parts else None

@@ -1,10 +1,11 @@
 """Choice of the best clusters within a budget by their logits, in Triton.
 
 The kernels find the rank of the last cluster that is taken, without a sort. A rank is the leading bits of a score. A
-head's clusters are split into parts.
+cluster's members are its tokens or, if it is opened, its children. A head's clusters are split into parts.
 
 1. The first kernel counts each part's tokens by the exponent of the score.
-2. The second kernel counts the tokens with the last cluster's exponent by the fraction bits of the rank.
+2. The second kernel finds the exponent of the last cluster that is taken. It counts the tokens of clusters with this
+   exponent by the fraction bits of the rank.
 3. In the third kernel, each part finds the last rank and the number of members that earlier parts take. Then it writes
    its own members.
 
@@ -29,8 +30,8 @@ from sparsekv.kernels.clusters.types import (
 from sparsekv.kernels.common import tiles_triton as common
 from sparsekv.kernels.common.launch import ALIGNED, aligned, count_sms, dependent_launch, power_of_two
 
-# Unused integers after a part's counts. With three of them, row lengths are not multiples of 4. Otherwise Triton would
-# load four counts at once, and convert their layout before the sum.
+# Integers after a part's counts. `_count_kernel` writes two results there. With three such integers, row lengths are
+# not multiples of 4. Otherwise Triton would load four counts at once, and convert their layout before the sum.
 LIMITS = tl.constexpr(3)
 
 
@@ -49,7 +50,10 @@ def later(place, a, b, c, d, e, other, f, g, h, i, j):
 
 @triton.jit
 def by_place(place, size, number, SIZE: tl.constexpr, OPEN: tl.constexpr):
-    """Sum cluster sizes by histogram bin `place`, [SIZE]; with OPEN, sums of member numbers follow, [2 SIZE] in all."""
+    """Sum the clusters' token counts `size` by histogram bin `place`; return [SIZE].
+
+    With OPEN, the sums of the clusters' member counts `number` follow, [2 SIZE] in all.
+    """
     column = tl.arange(0, 2 * SIZE if OPEN else SIZE)[None, :]
     amount = tl.where(column < SIZE, size[:, None], number[:, None]) if OPEN else size[:, None]
     return tl.sum(tl.where(place[:, None] == column % SIZE, amount, 0), 0)
@@ -57,9 +61,10 @@ def by_place(place, size, number, SIZE: tl.constexpr, OPEN: tl.constexpr):
 
 @triton.jit
 def counted(counts, head, part, others, SIZE: tl.constexpr, PARTS: tl.constexpr, OPEN: tl.constexpr):
-    """Sum sizes and numbers in each histogram bin over all parts of a head, and over the parts before `part`.
+    """Sum counts of tokens and members in each histogram bin over all parts of a head, and over parts before `part`.
 
-    Each of the four results is [SIZE]. Without OPEN, the numbers are the sizes.
+    The four results [SIZE] are tokens of all parts, tokens of earlier parts, members of all parts, and members of
+    earlier parts. Without OPEN, the members are the tokens.
     """
     other = tl.arange(0, PARTS)[:, None]
     row: tl.constexpr = (2 * SIZE if OPEN else SIZE) + LIMITS
@@ -149,8 +154,8 @@ def take_members(
     the last rank.
     """
     above_number, equal_number = tl.where(rank > last, number, 0), tl.where(rank == last, number, 0)
-    # If the parts before this part leave some of the budget, this part also takes clusters of the last rank. The scan
-    # below finds how many.
+    # If the clusters above the last rank, and earlier parts' clusters of the last rank, do not fill the budget, this
+    # part also takes clusters of the last rank. The scan below finds how many.
     room = (held + equal_size < budget) | (had + equal < wanted) if OPEN else held + equal < budget
     known = above_number + tl.where(room, equal_number, 0) > 0
     # Three running sums are packed in one integer, because with fewer registers each, more programs run at once.
@@ -183,8 +188,8 @@ def take_members(
 
 
 # Measured limits of the number of clusters in a part. There are three minima: in general, for opening clusters, and for
-# listed clusters, about half of whose slots are filled. A part exceeds the maximum MOST if there would otherwise be
-# more than MOST_PARTS parts.
+# listed clusters, about half of whose slots are filled. A part has more than MOST clusters only if there would
+# otherwise be more than MOST_PARTS parts.
 FEWEST, FEWEST_OPENED, FEWEST_LISTED, MOST, MOST_PARTS = 512, 256, 256, 1024, 64
 CLUSTERS_A_WARP = 256
 ENTRIES, WIDTH = 128, 8  # clusters whose members are written at once, and members of each that are written in one step
@@ -237,7 +242,7 @@ def _packed(logits, numbers, peaks, totals, head, c, inside, stride, parts, leas
     """
     g = tl.arange(0, GROUP)
     size = tl.load(numbers + c, mask=inside, other=0)
-    # This load precedes the loads of the log-sum-exp, so that they overlap.
+    # The logits are loaded before the log-sum-exp, so that both loads overlap.
     known = inside[:, None] & (g < G)
     logit = tl.load(logits + g * stride + c[:, None], mask=known, other=-float("inf"))
     score = tl.sum(tl.exp(logit - _logsumexp(peaks, totals, head, g, parts, G, PARTS)), 1)

@@ -55,11 +55,11 @@ class CountedClusters:
 
 @dataclass(frozen=True)
 class BestClusters:
-    """R of C clusters of each of H heads, which fill a budget, best first; clusters of equal score are in any order.
+    """The R best of C clusters of each of H heads, best first, which together hold a budget of tokens.
 
-    `logits` [H, G, C] float32 are the query's logits for all centroids plus the log counts. `clusters` [H, R] int64 are
-    the indices of the best clusters. `lengths` [H, R] int64 is the number of tokens to take from each, and `left`
-    [H, R] int64 the number of its other tokens.
+    Clusters of equal score are in any order. `logits` [H, G, C] float32 are the query's logits for all centroids plus
+    the log counts. `clusters` [H, R] int64 are the indices of the best clusters. `lengths` [H, R] int64 is the number
+    of tokens to take from each of them, and `left` [H, R] int64 the number of its other tokens.
     """
 
     logits: torch.Tensor
@@ -68,10 +68,10 @@ class BestClusters:
     left: torch.Tensor
 
     def log_share_left(self, shares: torch.Tensor) -> torch.Tensor:
-        """Compute the log [H, 1, C] float32 of the share of each cluster's tokens that is not taken.
+        """Compute the log [H, 1, C] float32 of the share of each cluster's tokens that are not taken.
 
-        `shares` are those of `CountedClusters`. For an empty cluster the result is 0, or minus infinity if the cluster
-        is one of the R best.
+        `shares` [H, C] are 1 / the clusters' token counts, as in `CountedClusters`. For an empty cluster the result is
+        0, or minus infinity if the cluster is one of the R best.
         """
         left = shares.gather(1, self.clusters).mul_(self.left).log_()
         return torch.zeros_like(shares).scatter_(1, self.clusters, left).unsqueeze(1)
@@ -80,7 +80,7 @@ class BestClusters:
 def best_clusters(
     query: torch.Tensor, clusters: CountedClusters, budget: int, softmax_scale: float, softcap: float | None = None
 ) -> BestClusters:
-    """Choose the clusters with the highest scores S_i, averaged over the group, until they hold the budget.
+    """Choose the clusters with the highest scores S_i, averaged over the query heads, until they hold the budget.
 
     `cluster_scores` defines S_i. Clusters are taken whole, except for the last, of which only the first tokens are
     taken.
@@ -98,8 +98,8 @@ def best_clusters(
     else:
         logits = attention_logits(query.unsqueeze(2), clusters.centroids, softmax_scale, softcap).squeeze(2)
         logits = logits + clusters.log_counts
-    # The softmax of cluster i is N_i S_i, and so it is divided by the token count N_i. The sum over the group gives the
-    # same order as the mean.
+    # The softmax of cluster i is N_i S_i, and so it is divided by the token count N_i. The sum over the query heads
+    # gives the same order as the mean.
     scores = logits.softmax(-1).sum(1).mul_(clusters.shares)
     several = clusters.expected(budget)
     while True:
@@ -125,12 +125,12 @@ def choose_clusters(
     threshold: float | None = None,
     seen: torch.Tensor | None = None,
 ) -> ClusterChoice:
-    """Choose the clusters with the highest scores S_i, averaged over the group, until they hold the budget.
+    """Choose the clusters with the highest scores S_i, averaged over the query heads, until they hold the budget.
 
     `cluster_scores` defines S_i. Clusters are taken whole, except for the last, of which only the first tokens are
-    taken. With a threshold, all clusters whose S_i reaches it are taken instead. If scores agree to one part in 128,
-    the cluster with the lower index comes first. On a GPU there are four kernels, or three with a threshold, no
-    synchronisation and no data-dependent shapes.
+    taken. With a threshold, all clusters whose S_i reaches it are taken instead. Scores are compared by the exponent
+    and 7 fraction bits, about one part in 128. Of equal clusters, the one with the lower index comes first. On a GPU
+    there are four kernels, or three with a threshold, no synchronisation and no data-dependent shapes.
 
     Args:
         query: [H, G, D]; centroids: [H, C, D]; counts, starts: [H, C] int, token count and first row of each cluster.
@@ -174,10 +174,10 @@ def ranked(scores: torch.Tensor, budget: int, bits: int = SCORE_BITS) -> torch.T
 
 
 def best_first(scores: torch.Tensor, budget: int, bits: int = SCORE_BITS) -> torch.Tensor:
-    """Sort clusters in the order in which the device's kernels for one query take them; return indices [..., C].
+    """Sort clusters in the order in which the kernels for one query take them; return indices [..., C].
 
-    The order is by rank on a GPU and by score on a CPU. Therefore several questions get the same clusters as one
-    question alone.
+    These kernels order clusters by rank on a GPU, and by score on a CPU. With the same order here, a question gets the
+    same clusters whether it is alone or one of several.
     """
     return ranked(scores, budget, bits) if scores.is_cuda else scores.argsort(dim=-1, descending=True, stable=True)
 
@@ -204,8 +204,9 @@ def open_clusters(
 ) -> ClusterChoice:
     """Choose whole clusters, best first, until they have `wanted` children and `budget` tokens in each head.
 
-    Among scores between the same powers of two, the cluster with the lower index comes first. The order of such
-    clusters matters little, and this order saves a launch on a GPU.
+    A child is a cluster of the next finer level. Scores are compared by their exponent alone: of clusters whose scores
+    lie between the same powers of two, the one with the lower index comes first. This saves a launch on a GPU, and
+    changes little, because the children are scored again.
 
     Args:
         query: [H, G, D]; centroids: [H, C, D]; counts: [H, C] int32 of tokens.
@@ -229,9 +230,10 @@ def _count_seen(choice: ClusterChoice, seen: torch.Tensor | None) -> ClusterChoi
 
 
 def until_enough(counts: torch.Tensor, children: torch.Tensor, wanted: int, budget: int) -> torch.Tensor:
-    """Return a mask [..., C] bool of the clusters to open, from counts and numbers of children [..., C], best first.
+    """Return a mask [..., C] bool of the clusters to open, whose children will be scored.
 
-    Clusters are opened until they hold `budget` tokens and `wanted` children.
+    Clusters are opened, best first, until they hold `budget` tokens and `wanted` children. `counts` and `children`
+    [..., C] are the numbers of tokens and of children of the clusters, best first.
     """
     held, had = counts.cumsum(-1) - counts, children.cumsum(-1) - children
     return (held < budget) | (had < wanted)

@@ -183,8 +183,8 @@ def _scores_kernel(
         _store_scores(place, c, stop, present, logits, number, total, ROWS, GROUP, TILE)
 
 
-# A program that lists rows handles LISTED clusters, writes RUN rows of each at a time, and counts the rows of BEFORE
-# earlier clusters at a time.
+# A program that lists rows handles LISTED clusters and writes RUN rows of each at a time. It counts the rows of all
+# earlier clusters, BEFORE clusters at a time.
 LISTED, RUN, BEFORE = 64, 16, 1024
 CLUSTERS_A_WARP, MOST_WARPS = 1024, 32  # clusters per warp, and most warps, of a program that ranks clusters
 FEW_WARPS, REGISTERS = 8, 128  # two programs of FEW_WARPS warps fit on an SM with REGISTERS registers per thread

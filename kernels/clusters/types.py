@@ -82,10 +82,11 @@ def fewest_tokens(counts: torch.Tensor) -> torch.Tensor:
 
 # Scores are compared by their exponent and 7 fraction bits, which is the precision of bfloat16 keys.
 SCORE_BITS = 7
-# Clusters to open are compared by the exponent alone, because their children are scored again.
+# Clusters to open are compared by the exponent of the score alone, because their children are scored again.
 OPENED_BITS = 0
 # Scores are probabilities, and so at most `budget` tokens score above 1 / budget. All tokens with scores below 2^-16 /
-# budget are negligible together. Therefore ranks distinguish only the 16 octaves (factors of 2) between both scores.
+# budget are negligible together. Therefore ranks distinguish only the 16 octaves (factors of 2) between these two
+# scores.
 EXPONENT_BITS = 4
 TOKEN_BITS = 32 - EXPONENT_BITS - SCORE_BITS
 MOST_TOKENS = 2**TOKEN_BITS - 1
@@ -94,8 +95,8 @@ MOST_TOKENS = 2**TOKEN_BITS - 1
 def least_rank(budget: int, bits: int = SCORE_BITS) -> int:
     """Return the offset to subtract from the leading bits of a float32 score to get its rank.
 
-    `bits` of the leading bits are fraction bits. Scores that reach 1 / budget, rounded up to a power of two, share the
-    highest rank, because all of them are taken.
+    The leading bits are the sign, the exponent and `bits` fraction bits. All scores from 1 / budget on, rounded up to a
+    power of two, share the highest rank, because all of them are taken.
     """
     exponent = 1 - max(budget, 1).bit_length()
     return ((127 + exponent - int(2**EXPONENT_BITS)) << bits) + 1
@@ -103,13 +104,14 @@ def least_rank(budget: int, bits: int = SCORE_BITS) -> int:
 
 @dataclass(frozen=True)
 class ClusterChoice:
-    """Members taken from C clusters of each of H heads; a member is a token, or a child of a cluster to open.
+    """Members taken from C clusters of each of H heads.
 
-    `logits` [H, G, C or more] float32 are the query's logits for the centroids, minus infinity for empty clusters and
-    past the last. `lengths` [H, C] int32 is the number of members taken from each cluster, from its first member on.
-    `log_left` [H, C or more] float32 is the log of the number of tokens that are not taken; minus infinity for none.
-    `rows` [H, R] int32 lists all members taken; the first `used` [H] int32 are valid. Kernels also return `queue` [H]
-    int32 zeros, the work queue of the attention that follows.
+    A member is a token, or a child: a cluster of the next finer level. `logits` [H, G, C or more] float32 are the
+    query's logits for the centroids, minus infinity for empty clusters and past the last. `lengths` [H, C] int32 is the
+    number of members taken from each cluster, from its first member on. `log_left` [H, C or more] float32 is the log of
+    the number of a cluster's tokens that are not taken, minus infinity for none. `rows` [H, R] int32 lists all members
+    taken; the first `used` [H] int32 are valid. Kernels also return `queue` [H] int32 zeros, for `RunRows.queue` of the
+    attention that follows.
     """
 
     logits: torch.Tensor

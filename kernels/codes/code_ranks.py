@@ -31,11 +31,11 @@ def rank_jointly(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> TokenRanks:
-    """Rank all keys by their estimated attention probability, averaged over the queries; see `rank_codes`.
+    """Rank all keys by their attention probability, estimated from their codes and averaged over the queries.
 
-    Ranks distinguish probabilities up to 2 ** `HEADROOM` / wanted. The headroom is needed because the totals are
-    estimates, which are too small where few keys have most of the probability. On a GPU there are two kernels, a few
-    torch operations and no synchronisation.
+    `rank_codes` defines the estimate. Ranks distinguish probabilities up to 2 ** `HEADROOM` / wanted. The headroom is
+    needed because the totals are estimates. Where few keys have most of the probability, the totals are too small, and
+    so the probabilities are too large. On a GPU there are two kernels, a few torch operations and no synchronisation.
 
     Args:
         query: [H, R, D], all query heads of a group and all their tokens.
@@ -85,16 +85,18 @@ def rank_codes(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> CodeRanks:
-    """Rank all keys by their estimated attention probability, averaged over the group.
+    """Rank all keys by their attention probability, estimated from their codes and averaged over the query heads.
 
     Ranks are 0 for probabilities below 1 / (65536 wanted). Probabilities above about 1 / wanted share the highest rank.
 
-    A logit is the sum, over the parts, of the query's products with the centroids that the key's code selects. Each
-    product is rounded to a byte. The softmax total is estimated from the exact keys and the clusters' weights, before
-    any code is read. Therefore the codes are read only once. On a GPU there are two kernels, no synchronisation.
+    A key's code selects one centroid in each part of the channels. The key's logit is the sum of the query's products
+    with these centroids. Each product is rounded to a byte. The softmax total is estimated from the exact keys and the
+    clusters' weights, before any code is read. Therefore the codes are read only once. On a GPU there are two kernels
+    and no synchronisation.
 
     Args:
-        query: [H, G, D]; or [H T, G, D], T consecutive queries for each head of codes, clusters and exact keys.
+        query: [H, G, D]; or [H T, G, D] for T queries, of which the T of a head are consecutive.
+        codes, clusters: of H heads.
         exact: exact keys; their learned sinks have one row for each query.
         wanted: number of keys that will be chosen for each query.
 

@@ -36,9 +36,10 @@ def _make_table(
     PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CENTROIDS: tl.constexpr, LEVELS: tl.constexpr, PER_OCTAVE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write a part's table: distances of the query-centroid products below each query's largest, as bytes.
+    """Write a part's table, one byte for each query head and centroid, and each query head's largest product.
 
-    The largest products are written to `tops`.
+    The byte is how far the query-centroid product is below the query head's largest product. The largest products are
+    written to `tops`. `head` is that of the query, and `document` the head of the codes.
     """
     g, d, j, c = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_SIZE), tl.arange(0, CENTROIDS)
     of_part = (document * D + d[:, None]) * D + part * SIZE + j
@@ -216,7 +217,7 @@ def _logsumexps(part_peaks, part_totals, g, G: tl.constexpr):
 
 @triton.jit
 def _of_word(numbers, g, word: tl.constexpr):
-    """Extract the values of a word's four query heads from [FEW]."""
+    """Extract the values of the four query heads of word number `word` from `numbers` [FEW]."""
     # A single reduction is used, because each reduction makes all threads of a program wait twice.
     return tl.reduce(
         (

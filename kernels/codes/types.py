@@ -14,8 +14,8 @@ from sparsekv.kernels.posting_lists.types import TokenRanks
 CENTROIDS = 256  # centroids of a part, one for each value of a byte
 IN_WORD = 4  # codes in an int32 word
 # A query-centroid product is stored as a byte: its distance below the part's largest product, in steps of about a tenth
-# of an octave. This rounding error is smaller than the error of the key's code. Distances above LEVELS steps are
-# clamped to LEVELS.
+# of an octave (log 2). The error of rounding to a step is smaller than the error of the key's code. Distances above
+# LEVELS steps are clamped to LEVELS.
 LEVELS = 255
 PER_OCTAVE = LEVELS / 24
 HEADROOM = 4  # octaves above probability 1 / `wanted` in which joint ranks still distinguish keys
@@ -25,9 +25,9 @@ HEADROOM = 4  # octaves above probability 1 / `wanted` in which joint ranks stil
 class ProductCodes(ABC):
     """Product codes of `keys` keys of each of H heads.
 
-    `turn` [H, D, D] is the rotation by which queries are multiplied. `books` [H, m, 256, D / m] are the centroids of m
-    parts of the rotated channels. Both are contiguous. `words` [H, m / 4, keys or more] int32 holds the codes. Byte b
-    of a key's word p is the key's code in part 4 p + b. Each subclass defines the order of the keys.
+    `turn` [H, D, D] is the matrix by which queries are multiplied. `books` [H, m, 256, D / m] are the centroids of m
+    parts of the channels of the products. Both are contiguous. `words` [H, m / 4, keys or more] int32 holds the codes.
+    Byte b of a key's word p is the key's code in part 4 p + b. Each subclass defines the order of the keys in `words`.
     """
 
     turn: torch.Tensor
@@ -108,7 +108,7 @@ class CodeRanks:
     """Ranks of all keys by their codes, with the logits of the clusters.
 
     `logits` [H, G, C or more] float32 is minus infinity for empty clusters and past the last. `taken` [H, C] int32 is
-    zero, for use in `KeyGroups`.
+    zero. A following choice of keys adds the chosen keys of each cluster to it, as `KeyGroups.taken`.
     """
 
     ranks: TokenRanks

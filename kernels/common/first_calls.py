@@ -7,8 +7,8 @@ from torch.nn import functional
 def make_first_calls(device: torch.device, dtype: torch.dtype) -> None:
     """Call, on tiny tensors on a GPU, the operations of a model's first token and of an index's checks.
 
-    Torch loads each kernel at its first call. On an H200, the kernels of a layer, with those of cuBLAS, take 0.5 s in
-    total. The first Triton kernel of a process takes half a second, because Triton hashes its own source to find
+    Torch loads each kernel at its first call. On an H200, loading the kernels of a layer and of cuBLAS takes 0.5 s in
+    total. The first Triton kernel of a process takes half a second more, because Triton hashes its own source to find
     compiled kernels in its cache.
 
     Args:

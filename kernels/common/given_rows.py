@@ -1,4 +1,4 @@
-"""Forward passes of a few tokens over keys and values that a callback returns, for checks such as probe and canary.
+"""Forward passes of a few tokens over keys and values that a callback returns, for checks of a model or an index.
 
 Decoding does not use these passes. It uses this file's base classes of caches, and the functions that return the
 arguments of a forward pass.
@@ -61,7 +61,7 @@ The returned tensors are on the model's device. The callback's arguments are the
 
 
 class CalledCache(Cache):
-    """A cache that stores no rows itself: the attention function receives each layer's new rows and stores them."""
+    """A cache whose `update` stores no rows: the attention function receives each layer's new rows, and stores them."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -92,9 +92,10 @@ class GivenLayer(RowLayer):
     """
 
     is_compileable = hasattr(sdpa_attention, "pack_gqa")
-    """Whether the model makes a mask even for a single token, which attends to all rows.
+    """Whether transformers makes a mask even for a single token, which attends to all rows: in 5.23 and later.
 
-    With such a mask, transformers 5.23 and later takes two thirds of the time on a CPU.
+    With a mask, the `sdpa` attention of these versions computes all query heads of a KV head in one matrix product. On
+    a CPU this takes two thirds of the time of a pass without a mask.
     """
 
     def __init__(self, before: int):
@@ -125,14 +126,13 @@ def pass_over_rows(
 ) -> tuple[torch.Tensor, State]:
     """Compute the logits [Q, vocabulary], float32 on the CPU, of tokens [Q] whose first position is `before`.
 
-    The second result is the state after these tokens.
-
-    The model makes its own masks and attends with the implementation that it was loaded with. This implementation
-    determines the memory. Without a mask it allocates nothing of the size of the rows. With a mask it may copy a
+    The second result is the recurrent state of the model's layers after these tokens. The model makes its own masks and
+    attends with the implementation that it was loaded with. If a layer needs a mask, this implementation may copy the
     layer's rows for each query head.
 
     Args:
-        state: the state of the layers that keep one, after the `before` tokens; empty if none does.
+        rows: returns a layer's keys and values; see `Rows`.
+        state: the recurrent state after the `before` tokens; empty for a model without one.
     """
     with alone(model), soft_caps(model):
         loaded = model.config._attn_implementation
@@ -213,7 +213,7 @@ AttentionMaskInterface.register(IMPLEMENTATION, _own_mask)
 def keys_of_one_token(model: PreTrainedModel, input_ids: torch.Tensor, position: int) -> dict[int, torch.Tensor]:
     """Compute each layer's keys [Hk, D] for one token id [1] that runs alone at a position.
 
-    If ranks share the model, all of them must call this together.
+    If several processes (ranks) share the model, all of them must call this function together.
     """
     keys: dict[int, torch.Tensor] = {}
 
@@ -229,9 +229,9 @@ def keys_of_one_token(model: PreTrainedModel, input_ids: torch.Tensor, position:
 
 @contextmanager
 def soft_caps(model: PreTrainedModel) -> Iterator[None]:
-    """Make the model apply its soft cap within the context; `sdpa` of transformers 5.17 silently ignores it.
+    """Use the `eager` attention within the context, if the model has a soft cap and was loaded with `sdpa`.
 
-    A soft-capped model that was loaded with `sdpa` uses the `eager` implementation within the context.
+    `sdpa` of transformers 5.17 silently ignores a soft cap.
     """
     loaded = model.config._attn_implementation
     if loaded != "sdpa" or getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is None:

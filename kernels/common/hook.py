@@ -1,7 +1,8 @@
 """Routing of a model's attention to a caller's function, through transformers' `AttentionInterface`.
 
-Decoding passes the method `attend` of its cache (`IndexCache.attend` for a single sequence), and a build its recorder.
-The functions of `given_rows.py` that attend to given rows are used by checks of a model, and never by an answer.
+Decoding passes the method `attend` of its cache (`IndexCache.attend` for a single sequence). A build passes the method
+that records keys and queries. The passes of `given_rows.py`, over rows that a callback returns, are for checks of a
+model. Answers never use them.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and commands parse th
 
 IMPLEMENTATION = "sparsekv"
 FOLLOWED = frozenset({"softcap", "s_aux", "is_causal"})
-"""Keyword arguments of an attention call that change the result and are supported, besides scale, mask and dropout."""
+"""Keyword arguments of an attention call that this module reads, besides scale, mask and dropout."""
 HARMLESS = frozenset(
     {
         "sliding_window",  # transformers' own attention also reads the window from the mask
@@ -41,7 +42,7 @@ HARMLESS = frozenset(
         "max_length_k",
     }
 )
-"""Keyword arguments that do not change the result. The values None, True and False of other arguments do not either."""
+"""Keyword arguments that do not change the result. Other arguments are ignored if they are None, True or False."""
 WAYS = {
     "indices": "chooses keys by an indexer of the model's own",
     "block_indices": "chooses keys by an indexer of the model's own",
@@ -62,9 +63,10 @@ LogitScaling = tuple[float, float | None, torch.Tensor | None]
 class AttentionCall:
     """Arguments of one layer's attention call.
 
-    `query` is [Hq, Q, D]. `keys` and `values` [Hk, T, D] are the rows that the model attends to, computed from the rows
-    that the cache's `update` returned. RoPE and norms are already applied. If a model's keys and values have different
-    numbers of channels, the smaller are padded with zeros. The sequences of a batch are concatenated along the heads.
+    `query` is [Hq, Q, D]. `keys` and `values` [Hk, T, D] are the rows that the model attends to. In most models they
+    are the rows that the cache's `update` returned; some models compute them from those rows. RoPE and norms are
+    already applied. If a model's keys and values have different numbers of channels, the smaller are padded with zeros.
+    The sequences of a batch are concatenated along the heads.
     """
 
     layer: int
@@ -93,10 +95,10 @@ AttentionFunction = Callable[[AttentionCall], torch.Tensor]
 
 @dataclass(frozen=True)
 class _Route:
-    """The attention function of a model, and the thread that set it.
+    """The attention function to which a model's attention is routed, and the thread that set it.
 
-    The function is None within a caller's callback. The thread is stored, because context variables may be copied to
-    other threads.
+    The function is None within `calling_back`. The thread is stored, because context variables may be copied to other
+    threads.
     """
 
     function: AttentionFunction | None
@@ -113,7 +115,8 @@ _opening = RLock()
 def alone(model: "PreTrainedModel") -> Iterator[None]:
     """Lock the model for this thread within the context; other threads wait, and this thread may enter again.
 
-    Models on GPUs share one lock. While a CUDA graph is captured, no thread of the process may synchronise with a GPU.
+    All models on GPUs share one lock, because no thread of the process may synchronise with a GPU while another
+    captures a CUDA graph.
     """
     with _locks.setdefault(model, RLock()) if model.device.type == "cpu" else _on_gpu:
         yield
@@ -121,7 +124,7 @@ def alone(model: "PreTrainedModel") -> Iterator[None]:
 
 @contextmanager
 def all_alone() -> Iterator[None]:
-    """Lock all models for this thread within the context, for changes to the whole process."""
+    """Lock all models on GPUs, and all on CPUs that were locked before, for changes to the whole process."""
     with ExitStack() as stack:
         for lock in (_opening, _on_gpu, *sorted(_locks.values(), key=id)):
             stack.enter_context(lock)
@@ -130,7 +133,10 @@ def all_alone() -> Iterator[None]:
 
 @contextmanager
 def calling_back() -> Iterator[None]:
-    """Refuse this thread's calls of a routed model within the context, which surrounds a callback of the caller."""
+    """Let this thread's calls of a routed model raise RuntimeError within the context.
+
+    The context surrounds a callback that the user of the library passed, because such a callback may call the model.
+    """
     token = _active.set(_Route(None, get_ident()))
     try:
         yield
@@ -148,9 +154,9 @@ def called_back() -> bool:
 def route_attention(model: "PreTrainedModel", function: AttentionFunction) -> Iterator[None]:
     """Make every attention layer of the model call `function`, which returns [Hq, Q, D], within the context.
 
-    The function itself must mask the keys after a query, and the keys before the window of the call. The window is that
-    of the mask that transformers would have made. Threads with the same model wait for each other, because the function
-    is set on the model.
+    The function itself must mask the keys after a query, and the keys before the call's `window`. The window is that of
+    the mask that transformers would have made. Threads with the same model wait for each other, because the name of the
+    attention implementation is set on the model.
 
     Raises:
         UnsupportedAttentionError: `function` cannot reproduce the model's attention; raised before the layer attends.

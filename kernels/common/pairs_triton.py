@@ -67,9 +67,9 @@ def from_pairs(first, second, R: tl.constexpr, BLOCK_D: tl.constexpr):
 def scaled_queries(q, channels, offsets, d, in_row, scale, EACH: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr):
     """Multiply queries [R, D] by the scales of the keys' channels, for products with int8 keys.
 
-    The scaled queries are divided by their largest magnitude, so that they fit in float16. With EACH, every query has
-    its own largest magnitude. Otherwise all queries share the largest magnitude of all, which saves a multiplication of
-    each logit. This is used for the queries of one token.
+    The scaled queries are divided by a largest magnitude, so that they fit in float16. With EACH, it is the largest
+    magnitude of each query. Otherwise it is the largest of all queries, which saves a multiplication of each logit. The
+    kernels use EACH if the queries are of several tokens.
 
     Returns:
         the scaled queries in pairs, [R, D / 2] each; the term [R] that SHIFT adds to their products; the largest

@@ -45,9 +45,9 @@ def _rows_kernel(
     starts, ends, rows, runs, starts_stride, ends_stride, rows_stride, capacity,
     STEPS: tl.constexpr, SLOTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write the row indices of a program's slots.
+    """Write the row indices of a program's slots, the elements of the list of rows.
 
-    A search with three probes per step finds the run of each slot.
+    A search with three comparisons per step, which divide the runs by four, finds the run of each slot.
     """
     wait_for_previous_kernel(EARLY)
     head = tl.program_id(1).to(tl.int64)

@@ -1,8 +1,8 @@
-"""Recurrent and convolution states of layers that keep a state instead of rows, or in addition to rows.
+"""Recurrent and convolution states of layers that keep a state instead of keys and values, or in addition to them.
 
 transformers stores states in cache layers of linear attention. A layer overwrites its state at each token, and so a
-state cannot be cropped to fewer tokens. Instead a state is copied at the tokens from which decoding will continue, and
-is restored from the copy.
+state cannot be cropped to fewer tokens. Instead the state is copied after the tokens from which decoding will
+continue, and is restored from the copy.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,8 +1,8 @@
 """Row-wise tensor parallelism of transformers, with small all-reduces in one launch through memory shared by the GPUs.
 
 A decode step has two all-reduces per layer, of 8 KB each in an 8B model. On two H200s, NCCL's kernel takes 7.7 µs for
-such an all-reduce; ours takes 3.5 to 3.8 µs. In a CUDA graph, each NCCL kernel also waits for NCCL's work outside of
-graphs.
+such an all-reduce, and the kernel of `sum_triton.py` takes 3.5 to 3.8 µs. In a CUDA graph, each NCCL kernel also waits
+for NCCL's work outside of graphs.
 """
 
 from typing import Any

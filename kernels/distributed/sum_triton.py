@@ -1,9 +1,11 @@
 """All-reduce of small tensors in one Triton launch.
 
-Each program sends its piece of the rank's part to every other rank, waits for the others' pieces and sums all pieces.
+A rank's part is the tensor that it adds to the sum. Each program sends a piece of its rank's part to every other rank,
+waits for the same piece of the other ranks' parts, and sums the pieces.
 
-Each all-reduce overwrites the parts of the all-reduce before the previous one. This is safe, because all ranks have
-read those parts: a rank reads them before it sends its part of the previous all-reduce, which is complete.
+There are two buffers, and so all-reduce n overwrites the parts of all-reduce n - 2. This is safe. A rank reads the
+parts of n - 2 before it sends its part of n - 1, and all-reduce n - 1 is complete: all ranks have sent their parts of
+it.
 """
 
 import torch

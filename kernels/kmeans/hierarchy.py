@@ -16,9 +16,9 @@ from sparsekv.kernels.kmeans.kmeans import assign, cluster_means, lloyd, random_
 def block_offsets(tokens: int, block: int) -> list[int]:
     """Compute the first token of each block, and the end of the last block.
 
-    Closed blocks have W tokens. The open block at the end has between alpha = W / 2 and W + alpha tokens, or fewer if
-    the sequence is shorter. When the open block reaches W + alpha tokens, its first W tokens become a closed block. So
-    the cuts depend only on the number of tokens, not on how they were appended.
+    All blocks but the last are closed, with W tokens. The last block is open: it has at least alpha = W / 2 tokens, or
+    fewer if the sequence is shorter. When it reaches W + alpha tokens, its first W tokens become a closed block. So the
+    cuts depend only on the number of tokens, not on how they were appended.
 
     Args:
         tokens: length of the sequence, at least 1.
@@ -30,7 +30,7 @@ def block_offsets(tokens: int, block: int) -> list[int]:
 
 
 def equal_neighbours(offsets: list[int], most: int) -> list[list[int]]:
-    """Group the offsets of adjacent blocks of equal length; return the offsets of each group.
+    """Group adjacent blocks of equal length; return each group's offsets: its blocks' first tokens, and its end.
 
     The blocks of a group have at most `most` tokens in total, except for a group of a single block.
     """
@@ -47,7 +47,7 @@ def equal_neighbours(offsets: list[int], most: int) -> list[list[int]]:
 class Level:
     """Clusters of one level: centroids [Hk, C, D] float32, token counts [Hk, C], and parent indices [Hk, C].
 
-    The coarsest level has no parents.
+    A parent is a cluster of the next coarser level. The coarsest level has None.
     """
 
     centroids: torch.Tensor
@@ -63,10 +63,10 @@ Its arguments are points [Hk, M, D] float32, a number of clusters, and a mask [H
 
 
 def levels_above(keys: torch.Tensor, labels: torch.Tensor, sizes: list[int], cluster: Cluster) -> list[Level]:
-    """Build all levels, finest first: the finest from its labels, and coarser levels by clustering the centroids below.
+    """Build all levels, finest first: the finest from its labels, and each coarser level by clustering the next finer.
 
-    A coarse centroid is the count-weighted mean of its children, and so the mean of its member keys. Empty clusters are
-    not clustered again.
+    A coarse centroid is the count-weighted mean of its children, and so the mean of its member keys. Empty clusters of
+    the finer level are left out of the clustering.
 
     Args:
         keys: [Hk, M, D]; labels: [Hk, M] of the finest level.
@@ -188,9 +188,9 @@ def join_tokens(
 ) -> torch.Tensor:
     """Recluster a block after tokens were appended to it; return the labels of all its tokens.
 
-    New centres are sampled from the new tokens. They are added, and replace the centres of empty clusters. Each new
-    token is assigned to its nearest centre, and the centre moves to the mean of its members (a step of sequential
-    k-means). Then a few k-means iterations run over the whole block.
+    The centres of the added clusters, and of empty clusters, are sampled from the new tokens. Each new token is
+    assigned to its nearest centre, and the centre moves to the mean of its members (a step of sequential k-means). Then
+    a few k-means iterations run over the whole block.
 
     Args:
         points: [Hk, T, D] float32, the block's keys in the space in which they are clustered, old tokens first.
@@ -200,7 +200,8 @@ def join_tokens(
         generator: random generator of the samples, on the points' device.
 
     Returns:
-        [Hk, T] int64. Allocates the centres and the memory of `assign`.
+        [Hk, T] int64. Allocates the centres a few times, the memory of `assign` and, in plain torch, a copy of the
+        points.
     """
     return join_in_order(points, labels, clusters, all_clusters, sampling_order(points, labels, generator))
 
@@ -214,9 +215,9 @@ def sampling_order(points: torch.Tensor, labels: torch.Tensor, generator: torch.
 def join_in_order(
     points: torch.Tensor, labels: torch.Tensor, clusters: int, all_clusters: int, order: torch.Tensor
 ) -> torch.Tensor:
-    """Run `join_tokens` with the `sampling_order` as an argument.
+    """Run `join_tokens` with the result of `sampling_order` as the argument `order`.
 
-    A CUDA graph can capture this, because there is no synchronisation and no data-dependent shape.
+    A CUDA graph can capture this function, because it has no synchronisation and no data-dependent shape.
     """
     old, new = points[:, : labels.shape[1]], points[:, labels.shape[1] :]
     more = all_clusters - clusters

@@ -8,10 +8,10 @@ import torch
 from sparsekv.kernels.common.on_gpu import on_gpu
 
 CHANNELS = (2, 4, 8)
-"""Numbers of channels for which faiss keeps centres in registers.
+"""Numbers of channels of a point for which faiss keeps centres in registers.
 
-For these numbers, faiss takes half the time of a matrix product. For other numbers, faiss takes four times as long as a
-matrix product.
+For these numbers, faiss finds the nearest centres in half the time of a matrix product. For other numbers, faiss takes
+four times as long as a matrix product.
 """
 CENTRES = 256
 
@@ -19,8 +19,8 @@ CENTRES = 256
 class ShortPoints:
     """`nearest_centres` by faiss, for float32 points [H, M, D] on a CPU, with D one of CHANNELS; copies the points.
 
-    Other threads can run during the search. A search in plain torch is many short operations, each of which needs
-    Python's global lock.
+    Other Python threads can run during the search. A search in plain torch consists of many short operations, each of
+    which needs Python's global lock.
     """
 
     def __init__(self, points: torch.Tensor):
@@ -38,7 +38,8 @@ class ShortPoints:
         return torch.from_numpy(self._quantiser.compute_codes(self._rows)).t().long()
 
 
-SCORES_AT_ONCE, FEWEST_ROWS = 2**17, 64  # scores that stay in a core's cache until they are searched; fewest points
+# Scores computed at a time, so that they stay in a core's cache until they are searched. Fewest points at a time.
+SCORES_AT_ONCE, FEWEST_ROWS = 2**17, 64
 LEAST_WEIGHT = 1e-30  # least divisor of a cluster's mean, so that the mean of an empty cluster is 0
 FAR = 1e30  # factor that makes any nonzero difference of two scores exceed every index of a centre
 SPACES = ("normalised", "raw", "centred")
@@ -65,21 +66,23 @@ def to_space(keys: torch.Tensor, space: str, valid: torch.Tensor | None = None) 
 def assign(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
     """Find the nearest centre of each point by Euclidean distance.
 
+    On a GPU, points and centres are rounded to float16; see `NearestCentres`.
+
     Args:
         points: [Hk, M, D]; centres: [Hk, C, D].
 
     Returns:
-        [Hk, M] int64. On a CPU, allocates 131,072 scores at a time, or those of 64 points. On a GPU, allocates a
-        float16 copy of the points.
+        [Hk, M] int64. On a GPU, allocates a float16 copy of the points. On a CPU, allocates 131,072 scores at a time,
+        or those of 64 points if these are more. Where `ShortPoints` applies, allocates a copy of the points instead.
     """
     return nearest_centres(points, centres.shape[1])(centres)
 
 
 @on_gpu("sparsekv.kernels.kmeans.kmeans_triton:NearestCentres")
 def nearest_centres(points: torch.Tensor, number: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that assigns fixed points [Hk, M, D] to `number` centres, like `assign`.
+    """Return a function that finds the nearest of `number` centres for each of fixed points [Hk, M, D], like `assign`.
 
-    A GPU rounds the points only once for all calls.
+    The function's argument is the centres. On a GPU the points are rounded only once for all calls.
     """
     if number == CENTRES and points.shape[2] in CHANNELS and points.dtype == torch.float32:
         return ShortPoints(points)
@@ -206,6 +209,7 @@ def random_points(
     random = random if weights is None else -random.log() / weights
     random = random if valid is None else random.masked_fill(~valid, torch.inf)
     chosen = random.argsort(dim=-1)[:, :number]
-    # Sorted by index, so that the rounding of the weights does not change the order of the points.
+    # The weights' rounding may differ between machines, and may swap two points whose variables are nearly equal. The
+    # order of the index removes the swap, which would number the centroids, and so all codes, differently.
     chosen = chosen if weights is None else chosen.sort(-1).values
     return points.gather(1, chosen[..., None].expand(-1, -1, points.shape[-1]))

@@ -9,14 +9,14 @@ import triton.language as tl
 from sparsekv.kernels.common.launch import power_of_two, unit_stride
 from sparsekv.kernels.kmeans.kmeans import LEAST_WEIGHT
 
-FARTHEST_MEAN = 4096.0  # largest entry of the scaled mean; float16 holds entries of centres up to nearly 16 times this
+FARTHEST_MEAN = 4096.0  # most by which the scaled mean differs from 0; the largest float16 is nearly 16 times this
 REGISTERS = 65_536  # registers of an SM
 ROWS_AT_ONCE = 32  # rows of a tile in the kernels for means and for rounding
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile sizes of the search for nearest centres: points and centres of one product, warps and pipeline stages.
+    """Sizes of a program that searches nearest centres: points and centres of a matrix product, warps, pipeline stages.
 
     `programs` is the number of programs that should fit on an SM. While one program takes the maximum of its scores,
     another keeps the tensor cores busy.
@@ -38,8 +38,9 @@ class Tiles:
         return 2 * dims * (self.points + self.stages * self.centres)
 
 
-# The first entry that fits in shared memory is used. Tensor cores read both tiles from shared memory. Tiles of 64
-# centres use all of its bandwidth, tiles of 128 centres three quarters. Centres are read once for each tile of points.
+# The first entry that fits in shared memory is used. Tensor cores read both tiles from shared memory. With tiles of 64
+# centres they need all of the memory's bandwidth, and with 128 centres three quarters. Centres are read once for each
+# tile of points.
 TILES = (Tiles(128, 128, 8, 2), Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 1))
 
 
@@ -50,7 +51,7 @@ def _round_rows(
 ):  # fmt: skip
     """Write rows in float16, minus their head's mean and scaled, with zeros past the last row.
 
-    With NORMS, also write half of their squared norms.
+    With NORMS, also write half of the squared norms of the rounded rows.
     """
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -129,11 +130,18 @@ class NearestCentres:
     """Search for the nearest centres of fixed points, with centres that change between calls.
 
     The head's mean point is subtracted from points and centres. Both are scaled so that no coordinate of a point
-    exceeds 1, and rounded to float16. Products are summed in float32. Rounding moves a point or centre by 2^-11 of its
-    distance to the mean. Therefore the chosen centre is further away than the nearest by at most 2^-10 of the two
-    distances to the mean. bfloat16 has the same cost and eight times the error; tf32 has the same error and twice the
-    cost. Norms are computed from the rounded centres, so that a point that equals a centre has distance 0 from it.
-    Centres more than 60,000 times as far from the mean as the farthest point are clamped, and not distinguished.
+    exceeds 1, and rounded to float16. Products are summed in float32. Norms are computed from the rounded centres, so
+    that a point that equals a centre has distance 0 from it.
+
+    Rounding moves a point or a centre by at most 2^-11 of its distance to the mean, if its coordinates are in float16's
+    normal range. So the chosen centre is further from the point than the nearest centre by at most 2^-10 times the sum
+    of two distances: the point's distance to the mean, and the larger distance of the two centres to the mean. Besides,
+    rounding of the float32 sums adds up to 2^-19 times the square of this sum to the squared distance of the chosen
+    centre. bfloat16 takes the same time and has eight times the error. tf32 has the same error and takes twice the
+    time.
+
+    A centre's coordinate that is more than 65,504 times as far from the mean as the farthest coordinate of a point is
+    clamped. Centres that differ only in clamped coordinates are not distinguished.
     """
 
     def __init__(self, points: torch.Tensor, number: int, tiles: Tiles | None = None):
@@ -184,8 +192,8 @@ class NearestCentres:
 def cluster_means_triton(points, labels, clusters, weights=None):
     """Run `cluster_means` on a GPU, with sums in the order of the points.
 
-    Sorting the labels moves 12 bytes per point a few times, while the sums read 4 D bytes per point once. Atomic adds
-    would read as many bytes, write all of them to the L2 cache, and round in an arbitrary order.
+    Sorting the labels moves 12 bytes per point a few times. The sums then read 4 D bytes per float32 point once. Atomic
+    adds would read as many bytes, write all of them to the L2 cache, and round in an arbitrary order.
     """
     points, (Hk, count, dims) = unit_stride(points), points.shape
     first = torch.arange(0, Hk * clusters, clusters, dtype=torch.int32, device=points.device)

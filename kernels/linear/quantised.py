@@ -13,7 +13,7 @@ from sparsekv.kernels.common.on_gpu import on_gpu
 GROUP = 32
 """Input channels that share a scale in four bits."""
 PAIR = 2 * GROUP
-"""Input channels of a pair of groups: their numbers share bytes, and their scales share an int32 word."""
+"""Input channels of a pair of groups: the 4-bit numbers of both groups share bytes, and the scales share a word."""
 FEW = 16
 """Maximum number of rows that the kernels multiply; with more rows, the time of dequantising the weights is small."""
 BLOCK = 1 << 24
@@ -126,9 +126,9 @@ def multiply(rows: torch.Tensor, weight: Int8Weight | Int4Weight, bias: torch.Te
 
 
 def _on_cpu(rows: torch.Tensor, weight: Int8Weight | Int4Weight, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """Multiply as `int8_linear` or `int4_linear`, on torch's threads; None without the compiled code.
+    """Multiply like `int8_linear` or `int4_linear` by compiled code, on torch's threads.
 
-    Sums are float32 for rows of any dtype.
+    Sums are float32 for rows of any dtype. Return None if the compiled code is not available.
     """
     if (kernel := compiled_kernels("quantised_numba", "linear")) is None:
         return None

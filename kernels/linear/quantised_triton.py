@@ -335,7 +335,7 @@ def _padded(rows):
 
 
 def _ahead(tile, size):
-    """Return how many bytes of its weights a program prefetches; `size` is the bytes of an output's weights."""
+    """Return the option AHEAD: the bytes of weights that a program prefetches, at `size` bytes for each output."""
     return {"AHEAD": max(128, min(power_of_two(tile.outputs * size), AHEAD))}
 
 

@@ -75,20 +75,23 @@ def rank_tokens(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> TokenRanks:
-    """Rank all keys by their estimated attention probability, averaged over the group.
+    """Rank all keys by their attention probability, estimated from posting lists and averaged over the query heads.
 
-    Ranks are 0 for probabilities below 1 / (65536 wanted). Each part of a query uses the list of its nearest centroid.
-    Logits are 12-bit sums of codes times integers. Their error is a few thousandths of the largest logit that the
-    query's lists could give. Ranks distinguish scores that differ by one part in 16. Both errors are below that of the
-    four-bit codes. On a GPU there are three kernels and no synchronisation. There, each query's probabilities are
-    accurate to 8 %.
+    In each subspace, a query uses the list of its nearest centroid. Ranks are 0 for probabilities below 1 / (65536
+    wanted). On a GPU there are three kernels and no synchronisation.
+
+    The lists hold four-bit codes of scores. All other errors are smaller than those of the codes. Logits are 12-bit
+    sums of codes times integers, with an error of a few thousandths of the largest logit that the query's lists could
+    give. Ranks distinguish probabilities that differ by one part in 16. On a GPU, the probability for each query head
+    has a relative error of up to 8%.
 
     Args:
         query: [H, G, D].
+        exact: keys that are always attended, and learned sinks, which take part in the softmax.
         wanted: number of keys that will be chosen.
 
     Returns:
-        See `TokenRanks`. Allocates one byte per key for the ranks, and weights [H, G, M] of one byte each.
+        See `TokenRanks`. On a GPU, allocates one byte per key for the ranks, and one byte per key and query head.
     """
     logits = list_logits(query, lists, softmax_scale, softcap)[..., : lists.keys]
     beside = exact_logsumexp(query, exact, softmax_scale, softcap)
@@ -107,7 +110,7 @@ def exact_logsumexp(
 def ranks_of(logits: torch.Tensor, logsumexp: torch.Tensor, wanted: int, *, few: bool = False) -> TokenRanks:
     """Compute ranks from logits [H, G, M] and the log-sum-exps [H, G] that normalise them, in plain torch.
 
-    With `few`, there are `FEW_RANKS` ranks, with a count for each.
+    `wanted` is the number of keys that will be chosen. With `few`, there are `FEW_RANKS` ranks, with a count for each.
     """
     scores = (logits - logsumexp[..., None]).exp().mean(1)
     ranks = ((scores.view(torch.int32) >> (23 - FRACTION_BITS)) - lowest_rank(wanted)).clamp(0, RANKS - 1)
@@ -146,7 +149,7 @@ def rank_rows(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> TokenRanks:
-    """Rank rows by their attention probability, averaged over the group; see `rank_tokens`.
+    """Rank rows by their exact attention probability, averaged over the query heads; `TokenRanks` defines the ranks.
 
     On a GPU there are two kernels and no synchronisation. The plain-torch implementation copies the keys.
 
@@ -154,7 +157,8 @@ def rank_rows(
         query: [H, G, D].
         keys: [H, M, D], contiguous within a head.
         rows: [H, S] int32, indices of the keys to rank.
-        logsumexp: [H, G] float32, estimated over all keys; the log-sum-exp of the rows is used where it is larger.
+        logsumexp: [H, G] float32, an estimate over all keys, which normalises the probabilities. Where the log-sum-exp
+            of the rows' logits is larger, it is used instead.
         wanted: number of rows that will be chosen.
 
     Returns:

@@ -3,9 +3,10 @@
 The first kernel finds the lists of the nearest centroids. The second computes the logits and the sums of their
 exponentials. The third computes the ranks and their counts.
 
-A word holds the sums of two logits as 12-bit integers: a mask extracts two codes from a list's word, and one
-multiply-add adds both. Exponentials relative to the tile's largest are stored as one byte each, which holds the bits of
-a bfloat16 that vary. Once the sum over all tiles is known, the rank takes one or two instructions per query.
+An int32 word holds two logits as 12-bit integer sums: a mask extracts two codes from a list's word, and one
+multiply-add adds both to the sums. Exponentials relative to the tile's largest are stored as one byte each, which holds
+the bits of a bfloat16 that vary. Once the sum over all tiles is known, a key's rank takes one or two instructions per
+query head.
 """
 
 import torch
@@ -33,7 +34,8 @@ def add_exact(
 ):  # fmt: skip
     """Write the peak logit, in units of log 2, and the sum of exponentials of a program's share of the exact keys.
 
-    The results follow the results of the tiles in memory. The first program's share includes the learned sinks.
+    `which` is the program's number among the EXACT_PROGRAMS programs of a head. The results follow the results of the
+    tiles in memory. The first program's share includes the learned sinks.
     """
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     of_group = g < G
@@ -74,8 +76,8 @@ def _look_up_kernel(
 ):  # fmt: skip
     """Find, for a subspace of a head, the list of each query's nearest centroid.
 
-    Also write slope and floor of the logit as a linear function of a code. The last EXACT_PROGRAMS programs of a head
-    process the exact keys instead.
+    A key's code in the list contributes slope * code + floor to its logit; write slope and floor, too. The last
+    EXACT_PROGRAMS programs of a head process the exact keys instead.
     """
     common.wait_for_previous_kernel(EARLY)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -113,7 +115,7 @@ LOGIT_WARPS = 4
 # With many programs, the kernel is bound by instructions. Then one warp is best, because each of four warps would
 # repeat the work that is common to the program.
 WARPS_OF_FEW, WARPS_OF_MANY = 4, 1
-TILES_OF_A_PROGRAM = 2  # if all SMs stay busy; a query's scale is then computed once for two tiles
+TILES_OF_A_PROGRAM = 2  # used if all SMs stay busy: a program then computes a query's scale once for two tiles
 MANY = 16  # programs that keep an SM busy
 TWO_CODES, NEXT_TWO_CODES = tl.constexpr(0x000F000F), tl.constexpr(0x00F000F0)
 BOTH = tl.constexpr(0x00010001)
@@ -121,11 +123,11 @@ BOTH = tl.constexpr(0x00010001)
 
 @triton.jit
 def _scale(slopes, floors, PARTS: tl.constexpr, ROOM: tl.constexpr, HIGHEST: tl.constexpr):
-    """Compute the integer scale of one query's logits.
+    """Compute the scale by which one query's logits become integer sums of weighted codes.
 
     Returns:
-        the integer weight per unit of slope; the logit of 1 in an integer sum; the logit of a sum of 0; and the initial
-        sum, which is large enough that negative weights never make a sum negative.
+        the factor from a list's slope to the integer weight of its codes; the logit that 1 in a sum stands for; the
+        logit of a sum of 0; and the value from which a sum starts, so that negative weights never make it negative.
     """
     size, base = 0.0, 0.0
     for part in tl.static_range(PARTS):

@@ -7,8 +7,8 @@ from sparsekv.kernels.common.tiles_triton import WIDEN, sum_of_four, sum_of_thre
 
 EXPONENT_OF_2_23 = tl.constexpr(0x4B000000)
 TO_BYTES = tl.constexpr(96)  # bfloat16 numbers below 2, scaled by 2 ** -96, differ only in their last twelve bits
-# Two bfloat16 of value 2 ** -96 (1 + 6 / 128). Four of the twelve bits are cut off; the factor 1 + 6 / 128 centres the
-# error.
+# Two bfloat16 of value 2 ** -96 (1 + 6 / 128). `as_bytes` cuts off the last four of these twelve bits, which makes a
+# number smaller. The factor 1 + 6 / 128 makes up for the mean loss.
 DOWN = tl.constexpr(0x0F860F86)
 
 
@@ -75,7 +75,7 @@ def add_scaled(sums, word, factor):
 
 @triton.jit
 def as_bytes(even, odd):
-    """Pack the four bfloat16 in two words, from 0 to 1, in a word of four bytes.
+    """Pack the four bfloat16 of two words, each from 0 to 1, into a word of four bytes.
 
     A byte has five exponent bits and three fraction bits, with fewer fraction bits in the lowest octaves. The relative
     error of a byte is at most 8%. Numbers below 2 ** -33 become 0.
@@ -87,13 +87,13 @@ def as_bytes(even, odd):
 
 @triton.jit
 def even_bytes(word):
-    """Unpack the even bytes of a word of `as_bytes` to a word of two bfloat16, times 2 ** -96."""
+    """Unpack the even bytes of a word of `as_bytes` to a word of two bfloat16, which are the numbers times 2 ** -96."""
     return (word & 0x00FF00FF) << 4
 
 
 @triton.jit
 def odd_bytes(word):
-    """Unpack the odd bytes of a word of `as_bytes` to a word of two bfloat16, times 2 ** -96."""
+    """Unpack the odd bytes of a word of `as_bytes` to a word of two bfloat16, which are the numbers times 2 ** -96."""
     return (word >> 4) & 0x0FF00FF0
 
 
@@ -133,18 +133,18 @@ def between(word, least, most):
 
 @triton.jit
 def one_each(words, at: tl.constexpr):
-    """Return int64 words of 16 four-bit counters, with a single counter set to 1.
+    """Return int64 words of 16 four-bit counters, all 0 except one, which is 1.
 
-    The index of this counter is the four bits of each word from bit `at` on.
+    The index of that counter is the number in the four bits of each word of `words` from bit `at` on.
     """
     return tl.full(words.shape, 1, tl.int64) << (((words >> at) & 15) * 4).to(tl.int64)
 
 
 @triton.jit
 def sums_of_fours(counts, QUADS: tl.constexpr):
-    """Sum the four-bit counters in int64 words [4 QUADS]; return [16] int32.
+    """Sum the 16 four-bit counters of int64 words [4 QUADS] over the words; return [16] int32.
 
-    Each thread first sums its own words. For 16 bins, a histogram by warp votes takes three times as long.
+    Each thread first sums the words that it holds. For 16 bins, a histogram by warp votes takes three times as long.
     """
     even, odd = counts & 0x0F0F0F0F0F0F0F0F, (counts >> 4) & 0x0F0F0F0F0F0F0F0F
     even, odd = tl.sum(tl.reshape(even, [QUADS, 4]), 1), tl.sum(tl.reshape(odd, [QUADS, 4]), 1)
@@ -258,7 +258,7 @@ def _bounds(coarse, fine, wanted, tile, tiles, BINS: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def _bounds_of_few(counts, wanted, tile, tiles, FEW_RANKS: tl.constexpr, ROWS: tl.constexpr):
-    """Compute the results of `_bounds` from a count for each rank."""
+    """Compute the results of `_bounds` if there is a count for each rank."""
     every, before = _sums_of_pairs(counts, tile, tiles, FEW_RANKS, ROWS)
     column = tl.arange(0, FEW_RANKS)
     last = tl.max(tl.where(tl.cumsum(every, 0, reverse=True) >= wanted, column, 0), 0)

@@ -1,7 +1,7 @@
 """Query-centric posting lists (CSAttention), their layout by token, and logits estimated from them.
 
-Each subspace of a head has centroids of queries. The posting list of a centroid holds the keys that score highest with
-it.
+A subspace is a group of channels of a head. Each subspace has centroids of queries. The posting list of a centroid
+holds the keys that have the highest products with it.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ def cosine_kmeans(points: torch.Tensor, clusters: int, iterations: int, generato
         generator: random generator of the seeds, on the points' device.
 
     Returns:
-        [B, C, d] float32. Allocates a copy of the points, and 16 MB of cosines at a time.
+        [B, C, d] float32. Allocates up to two copies of the points, and 16 MB of cosines at a time.
     """
     points = normalize(points, dim=-1)
     centroids = _seeds(points, clusters, generator)
@@ -137,12 +137,12 @@ SCORINGS = ("mean", "floor", "paper")
 
 @dataclass(frozen=True)
 class Tables:
-    """Posting lists of one layer.
+    """Posting lists of one layer, with C centroids in each of m subspaces of a head.
 
     `channels` [m, D / m] are the channels of each subspace. `centroids` [Hk, m, C, D / m] float32 are unit vectors.
-    `tokens` and `scores` [Hk, m, C, L] are the posting list of each centroid. Tokens are positions in the prompt, and
-    `first_token` is the position of the first of `keys` indexed keys. `key_mean` [Hk, m, D / m] is the mean of all
-    indexed keys.
+    `tokens` and `scores` [Hk, m, C, L] are the posting lists: the L keys that have the highest products with a
+    centroid, and these products. Tokens are positions in the prompt. `keys` is the number of indexed keys, and
+    `first_token` the position of the first of them. `key_mean` [Hk, m, D / m] is the mean of all indexed keys.
     """
 
     channels: torch.Tensor
@@ -169,11 +169,11 @@ class Tables:
 
 @dataclass(frozen=True)
 class Lookup:
-    """Nearest centroids of the parts of R queries.
+    """Nearest centroids of R queries in each of m subspaces.
 
     `parts` [Hk, m, R, D / m] are the queries' channels in each subspace. `nearest` [Hk, m, R, T] are the indices of the
-    T nearest centroids. `share` [Hk, m, R, T] is the weight of each centroid within its part, times the weight of the
-    subspace.
+    T nearest centroids of each such part of a query. `share` [Hk, m, R, T] is the weight of each of these centroids,
+    times the weight of the subspace.
     """
 
     parts: torch.Tensor
@@ -182,14 +182,14 @@ class Lookup:
 
 
 def cosines(tables: Tables, query: torch.Tensor) -> torch.Tensor:
-    """Compute the cosines [Hk, m, R, C] of the parts of queries [Hk, R, D] with the centroids."""
+    """Compute the cosines [Hk, m, R, C] of queries [Hk, R, D], cut into subspaces, with each subspace's centroids."""
     return normalize(split_channels(query, tables.channels), dim=-1) @ tables.centroids.transpose(-1, -2)
 
 
 def look_up(
     tables: Tables, query: torch.Tensor, backoff: float | None = None, weights: torch.Tensor | None = None
 ) -> Lookup:
-    """Find the nearest centroids, by cosine, of each part of queries [Hk, R, D].
+    """Find the nearest centroids, by cosine, of each part of queries [Hk, R, D]; a part is a query in one subspace.
 
     Args:
         backoff: a part whose best cosine is below this value uses its two nearest centroids, with half the weight each.
@@ -207,7 +207,7 @@ def look_up(
 
 @dataclass(frozen=True)
 class Estimate:
-    """One subspace's contribution to the logits.
+    """One subspace's contribution to the products of R queries with all keys.
 
     It is `floor` [Hk, R] + `values` [Hk, R, L] for the listed `tokens` [Hk, R, L], and `floor` for all other keys.
     """
@@ -218,15 +218,15 @@ class Estimate:
 
 
 def estimate_part(tables: Tables, lookup: Lookup, part: int, place: int, scoring: str) -> Estimate:
-    """Estimate one subspace's contribution to q k, without the softmax scale; reads R lists.
+    """Estimate one subspace's contribution to q k, without the softmax scale, from one list of each of R queries.
 
     Args:
         part: index of the subspace.
-        place: index of the centroid among each part's nearest centroids.
-        scoring: with `paper`, listed scores are summed, and keys that are not listed count as 0. With `floor` and
-            `mean`, a score is multiplied by the projection of the query's part on the centroid, or by 0 if it is
-            negative. Keys that are not listed then get the lowest score of the list (`floor`) or their own mean score
-            (`mean`).
+        place: which of a query's nearest centroids in the subspace to use, 0 for the nearest.
+        scoring: with `paper`, a key's contribution is its score in the list, or 0 if it is not listed. With `floor` and
+            `mean`, scores are multiplied by the projection of the query on the centroid, or by 0 if the projection is
+            negative. The score of keys that are not listed is then the lowest score of the list (`floor`), or the mean
+            score of all keys that are not listed (`mean`).
     """
     chosen, share = lookup.nearest[:, part, :, place], lookup.share[:, part, :, place]
     heads = torch.arange(len(chosen), device=chosen.device)[:, None]
@@ -280,10 +280,10 @@ def centroids_used(tables: Tables, lookup: Lookup, together: int) -> torch.Tenso
 
 
 def fit_weights(tables: Tables, query: torch.Tensor, keys: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """Fit subspace weights [Hk, m], so that the estimates (scoring `mean`) match the true logits of some queries.
+    """Fit subspace weights [Hk, m], so that the estimates (scoring `mean`) match the true logits of R queries.
 
-    This is a least-squares fit over all keys, weighted by the square root of their attention. Like the softmax, it
-    ignores an offset that is common to all keys of a query. A ridge term pulls the weights towards 1.
+    This is a least-squares fit over all keys, each weighted by the square root of its attention probability. Like the
+    softmax, it ignores an offset that is common to all keys of a query. A ridge term pulls the weights towards 1.
 
     Args:
         query: [Hk, R, D]; keys: [Hk, keys, D].
@@ -336,8 +336,8 @@ class ListCodes:
     The codes past the last of `keys` keys are the codes of unlisted keys.
 
     A key's score in a list is origin + step * code, with `origins` and `steps` [Hk, m, C] float32. If `reaching`,
-    scores are multiplied by the projection of the query's part on the centroid. `centroids` are [Hk, m, C, D / m]
-    float32, `channels` [m, D / m] int32, and the subspaces' `weights` [Hk, m] float32.
+    scores are multiplied by the projection of the query's part on the centroid, at least 0. `centroids` are [Hk, m, C,
+    D / m] float32, `channels` [m, D / m] int32, and the subspaces' `weights` [Hk, m] float32.
     """
 
     codes: torch.Tensor
@@ -358,7 +358,8 @@ def encode_lists(tables: Tables, scoring: str, weights: torch.Tensor | None = No
         weights: [Hk, m], weights of the subspaces; None: all 1.
 
     Returns:
-        See `ListCodes`. Allocates half a byte for every key and list, and a few times the lists of one subspace.
+        See `ListCodes`. Allocates half a byte for every key and list. Also allocates about ten bytes for every key and
+        list of one subspace of a head at a time.
     """
     Hk, m, C, _ = tables.tokens.shape
     words = -(-tables.keys // TILE_TOKENS) * TILE_WORDS

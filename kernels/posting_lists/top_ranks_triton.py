@@ -111,7 +111,7 @@ FEWEST_ROWS, MOST_ROWS = 32, 128  # fewest and most rows of counts that a progra
 # of four warps would repeat the work that is common to a program. From MOST programs per SM on, `_count_kernel` is
 # fastest with two warps: as measured, one warp takes 50% longer, and four take 20% longer.
 WARPS_OF_FEW, WARPS_OF_MANY, COUNT_WARPS_OF_MOST = 4, 1, 2
-COUNTED_WARPS_OF_MANY = 2  # for `_place_kernel`, if each rank has a count: twice as many counts to sum
+COUNTED_WARPS_OF_MANY = 2  # for `_place_kernel`, if each rank has a count: it then sums twice as many counts
 MANY, MOST = 4, 16  # programs per SM
 TOP_BITS = tl.constexpr(-2139062144)  # 0x80808080: the top bit of each byte
 ONES = tl.constexpr(0x01010101)
@@ -168,7 +168,7 @@ def _first_of(marks, number):
 def _write_at_once(taken, slot, named, of_key, labels, chosen, counts, NAMED: tl.constexpr, GROUPED: tl.constexpr):
     """Write the keys whose bits are set in `taken`, all at the same time, and count them by group.
 
-    The keys of each word go to the slots from `slot` on.
+    Each word of `taken` has the bits of 32 consecutive keys. The keys of a word go to the slots from `slot` on.
     """
     bit = tl.arange(0, 32)[None, :]
     mask = ((taken[:, None] >> bit) & 1) != 0

@@ -11,10 +11,10 @@ BINS = 16  # number of coarse bins of ranks, and number of ranks in each bin
 RANKS = 2 ** (EXPONENT_BITS + FRACTION_BITS)
 assert BINS * BINS == RANKS
 # If each rank has a counter, there are only FEW_RANKS ranks instead of RANKS. Such a rank spans half an octave of
-# scores. It spans an eighth of an octave in the FINE original ranks from FINE_FROM on, which nearly always contain the
-# last chosen key.
+# scores (an octave is a factor of 2). It spans an eighth of an octave where the original rank is from FINE_FROM up to
+# FINE_FROM + FINE, because the last chosen key nearly always has such a rank.
 FEW_RANKS, FINE_FROM, FINE = 64, 130, 85
-LARGEST = 4095  # largest integer sum of codes, of 12 bits: a sum that is shifted up by four bits fits in 16 bits
+LARGEST = 4095  # largest sum of weighted codes, with 12 bits, so that a sum shifted up by four bits fits in 16 bits
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class ExactKeys:
     sinks: torch.Tensor | None = None
 
     def repeated(self, each: int) -> "ExactKeys":
-        """Repeat the keys of each head `each` times; sinks are not repeated, because they have a row per query."""
+        """Repeat the keys of each head for `each` queries; sinks already have a row for each query."""
         return ExactKeys(self.keys.repeat_interleave(each, 0), self.count, self.sinks)
 
 
 @dataclass(frozen=True)
 class KeyGroups:
-    """Groups of keys, and counters of the chosen keys of each group.
+    """Groups of keys, such as clusters, and counters of the chosen keys of each group.
 
     `labels` [H, M] int16 or int32 is the group of each key. The labels of a head are contiguous; heads may have any
-    stride. The number of chosen keys of each group is added to `taken` [H, C] int32.
+    stride. A function that chooses keys adds the number of chosen keys of each group to `taken` [H, C] int32.
     """
 
     labels: torch.Tensor
@@ -58,7 +58,7 @@ class TokenRanks:
     ranks 0 to 63 it is [H, tiles, 32] int32, with a count for each rank. The count of an even rank is in a word's lower
     16 bits, that of the next rank in the upper 16 bits.
 
-    `logsumexp` [H, G] float32 is taken over the ranked logits and those of the exact keys.
+    `logsumexp` [H, G] float32 are the log-sum-exps of the query heads' logits, which normalise the probabilities.
     """
 
     ranks: torch.Tensor

@@ -6,9 +6,7 @@ from torch.nn.functional import normalize
 
 
 def softmax_with_logsumexp(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the softmax over the last axis and the log-sum-exp.
-
-    The log-sum-exp is computed from the largest weight and its logit.
+    """Compute the softmax over the last axis, and the log-sum-exp from the largest weight and its logit.
 
     Args:
         logits: [..., T] float32, with at least one logit above minus infinity in each row.
@@ -46,7 +44,7 @@ def keydiff_scores(keys: torch.Tensor) -> torch.Tensor:
         keys: [Hk, T, D].
 
     Returns:
-        [Hk, T] float32. Allocates a float32 copy of the keys.
+        [Hk, T] float32. Allocates up to two float32 copies of the keys.
     """
     directions = normalize(keys.float(), dim=-1)
     anchor = normalize(directions.mean(1, keepdim=True), dim=-1)
@@ -63,7 +61,7 @@ def attention_logits(
         keys: [Hk, T, D].
 
     Returns:
-        [Hk, G, Q, T] float32. On a CPU, half-precision keys are copied to float32.
+        [Hk, G, Q, T] float32. Copies half-precision keys to float32, except on a GPU if the query has the same dtype.
     """
     logits = products(query.flatten(1, 2), keys).view(*query.shape[:3], keys.shape[1]) * softmax_scale
     return softcapped(logits, softcap)

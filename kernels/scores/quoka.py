@@ -11,14 +11,14 @@ MOST_DIRECTIONS, MOST_QUERIES = 64, 2**14
 
 
 def subselect_queries(query: torch.Tensor, count: int, subset: str = "far", seed: int = 0) -> torch.Tensor:
-    """Select the queries of each head that represent the chunk.
+    """Select, in each query head, the queries that represent a prefill chunk of B tokens.
 
-    These are the queries with the lowest cosine similarity to the chunk's mean query.
+    These are the queries with the lowest cosine similarity to the head's mean query of the chunk.
 
     Args:
         query: [Hk, G, B, D].
         count: number of queries to keep; all are kept if B is not larger.
-        subset: `far` as described; `random` and `all` are the paper's ablations.
+        subset: `far` selects as described above; `random` and `all` are the paper's ablations.
         seed: random seed for `random`.
 
     Returns:
@@ -48,9 +48,10 @@ def _few_queries(query: torch.Tensor, count: int) -> bool:
 
 @on_gpu("sparsekv.kernels.scores.quoka_triton:far_directions_triton", fits=_few_queries)
 def far_directions(query: torch.Tensor, count: int) -> torch.Tensor:
-    """Compute `directions` of the queries that `subselect_queries` keeps, with the least similar to the mean first.
+    """Compute the `directions` of the queries that `subselect_queries` keeps, with the least similar to the mean first.
 
-    On a GPU there are two kernels, which may order queries of equal similarity differently than torch does.
+    A direction is a normalised query, averaged over the query heads of a KV head. On a GPU there are two kernels, which
+    may order queries of equal similarity differently than torch does.
 
     Args:
         query: [Hk, G, B, D].
@@ -106,9 +107,9 @@ def quoka_scores(
     similarity: str = "cosine",
     across: str = "max",
 ) -> torch.Tensor:
-    """Compute each key's similarity to the most similar of some queries, averaged over the group.
+    """Compute each key's similarity to the most similar of Q queries, averaged over the query heads of its KV head.
 
-    Normalised queries are averaged over the group before the products with keys. Products are linear. Therefore this
+    Normalised queries are averaged over the query heads before the products with keys. Products are linear, and so this
     gives the mean of the heads' products at the cost of one head.
 
     Args:

@@ -1,8 +1,8 @@
 """QuoKA's choice of keys in Triton: directions of a chunk's outlying queries, ranks of all keys, and the best keys.
 
-Ranks are cosines in steps of 2 ** -15. The pass over the keys counts the keys of each rank. The counts are integers,
-and so they do not depend on the order of the additions. Every program derives the rank of the last chosen key from
-these counts.
+A key's rank is its highest cosine to a direction, in steps of 2 ** -15. The pass over the keys counts the keys of each
+rank. The counts are integers, and so they do not depend on the order of the additions. Every program derives the rank
+of the last chosen key from these counts.
 """
 
 import torch
@@ -36,9 +36,9 @@ def _nearness_kernel(
     query, nearness, B, head_stride, row_stride,
     D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute the cosines of a head's queries to their mean, times the norm of the mean.
+    """Compute the cosine of each of a head's queries to the queries' mean, times the norm of the mean.
 
-    This factor does not change the order of the queries.
+    The norm is the same for all queries of a head, and so it does not change their order.
     """
     common.wait_for_previous_kernel(EARLY)
     head = tl.program_id(0).to(tl.int64)

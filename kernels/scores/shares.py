@@ -6,7 +6,7 @@ from sparsekv.kernels.common.on_gpu import on_gpu
 from sparsekv.kernels.scores.logits import attention_logits
 
 LOGITS_AT_ONCE = 4 * 2**20
-"""Number of float32 logits at a time: 16 MB."""
+"""Number of float32 logits that the plain-torch implementation allocates at a time: 16 MB."""
 
 
 @on_gpu("sparsekv.kernels.scores.shares_triton:attention_shares_triton")
@@ -21,14 +21,14 @@ def attention_shares(
 ) -> torch.Tensor:
     """Compute each stored key's softmax weight, as a weighted sum over queries of one KV head.
 
-    The softmax covers the stored keys, and those of the later keys `own` that a query sees. On a GPU, each of two
-    kernels reads the keys once, and no logits are allocated.
+    A query's softmax covers all stored keys, and the keys in `own` that the query sees. On a GPU, each of two kernels
+    reads the keys once, and no logits are allocated.
 
     Args:
         query: [R, D].
         keys: [N, D], the stored keys, which all queries see.
-        own: [U, D], the keys of the tokens after the stored tokens.
-        seen: [R] int64; query r sees the first `seen[r]` keys of `own`, at most U.
+        own: [U, D], the keys of the tokens that follow the stored tokens.
+        seen: [R] int64; query r sees the first `seen[r]` keys of `own`; at most U.
         weights: [R] float32, the factor of each query in the sum.
 
     Returns:
