@@ -35,8 +35,8 @@ def convert(
     """Copy INDEX with keys and values in int8, which takes less room, and print the copy's path.
 
     The prompt, its queries and the probe are taken over, keys and values are rounded, and every method is built anew
-    from the rounded ones, with the parameters it had: the result is what build-index --kv-dtype int8 would have built.
-    No model is loaded. What was appended to INDEX is in it too, but methods are built as if all of the text had been
+    from the rounded ones, with the parameters it had. Keys, values and methods are those of build-index --kv-dtype
+    int8. No model is loaded, so the probe stays that of the exact keys and values. What was appended to INDEX is in it too, but methods are built as if all of the text had been
     there at once. A default that tune found for INDEX is not kept.
 
     \b
