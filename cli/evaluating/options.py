@@ -151,7 +151,8 @@ class EvalOptions:
     question_budget: Annotated[
         str | None,
         typer.Option(
-            help=f"Share or number of tokens a chunk attends to with --question-prefill. Default: {QUESTION_BUDGET}."
+            help=f"Share or number of tokens a chunk attends to, with --question-prefill METHOD. Default: "
+            f"{QUESTION_BUDGET}."
         ),
     ] = None
     batch_size: Annotated[

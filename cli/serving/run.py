@@ -85,7 +85,11 @@ def run(options: ServeOptions) -> None:
 
 
 def _named(options: ServeOptions) -> list[Path]:
-    """Return the folders of the indices to open at the start: all of the command line, or else a single index."""
+    """Return the folders of the indices to open at the start.
+
+    These are the indices that the command line names, else the first in `--indices-from`, else the only index in the
+    current folder. Raises UsageError if there is none.
+    """
     if options.indices_from is not None:
         refuse_no_folder(options.indices_from)
     if options.indices:

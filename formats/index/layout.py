@@ -51,8 +51,10 @@ def check_values(tensors: Tensors, split: Split, what: str) -> None:
         wrong = _first(faults | _codes(tensors))
     except KeyError as error:
         raise ArtifactError(f"{error.args[0]} is not in {what}; {REBUILD}") from None
-    except ValueError:
-        raise ArtifactError(f"{what} has a tensor whose name names no level; {REBUILD}") from None
+    except ValueError as error:
+        raise ArtifactError(
+            f"{what} has a tensor {error.args[0]}, but tensors of clusters are named levelN.NAME; {REBUILD}"
+        ) from None
     if wrong is not None:
         raise ArtifactError(f"{wrong} in {what} holds numbers that no build writes; {REBUILD}")
 
@@ -120,9 +122,15 @@ def _levels(tensors: Tensors) -> int:
 
     Raises:
         KeyError: a level lacks a required tensor, or a tensor of `IN_EVERY` that another level has.
+        ValueError: its argument is a tensor's name that begins with `level` and is not `levelN.NAME`.
     """
-    of_levels = [name.removeprefix("level").split(".") for name in tensors if name.startswith("level")]
-    numbers, parts = {int(number) for number, _ in of_levels}, {part for _, part in of_levels}
+    numbers, parts = set[int](), set[str]()
+    for name in tensors:
+        if name.startswith("level"):
+            if (match := _LEVEL.fullmatch(name)) is None:
+                raise ValueError(name)
+            numbers.add(int(match[1]))
+            parts.add(match[2])
     for level in range(len(numbers)):
         for part in ("centroids", "counts", *(["parent"] if level + 1 < len(numbers) else []), *(parts & IN_EVERY)):
             _ = tensors[f"level{level}.{part}"]

@@ -1,4 +1,4 @@
-"""QuoKA's scores (section 3 of the paper): keys are scored by their cosine to a few of a chunk's queries."""
+"""QuoKA's scores (section 3 of the paper): keys are scored by their cosines to a few of a chunk's queries."""
 
 import torch
 from torch.nn.functional import normalize
@@ -36,7 +36,10 @@ def subselect_queries(query: torch.Tensor, count: int, subset: str = "far", seed
 
 
 def directions(query: torch.Tensor) -> torch.Tensor:
-    """Normalise queries [Hk, G, Q, D] and average them over the group; return [Hk, Q, D] float32."""
+    """Normalise queries [Hk, G, Q, D] and average them over the group. The averages are not of unit length.
+
+    Returns [Hk, Q, D] float32.
+    """
     averaged: torch.Tensor = normalize(query.float(), dim=-1).mean(1)
     return averaged
 
@@ -67,9 +70,12 @@ def far_directions(query: torch.Tensor, count: int) -> torch.Tensor:
     "sparsekv.kernels.scores.quoka_triton:nearest_keys_triton", fits=lambda some, *_: some.shape[1] <= MOST_DIRECTIONS
 )
 def nearest_keys(some: torch.Tensor, keys: torch.Tensor, count: int, first: int = 0, last: int = 0) -> torch.Tensor:
-    """Choose `count` keys per head: the first and last keys, and the keys with the highest cosine to any direction.
+    """Choose `count` keys per head: the first and last keys, and the keys with the highest score for any direction.
 
-    On a GPU, two kernels read the keys once and return indices in ascending order. If cosines agree to 2 ** -15, the
+    The score is the product of key and direction, divided by the key's norm. A direction averages the normalised
+    queries of a group, so the score is the mean of these queries' cosines to the key.
+
+    On a GPU, two kernels read the keys once and return indices in ascending order. If scores agree to 2 ** -15, the
     lower index wins.
 
     Args:

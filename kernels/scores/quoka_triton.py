@@ -1,8 +1,8 @@
 """QuoKA's choice of keys in Triton: directions of a chunk's outlying queries, ranks of all keys, and the best keys.
 
-A key's rank is its highest cosine to a direction, in steps of 2 ** -15. The pass over the keys counts the keys of each
-rank. The counts are integers, and so they do not depend on the order of the additions. Every program derives the rank
-of the last chosen key from these counts.
+A key's rank is its highest score for a direction (`nearest_keys`), in steps of 2 ** -15. The pass over the keys counts
+the keys of each rank. The counts are integers, and so they do not depend on the order of the additions. Every program
+derives the rank of the last chosen key from these counts.
 """
 
 import torch
@@ -62,7 +62,7 @@ def _directions_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, BLOCK_B: tl.constexpr, SLOTS: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Find the `count` queries with the lowest cosines in each query head, and average their directions over the group.
+    """Find the `count` queries with the lowest cosines in each query head, normalise them, and average over the group.
 
     There is one program per KV head.
     """
@@ -118,8 +118,9 @@ def _ranks_kernel(
 ):  # fmt: skip
     """Rank a program's share of a head's keys, and count the keys of each rank.
 
-    Keys from `first_kept` up to, but not including, `last_kept` are ranked by their highest cosine. Other keys get rank
-    `ALWAYS`. Ranks are stored minus 2 ** 15.
+    Keys from `first_kept` up to, but not including, `last_kept` are ranked by their highest score for a direction: the
+    product of the two divided by the key's norm, from -1 to 1. Other keys get rank `ALWAYS`. Ranks are stored minus
+    2 ** 15.
     """
     common.wait_for_previous_kernel(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
@@ -138,8 +139,8 @@ def _ranks_kernel(
         k = tl.load(keys + row[:, None] + d, mask=inside[:, None] & (d < D), other=0.0)
         highest = tl.max(tl.where((r < Q)[:, None], common.dot(q, tl.trans(k)), -float("inf")), 0)
         wide = k.to(tl.float32)
-        cosine = highest / tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), 1e-12)
-        scaled = (cosine + 1.0) * 32768.0
+        score = highest / tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), 1e-12)
+        scaled = (score + 1.0) * 32768.0
         # NaN gets the lowest rank, because it must not be cast to an integer.
         rank = tl.minimum(tl.where(scaled > 0.0, scaled, 0.0), ALWAYS - 1.0).to(tl.int32)
         rank = tl.where((c < first_kept) | (c >= last_kept), ALWAYS, rank)

@@ -253,8 +253,9 @@ class _Meter:
             self.users -= 1
 
     def threads(self, most: int) -> int:
-        """Return the number of threads to use: at most `most`, and at most the number of free cores, but at least 1.
+        """Return the number of threads to use: the number of free cores, rounded, at least 1 and at most `most`.
 
+        A CPU quota limits the number of free cores.
         CPU use is read again if the last reading is older than `INTERVAL`.
         """
         with self.lock:

@@ -42,7 +42,8 @@ class MagicPIG(Method):
 
     hash_bits: int = field(default=10, metadata={"help": "Bits of a key's code in one table (K)."})
     hash_tables: int = field(
-        default=150, metadata={"help": "Hash tables (L). A token is selected if its code equals the query's in two."}
+        default=150,
+        metadata={"help": "Hash tables (L). A token is selected if its code is the query's in at least two tables."},
     )
     hash_seed: int = field(default=0, metadata={"help": "Seed of the random projections."})
 

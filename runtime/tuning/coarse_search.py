@@ -105,8 +105,8 @@ def rounded(share: float) -> float:
 class Candidate:
     """A variant of a method whose budget is searched on all layers.
 
-    `hopeless` is True if no variant of the method met the target on the sample of layers and queries. `raised` is the
-    number of times that the target was raised.
+    `hopeless` is True if no variant of its method met the target on the sample of layers and queries. A hopeless
+    variant is measured at one budget only. `raised` is the number of times that the target was raised.
     """
 
     form: MethodSpec
@@ -115,7 +115,7 @@ class Candidate:
     raised: int = 0
 
     def propose(self) -> float | None:
-        """Return the budget to measure next; None when the search is done. A hopeless variant has only one budget."""
+        """Return the budget to measure next; None when the search is done."""
         return None if self.hopeless and self.search.gains else self.search.propose()
 
 

@@ -383,7 +383,10 @@ class ClusterSteps:
         return RowSet(starts[:, None], chosen.lengths[:, None], tokens, total, indices)
 
     def best(self, query: torch.Tensor, tokens: int) -> Selection:
-        """Select the best of all finest clusters for one query, on a CPU. Some of the runs may be empty."""
+        """Select the best clusters of the finest level for one query, on a CPU.
+
+        The selection's `RowSet` may contain empty runs.
+        """
         keys = self.keys[0]
         best = best_clusters(query.squeeze(2), self.counted, tokens, *self.facts.scaling)
 
