@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.freed_memory import keep_freed_memory
 from support.thinned import mark_rest_slow
+from support.unsynced import sync_nothing
 
 if TYPE_CHECKING:
     from sparsekv.formats.models.load import LoadedModel
@@ -65,6 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     _own_cache(config)
     keep_freed_memory()
+    sync_nothing()
     # Parallel workers with a thread per core each would only wait for one another.
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch

@@ -49,7 +49,7 @@ DAILY = [name if name != "an edit" else pytest.param(name, marks=pytest.mark.slo
 
 @pytest.mark.parametrize("name", DAILY)
 def test_some_kills_lose_nothing(small_world: World, tmp_path: Path, name: str) -> None:
-    assert_nothing_is_lost(small_world, tmp_path, COMMANDS[name], every=2 if name == "tune" else 48)
+    assert_nothing_is_lost(small_world, tmp_path, COMMANDS[name], every=2 if name == "tune" else 72)
 
 
 def _build_folder(sandbox: Sandbox, *options: str, **how: Any) -> Run:
@@ -81,7 +81,7 @@ def folder_world(small_world: World, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_some_kills_lose_no_folder(folder_world: World, tmp_path: Path) -> None:
-    assert_nothing_is_lost(folder_world, tmp_path, FOLDERS["an edited folder"], every=48)
+    assert_nothing_is_lost(folder_world, tmp_path, FOLDERS["an edited folder"], every=72)
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def world_with_states(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["an edit", "append"])
 def test_some_kills_lose_no_state(world_with_states: World, tmp_path: Path, name: str) -> None:
-    assert_nothing_is_lost(world_with_states, tmp_path, COMMANDS[name], every=48)
+    assert_nothing_is_lost(world_with_states, tmp_path, COMMANDS[name], every=72)
 
 
 @pytest.mark.slow

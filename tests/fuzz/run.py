@@ -79,10 +79,12 @@ def prepare() -> None:
     import torch
     import transformers
     from support.freed_memory import keep_freed_memory
+    from support.unsynced import sync_nothing
 
     os.environ["SPARSEKV_CACHE"] = tempfile.mkdtemp(prefix="sparsekv-fuzz-cache-")
     torch.set_num_threads(1)
     keep_freed_memory()
+    sync_nothing()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 

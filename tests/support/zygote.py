@@ -242,6 +242,7 @@ if __name__ == "__main__":
     # At its end torch takes apart what it registered, operator by operator, which is most of a short run.
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
         finalizer.atexit = False
+    runpy.run_path(str(Path(__file__).with_name("unsynced.py")))["sync_nothing"]()
     gc.freeze()
     _become(_serve(own))
     torch.set_num_threads(1)  # torch renews a pool that went through a fork, and two threads that both do so fail
