@@ -116,30 +116,33 @@ class Places:
 
         Overwrites the shares `left` [N], which must be zero outside the texts.
         """
-        sums = _sums(left)
+        sums, taken = _sums(left), list[tuple[int, int]]()
         for _ in range(most):
             best = int(sums.argmax())
             centre = best + int(left[best : best + LONGEST].argmax())
             if not left[centre] > 0:
                 return
             text = next(one for one in self.texts if one.start <= centre < one.stop)
-            start, stop = self._around(left, text, best, centre)
+            lowest = max([text.start, *(stop for _, stop in taken if stop <= centre)])
+            highest = min([text.stop, *(start for start, _ in taken if start > centre)])
+            start, stop = self._around(left, (lowest, highest), best, centre)
             yield text, start, stop, float(left[start:stop].sum())
             left[start:stop] = 0
+            taken.append((start, stop))
             first = max(0, start - LONGEST)
             sums[first:stop] = _sums(left[first : stop + LONGEST])[: stop - first]
 
-    def _around(self, left: torch.Tensor, within: Text, best: int, centre: int) -> tuple[int, int]:
+    def _around(self, left: torch.Tensor, within: tuple[int, int], best: int, centre: int) -> tuple[int, int]:
         """Return [start, stop) of the sentences of highest share near the token `centre`, at most `LONGEST` tokens.
 
         Args:
             left: [N], shares of the tokens.
-            within: the text of the token `centre`.
+            within: [start, stop) of the tokens around `centre` that are of its text and of no earlier passage.
             best: the first of the `LONGEST` consecutive tokens with the largest sum of shares.
             centre: the one of these tokens with the largest share.
         """
-        first = max(within.start, min(best, centre) - LONGEST)
-        last = min(within.stop, centre + 2 * LONGEST)
+        first = max(within[0], min(best, centre) - LONGEST)
+        last = min(within[1], centre + 2 * LONGEST)
         edges = [first + edge for edge in split_passages(token_texts(self.tokenizer, self.ids[first:last])).edges]
         sums = [float(left[start:stop].sum()) for start, stop in pairwise(edges)]
         low = high = max(range(len(sums)), key=sums.__getitem__)

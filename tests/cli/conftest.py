@@ -7,7 +7,8 @@ import pytest
 from support.command import run_here
 from support.tiny_models import save_tiny
 
-DOCUMENT = "".join(f"Line {number} says that {number} times {number} is {number * number}.\n" for number in range(40))
+LINES = [f"Line {number} says that {number} times {number} is {number * number}.\n" for number in range(40)]
+DOCUMENT = "".join(LINES[:24])
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +31,10 @@ def place(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "model").symlink_to(built / "model")
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def longer(place: Path) -> Path:
+    """The current folder, whose document has over 1,024 tokens, of which the index has the first."""
+    (place / "doc.txt").write_text("".join(LINES))
+    return place

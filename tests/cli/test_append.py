@@ -36,7 +36,7 @@ def of_multipole(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model").symlink_to(built / "model")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        done = run_here("build-index", "doc.txt", "--model", "model", "--method", "multipole", "--block", "512", "-q")
+        done = run_here("build-index", "doc.txt", "--model", "model", "--method", "multipole", "--block", "256", "-q")
     assert done.code == 0, done.stderr
     return folder / "doc.skv"
 
@@ -220,7 +220,7 @@ def test_a_text_that_was_added_is_not_added_again_unless_it_is_wanted(online: Pa
 
 def test_a_build_of_the_document_alone_does_not_lose_what_was_appended(online: Path) -> None:
     assert run_here("append", "more.txt", "-q").code == 0
-    build = ("build-index", "doc.txt", "--model", "model", "--method", "multipole", "--block", "512", "-q")
+    build = ("build-index", "doc.txt", "--model", "model", "--method", "multipole", "--block", "256", "-q")
     _refused(1, ("doc.skv holds", "appended tokens", "--output", "--force"), *build)
     assert run_here(*build, "--force").code == 0
     assert Artifact(Path("doc.skv")).manifest.additions == []
@@ -249,7 +249,7 @@ def test_a_default_that_no_longer_holds_is_told_of(online: Path) -> None:
 def test_a_text_in_another_encoding_is_the_same_text(online: Path) -> None:
     """Built and appended: the index of the text in UTF-8 is that of the text in UTF-16."""
     more = "Ünd a lïne more, which has létters of Latin-1.\n"
-    build = ("build-index", "--model", "model", "--method", "multipole", "--block", "512", "-q")
+    build = ("build-index", "--model", "model", "--method", "multipole", "--block", "256", "-q")
     (online / "plain.txt").write_text(more * 12)
     (online / "wide.txt").write_text(more * 12, encoding="utf-16")
     assert run_here(*build, "plain.txt").code == 0

@@ -26,7 +26,29 @@ ASK = ("What is it?", "--max-new-tokens", "2", "-q", "--model", "model")
 @pytest.fixture
 def project(place: Path) -> Path:
     """A folder of files beside the model."""
-    folder = place / "project"
+    return _write(place / "project")
+
+
+@pytest.fixture(scope="module")
+def of_project(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The index of the folder, to be copied, never changed."""
+    place = tmp_path_factory.mktemp("folders")
+    (place / "model").symlink_to(built / "model")
+    _write(place / "project")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        _build("project", "-q")
+    return place / "project.skv"
+
+
+@pytest.fixture
+def indexed(project: Path, of_project: Path) -> Path:
+    """A folder of files beside the model and its index `project.skv`."""
+    shutil.copytree(of_project, project.with_suffix(".skv"))
+    return project
+
+
+def _write(folder: Path) -> Path:
     for name in ("a.md", "src/b.py", "src/c.py", "z.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"# {name}\n" + "".join(f"{name} has line {line}.\n" for line in range(12)))
@@ -77,8 +99,7 @@ def test_a_folder_may_be_named_by_a_way_up(project: Path) -> None:
     assert "z.txt" in {file.path for file in _table("up.skv")}
 
 
-def test_inspect_shows_the_files(project: Path) -> None:
-    _build("project", "-q")
+def test_inspect_shows_the_files(indexed: Path) -> None:
     shown = run_here("inspect", "--index", "project.skv", "--verify")
     assert "4, ordered by path, by their tokens: src/b.py" in " ".join(shown.stdout.split())
     assert "the ranges of 4 source files are in order, within the prompt" in shown.stderr
@@ -111,10 +132,9 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("change", CHANGED)
-def test_after_a_change_the_index_is_that_of_a_fresh_build(project: Path, change: Callable[[Path], None]) -> None:
-    _build("project", "-q")
+def test_after_a_change_the_index_is_that_of_a_fresh_build(indexed: Path, change: Callable[[Path], None]) -> None:
     held = read_manifest(Path("project.skv")).split.tokens
-    change(project)
+    change(indexed)
     told = _build("project").stderr
     history = read_manifest(Path("project.skv")).file_history
     assert history is not None
@@ -128,11 +148,10 @@ def test_after_a_change_the_index_is_that_of_a_fresh_build(project: Path, change
     assert answers[0] == answers[1] != ""
 
 
-def test_files_that_have_no_text_any_more_are_named(project: Path) -> None:
-    _build("project", "-q")
-    (project / "src" / "c.py").unlink()
-    (project / "a.md").write_bytes(b"\0\1\2")
-    (project / "d.md").write_text("Fourth file.\n")
+def test_files_that_have_no_text_any_more_are_named(indexed: Path) -> None:
+    (indexed / "src" / "c.py").unlink()
+    (indexed / "a.md").write_bytes(b"\0\1\2")
+    (indexed / "d.md").write_text("Fourth file.\n")
     told = _build("project").stderr
     assert "project.skv had files that are not in its document now: a.md (not text), src/c.py (not there)" in told
 
@@ -215,12 +234,11 @@ def test_changes_come_last_where_nothing_is_cut(project: Path) -> None:
     fails(2, "build-index", "project", *HOW, "--max-tokens", "400", says=says)
 
 
-def test_white_space_that_no_token_has_changes_the_hash_alone(project: Path) -> None:
-    _build("project", "-q")
-    with (project / "src" / "b.py").open("a") as file:
+def test_white_space_that_no_token_has_changes_the_hash_alone(indexed: Path) -> None:
+    with (indexed / "src" / "b.py").open("a") as file:
         file.write("\n\n")
     _build("project", "-q")
-    assert _table("project.skv")[1].sha256 == hash_bytes((project / "src" / "b.py").read_bytes())
+    assert _table("project.skv")[1].sha256 == hash_bytes((indexed / "src" / "b.py").read_bytes())
 
 
 def test_several_files_are_one_document_or_an_index_each(project: Path) -> None:
@@ -258,8 +276,7 @@ def test_a_cut_document_has_the_files_before_the_cut(project: Path) -> None:
     assert (told_again["files_behind"], told_again["cut_after"]) == (named, 400)
 
 
-def test_a_file_that_ends_at_the_cut_is_whole(project: Path) -> None:
-    _build("project", "-q")
+def test_a_file_that_ends_at_the_cut_is_whole(indexed: Path) -> None:
     whole = _table("project.skv")
     template = read_manifest(Path("project.skv")).split.tokens - 1036
     for more, cut in ((0, False), (-1, True)):
@@ -278,8 +295,7 @@ def test_too_many_tokens_are_refused_before_the_weights_are_read(project: Path) 
     assert "4,096 positions; leave files out with --exclude" in refused.error()
 
 
-def test_the_table_stays_when_the_index_grows(project: Path) -> None:
-    _build("project", "-q")
+def test_the_table_stays_when_the_index_grows(indexed: Path) -> None:
     table = _table("project.skv")
     assert run_here("append", "--index", "project.skv", "doc.txt", "--rebuild", "-q").code == 0
     assert _table("project.skv") == table
@@ -354,9 +370,8 @@ def _pages_of_another_file(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [_swap, _beyond, _out, _pages_beyond, _pages_of_another_file])
-def test_a_table_that_cannot_be_is_refused(project: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    _build("project", "-q")
-    reseal(project.parent / "project.skv", change)
+def test_a_table_that_cannot_be_is_refused(indexed: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    reseal(indexed.parent / "project.skv", change)
     fails(1, "inspect", "--index", "project.skv", "-q", says=("is damaged: field prompt", "--force"))
 
 

@@ -33,20 +33,22 @@ def spaced(place: Path) -> Path:
     """An index and its document whose names a shell would take apart, and a few options that are not the defaults."""
     Path("my doc.txt").write_text(Path("doc.txt").read_text())
     build = ("build-index", "my doc.txt", "-o", "it's.skv", "--model", "model", "--method", "multipole", "-q")
-    outcome = run_here(*build, "--max-tokens", "900", "--sinks", "4", "--tail", "64", "--raw")
+    outcome = run_here(*build, "--max-tokens", "600", "--sinks", "4", "--tail", "64", "--raw")
     assert outcome.code == 0, outcome.stderr
     return place
 
 
-def test_a_report_shows_how_answers_of_an_index_built_otherwise_are_evaluated(place: Path) -> None:
+@pytest.mark.usefixtures("longer")
+def test_a_report_shows_how_answers_of_an_index_built_otherwise_are_evaluated() -> None:
     """With the options that it was built with, for `eval` builds indices of its own."""
     assert run_here(*BUILD, "-o", "other.skv", "--method", "multipole", "--outliers", "0.05").code == 0
     (evaluated,) = shown(run_here("recall-report", "-i", "other.skv", "--method", "multipole").stdout)
     assert "--method multipole --outliers 0.05" in evaluated
 
 
+@pytest.mark.usefixtures("longer")
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-def test_a_document_with_a_byte_order_mark_is_found_beside_its_index(place: Path, encoding: str) -> None:
+def test_a_document_with_a_byte_order_mark_is_found_beside_its_index(encoding: str) -> None:
     assert run_here(*BUILD, "-o", "doc.skv", "--method", "multipole").code == 0
     Path("doc.txt").write_bytes(Path("doc.txt").read_text().encode(encoding))
     (evaluated,) = shown(run_here("recall-report", "-i", "doc.skv", "--method", "multipole").stdout)
@@ -158,12 +160,13 @@ def test_what_keeps_answers_from_being_evaluated_is_told(place: Path) -> None:
     assert "`sparsekv eval --help` (no file here has the text as it is indexed)" in told
 
 
-def test_eval_of_an_index_is_shown_with_its_text(place: Path) -> None:
+def test_eval_of_an_index_is_shown_with_its_text(longer: Path) -> None:
+    assert run_here(*BUILD).code == 0
     calls = (("--index", "doc.skv"), ("-i", "doc.skv"), ("--index=doc.skv",), ("doc.skv",))
     hints = {hint for call in calls for hint in shown(run_here("eval", *call).error())}
     (hint,) = hints
     assert hint.startswith("sparsekv eval doc.txt --model ")
-    done = shell(f"{hint} --contexts 1 --questions 1 --max-new-tokens 2 --method quest --budget 9 -q", place)
+    done = shell(f"{hint} --contexts 1 --questions 1 --max-new-tokens 2 --method quest --budget 9 -q", longer)
     assert done.returncode == 0, done.stderr
     shutil.rmtree("doc.skv")
     Path("doc.txt").unlink()
@@ -235,7 +238,7 @@ def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(place: Path) ->
 
 
 def test_a_text_that_is_too_long_is_told_what_fits(place: Path) -> None:
-    (place / "long.txt").write_text((place / "doc.txt").read_text() * 4)
+    (place / "long.txt").write_text((place / "doc.txt").read_text() * 7)
     told = run_here("build-index", "long.txt", "--model", "model").error()
     (fits,) = re.findall(r"--max-tokens (\d+)", told)
     assert run_here("build-index", "long.txt", "--model", "model", "--max-tokens", fits, "-q").code == 0

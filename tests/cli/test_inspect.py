@@ -15,7 +15,7 @@ from support.sealing import Fields, change_tensors, reseal
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.kernels.kmeans.hierarchy import block_offsets
 
-BLOCK = 512
+BLOCK = 256
 PNG = b"\x89PNG"
 
 

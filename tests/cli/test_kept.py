@@ -14,7 +14,7 @@ BUILD = ("build-index", "doc.txt", "--model", "model", "-q")
 
 def test_the_index_of_another_document_is_replaced_by_force_alone(place: Path) -> None:
     before = read_manifest(place / "doc.skv")
-    (place / "doc.md").write_text("Another text altogether, of other words than the first one has. " * 60)
+    (place / "doc.md").write_text("Another text altogether, of other words than the first one has. " * 20)
     refused = run_here("build-index", "doc.md", "--model", "model", "-q")
     told = f"doc.skv is the index of another document ({before.split.tokens:,} tokens): this document has only "
     assert refused.error().startswith(told)
@@ -27,7 +27,7 @@ def test_the_index_of_another_document_is_replaced_by_force_alone(place: Path) -
 
 def test_another_document_is_told_of_before_what_was_appended(place: Path) -> None:
     assert run_here("append", "-i", "doc.skv", "doc.txt", "--rebuild", "-q").code == 0
-    (place / "doc.md").write_text("Another text altogether, of other words than the first one has. " * 60)
+    (place / "doc.md").write_text("Another text altogether, of other words than the first one has. " * 20)
     refused = run_here("build-index", "doc.md", "--model", "model", "-q").error()
     assert "doc.skv is the index of another document" in refused
     (place / "doc.md").write_text((place / "doc.txt").read_text()[:80])  # less than a block, of the same document
@@ -37,8 +37,8 @@ def test_another_document_is_told_of_before_what_was_appended(place: Path) -> No
 
 def test_another_document_with_the_same_beginning_is_replaced_by_force_alone(place: Path) -> None:
     """As of two files under one licence: more than a block of tokens is the same, which must not be all that counts."""
-    beginning = (place / "doc.txt").read_text()[:500]
-    (place / "other.txt").write_text(beginning + "Other words follow here, on quite another thing. " * 60)
+    beginning = (place / "doc.txt").read_text()[:260]
+    (place / "other.txt").write_text(beginning + "Other words follow here, on quite another thing. " * 20)
     before = read_manifest(place / "doc.skv")
     refused = run_here("build-index", "other.txt", "--model", "model", "-q", "-o", "doc.skv")
     assert "doc.skv is the index of another document" in refused.error()
@@ -51,7 +51,7 @@ def test_another_document_with_the_same_beginning_is_replaced_by_force_alone(pla
 
 @pytest.mark.parametrize(
     "line",
-    [pytest.param(0, id="first"), pytest.param(20, id="middle", marks=pytest.mark.slow), pytest.param(39, id="last")],
+    [pytest.param(0, id="first"), pytest.param(12, id="middle", marks=pytest.mark.slow), pytest.param(23, id="last")],
 )
 def test_a_line_may_be_edited_anywhere(place: Path, line: int) -> None:
     lines = (place / "doc.txt").read_text().splitlines()
@@ -76,7 +76,7 @@ def test_how_much_stays_is_told_as_it_is(place: Path) -> None:
     built = run_here("build-index", "doc.txt", "--model", "model", "-o", "int8.skv", "--kv-dtype", "int8")
     assert built.code == 0, built.stderr
     with (place / "doc.txt").open("a") as file:
-        file.write("".join(f"And {number} is one line more.\n" for number in range(100)))
+        file.write("".join(f"And {number} is one line more.\n" for number in range(40)))
     again = run_here("build-index", "doc.txt", "--model", "model", "-o", "int8.skv", "--kv-dtype", "int8")
     assert "tokens of an earlier text: all are replaced" in again.stderr
 

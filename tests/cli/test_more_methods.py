@@ -21,7 +21,7 @@ def _same_but_methods(before: Manifest, after: Manifest) -> None:
     "options",
     [
         pytest.param((), marks=pytest.mark.slow),
-        ("--raw", "--sinks", "4", "--tail", "64", "--max-tokens", "900"),
+        ("--raw", "--sinks", "4", "--tail", "64", "--max-tokens", "600"),
     ],
     ids=str,
 )

@@ -94,11 +94,11 @@ def test_a_folder_with_its_index_in_it(place: Path) -> None:
 
 
 def test_an_edit_during_a_build_is_indexed_after_it(place: Path) -> None:
-    (place / "notes.txt").write_text("The first words. " * 200)
+    (place / "notes.txt").write_text("The first words. " * 60)
     with _watching(place, "notes.txt", "doc.txt") as watched:
         for number, words in enumerate(("The second words. ", "The third words. ", "The last words. "), 2):
             replaced = place / "notes.new"  # as editors save
-            replaced.write_text("The first words. " * 150 + words * 50)
+            replaced.write_text("The first words. " * 45 + words * 15)
             replaced.replace(place / "notes.txt")
             watched.until(lambda: watched.told.read_text().count("tokens to prefill") > number)  # noqa: B023
         watched.until(lambda: watched.told.read_text().endswith("Ctrl-C ends it\n"))
@@ -114,7 +114,7 @@ def test_an_error_is_told_and_the_next_save_is_indexed(place: Path) -> None:
         assert "is not" in told
         (place / "doc.txt").unlink()
         assert "no such file: doc.txt" in watched.until_watching()
-        (place / "doc.txt").write_text(text + "Line 40 is new.\n")
+        (place / "doc.txt").write_text(text + "Line 24 is new.\n")
         assert "tokens to prefill" in watched.until_watching()
 
 

@@ -32,7 +32,7 @@ def test_commands_load_a_model_as_the_index_was_built(rounded: Path) -> None:
     question = "What is 7 times 7?"
     text = json.loads(run_here(*ASK, "-i", "int8.skv", question).stdout)["text"]
     assert json.loads(run_here(*ASK, "-i", "int8.skv", "--weights", "int8", question).stdout)["text"] == text
-    Path("more.txt").write_text("Line 40 says that 40 times 40 is 1600.\n")
+    Path("more.txt").write_text("Line 24 says that 24 times 24 is 576.\n")
     for command in (
         ("append", "-i", "int8.skv", "more.txt", "--model", "model", "-q"),
         ("build-index", "int8.skv", "--method", "squeezed", "--model", "model", "-q"),

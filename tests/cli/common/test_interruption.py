@@ -65,7 +65,7 @@ def test_while_a_library_is_loaded(place: Path, library: str) -> None:
 
 def test_a_build_goes_on_after_it(place: Path) -> None:
     with open("doc.txt", "a", encoding="utf-8") as file:
-        file.write("More and more. " * 150)
+        file.write("More and more. " * 190)
     code, stderr = _interrupt_forked(place, lambda pid: any(place.glob("new.skv/context/*")), *BUILD)
     assert (code, stderr.count("\n")) == (130, 1), stderr
     assert "interrupted; what is whole is kept" in stderr

@@ -109,7 +109,7 @@ def test_without_a_folder_of_indices_no_client_opens_or_closes_one(server: Serve
 def test_an_index_that_is_replaced_is_opened_again(shelf: Server, place: Path) -> None:
     before = prompt_tokens(shelf, "doc")
     body = {"model": "doc@100%", "messages": [user("What?")], "max_tokens": 64, "stream": True}
-    (place / "text").write_text("Line 40 says that 40 times 40 is 1600.\n")
+    (place / "text").write_text("Line 24 says that 24 times 24 is 576.\n")
     with shelf.http() as http, http.stream("POST", CHAT, json=body) as answer:
         lines = answer.iter_lines()
         next(lines)
@@ -118,7 +118,7 @@ def test_an_index_that_is_replaced_is_opened_again(shelf: Server, place: Path) -
         assert outcome.code == 0, outcome.stderr
         after = prompt_tokens(shelf, "doc")
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert after > before + len("Line 40 says that 40 times 40 is 1600.")
+    assert after > before + len("Line 24 says that 24 times 24 is 576.")
 
 
 def test_an_index_that_cannot_be_read_any_more_is_served_as_it_was(shelf: Server, place: Path) -> None:

@@ -5,6 +5,8 @@ import resource
 import socket
 import tempfile
 import unicodedata
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,8 @@ from transformers import PreTrainedTokenizerFast
 
 from sparsekv.formats.checksums import hash_bytes
 from sparsekv.formats.documents import extracted, files
-from sparsekv.formats.documents.document import open_document
-from sparsekv.formats.documents.files import Choice, read_folder, read_several
+from sparsekv.formats.documents.document import Document, open_document
+from sparsekv.formats.documents.files import Choice, SourceTexts, read_folder, read_several
 from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import is_source_path
@@ -32,6 +34,7 @@ TREES = st.dictionaries(NAMES, st.lists(PIECES, max_size=8).map("".join), min_si
 TRIMMED = "gpt-2 that trims"
 
 
+@cache
 def _tokenizer(kind: str) -> PreTrainedTokenizerFast:
     if kind == "bytes":
         return tiny_tokenizer()
@@ -112,30 +115,36 @@ def test_a_cut_document_has_the_files_before_the_cut(tree: dict[str, str], token
     ]
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["one text", "two files"])
+def paged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Document | SourceTexts]:
+    """A PDF of four pages: alone, or behind another file."""
+    folder = tmp_path_factory.mktemp("paged")
+    (folder / "b.pdf").write_bytes(pdf(shown("One page."), shown("[Page 7]"), b"", shown("The end.")))
+    (folder / "a.txt").write_text("A text before it.")
+    if request.param:
+        with open_document(str(folder / "b.pdf"), whole=True) as document:
+            yield document
+    else:
+        yield read_folder(folder, Choice())
+
+
+def _pages(prompt: FixedPrompt) -> tuple[int, ...]:
+    return prompt.pages if prompt.files is None else prompt.files[-1].pages
+
+
 @pytest.mark.parametrize("kind", ["bytes", TRIMMED, "qwen", "llama-2", "gemma", "unigram chatml"])
-@pytest.mark.parametrize("alone", [True, False], ids=["one text", "two files"])
-def test_pages_are_tokens_of_the_prompt(kind: str, alone: bool, tmp_path: Path) -> None:
+def test_pages_are_tokens_of_the_prompt(kind: str, paged: Document | SourceTexts) -> None:
     """Each begins with the line of its page; those behind a cut are left out."""
-    (tmp_path / "b.pdf").write_bytes(pdf(shown("One page."), shown("[Page 7]"), b"", shown("The end.")))
-    (tmp_path / "a.txt").write_text("A text before it.")
     tokenizer = _tokenizer(kind)
-
-    def encoded(most: int | None = None) -> tuple[FixedPrompt, tuple[int, ...]]:
-        if not alone:
-            prompt = encode_prompt(tokenizer, read_folder(tmp_path, Choice()), max_tokens=most)
-            return prompt, (prompt.files or ())[-1].pages
-        with open_document(str(tmp_path / "b.pdf"), whole=True) as document:
-            prompt = encode_prompt(tokenizer, document, max_tokens=most)
-        return prompt, prompt.pages
-
-    prompt, pages = encoded()
-    ids = prompt.input_ids.tolist()
+    prompt = encode_prompt(tokenizer, paged)
+    ids, pages = prompt.input_ids.tolist(), _pages(prompt)
     assert [str(tokenizer.decode(ids[page : page + 9])).split("Page")[1].strip()[0] for page in pages] == [*"1234"]
     for cut in (pages[2], pages[2] + 1):
-        assert encoded(cut - prompt.template)[1] == tuple(page for page in pages if page < cut)
+        shorter = encode_prompt(tokenizer, paged, max_tokens=cut - prompt.template)
+        assert _pages(shorter) == tuple(page for page in pages if page < cut)
 
 
-def _names(tokens: files.SourceTexts) -> list[str]:
+def _names(tokens: SourceTexts) -> list[str]:
     return [file.path for file in tokens.files]
 
 
