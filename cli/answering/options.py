@@ -88,7 +88,7 @@ SourcesOption = Annotated[
         metavar="N",
         parser=_sources,
         help="Show the N passages (up to 64) of the document that the answer attended to most, each with its file, its "
-        "lines and its share of this attention.",
+        "lines (in a PDF, its page), its share of this attention and its text.",
     ),
 ]
 StatsOption = Annotated[
