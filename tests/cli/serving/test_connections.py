@@ -108,8 +108,9 @@ def test_what_is_not_http_is_refused(server: Server, http: httpx2.Client, garbag
 
 
 def test_sigterm_completes_what_has_begun_and_refuses_more(indices: Path) -> None:
+    """The answer is long: it must still run when the second request comes from a process that waits for a core."""
     server = begin(indices, "doc.skv", "--model", "model", "--drain", "60")
-    body = LONG | {"max_tokens": 150}
+    body = LONG | {"max_tokens": 1000}
     with server.http() as client, server.http() as other, client.stream("POST", CHAT, json=body) as answer:
         lines = answer.iter_lines()
         next(lines)
