@@ -320,7 +320,7 @@ class BuildRecipe:
                 f"--order {CHANGED_LAST}{given} puts changed files at the end, which --max-tokens cuts off; give "
                 f"another order, such as --order {BY_PATH}"
             )
-        if gone := sources.told_gone([file.path for file in table]):
+        if gone := sources.told_gone({file.path: file.sha256 for file in table}):
             note(f"{folder} had files that are not in its document now: {gone}", quiet=self.quiet)
         ordered = in_order(sources, order, known)
         return ordered, FileHistory(order=order, changes=count_changes(ordered.files, known))

@@ -119,8 +119,8 @@ def _files(inspection: dict[str, Any]) -> str:
     files, history = inspection["files"], inspection["file_history"]
     by_tokens = sorted(files, key=lambda file: file["start"] - file["stop"])[:FILES_SHOWN]
     named = ", ".join(f"{file['path']} {file['stop'] - file['start']:,}{' (cut)' * file['cut']}" for file in by_tokens)
-    order = f", ordered by {history['order']}" if history else ""
-    return f"{len(files):,}{order}, by their tokens: {named}{', ...' * (len(files) > FILES_SHOWN)}"
+    order = f" in the order {history['order']}" if history else ""
+    return f"{len(files):,}{order}; most tokens: {named}{', ...' * (len(files) > FILES_SHOWN)}"
 
 
 def _cut(inspection: dict[str, Any]) -> str:

@@ -110,7 +110,7 @@ def write_json(document: dict[str, Any], path: Path) -> int:
     return replace_file(path, json_text(document) + "\n", "--output", "trace")
 
 
-LARGEST_DIFFERENCE = 700.0  # cap on a difference of log-probabilities, so that its exponential is finite
+LARGEST_CHANGE = 1_000_000  # a larger change of a probability is told as being over this
 WRITERS: dict[str, Callable[[dict[str, Any], Path], int]] = {".html": write_trace_page, ".json": write_json}
 """Functions that write a trace and return its size in bytes, by the ending of the file name."""
 
@@ -155,12 +155,19 @@ def describe_size(document: dict[str, Any], size: int | None) -> str:
     return f"{recorded}, {size:,} bytes" if size is not None else f"{recorded}; -o FILE or --json keeps them"
 
 
+def _told_change(difference: float) -> str:
+    """Return how many times as likely an answer is, given a difference of log-probabilities."""
+    if difference > math.log(LARGEST_CHANGE):
+        return f"over {LARGEST_CHANGE:,}"
+    change = math.exp(difference)
+    return f"{change:,.0f}" if change > 99 else f"{change:.3g}"
+
+
 def describe_without(found: dict[str, Any]) -> str:
     """Return a line with the answer that the model gives while the passages of `--without` are hidden. The line also
     states how much less or more likely the first answer is then."""
     shown, hidden = found["log_probability"]
-    change = math.exp(min(abs(hidden - shown), LARGEST_DIFFERENCE))
-    likely = f"{change:,.3g} times {'less' if hidden < shown else 'more'} likely"
+    likely = f"{_told_change(abs(hidden - shown))} times {'less' if hidden < shown else 'more'} likely"
     return (
         f"without: {' '.join(found['answer'].split())} (the first answer is {likely} then: its log-probability is "
         f"{hidden:.2f} instead of {shown:.2f})"

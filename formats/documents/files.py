@@ -8,7 +8,7 @@ import io
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -139,12 +139,21 @@ class SourceTexts:
         parts = (f"{len(paths):,} as {name}{_some(paths)}" for name, paths in sorted(self.detected.items()))
         return f"encodings detected: {', '.join(parts)}" if self.detected else ""
 
-    def told_gone(self, before: Sequence[str]) -> str:
+    def told_gone(self, before: Mapping[str, str]) -> str:
         """Return the paths of an earlier version that have no text in this one, with the reasons; empty if there are
-        none."""
+        none.
+
+        Args:
+            before: sha256 of each file of the earlier version, by path.
+        """
         reasons = {path: reason for reason, paths in self.left_out.items() for path in paths}
+        added = {file.sha256: f"renamed to {file.path}" for file in self.files if file.path not in before}
         here = {file.path for file in self.files}
-        gone = [f"{path} ({reasons.get(path, 'not there')})" for path in before if path not in here]
+        gone = [
+            f"{path} ({reasons.get(path) or added.get(sha256, 'not there')})"
+            for path, sha256 in before.items()
+            if path not in here
+        ]
         return f"{', '.join(gone[:NAMED])}{', ...' * (len(gone) > NAMED)}"
 
 

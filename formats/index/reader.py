@@ -64,7 +64,7 @@ def _open_all(folder: Folder, manifest: Manifest, mending: bool) -> dict[str, in
         for name, record in manifest.files.items():
             method = next((one for one in manifest.methods if name.startswith(f"{one}/")), None)
             with suppress(ArtifactError) if mending and method else nullcontext():
-                descriptors[name] = _open(folder, name, record, _remedy(folder, manifest, method))
+                descriptors[name] = _open(folder, record, _remedy(folder, manifest, method))
     except BaseException:
         _close_all(list(descriptors.values()))
         raise
@@ -78,20 +78,20 @@ def _remedy(folder: Folder, manifest: Manifest, method: str | None) -> str:
     return REPAIR_APPENDED if manifest.additions else REPAIR
 
 
-def _open(folder: Folder, name: str, record: FileRecord, remedy: str) -> int:
+def _open(folder: Folder, record: FileRecord, remedy: str) -> int:
     try:
         descriptor = folder.open(record.path)
     except FileNotFoundError:
-        raise ArtifactError(f"{name} of {folder.path} is missing; {remedy}") from None
+        raise ArtifactError(f"{record.path} of {folder.path} is missing; {remedy}") from None
     except OSError as error:
         raise ArtifactError(
-            f"cannot read {name} of {folder.path}: {reason_of(error)}; correct that, or {REBUILD}"
+            f"cannot read {record.path} of {folder.path}: {reason_of(error)}; correct that, or {REBUILD}"
         ) from None
     size = os.fstat(descriptor).st_size
     if size != record.bytes:
         os.close(descriptor)
         change = "truncated" if size < record.bytes else "longer than it was written"
-        raise ArtifactError(f"{name} of {folder.path} is {change}: {size} bytes, not {record.bytes}; {remedy}")
+        raise ArtifactError(f"{record.path} of {folder.path} is {change}: {size} bytes, not {record.bytes}; {remedy}")
     return descriptor
 
 
@@ -198,6 +198,10 @@ class Artifact:
         """Return the descriptor of a logical file, which stays open as long as this object exists."""
         return self._snapshot.descriptors[name]
 
+    def _named(self, name: str) -> str:
+        """Name the file on disk of a logical file in messages; a rebuilt file has a part of its sha256 in its name."""
+        return f"{self.manifest.files[name].path} of {self.folder}"
+
     def tensors(self, name: str, device: torch.device = CPU) -> dict[str, torch.Tensor]:
         """Read all tensors of a logical file. `ArtifactShare` reads only one rank's heads of each.
 
@@ -206,7 +210,7 @@ class Artifact:
         Raises:
             ArtifactError: the file does not match the manifest.
         """
-        what, first = f"{name} of {self.folder}", name not in self._checked
+        what, first = self._named(name), name not in self._checked
         tensors = map_tensors(self.descriptor(name), what)
         if first:
             self._check(name, self.manifest.files[name], tensors)
@@ -300,7 +304,7 @@ class Artifact:
     def _check(self, name: str, record: FileRecord, tensors: dict[str, torch.Tensor]) -> None:
         found = {key: (list(tensor.shape), str(tensor.dtype)) for key, tensor in tensors.items()}
         if found != {key: (one.shape, f"torch.{one.dtype}") for key, one in record.tensors.items()}:
-            raise ArtifactError(f"{name} of {self.folder} holds other tensors than its manifest says; {REBUILD}")
+            raise ArtifactError(f"{self._named(name)} holds other tensors than its manifest says; {REBUILD}")
         if name not in self._summed and self._is_summed(record):
             self._check_sum(name)
 
@@ -313,7 +317,7 @@ class Artifact:
             method = name.partition("/")[0]
             again = f"build it again with {add_methods_hint(self.folder, [method])}"
             remedy = again if method in self.manifest.methods else REBUILD
-            raise ArtifactError(f"{name} of {self.folder} is damaged: its sha256 does not match; {remedy}")
+            raise ArtifactError(f"{self._named(name)} is damaged: its sha256 does not match; {remedy}")
         self._summed.add(name)
 
 

@@ -101,7 +101,7 @@ def test_a_folder_may_be_named_by_a_way_up(project: Path) -> None:
 
 def test_inspect_shows_the_files(indexed: Path) -> None:
     shown = run_here("inspect", "--index", "project.skv", "--verify")
-    assert "4, ordered by path, by their tokens: src/b.py" in " ".join(shown.stdout.split())
+    assert "4 in the order path; most tokens: src/b.py" in " ".join(shown.stdout.split())
     assert "the ranges of 4 source files are in order, within the prompt" in shown.stderr
     told = json.loads(run_here("inspect", "--index", "project.skv", "--json", "-q").stdout)
     assert [SourceFile(**file) for file in told["files"]] == [*_table("project.skv")]
@@ -151,9 +151,11 @@ def test_after_a_change_the_index_is_that_of_a_fresh_build(indexed: Path, change
 def test_files_that_have_no_text_any_more_are_named(indexed: Path) -> None:
     (indexed / "src" / "c.py").unlink()
     (indexed / "a.md").write_bytes(b"\0\1\2")
+    (indexed / "src" / "b.py").rename(indexed / "e.py")
     (indexed / "d.md").write_text("Fourth file.\n")
     told = _build("project").stderr
-    assert "project.skv had files that are not in its document now: a.md (not text), src/c.py (not there)" in told
+    gone = "a.md (not text), src/b.py (renamed to e.py), src/c.py (not there)"
+    assert f"project.skv had files that are not in its document now: {gone}" in told
 
 
 CHANGES = (_edit, _add, _remove, _rename)

@@ -63,6 +63,24 @@ def test_a_flipped_bit_is_found_and_named(index: Path, name: str) -> None:
     assert name not in found
 
 
+def test_a_damaged_file_is_named_as_it_is_on_disk(index: Path) -> None:
+    """A build in an index's place writes its files beside the old ones, under other names."""
+    with ArtifactWriter(index) as writer:
+        for name, tensors in small_files(1, 1).items():
+            writer.write(name, tensors, small_recipe(name, 1, 1))
+        writer.finish(small_manifest(1, 1))
+    path = json.loads((index / MANIFEST).read_text())["files"][CONTEXT]["path"]
+    assert path != CONTEXT
+    data = bytearray((index / path).read_bytes())
+    data[-1] ^= 1
+    (index / path).write_bytes(data)
+    with pytest.raises(ArtifactError, match=f"^{path} of {index} is damaged"):
+        list(Artifact(index).verify())
+    (index / path).unlink()
+    with pytest.raises(ArtifactError, match=f"^{path} of {index} is missing"):
+        Artifact(index)
+
+
 def test_verify_names_every_file(index: Path) -> None:
     assert list(Artifact(index).verify()) == list(FILES)
 

@@ -12,7 +12,7 @@ from support.trace_document import synthetic_trace
 from support.trace_page import read_column, read_trace_page
 
 from sparsekv.cli.pages.page import share_column, whole_column
-from sparsekv.cli.pages.trace import write_trace_page
+from sparsekv.cli.pages.trace import describe_without, write_trace_page
 from sparsekv.formats.errors import SparsekvError
 
 LARGEST = 15_000_000
@@ -121,3 +121,15 @@ def test_whole_numbers_are_read_back_exactly(values: list[int]) -> None:
 def test_shares_of_four_digits_take_two_bytes() -> None:
     values = [digits / 10**power for power in range(4, 11) for digits in (1000, 1001, 4567, 9999)]
     assert share_column([*values, 0.0, 1.0, None])["others"] == ""
+
+
+@pytest.mark.parametrize(
+    ("shown", "hidden", "told"),
+    [
+        (-2.0, -3.5, "4.48 times less likely"),
+        (-8.0, -2.0, "403 times more likely"),
+        (-1.0, -901.0, "over 1,000,000 times less likely"),
+    ],
+)
+def test_a_change_of_likelihood_is_told_in_plain_numbers(shown: float, hidden: float, told: str) -> None:
+    assert told in describe_without({"answer": "other words", "log_probability": [shown, hidden]})
