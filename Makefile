@@ -73,7 +73,7 @@ types: .venv/installed
 	$(BIN)/mypy
 
 tests: .venv/installed
-	$(BIN)/pytest -n 3 --dist worksteal
+	$(BIN)/pytest -n 2 --dist worksteal
 
 transformers: .venv/installed
 	@test -n "$(TRANSFORMERS)" || { echo "name a version: make transformers TRANSFORMERS=5.17.0" >&2; exit 1; }
