@@ -106,7 +106,7 @@ class TuneOptions:
         for name in ("model", "dtype", "weights"):
             if on_command_line(self.ctx, name) and self.target_perplexity is None:
                 told = f"--{name} {self.ctx.params[name]}"
-                raise UsageError(f"{told}: only --target-perplexity runs a model; leave it out")
+                raise UsageError(f"{told} has no effect: only --target-perplexity runs a model; leave out --{name}")
         if self.cheapest not in CHEAPEST:
             raise UsageError(f"--cheapest {self.cheapest}: {choose_one(self.cheapest, CHEAPEST)}")
 

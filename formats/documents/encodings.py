@@ -24,7 +24,10 @@ _CONTROLS = re.compile("[\0-\x08\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
 
 
 def declared_encoding(page: bytes) -> str | None:
-    """Return Python's name of the encoding that an HTML page declares; None if it declares none that is read."""
+    """Return Python's name of the encoding in which to read an HTML page, from the page's own declaration.
+
+    Returns None if the page declares no encoding, UTF-16, or one that is not in `_READ`.
+    """
     found = _DECLARED.search(page[:_DECLARATION])
     name = None if found is None else _python_name(found[1].decode("ascii", "replace"))
     if name is None or name.startswith("utf-16"):  # a page whose declaration can be read is not in UTF-16

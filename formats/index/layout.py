@@ -399,9 +399,11 @@ def _check(name: str, record: FileRecord, wanted: dict[str, Shape], letters: Let
     for tensor, (dtype, axes) in wanted.items():
         if tensor not in record.tensors:
             raise ValueError(f"{tensor} is not in {name}")
-        if not _fits(record.tensors[tensor], rows if dtype == "rows" else dtype, axes, letters):
-            shape = ", ".join(map(str, record.tensors[tensor].shape))
-            raise ValueError(f"{tensor} of {name} is {record.tensors[tensor].dtype} [{shape}]")
+        found, dtype = record.tensors[tensor], rows if dtype == "rows" else dtype
+        if not _fits(found, dtype, axes, letters):
+            shape = ", ".join(map(str, found.shape))
+            wanted_shape = f"{dtype or 'any dtype'} [{', '.join(axes)}]"
+            raise ValueError(f"{tensor} of {name} is {found.dtype} [{shape}], which does not fit {wanted_shape}")
 
 
 def _fits(found: TensorRecord, dtype: str, axes: tuple[str, ...], letters: Letters) -> bool:

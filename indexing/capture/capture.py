@@ -208,8 +208,8 @@ class _Recorder:
         self._keep_tail(call)
         if call.window is None:
             self._keep_sample(call)
-        # The last token attends densely in a sparse prefill, too. The probe has this token's logits by dense attention
-        # over the stored rows, of which the token's own row is one.
+        # The prompt's last token attends densely in a sparse prefill, too. The index stores its logits, and an opening
+        # compares them with those of dense attention over all stored rows.
         dense = call.keys.shape[1] == self.tokens and not self.prefill.exact
         return (DensePrefill() if dense else self.prefill).attend(call, self.sinks)
 

@@ -191,7 +191,8 @@ FEW_WARPS, REGISTERS = 8, 128  # two programs of FEW_WARPS warps fit on an SM wi
 BITS = tl.constexpr(EXPONENT_BITS + SCORE_BITS)  # bits of a rank
 HIGHEST = tl.constexpr(2 ** (EXPONENT_BITS + SCORE_BITS) - 1)
 DROPPED_BITS = tl.constexpr(23 - SCORE_BITS)  # fraction bits of a score that its rank leaves out
-SIZE_BITS, SIZES = tl.constexpr(TOKEN_BITS), tl.constexpr(MOST_TOKENS)  # low bits, which hold a size, and mask
+# The low bits of a packed rank and size hold the size: their number, and their mask.
+SIZE_BITS, SIZES = tl.constexpr(TOKEN_BITS), tl.constexpr(MOST_TOKENS)
 
 
 @triton.jit

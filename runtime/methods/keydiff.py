@@ -1,7 +1,8 @@
 """KeyDiff (arXiv 2504.15364): keeps the keys that are least similar to the mean key, independently of the query.
 
 A key's score is minus the cosine of the key and the mean of the normalised keys. The paper evicts keys block by block
-during the prefill, with the mean over the remaining keys. Here the mean is over all keys of the middle.
+during the prefill, with the mean over the remaining keys. Here the mean is computed once, over the keys of all tokens
+between sinks and tail.
 """
 
 from dataclasses import dataclass
