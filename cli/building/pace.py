@@ -1,4 +1,7 @@
-"""Estimate how long a prefill takes before it begins, from earlier prefills of the same model on this machine."""
+"""Estimate how long a prefill takes before it begins.
+
+The estimate is made from earlier prefills of the same model on this machine. If there are none, one layer is timed.
+"""
 
 import json
 import math
@@ -71,7 +74,7 @@ def _least_squares(chunks: list[tuple[int, float, float]]) -> tuple[float, float
 
 
 class PaceMeter:
-    """Estimates the time of a build's prefill beforehand, from the pace of an earlier prefill.
+    """Estimates the time of a build's prefill beforehand, from the pace of an earlier prefill or of one layer.
 
     A pace is the seconds per token and per pair of tokens. That of the finished prefill is stored in the user's cache.
 
@@ -88,15 +91,13 @@ class PaceMeter:
 
         The text is empty if the time is short or not known.
         """
-        pace = _kept().get(self._key)
+        kept = _kept().get(self._key)
+        pace = kept or self._timed()
         seconds = 0.0 if pace is None else pace.seconds(first, of)
         if seconds < LEAST_SECONDS:
             return ""
-        return (
-            f"about {seconds / MINUTE:.0f} min of prefill here"
-            if seconds >= 1.5 * MINUTE
-            else f"about {seconds:.0f} s of prefill here"
-        )
+        takes = f"{seconds / MINUTE:.0f} min" if seconds >= 1.5 * MINUTE else f"{seconds:.0f} s"
+        return f"about {takes} of prefill here" if kept else f"roughly {takes} of prefill here, judged by one layer"
 
     def show(self, done: int, of: int) -> None:
         """Record that `done` of `of` tokens are prefilled. After the last token, store the pace in the user's cache."""
@@ -115,10 +116,48 @@ class PaceMeter:
 
     def _ratio(self) -> float:
         """Return the floating-point operations for a pair of tokens, divided by those of one token's linear layers."""
-        model = self._plan.loaded.model
-        config = model.config.get_text_config()
+        config = self._plan.loaded.model.config.get_text_config()
         channels = config.num_attention_heads * self._plan.head_dim
-        return float(4 * config.num_hidden_layers * channels / (2 * model.num_parameters()))
+        return float(4 * config.num_hidden_layers * channels / (2 * self._weights_of_token()))
+
+    def _linear_layers(self) -> dict[torch.nn.Module, tuple[int, int]]:
+        """Return the model's linear layers, also quantised ones, with their numbers of input and output features.
+
+        The output embedding is left out, because a prefill applies it to the last token alone.
+        """
+        model, found = self._plan.loaded.model, dict[torch.nn.Module, tuple[int, int]]()
+        head = model.get_output_embeddings()
+        for module in model.modules():
+            inputs, outputs = (getattr(module, f"{side}_features", None) for side in ("in", "out"))
+            if module is not head and isinstance(inputs, int) and isinstance(outputs, int):
+                found[module] = inputs, outputs
+        return found
+
+    def _weights_of_token(self) -> float:
+        """Return the number of weights that a token is multiplied with. Of a layer's experts only the chosen count."""
+        model = self._plan.loaded.model
+        chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 0
+        experts = sum(weight.numel() * chosen / len(weight) for weight in model.parameters() if weight.ndim == 3)
+        return float(experts + sum(map(math.prod, self._linear_layers().values())))
+
+    @torch.inference_mode()
+    def _timed(self) -> Pace | None:
+        """Time the model's largest linear layer, and return the pace of a model whose weights are all as fast.
+
+        Attention counts by its number of operations. Returns None if the model has no linear layer, or if several
+        processes share it.
+        """
+        layers, model = self._linear_layers(), self._plan.loaded.model
+        if not layers or own_place() is not None:
+            return None
+        layer, (inputs, outputs) = max(layers.items(), key=lambda one: math.prod(one[1]))
+        rows = torch.zeros(LEAST_TOKENS, inputs, dtype=model.dtype, device=model.device)
+        layer(rows)  # the first call allocates and compiles
+        before = self._clock()
+        layer(rows).sum().item()  # waits for a GPU
+        seconds = (self._clock() - before) / LEAST_TOKENS
+        per_token = seconds / (inputs * outputs) * self._weights_of_token()
+        return Pace(per_token, self._ratio() * per_token)
 
     @property
     def _key(self) -> str:

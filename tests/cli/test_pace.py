@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 from support.command import fails, run_here
 
-from sparsekv.cli.building.pace import Pace
+from sparsekv.cli.building.pace import Pace, PaceMeter
+from sparsekv.formats.documents.prompt import encode_prompt
+from sparsekv.formats.models.load import load_model
+from sparsekv.indexing.plan import BuildConfig, BuildPlan
 
 HOW = ("--model", "model", "--method", "squeezed", "--tail", "32")
 
@@ -34,6 +37,19 @@ def test_few_chunks_are_told_apart_by_a_ratio() -> None:
 def test_pairs_never_make_a_prefill_shorter() -> None:
     steps = [(0.0, 0), (4.0, 512), (6.0, 1024), (7.0, 1536), (7.5, 2048)]  # the first chunks wait for the disk
     assert Pace.fitted(steps, ratio=1e-4).seconds(0, 50_000) > 7.5 * 50_000 / 2048
+
+
+def test_without_an_earlier_prefill_one_layer_is_timed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock on which the layer's 256 rows take a second."""
+    monkeypatch.setenv("SPARSEKV_CACHE", str(place / "cache"))
+    loaded = load_model("model", dtype="float32")
+    plan = BuildPlan(loaded, encode_prompt(loaded.tokenizer, "A document. " * 80), BuildConfig({}))
+    meter = PaceMeter(plan, iter([0.0, 1.0]).__next__)
+    layers = sum(weight.numel() for name, weight in loaded.model.named_parameters() if name.endswith("proj.weight"))
+    largest = max(weight.numel() for name, weight in loaded.model.named_parameters() if name.endswith("proj.weight"))
+    pairs = 4 * 3 * 4 * 16 / (2 * layers)  # operations of 3 layers of 4 heads of 16 channels
+    seconds = layers / largest / 256 * (30_000 + pairs * 30_000**2 / 2)
+    assert meter.told(0, 30_000) == f"roughly {seconds / 60:.0f} min of prefill here, judged by one layer"
 
 
 def test_the_estimate_is_told_and_corrected(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
