@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.files_in_memory import keep_files_in_memory
 from support.freed_memory import keep_freed_memory
 from support.thinned import mark_rest_slow
 from support.unsynced import sync_nothing
@@ -28,6 +29,7 @@ def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
     # Products of matrices as small as in Triton's interpreter: threads that share one mostly wait, and spin meanwhile.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # tests of several threads run beside other tests
+    keep_files_in_memory()
     if not _hands_out(pluginmanager.get_plugin("pytestconfig").known_args_namespace):
         import torch
 
