@@ -165,8 +165,8 @@ def tune(options: TuneOptions) -> None:
         }
         say(json.dumps(found, indent=1))
     else:
-        print_table(artifact, goal, search.tuned, search.before, search.dense_ms)
-        say(_advice(options, artifact, search, kept=defaults is not None))
+        advice = _advice(options, artifact, search, kept=defaults is not None)
+        print_table(artifact, goal, search.tuned, search.before, search.dense_ms, advice)
     if defaults is None:
         raise SparsekvError(
             f"no setting that reads less than the whole document reaches --target-{goal.measure} "

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 from support.files_in_memory import keep_files_in_memory
 from support.freed_memory import keep_freed_memory
 from support.thinned import mark_rest_slow
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from sparsekv.formats.models.load import LoadedModel
 
 ROOT = Path(__file__).parent.parent
+# A machine may be busy with other work, and nothing here is timed.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 # `python -m pytest` puts the root there, where transformers would take `kernels/` for the hub's package of that name.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
 
@@ -63,6 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(RootAsFolder())
     for name in ("INDEX", "MODEL", "DEVICE", "DTYPE"):
         os.environ.pop(f"SPARSEKV_{name}", None)
+    for name in ("COLUMNS", "LINES"):  # set by xdist; a terminal's size is then not asked for
+        os.environ.pop(name, None)
     os.environ["SPARSEKV_SERVER"] = "off"  # a server that the user has started
     if _hands_out(config.option):
         return

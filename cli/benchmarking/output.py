@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from sparsekv.cli.common.console import say, say_csv, show, titled_table
+from sparsekv.cli.common.console import say, say_csv
+from sparsekv.cli.common.tables import show_fitting, titled_table
 from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, indexers
 from sparsekv.runtime.benchmark.end_to_end import ModelRow
@@ -108,7 +109,7 @@ def _print_group(rows: list[StepTiming], about: dict[str, Any]) -> None:
             f"{row.output_error:.4f}",
             row.timed,
         )
-    show(table, width=140)
+    show_fitting(table, ("GB/s", "MB", "of floor", "timed", "error", "kv fraction"), width=140)
 
 
 def print_model_rows(rows: Sequence[ModelRow], about: dict[str, Any], *, as_json: bool) -> None:
@@ -137,4 +138,4 @@ def print_model_rows(rows: Sequence[ModelRow], about: dict[str, Any], *, as_json
             f"{row.kv_fraction:.3f}",
             row.timed,
         )
-    show(table, width=140)
+    show_fitting(table, ("timed", "kv fraction", "batch", "tokens/s"), width=140)

@@ -1,7 +1,9 @@
 """Output of the commands: results and tables on stdout; notes, progress lines and progress bars on stderr."""
 
 import csv
+import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +22,6 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
-from rich.table import Table
 from rich.text import Text
 
 from sparsekv.cli.common.remaining import Remaining
@@ -114,22 +115,24 @@ def stderr() -> Console:
     return _PlainConsole(stderr=True)
 
 
-def titled_table(title: str, texts: Iterable[str], numbers: Iterable[str], *, wrap: bool = False) -> Table:
-    """Return an empty table with its title on the left. The columns of `texts` come first, then those of `numbers`,
-    which are aligned to the right. With `wrap` the latter may break into lines."""
-    table = Table(title=title, title_justify="left", title_style="")
-    for name in texts:
-        table.add_column(name)
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=not wrap)
-    return table
+def stdout_console(width: int) -> Console:
+    """Return a console of stdout, as wide as the terminal; without a terminal, `width` columns wide."""
+    return _PlainConsole(width=None if sys.stdout.isatty() else width)
 
 
 def show(*things: RenderableType, width: int = 120) -> None:
     """Print tables or lines to stdout, as wide as the terminal; without a terminal, `width` columns wide."""
-    console = _PlainConsole(width=None if sys.stdout.isatty() else width)
+    console = stdout_console(width)
     for thing in things:
         console.print(thing)
+
+
+def say_wrapped(paragraphs: Iterable[str]) -> None:
+    """Print paragraphs to stdout: on a terminal broken between words, elsewhere unchanged."""
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        paragraphs = [textwrap.fill(text, width, break_on_hyphens=False) for text in paragraphs]
+    say("\n".join(paragraphs))
 
 
 def say(text: str, *, end: str = "\n", to: TextIO | None = None) -> None:

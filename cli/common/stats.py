@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from sparsekv.cli.common.console import note, shortened, stderr, tell, titled_table
+from sparsekv.cli.common.console import note, shortened, stderr, tell
+from sparsekv.cli.common.tables import titled_table
 from sparsekv.formats.index.schema import KVStorage, Manifest
 from sparsekv.kernels.attention.cluster_step import compiling_took
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from sparsekv.cli.common.console import note, say, say_csv, show, titled_table
+from sparsekv.cli.common.console import note, say, say_csv
+from sparsekv.cli.common.tables import show_fitting, titled_table
 from sparsekv.cli.pages.page import Page, budget_texts, report_page
 from sparsekv.formats.index.schema import AUTO
 from sparsekv.runtime.evaluation.table import Cell, Score
@@ -84,7 +85,7 @@ def _print_group(rows: list[Score], about: dict[str, Any]) -> None:
             "" if row.kv_fraction is None else f"{row.kv_fraction:.3f}",
             f"{row.seconds:.2f}",
         )
-    show(table)
+    show_fitting(table, ("s", "kv fraction", "difference to dense [95%]"))
 
 
 def _difference(row: Score) -> str:

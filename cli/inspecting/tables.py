@@ -8,8 +8,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from sparsekv.cli.common.console import show, titled_table
+from sparsekv.cli.common.console import show
 from sparsekv.cli.common.streams import printable
+from sparsekv.cli.common.tables import titled_table
 from sparsekv.runtime.selection.interface import Budget
 
 Rows = list[dict[str, Any]]

@@ -8,8 +8,9 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from sparsekv.cli.common.console import say, say_csv, show
+from sparsekv.cli.common.console import say_csv, say_wrapped
 from sparsekv.cli.common.stats import MORE_THAN_EVERYTHING, storage_record
+from sparsekv.cli.common.tables import show_fitting
 from sparsekv.cli.pages.page import Page, budget_text, budget_texts, report_page
 from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.errors import UsageError
@@ -21,11 +22,14 @@ from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import changed_options, methods
 from sparsekv.runtime.selection.token_choice import LayerSharing
 
-LEGEND = """\
-*: on the Pareto front: no method here reads less of the document and errs less.
-recall: share of the oracle's tokens that were selected. attention mass: share of the attention on the document that
-the selected tokens get. output error: relative error of attention's output. kv fraction: what is read of the
-document's keys and values, index included. missed: share of all attention on tokens that were not selected."""
+LEGEND = (
+    "*: on the Pareto front: no method here reads less of the document and errs less.",
+    "recall: share of the oracle's tokens that were selected.",
+    "attention mass: share of the attention on the document that the selected tokens get.",
+    "output error: relative error of attention's output.",
+    "kv fraction: what is read of the document's keys and values, index included.",
+    "missed: share of all attention on tokens that were not selected.",
+)
 OPTIONAL = {
     "missed_estimate": "missed estimate: a step's own estimate of missed, from its centroids; empty without centroids.",
     "recall_seen": "recall seen: recall on the document's queries from which the index was built.",
@@ -39,7 +43,7 @@ ROUNDING = 1e-6
 def legend(rows: Sequence[RecallRow]) -> list[str]:
     """Return the lines to print below a table of these rows."""
     columns = [line for name, line in OPTIONAL.items() if any(getattr(row, name) is not None for row in rows)]
-    return [LEGEND, *columns, *_odd(rows)]
+    return [*LEGEND, *columns, *_odd(rows)]
 
 
 def _odd(rows: Sequence[RecallRow]) -> list[str]:
@@ -79,6 +83,17 @@ COLUMNS = {
 """Fields of a row that every table shows, with their number formats."""
 OPTIONAL_COLUMNS = ("missed_estimate", "recall_seen", "list_coverage", "raised", "dense")
 """Fields that are shown if at least one row has a value for them."""
+LESSER = (
+    "dense",
+    "raised",
+    "list coverage",
+    "recall seen",
+    "missed estimate",
+    "selected tokens",
+    "attention mass",
+    "missed mass",
+)
+"""Headers of the columns that a narrow terminal leaves out, the first of them first."""
 ANSWERING = 2
 """Largest number of methods that a report suggests for `eval`."""
 RIVALS = 3
@@ -109,15 +124,14 @@ def print_report(report: RecallReport, groups: Sequence[str], within: float, sto
         answers: the result of `answers_line`.
     """
     rows, best = report.by(*groups), report.best_within(within)
-    show(_table(report, rows, groups))
-    say("\n".join(legend(rows)))
-    say(best_line(best, within, shared=any(row.together > 1 for row in rows)))
+    show_fitting(_table(report, rows, groups), LESSER)
+    lines = [*legend(rows), best_line(best, within, shared=any(row.together > 1 for row in rows))]
     if most := [row for row in rows if row.kv_fraction > 1]:
         named = dict.fromkeys(row.name for row in most)
-        say(f"kv fraction above 1 ({', '.join(named)}): {MORE_THAN_EVERYTHING}.")
+        lines.append(f"kv fraction above 1 ({', '.join(named)}): {MORE_THAN_EVERYTHING}.")
     if stored is not None:
-        say(f"{stored} The errors above are against dense attention over the stored ones.")
-    say(answers)
+        lines.append(f"{stored} The errors above are against dense attention over the stored ones.")
+    say_wrapped([*lines, answers])
 
 
 def answers_line(artifact: Artifact, report: RecallReport, within: float) -> str:
@@ -176,9 +190,7 @@ def _table(report: RecallReport, rows: Sequence[RecallRow], groups: Sequence[str
     shared = ["together"] if any(row.together > 1 for row in rows) else []
     optional = [name for name in OPTIONAL_COLUMNS if any(getattr(row, name) is not None for row in rows)]
     table.add_column("")
-    # A narrow terminal may break the name of a method's variant between words, but never inside a word.
-    longest = max((len(word) for row in rows for word in f"{row.method} {row.variant}".split()), default=0)
-    table.add_column("method", vertical="bottom", min_width=longest)
+    table.add_column("method", vertical="bottom")
     for name in [*shared, *groups]:
         table.add_column(name.replace("_", " "), vertical="bottom")
     for name in ("budget", *COLUMNS, *optional):

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from sparsekv.cli.common.console import say, show, titled_table
+from sparsekv.cli.common.console import say_wrapped
+from sparsekv.cli.common.tables import show_fitting, titled_table
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import Defaults
 from sparsekv.runtime.tuning.coarse_search import candidates
@@ -54,10 +55,12 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-LEGEND = """\
-{measure}: value on the queries of the search. held out: value on other queries, where the target must hold too.
-{beside} is of the held-out queries, too. Recall is the share of the oracle's best {reference} that is selected. Error
-is of the attention output. kv fraction: share of the document's keys and values that is read, index included."""
+LEGEND = (
+    "{measure}: value on the queries of the search.",
+    "held out: value on other queries, where the target must hold too. {beside} is of these queries.",
+    "Recall is the share of the oracle's best {reference} that is selected. Error is of the attention output.",
+    "kv fraction: share of the document's keys and values that is read, index included.",
+)
 TIGHTENED = "searched for: a stricter target, because the requested target did not hold on the held-out queries."
 
 
@@ -87,25 +90,29 @@ def told_budget(one: Tuned) -> str:
 
 
 def print_table(
-    artifact: Artifact, goal: Goal, tuned: list[Tuned], before: Tuned | None, dense_ms: float | None
+    artifact: Artifact, goal: Goal, tuned: list[Tuned], before: Tuned | None, dense_ms: float | None, advice: str
 ) -> None:
-    """Print the tuned settings as a table. A column has the time of a layer's step unless `dense_ms` is None."""
+    """Print the tuned settings as a table, with its legend and `advice` below.
+
+    A column has the time of a layer's step unless `dense_ms` is None.
+    """
     timed = [] if dense_ms is None else ["ms a layer's step"]
     table = titled_table(
         f"{artifact.folder}: the cheapest with {goal}, held out within {goal.tolerance:g}",
         ["method"],
-        ["budget", goal.measure, "held out", goal.beside, "kv fraction", *timed, ""],
+        ["budget", goal.measure, "held out", goal.beside, "kv fraction", *timed],
     )
+    table.add_column("")
     for one in tuned:
         table.add_row(*_cells(one, goal, timed=bool(timed)), _said(one, goal, one is tuned[0]))
     if before is not None:
         table.add_section()
         holds = "" if before.holds else ", does not hold it"
         table.add_row(*_cells(before, goal, timed=bool(timed)), f"the default before{holds}")
-    show(table)
-    say(LEGEND.format(measure=goal.measure, beside=goal.beside, reference=goal.reference))
-    if any("searched for" in _said(one, goal, False) for one in tuned):
-        say(TIGHTENED)
+    show_fitting(table, ("ms a layer's step", goal.beside))
+    words = {"measure": goal.measure, "beside": goal.beside, "reference": goal.reference}
+    tightened = [TIGHTENED] if any("searched for" in _said(one, goal, False) for one in tuned) else []
+    say_wrapped([*(line.format(**words) for line in LEGEND), *tightened, advice])
 
 
 def _cells(one: Tuned, goal: Goal, *, timed: bool) -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
@@ -28,14 +28,12 @@ def test_a_file_hashes_as_its_bytes(tmp_path: Path) -> None:
     assert hash_file(tmp_path / "file") == hash_bytes(data) == hashlib.sha256(data).hexdigest()
 
 
-@settings(deadline=None)
 @given(st.lists(tokens, min_size=1, max_size=40))
 def test_tokens_hash_as_the_stored_tensor_does(ids: list[int]) -> None:
     stored = save({"input_ids": torch.tensor(ids)})
     assert hash_tokens(ids) == hash_bytes(stored[-8 * len(ids) :])
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5), max_size=6))
 def test_json_hashes_alike_in_any_order(value: dict[str, Any]) -> None:
     backwards = dict(reversed(value.items()))
@@ -53,7 +51,6 @@ def two_prompts(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
     return first, first[:shared] + [-1 - token for token in range(other_end)], shared
 
 
-@settings(deadline=None)
 @given(two_prompts())
 def test_chains_share_exactly_the_whole_blocks_that_the_prompts_share(
     prompts: tuple[list[int], list[int], int],

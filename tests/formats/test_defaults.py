@@ -39,7 +39,7 @@ def write(folder: Path) -> Manifest:
 
 
 @given(shares, st.none() | st.dictionaries(st.integers(0, 99), shares, max_size=4), st.booleans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_setting_round_trips(budget: float, layers: dict[int, float] | None, residual: bool) -> None:
     setting = SETTING.model_copy(update={"budget": budget, "layer_budgets": layers, "residual": residual})
     assert Defaults.model_validate(json.loads(setting.model_dump_json())) == setting

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.random_tensors import normal
 from support.tiny_models import FAMILIES
@@ -39,7 +39,6 @@ def test_the_order_and_the_layout_of_the_weights_do_not_matter() -> None:
     assert fingerprint_weights(backwards.items()) == fingerprint_weights(weights.items())
 
 
-@settings(deadline=None)
 @given(st.integers(0, 15))
 def test_every_value_of_a_small_tensor_counts(place: int) -> None:
     weights = state()

@@ -27,7 +27,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield some
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ends=st.lists(st.integers(1, 40), min_size=1, max_size=6, unique=True), heads=st.integers(1, 3))
 def test_the_bytes_are_those_of_a_file_written_at_once(
     tmp_path_factory: pytest.TempPathFactory, threads: ThreadPoolExecutor, ends: list[int], heads: int

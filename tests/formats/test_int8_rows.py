@@ -46,7 +46,7 @@ def _bound(tensors: dict[str, torch.Tensor], found: torch.Tensor, part: str) -> 
 
 
 @given(st.integers(0, 99), shapes, st.floats(-30, 38), st.sampled_from([1.0, 1e3, 1e6]), dtypes)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_restored_rows_are_off_by_at_most_half_a_scale(
     seed: int, shape: tuple[int, int, int], exponent: float, outliers: float, dtype: torch.dtype
 ) -> None:
@@ -152,7 +152,7 @@ def test_scales_that_are_finite_never_give_a_number_that_is_not() -> None:
 
 
 @given(st.integers(0, 99), st.floats(-38, 38), st.floats(-38, 38), dtypes)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_rows_of_any_size_continue_rows_of_any_other(
     seed: int, exponent: float, then: float, dtype: torch.dtype
 ) -> None:
@@ -173,7 +173,7 @@ def long_rows() -> ContextRows:
 
 
 @given(st.integers(0, PIECE + 70), st.integers(0, PIECE + 70))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_part_is_the_same_part_of_the_whole(long_rows: ContextRows, first: int, stop: int) -> None:
     whole, part = long_rows.part(slice(None)), long_rows.part(slice(first, stop))
     for all_rows, rows in zip(whole, part, strict=True):
@@ -181,7 +181,7 @@ def test_a_part_is_the_same_part_of_the_whole(long_rows: ContextRows, first: int
 
 
 @given(st.integers(0, 9), st.integers(0, 40), st.integers(0, 200))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_gathered_rows_are_those_of_the_whole(long_rows: ContextRows, seed: int, count: int, first: int) -> None:
     tokens = torch.randint(PIECE + 70 - first, (2, count), generator=torch.Generator().manual_seed(seed))
     places = (tokens + first)[..., None].expand(-1, -1, 4)
@@ -199,7 +199,7 @@ def test_exact_rows_are_views_and_gathered_the_same_way() -> None:
 
 
 @given(st.integers(0, 99), st.integers(0, 200), st.floats(-30, 30), dtypes)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_tokens_that_are_taken_over_and_new_ones_are_those_of_one_pass(
     seed: int, tokens: int, exponent: float, dtype: torch.dtype
 ) -> None:
@@ -212,7 +212,7 @@ def test_tokens_that_are_taken_over_and_new_ones_are_those_of_one_pass(
 
 
 @given(st.integers(0, 99), st.integers(1, 200), st.floats(-3, 3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_tokens_that_follow_leave_what_is_stored_and_are_off_by_at_most_half_a_scale(
     seed: int, tokens: int, exponent: float
 ) -> None:

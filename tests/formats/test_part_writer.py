@@ -49,7 +49,7 @@ def second() -> Iterator[PartWriter]:
         yield second
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ends=st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True),
     heads=st.integers(1, 2),

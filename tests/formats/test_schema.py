@@ -89,7 +89,7 @@ changes = st.fixed_dictionaries(
 
 
 @given(changes, st.none() | st.builds(ChatFrame, before=text, between=text, after=text))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_manifest_round_trips(changed: dict[str, Any], chat: ChatFrame | None) -> None:
     manifest = small_manifest()
     prompt = manifest.prompt.model_copy(update={"chat": chat})

@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from safetensors.torch import save
 
 from sparsekv.formats.index.growing_file import STAGING, safetensors_bytes
@@ -23,7 +23,6 @@ def some_tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     }
 
 
-@settings(deadline=None)
 @given(some_tensors())
 def test_the_bytes_are_those_of_the_library(tensors: dict[str, torch.Tensor]) -> None:
     assert b"".join(safetensors_bytes(tensors)) == save(tensors)

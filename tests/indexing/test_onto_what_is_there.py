@@ -188,7 +188,7 @@ changes = st.one_of(
 )
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(options, lengths, st.lists(st.tuples(changes, steps), min_size=1, max_size=3))
 def test_any_sequence_of_operations_gives_what_a_build_from_nothing_gives(
     how: dict[str, Any], length: int, operations: list[tuple[tuple[Any, ...], int | None]]

@@ -37,7 +37,7 @@ TABLES = CSAttentionIndexer(subspace_size=8, centroids=4, iterations=2, query_sa
 FIRST, MORE = TEXT[:700], TEXT[700:850]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sinks=st.integers(1, 9), middle=st.integers(1, 400), more=st.integers(0, 400), count=st.integers(0, 200))
 def test_a_grown_documents_sample_is_of_the_old_one_and_of_new_tokens(
     sinks: int, middle: int, more: int, count: int

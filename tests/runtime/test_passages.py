@@ -54,7 +54,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("tokenizer", [make() for make in TOKENIZERS.values()], ids=TOKENIZERS)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(text=st.text(min_size=1))
 def test_the_texts_of_tokens_join_to_the_text_of_all(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     ids = _ids(tokenizer, text)
@@ -88,7 +88,7 @@ def test_the_embedded_models_texts_join(embedded: LoadedModel) -> None:
     assert "".join(token_texts(embedded.tokenizer, _ids(embedded.tokenizer, text))) == text
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(texts=st.lists(st.text(alphabet='aB .!\n\u3002"', max_size=4), max_size=200))
 def test_passages_hold_every_token_once_in_order_and_are_short(texts: list[str]) -> None:
     passages = split_passages(texts)

@@ -65,7 +65,7 @@ def _known(tokenizer: PreTrainedTokenizerFast, text: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["bytes", TRIMMED, "qwen", "llama-2", "gemma", "phi-3", "unigram chatml"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(tree=TREES, raw=st.booleans())
 def test_each_files_tokens_decode_to_its_text(kind: str, tree: dict[str, str], raw: bool) -> None:
     tokenizer = _tokenizer(kind)
@@ -94,7 +94,7 @@ def test_each_files_tokens_decode_to_its_text(kind: str, tree: dict[str, str], r
             assert file.first_line + decoded.rstrip().count("\n") == 1 + text.rstrip().count("\n"), file
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(tree=TREES, tokens=st.integers(1, 80))
 def test_a_cut_document_has_the_files_before_the_cut(tree: dict[str, str], tokens: int) -> None:
     tree |= {"z.txt": "the last of all"}

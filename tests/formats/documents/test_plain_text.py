@@ -19,7 +19,7 @@ PIECES = st.sampled_from([*SPECIAL_TOKENS, "</s>", "<extra_id_3>", "<|end", "|>"
 TEXTS = st.lists(PIECES, max_size=12).map("".join)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(before=TEXTS, text=TEXTS, after=TEXTS)
 @pytest.mark.parametrize("tokenizer", [FAST, SLOW], ids=["fast", "slow"])
 def test_the_only_control_tokens_are_those_of_trusted_parts(
@@ -36,7 +36,7 @@ def test_the_only_control_tokens_are_those_of_trusted_parts(
         assert encoded.ids == joint
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=40), ends=st.booleans())
 @pytest.mark.parametrize("tokenizer", [FAST, SLOW], ids=["fast", "slow"])
 def test_text_without_them_has_the_ids_that_the_tokenizer_gives(

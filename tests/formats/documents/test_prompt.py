@@ -52,7 +52,7 @@ def test_without_a_template_there_is_no_frame() -> None:
     assert encode_prompt(tiny_tokenizer(None), "text").chat is None
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     text=st.text(st.characters(codec="utf-8"), min_size=1, max_size=40), raw=st.booleans(), length=st.integers(1, 60)
 )

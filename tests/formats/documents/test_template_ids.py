@@ -54,7 +54,7 @@ def same(kind: str, ids: list[int], expected: list[int]) -> bool:
     return ids == expected or tied
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(start=TEXTS, end=TEXTS, question=TEXTS)
 @example(start="a", end="The end.\n", question="Why?")
 @example(start=" \n a", end="The end.\n\n\n", question="\nWhy? \n")
@@ -67,7 +67,7 @@ def test_document_and_question_are_the_templates(kind: str, start: str, end: str
     assert departure(tokenizer_of(kind), prompt, text) == ""
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(end=TEXTS, question=TEXTS, answers=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=2))
 @example(end=".", question="Why?", answers=[("Because.", "And then?"), ("Then.", " \n And?\n")])
 @pytest.mark.parametrize("kind", KINDS)
@@ -94,7 +94,7 @@ def test_turns_are_the_templates(kind: str, end: str, question: str, answers: li
         assert same(kind, said, expected)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(end=TEXTS, more=TEXTS, question=TEXTS)
 @example(end="The end.\n", more="\nOne more line.\n", question="Why?")
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,7 +108,7 @@ def test_appended_text_is_the_templates(kind: str, end: str, more: str, question
     assert same(kind, prompt.input_ids.tolist() + encoded.ids + asked, expected)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(more=TEXTS, question=TEXTS)
 @pytest.mark.parametrize("kind", short_part(KINDS, every=2))
 def test_text_appended_to_a_talk_begins_the_next_message(kind: str, more: str, question: str) -> None:
@@ -126,7 +126,7 @@ def test_text_appended_to_a_talk_begins_the_next_message(kind: str, more: str, q
     assert same(kind, said + answer + encoded.ids + asked, expected)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(start=TEXTS, question=TEXTS, tokens=st.integers(5, 60))
 @example(start="a", question="\na", tokens=5)
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,7 +140,7 @@ def test_a_text_that_is_cut_has_the_templates_first_tokens(kind: str, start: str
     assert same(kind, asked, whole(kind, f"{LONG}x\n\n{question}")[-len(asked) :])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data(), question=TEXTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_of_the_template_in_a_text_are_text(kind: str, data: st.DataObject, question: str) -> None:

@@ -10,7 +10,7 @@ from support.random_tensors import normal
 from sparsekv.indexing.indexers.interface import KeepCurve
 
 ONE_BIN = 2.0**0.01
-properties = settings(max_examples=40, deadline=None)
+properties = settings(max_examples=40)
 
 
 def _scores(seed: int) -> tuple[torch.Tensor, torch.Tensor, int]:

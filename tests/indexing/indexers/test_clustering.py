@@ -34,7 +34,7 @@ def _inertia(points: torch.Tensor, labels: torch.Tensor, clusters: int) -> float
 
 
 @every_path
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 10**6), clusters=st.integers(1, 12))
 def test_a_converged_clustering_puts_each_point_at_its_nearest_mean(path: KMeans, seed: int, clusters: int) -> None:
     points = normal(seed, 2, 120, 4)
@@ -73,7 +73,7 @@ def test_repeated_points_of_fewer_kinds_than_clusters_stay_with_their_kind(path:
 
 
 @every_path
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 10**6), left_out=st.floats(0.0, 0.8))
 def test_points_that_take_no_part_change_nothing_and_get_label_0(path: KMeans, seed: int, left_out: float) -> None:
     points = normal(seed, 2, 80, 4)
@@ -103,7 +103,7 @@ def test_more_points_than_are_compared_at_once_are_all_labelled() -> None:
     assert labels.shape == (1, 20_000)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), points=st.integers(1, 50), clusters=st.integers(1, 12), weighted=st.booleans())
 def test_means_and_weights_of_clusters_are_those_numpy_computes(
     seed: int, points: int, clusters: int, weighted: bool

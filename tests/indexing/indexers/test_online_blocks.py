@@ -85,7 +85,7 @@ indexers = st.builds(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(indexers, st.lists(st.integers(1, 300), min_size=2, max_size=4), st.integers(0, 10**6))
 def test_any_split_of_appends_keeps_every_invariant(indexer: MultipoleIndexer, pieces: list[int], seed: int) -> None:
     layer = _layer(sum(pieces), seed)
@@ -101,7 +101,7 @@ def test_any_split_of_appends_keeps_every_invariant(indexer: MultipoleIndexer, p
     assert grown.keys() == indexer.build_layer(layer).keys()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(indexers, st.integers(1, 600), st.integers(0, 10**6))
 def test_blocks_taken_apart_join_to_what_they_were(indexer: MultipoleIndexer, tokens: int, seed: int) -> None:
     tensors = indexer.build_layer(_layer(tokens, seed))

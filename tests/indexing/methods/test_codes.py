@@ -19,7 +19,7 @@ from sparsekv.indexing.methods import codes
 from sparsekv.indexing.methods.codes import FIT_EVERY, CodesIndexer
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 
-properties = settings(max_examples=10, deadline=None)
+properties = settings(max_examples=10)
 SMALL = CodesIndexer(levels=(0.1,), code_bytes=4, iterations=3)
 
 
@@ -143,7 +143,7 @@ def test_clusters_are_those_of_multipole() -> None:
     assert built["rest_values"].shape == built["level0.value_centroids"].shape
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 10**6), more=st.integers(1, 60))
 def test_new_keys_are_encoded_by_the_old_turn_and_codebooks(seed: int, more: int) -> None:
     grown = layer_input(seed, middle=256 + more)

@@ -18,7 +18,7 @@ from sparsekv.indexing.indexers.interface import BuiltLayer, LayerInput, choose_
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.kernels.posting_lists.posting_lists import split_channels
 
-properties = settings(max_examples=15, deadline=None)
+properties = settings(max_examples=15)
 
 
 def _bytes(*tensors: torch.Tensor) -> int:

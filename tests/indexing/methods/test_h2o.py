@@ -17,7 +17,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.indexers.interface import choose_indexers
 from sparsekv.indexing.methods.h2o import H2OIndexer
 
-properties = settings(max_examples=15, deadline=None)
+properties = settings(max_examples=15)
 
 
 @properties

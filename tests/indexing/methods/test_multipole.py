@@ -21,7 +21,7 @@ from sparsekv.kernels.kmeans.hierarchy import block_offsets
 SINKS = 3
 FACTS = LayerFacts(softmax_scale=0.3, softcap=None, sliding_window=None, attention_sinks=False)
 LEVELS = {1: (0.2,), 2: (0.25, 0.06), 3: (0.4, 0.2, 0.05)}
-properties = settings(max_examples=15, deadline=None)
+properties = settings(max_examples=15)
 depths = st.sampled_from(sorted(LEVELS))
 outlying = st.sampled_from([0.0, 0.1])
 

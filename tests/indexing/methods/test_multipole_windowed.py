@@ -28,7 +28,7 @@ def _input(keys: torch.Tensor, rope: RopeFacts | None) -> LayerInput:
     return LayerInput(keys, normal(5, *keys.shape), facts, Split(sinks=SINKS, middle=tokens, tail=8))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 10**6),
     tokens=st.integers(40, 200),

@@ -15,7 +15,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.indexers.interface import LayerInput, choose_indexers, indexers
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 
-properties = settings(max_examples=10, deadline=None)
+properties = settings(max_examples=10)
 
 
 def _given(keys: torch.Tensor) -> LayerInput:

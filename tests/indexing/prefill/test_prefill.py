@@ -78,7 +78,7 @@ def test_every_way_is_registered_under_its_name() -> None:
 
 
 @every_sparse
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 10**6),
     before=st.integers(0, 60),

@@ -75,7 +75,7 @@ def test_one_query_attends_to_rows_and_centroids_at_once(
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=4), st.integers(0, 1000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_cut_into_masked_segments_gives_the_same_output(lengths: list[int], seed: int) -> None:
     total = sum(lengths) + 1
     query, keys, values = random_attention(T=total, D=16, seed=seed)
@@ -159,7 +159,6 @@ def test_large_logits_do_not_overflow() -> None:
     assert_close(attend(query, [Segment(keys, values)], 1.0), reference_attention(query, keys, values, 1.0), 2e-3)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(0, 12), st.none() | st.integers(1, 30))
 def test_causal_mask_sees_itself_and_what_is_before_within_the_window(
     queries: int, before: int, window: int | None

@@ -32,7 +32,7 @@ every_form = pytest.mark.parametrize("form", FORMS)
     threads=st.integers(1, 3),
     form=st.sampled_from(sorted(FORMS)),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_step_gives_what_its_definition_gives(
     seed: int,
     H: int,

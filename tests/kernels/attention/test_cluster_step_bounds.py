@@ -15,7 +15,7 @@ NAN = 0x7FC00000
 bits = st.integers(-(2**31), 2**31 - 1)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     clusters=st.lists(st.tuples(bits | st.sampled_from([0, NAN, -1, 2**31 - 1]), st.integers(0, 9)), min_size=1),
     budget=st.integers(0, 300),

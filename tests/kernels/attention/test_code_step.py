@@ -16,7 +16,7 @@ from sparsekv.kernels.attention.cluster_step import choose_by_codes, compiled_ke
 every_form = pytest.mark.parametrize("form", FORMS)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 1000),
     H=st.integers(1, 4),

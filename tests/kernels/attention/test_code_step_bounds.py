@@ -10,7 +10,7 @@ from sparsekv.kernels.attention import code_step_numba
 from sparsekv.kernels.attention.code_step_numba import BINS
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     scores=st.lists(st.sampled_from([0.0, 1e-45, 0.5, 3e38]) | st.floats(0, 1, width=32), min_size=1, max_size=40),
     budget=st.integers(1, 40),

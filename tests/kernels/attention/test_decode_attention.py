@@ -89,7 +89,7 @@ def test_what_is_left_of_clusters_is_computed_where_it_is_attended(clusters: int
 
 
 @given(st.integers(0, 10**6), st.integers(1, 60), st.integers(0, 200), st.integers(0, 90), st.integers(0, 2))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_any_runs(seed: int, clusters: int, budget: int, exact: int, stands: int) -> None:
     step = some_step(seed, H=1, G=2, D=16, clusters=clusters, budget=budget, exact=exact + 1)
     assert_close(attended(step, stands, 0.25), expected(step, stands > 0, 0.25, None, None), 1e-5)

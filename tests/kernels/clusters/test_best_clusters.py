@@ -49,7 +49,7 @@ def taken_of_each(best: BestClusters, counts: torch.Tensor) -> torch.Tensor:
     softcap=st.sampled_from([None, 2.0]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_best_clusters_fill_the_budget(
     Hk: int, C: int, share: float, dtype: torch.dtype, softcap: float | None, seed: int
 ) -> None:
@@ -76,7 +76,7 @@ def test_the_best_clusters_fill_the_budget(
 
 
 @given(st.integers(1, 3), st.integers(2, 80), st.integers(0, 1000), st.floats(0, 1))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_what_is_left_is_counted_once(Hk: int, C: int, seed: int, share: float) -> None:
     query, centroids, _ = random_attention(Hk=Hk, G=G, Q=1, T=C, seed=seed)
     counts = uneven_counts(Hk, C, seed)

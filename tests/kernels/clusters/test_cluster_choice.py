@@ -129,7 +129,7 @@ def test_the_same_by_many_parts_of_a_head(
 
 
 @given(st.integers(0, 10**6), st.integers(1, 90), st.integers(0, 300))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_reference_takes_the_best(seed: int, clusters: int, budget: int) -> None:
     counts = uneven_counts(seed, 2, clusters)
     query, centroids = 3 * normal(seed, 2, 2, 16), normal(seed + 1, 2, clusters, 16)

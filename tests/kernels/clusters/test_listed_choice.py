@@ -135,7 +135,7 @@ def test_levels_in_buffers_with_room() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(0, 150), st.integers(0, 600))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_no_more_is_opened_than_is_needed(seed: int, parents: int, wanted: int, budget: int) -> None:
     """Tokens and children reach their targets if there are enough; without the worst opened cluster one would not."""
     levels, query = some_levels(seed, H=1, parents=parents, D=16), normal(seed + 2, 1, 2, 16)
@@ -156,7 +156,7 @@ def test_no_more_is_opened_than_is_needed(seed: int, parents: int, wanted: int, 
 
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(0, 600))
 @example(6, 6, 32)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_what_is_opened_is_the_best_to_a_power_of_two(seed: int, parents: int, budget: int) -> None:
     levels, query = some_levels(seed, H=1, parents=parents, D=16), 3 * normal(seed + 2, 1, 2, 16)
     below = levels.of_coarse(query.device, levels.centroids.shape[1])

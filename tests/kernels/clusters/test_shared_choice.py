@@ -124,7 +124,7 @@ def test_thresholds_of_questions(tokens: list[int]) -> None:
     st.integers(0, 1000), st.integers(1, 8), st.lists(st.just(1), min_size=1, max_size=6), st.integers(1, 60),
     st.integers(0, 150),
 )  # fmt: skip
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_each_question_has_what_it_would_choose_alone(
     seed: int, G: int, tokens: list[int], clusters: int, budget: int
 ) -> None:

@@ -32,7 +32,7 @@ def join(chosen: torch.Tensor, labels: torch.Tensor, capacity: int, *, plain: bo
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["torch", "kernels"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 10**6),
     B=st.integers(1, 5),

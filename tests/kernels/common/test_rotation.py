@@ -11,7 +11,7 @@ from support.rotation import turned
 from sparsekv.formats.index.schema import RopeFacts
 from sparsekv.kernels.common.runs import rotate
 
-properties = settings(max_examples=40, deadline=None)
+properties = settings(max_examples=40)
 ropes = st.builds(RopeFacts, frequencies=st.lists(st.floats(0, 1, width=32), max_size=4), interleaved=st.booleans())
 sizes = st.integers(8, 12)
 seeds = st.integers(0, 10**6)

@@ -4,7 +4,7 @@ from itertools import chain
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsekv.kernels.common.runs import expand_full_runs, expand_runs, fill_budget
@@ -32,7 +32,6 @@ def python_rows(runs: list[Run]) -> list[int]:
 integer_types = st.sampled_from([torch.int32, torch.int64])
 
 
-@settings(deadline=None)
 @given(rows_of_runs(), st.integers(0, 60), integer_types)
 def test_budget_takes_whole_runs_in_order_and_the_start_of_the_next(
     rows: list[list[Run]], budget: int, dtype: torch.dtype
@@ -46,7 +45,6 @@ def test_budget_takes_whole_runs_in_order_and_the_start_of_the_next(
         assert python_rows(cut) == python_rows(runs)[:budget]
 
 
-@settings(deadline=None)
 @given(rows_of_runs(), st.integers(0, 60), integer_types)
 def test_expanded_rows_come_in_order_up_to_the_capacity(
     rows: list[list[Run]], capacity: int, dtype: torch.dtype
@@ -60,14 +58,12 @@ def test_expanded_rows_come_in_order_up_to_the_capacity(
         assert valid[row].tolist() == [slot < len(expected) for slot in range(capacity)]
 
 
-@settings(deadline=None)
 @given(rows_of_runs(), st.integers(0, 60))
 def test_unused_slots_name_a_row_that_exists(rows: list[list[Run]], capacity: int) -> None:
     found, valid = expand_runs(*tensors(rows, torch.int64), capacity)
     assert not found[~valid].any()
 
 
-@settings(deadline=None)
 @given(rows_of_runs(), st.integers(0, 60))
 def test_leading_dimensions_are_independent(rows: list[list[Run]], capacity: int) -> None:
     starts, lengths = tensors(rows, torch.int64)
@@ -76,7 +72,6 @@ def test_leading_dimensions_are_independent(rows: list[list[Run]], capacity: int
     assert torch.equal(together[:, 0], torch.stack(apart))
 
 
-@settings(deadline=None)
 @given(rows_of_runs(), st.integers(0, 30))
 def test_runs_that_leave_no_slot_unused_expand_alike(rows: list[list[Run]], capacity: int) -> None:
     total = [sum(length for _, length in runs) for runs in rows]

@@ -66,7 +66,7 @@ def _hierarchies(draw: st.DrawFn) -> _Built:
     return _Built(keys, values, level_tensors(levels, labels, values, FIRST), len(sizes))
 
 
-properties = settings(max_examples=25, deadline=None)
+properties = settings(max_examples=25)
 
 
 @properties

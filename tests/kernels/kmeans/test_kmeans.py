@@ -21,7 +21,7 @@ from sparsekv.kernels.kmeans.kmeans import (
     random_points,
 )
 
-properties = settings(max_examples=25, deadline=None)
+properties = settings(max_examples=25)
 seeds = st.integers(0, 10**6)
 
 

@@ -14,7 +14,7 @@ from sparsekv.kernels.kmeans.kmeans_triton import NearestCentres, Tiles, cluster
 pytestmark = compiled_or_interpreted
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 dims = pytest.mark.parametrize("D", [64, 96, 128, 256])
-properties = settings(max_examples=15, deadline=None)
+properties = settings(max_examples=15)
 seeds = st.integers(0, 10**6)
 
 

@@ -21,7 +21,7 @@ def _spread(points: torch.Tensor, labels: torch.Tensor, clusters: int) -> float:
     return float((points - means.gather(1, labels[..., None].expand_as(points))).square().sum(-1).mean())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 10**6),
     old=st.integers(4, 60),
@@ -100,7 +100,7 @@ def test_one_graph_records_joining_and_repeats_it() -> None:
 
 
 @pytest.mark.parametrize("space", ["normalised", "raw", "centred"])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 90))
 def test_coarse_levels_are_means_of_their_tokens(space: str, seed: int, tokens: int) -> None:
     keys, shares = normal(seed, 2, tokens, 4), (0.3, 0.1, 0.03)

@@ -9,7 +9,7 @@ from support.random_tensors import normal
 from sparsekv.kernels.kmeans.hierarchy import finest_size, single_out
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 80), clusters=st.integers(1, 12), share=st.floats(0.0, 1.0))
 def test_those_farthest_from_their_centroid_become_clusters_of_their_own(
     seed: int, tokens: int, clusters: int, share: float

@@ -29,7 +29,7 @@ def tables_of(seed: int, keys: int, scores: torch.Tensor) -> Tables:
 
 
 @given(st.integers(0, 10**6), st.sampled_from([40, TILE_TOKENS - 1, TILE_TOKENS, 2 * TILE_TOKENS + 17]))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_each_score_is_where_its_token_is(seed: int, keys: int) -> None:
     """Scores in 15 equal steps are exact; tokens that are not listed, and padding past the last key, have code 0."""
     generator = torch.Generator().manual_seed(seed)

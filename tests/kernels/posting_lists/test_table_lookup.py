@@ -23,7 +23,7 @@ from sparsekv.kernels.posting_lists.posting_lists import (
     look_up,
 )
 
-properties = settings(max_examples=15, deadline=None)
+properties = settings(max_examples=15)
 SCALE = 0.3
 
 

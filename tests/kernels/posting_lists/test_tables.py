@@ -19,7 +19,7 @@ from sparsekv.kernels.posting_lists.posting_lists import (
     top_lists,
 )
 
-properties = settings(max_examples=25, deadline=None)
+properties = settings(max_examples=25)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @given(
     st.integers(0, 10**6), st.integers(1, 2 * TILE_TOKENS), st.sampled_from([1, 3, 500]), st.floats(0, 1), st.booleans()
 )
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=16)
 def test_the_same_as_by_a_sort(seed: int, keys: int, different: int, share: float, few: bool) -> None:
     ranks, wanted = ranked(seed, 2, keys, different, few=few), round(share * keys)
     with poisoned_memory():

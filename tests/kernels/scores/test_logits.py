@@ -66,7 +66,7 @@ def test_logits_are_capped_before_the_softmax(softcap: float) -> None:
 
 
 @given(st.integers(1, 20), st.integers(0, 1000))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_estimated_probabilities_of_all_tokens_sum_to_one(clusters: int, seed: int) -> None:
     query, centroids, _ = random_attention(T=clusters, seed=seed)
     counts = random_counts(2, clusters, seed)

@@ -33,7 +33,7 @@ METHODS: dict[str, Method] = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 10**6),
     middle=st.integers(30, 200),
@@ -65,7 +65,7 @@ CODES = {"codes": Codes(), "without replacement": Codes(replace=False), "looked 
 
 
 @pytest.mark.parametrize("name", CODES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 10**6),
     budget=st.builds(Budget, st.integers(1, 600) | st.floats(0.01, 1.0)),

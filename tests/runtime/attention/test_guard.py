@@ -59,7 +59,7 @@ def _left(step: Step, selector: Selector) -> torch.Tensor:
 
 
 @given(telling, st.integers(0, 100), st.floats(0.05, 0.9), st.integers(1, 3), st.sampled_from([None, SINKS]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_with_a_token_a_cluster_the_estimate_is_the_truth(
     name: str, seed: int, share: float, queries: int, sinks: torch.Tensor | None
 ) -> None:
@@ -82,7 +82,7 @@ def test_what_stands_for_tokens_is_what_is_left_of_them(method: Method, queries:
 
 
 @given(telling, st.integers(0, 100), st.floats(0.05, 0.3), st.integers(1, 3))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_clusters_estimate_too_little(name: str, seed: int, share: float, queries: int) -> None:
     """By Jensen's inequality: a mean of exponents is no less than the exponent of the mean."""
     layer = _layer(name, seed)
@@ -93,7 +93,7 @@ def test_clusters_estimate_too_little(name: str, seed: int, share: float, querie
 
 
 @given(telling, st.integers(0, 100), st.integers(1, 3), st.sampled_from([None, SINKS]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_guard_that_allows_nothing_is_dense_attention(
     name: str, seed: int, queries: int, sinks: torch.Tensor | None
 ) -> None:
@@ -104,7 +104,7 @@ def test_a_guard_that_allows_nothing_is_dense_attention(
 
 
 @given(telling, st.integers(0, 100), st.integers(1, 3))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_guard_that_allows_everything_changes_nothing(name: str, seed: int, queries: int) -> None:
     layer, guard = _layer(name, seed), Guard(1 - 1e-9)
     selector = TELLING[name].prepare(layer.context)
@@ -116,7 +116,6 @@ def test_a_guard_that_allows_everything_changes_nothing(name: str, seed: int, qu
 
 
 @given(st.lists(st.lists(st.floats(0, 1), min_size=6, max_size=6), min_size=DOUBLINGS + 1, max_size=DOUBLINGS + 1))
-@settings(deadline=None)
 def test_each_head_and_query_keeps_the_first_attempt_that_holds(missed: list[list[float]]) -> None:
     tries = torch.tensor(missed).view(-1, 2, 3)
 

@@ -61,7 +61,7 @@ def _asked(
 
 
 @pytest.mark.parametrize("name", METHODS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 10**6),
     middle=st.integers(30, 200),
@@ -86,7 +86,7 @@ def test_a_question_attends_in_place_as_it_does_to_copies(
         assert torch.equal(torch.as_tensor(found.rows_read), torch.as_tensor(expected.rows_read))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 10**6),
     middle=st.integers(1, 200),

@@ -8,7 +8,7 @@ from support.random_tensors import normal
 from sparsekv.runtime.cache.buffers import LEAST_ROOM, GrowingRows
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     first=st.integers(0, 20),
     writes=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 2 * LEAST_ROOM)), max_size=6),

@@ -59,7 +59,7 @@ def _compare(known: StoredLayer, held: StoredLayer, layer: SmallLayer, before: i
         assert torch.equal(rows, others)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(before=st.integers(0, 300), again=st.integers(0, 10), seed=st.integers(0, 100))
 def test_a_sparse_layer(before: int, again: int, seed: int) -> None:
     layer = small_layer(seed, middle=60)
@@ -76,7 +76,7 @@ def test_a_sparse_layer(before: int, again: int, seed: int) -> None:
         assert_close(held_exact, exact.double(), 1e-6)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     before=st.integers(0, 300),
     again=st.integers(0, 60),

@@ -94,7 +94,7 @@ def _attended(
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 10**6),
     before=st.integers(0, 5),
@@ -180,7 +180,7 @@ def test_a_rewound_layer_answers_like_a_fresh_one(name: str) -> None:
     assert IndexCache([used]).kv_fraction() == IndexCache([fresh]).kv_fraction()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     window=st.none() | st.integers(1, 80),
     before=st.integers(0, 60),

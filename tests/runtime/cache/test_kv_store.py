@@ -56,7 +56,7 @@ def _in_order(rows: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.floats(0, 1)), max_size=4), st.integers(0, 99))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_rows_in_any_layout_grow_and_come_back(artifact: Artifact, steps: list[tuple[int, float]], seed: int) -> None:
     stored = _stored(artifact)
     Hk, M, D = stored[0].shape
@@ -80,7 +80,7 @@ def test_rows_in_any_layout_grow_and_come_back(artifact: Artifact, steps: list[t
 
 
 @given(st.lists(st.integers(1, 30), max_size=4), st.integers(0, 99))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_rows_in_order_of_position_are_added_to(artifact: Artifact, steps: list[int], seed: int) -> None:
     stored = everything = _stored(artifact)
     Hk, M, D = stored[0].shape

@@ -30,7 +30,7 @@ def _order(seed: int, rows: int) -> torch.Tensor:
 
 
 @given(st.integers(0, 99), st.integers(0, 60), st.integers(0, 20))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_they_are_what_restored_rows_are(seed: int, start: int, added: int) -> None:
     """After an append too: what is added is rounded, and what was there keeps its bits."""
     stored = quantise(3 + normal(seed, HK, TOKENS, D), normal(1, HK, TOKENS, D))

@@ -144,7 +144,7 @@ def test_pieces_of_text_arrive_as_they_are_decoded_and_make_up_the_answer(index:
     assert answer.tokens_per_second > 0
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_sample_depends_on_its_seed_alone(index: OpenIndex, seed: int) -> None:
     sampling = Sampling(max_new_tokens=16, temperature=1.5, seed=seed)

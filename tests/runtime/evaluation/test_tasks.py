@@ -77,7 +77,7 @@ def test_needles_are_as_many_as_the_form_has(name: str, questions: int, needles:
             )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.sampled_from(NEEDLES), st.integers(0, 99), st.integers(400, 3000), st.integers(1, 6), st.floats(0, 1))
 def test_a_needle_stands_at_its_depth(name: str, seed: int, length: int, questions: int, depth: float) -> None:
     asked = request(seed=seed, length=length, questions=questions, depths=(depth,), contexts=1)

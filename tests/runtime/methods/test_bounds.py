@@ -19,7 +19,7 @@ from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.window import Window
 from sparsekv.runtime.selection.interface import Budget, Method, Selection, Selector
 
-properties = settings(max_examples=15, deadline=None)
+properties = settings(max_examples=15)
 CHOICES = [
     Squeezed("flat"),
     Squeezed("hierarchical"),

@@ -22,7 +22,7 @@ from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.selection.code_scan import CodeEstimates
 from sparsekv.runtime.selection.interface import Budget, MiddleContext
 
-properties = settings(max_examples=10, deadline=None)
+properties = settings(max_examples=10)
 choices = pytest.mark.parametrize("shared", [False, True], ids=["each its own", "shared"])
 
 

@@ -27,7 +27,7 @@ from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.interface import Budget
 
-properties = settings(max_examples=15, deadline=None)
+properties = settings(max_examples=15)
 EXACT = CSAttentionIndexer(subspace_size=16, centroids=40, alpha=1.0, query_sample=64)
 
 

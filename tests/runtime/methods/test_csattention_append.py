@@ -16,7 +16,7 @@ from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.selection.interface import Budget, MiddleContext
 from sparsekv.runtime.selection.posting_lists import NEW_CENTROIDS, TableSelector
 
-properties = settings(max_examples=15, deadline=None)
+properties = settings(max_examples=15)
 EXACT = CSAttentionIndexer(subspace_size=16, centroids=40, alpha=1.0, query_sample=64)
 
 

@@ -24,7 +24,7 @@ def h2o_index(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
     return build_small(tmp_path_factory.mktemp("h2o") / "small.skv", methods={"h2o": H2OIndexer(query_sample=60)})
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10**6), middle=st.integers(5, 90), budget=st.integers(1, 100), shared=st.booleans())
 def test_the_tokens_of_highest_score_are_kept(seed: int, middle: int, budget: int, shared: bool) -> None:
     layer, scores = small_layer(seed, middle=middle), normal(seed + 9, 2, middle)

@@ -11,7 +11,7 @@ from support.small_layer import all_chosen, as_queries, small_layer
 from sparsekv.runtime.methods.keydiff import KeyDiff
 from sparsekv.runtime.selection.interface import Budget
 
-properties = settings(max_examples=20, deadline=None)
+properties = settings(max_examples=20)
 
 
 @properties

@@ -17,7 +17,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.methods.loki import Loki
 from sparsekv.runtime.selection.interface import Budget
 
-properties = settings(max_examples=10, deadline=None)
+properties = settings(max_examples=10)
 choices = pytest.mark.parametrize("shared", [False, True], ids=["each its own", "shared"])
 
 

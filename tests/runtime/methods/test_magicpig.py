@@ -25,7 +25,7 @@ from sparsekv.runtime.reporting.queries import tail_block
 from sparsekv.runtime.reporting.recall import MeasuredSetting, measure_layer
 from sparsekv.runtime.selection.interface import Budget, LayerPosition, MethodSpec, Selection
 
-properties = settings(max_examples=10, deadline=None)
+properties = settings(max_examples=10)
 choices = pytest.mark.parametrize("shared", [False, True], ids=["each its own", "shared"])
 FEW = MagicPIG(hash_bits=3, hash_tables=5)
 

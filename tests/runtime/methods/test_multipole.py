@@ -26,7 +26,7 @@ from sparsekv.runtime.selection.interface import Budget, Selection
 HALF = 10.0  # `opened` for half of the clusters at a budget of 5%
 FLAT, HIERARCHICAL = Multipole("flat"), Multipole("hierarchical", opened=HALF)
 LEVELS = {1: (0.2,), 2: (0.3, 0.1), 3: (0.4, 0.2, 0.1)}
-properties = settings(max_examples=20, deadline=None)
+properties = settings(max_examples=20)
 budgets = st.builds(Budget, st.integers(1, 250) | st.floats(0.01, 1.0))
 seeds = st.integers(0, 10**6)
 query_counts = st.sampled_from([1, 4])

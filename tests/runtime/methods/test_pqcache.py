@@ -19,7 +19,7 @@ from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 from sparsekv.runtime.methods.pqcache import PQCache
 from sparsekv.runtime.selection.interface import Budget, MiddleContext
 
-properties = settings(max_examples=10, deadline=None)
+properties = settings(max_examples=10)
 choices = pytest.mark.parametrize("shared", [False, True], ids=["each its own", "shared"])
 
 

@@ -16,7 +16,7 @@ from sparsekv.runtime.methods.oracle import OracleSelector
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.selection.interface import Budget
 
-properties = settings(max_examples=20, deadline=None)
+properties = settings(max_examples=20)
 pages = st.integers(1, 40)
 
 

@@ -14,7 +14,7 @@ from sparsekv.runtime.methods.quoka import Quoka
 from sparsekv.runtime.methods.sampleattention import SampleAttention
 from sparsekv.runtime.selection.interface import Budget
 
-properties = settings(max_examples=15, deadline=None)
+properties = settings(max_examples=15)
 middles, budgets, seeds = st.integers(5, 80), st.integers(1, 90), st.integers(0, 10**6)
 
 

@@ -19,7 +19,7 @@ from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.wrappers import ResidualSelector, residual_clusters
 
-properties = settings(max_examples=15, deadline=None)
+properties = settings(max_examples=15)
 FORMS = st.builds(
     SnapKV,
     window_queries=st.integers(1, 40),

@@ -18,7 +18,7 @@ from sparsekv.kernels.attention.attention import Segment, attend
 from sparsekv.runtime.methods.sparq import SparQ
 from sparsekv.runtime.selection.interface import Budget, MiddleContext
 
-properties = settings(max_examples=10, deadline=None)
+properties = settings(max_examples=10)
 choices = pytest.mark.parametrize("shared", [False, True], ids=["each its own", "shared"])
 
 

@@ -19,7 +19,7 @@ from sparsekv.runtime.selection.interface import Budget, Selection
 
 FLAT, HIERARCHICAL = Squeezed("flat"), Squeezed("hierarchical")
 BY_THRESHOLD = Squeezed("flat", "threshold")
-properties = settings(max_examples=20, deadline=None)
+properties = settings(max_examples=20)
 
 
 @st.composite

@@ -186,7 +186,7 @@ def test_recall_can_be_of_a_fixed_number_of_tokens(artifact: Artifact, method: s
 
 
 @given(st.integers(1, 280), st.integers(1, 280))
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_choice_recalls_more_than_it_has_tokens(artifact: Artifact, tokens: int, reference: int) -> None:
     layer, middle = artifact.manifest.indexed_layers[0], artifact.manifest.split.middle
     wanted = [

@@ -17,7 +17,7 @@ from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.cluster_statistics import Clustering, describe_clusters, relative_spreads
 
-properties = settings(max_examples=15, deadline=None)
+properties = settings(max_examples=15)
 seeds = st.integers(0, 10**6)
 
 

@@ -15,7 +15,7 @@ from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.cluster_statistics import ListShape, subspace_shares
 
-properties = settings(max_examples=10, deadline=None)
+properties = settings(max_examples=10)
 seeds = st.integers(0, 10**6)
 
 

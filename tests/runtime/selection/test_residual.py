@@ -41,7 +41,7 @@ METHODS: dict[str, Method] = {
     "loki": Loki(dims=5),
 }
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
-properties = settings(max_examples=15, deadline=None)
+properties = settings(max_examples=15)
 budgets = st.builds(Budget, st.integers(1, 200) | st.floats(0.01, 1.0))
 seeds = st.integers(0, 10**6)
 query_counts = st.sampled_from([1, 4])

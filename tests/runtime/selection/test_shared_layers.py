@@ -29,7 +29,7 @@ from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.interface import Budget, LayerPosition, Queries, Selector
 from sparsekv.runtime.selection.token_choice import LayerSharing
 
-properties = settings(max_examples=15, deadline=None)
+properties = settings(max_examples=15)
 every_method = pytest.mark.parametrize("method", [TidalDecode(), LessIsMore()], ids=["tidaldecode", "lessismore"])
 Chosen = list[list[list[int]]]
 

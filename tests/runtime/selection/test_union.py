@@ -43,7 +43,7 @@ def replacing(layer: SmallLayer, name: str) -> Selector:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 999), queries=st.integers(1, 9), budget=st.integers(1, 220))
 def test_it_is_all_that_each_query_chooses(name: str, seed: int, queries: int, budget: int) -> None:
     layer = layers(seed % 3)
@@ -57,7 +57,7 @@ def test_it_is_all_that_each_query_chooses(name: str, seed: int, queries: int, b
 
 
 @pytest.mark.parametrize("name", ["multipole", "multipole hierarchical", "quest", "oracle"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(queries=st.integers(1, 9), budget=st.integers(1, 200))
 def test_centroids_represent_what_nobody_chooses(name: str, queries: int, budget: int) -> None:
     layer = layers(1, block=64)

@@ -61,7 +61,7 @@ class Asked:
                 self.pieces.append(next(self.reader))
 
 
-@settings(max_examples=14, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=14, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     events=st.lists(EVENTS, min_size=1, max_size=10),
     slots=st.integers(1, 4),

@@ -21,7 +21,7 @@ def _mean(layers: list[list[Option]], chosen: tuple[int, ...], name: str) -> flo
 
 
 @given(curves, parts)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_choice_reaches_the_target_and_is_near_the_best(layers: list[list[Option]], target: float) -> None:
     every = list(product(range(len(layers[0])), repeat=len(layers)))
     reaching = [one for one in every if _mean(layers, one, "gain") >= target - 1e-9]
@@ -39,7 +39,7 @@ def test_a_choice_reaches_the_target_and_is_near_the_best(layers: list[list[Opti
 
 
 @given(st.lists(st.tuples(parts, parts), min_size=2, max_size=6), st.integers(1, 8))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_equal_layers_with_falling_returns_differ_by_one_step_at_most(steps: list[tuple[float, float]], n: int) -> None:
     """Where each step up a curve gains less for its cost than the one before, nothing is won by unequal budgets."""
     steps = sorted(((cost + 0.01, gain) for cost, gain in steps), key=lambda step: -step[1] / step[0])

@@ -45,7 +45,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     step=st.floats(1.1, 4.0),
     ratio=st.floats(1.02, 1.5),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_search_of_a_rising_curve_ends_at_the_smallest_share(
     bend: float, target: float, start: float, step: float, ratio: float
 ) -> None:
@@ -79,7 +79,7 @@ def test_a_search_goes_on_from_what_is_known_when_its_target_rises() -> None:
     start=st.floats(SMALLEST_BUDGET, LARGEST_BUDGET),
     slack=st.floats(0.01, 0.1),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_search_with_slack_ends_at_what_gains_little_more_than_it_must(
     bend: float, target: float, start: float, slack: float
 ) -> None:

@@ -13,7 +13,7 @@ LEVELS = {"flat": (0.2,), "two": (0.3, 0.1), "three": (0.4, 0.2, 0.1)}
 
 
 @pytest.mark.parametrize("levels", LEVELS.values(), ids=LEVELS)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 1000), budget=st.sampled_from([1, 10, 40, 199]), opened=st.sampled_from([1.0, 4.0]))
 def test_a_centroid_has_as_many_tokens_as_it_counts(
     levels: tuple[float, ...], seed: int, budget: int, opened: float

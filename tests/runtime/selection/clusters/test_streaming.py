@@ -99,7 +99,7 @@ def _decoding(
 
 # Pieces of a question and of an answer, the last of them a step of decoding.
 pieces = st.lists(st.sampled_from([1, 1, 1, 2, 5, 17, 30]), max_size=9).map(lambda some: [*some, 1])
-streams = settings(max_examples=15, deadline=None)
+streams = settings(max_examples=15)
 with_streams = given(
     pieces=pieces,
     block=st.integers(16, 40),
