@@ -158,7 +158,11 @@ def stored_indexers(manifest: Manifest) -> dict[str, Indexer]:
     revisions = {name: indexer.revision for name, indexer in indexers().items()}
     found = {}
     for name, record in manifest.methods.items():
-        if revisions.get(name, 0) < record.revision:
+        if name not in known:
+            raise ArtifactError(
+                f"the index has the method {name}, which is not installed; install its package, or {REBUILD}"
+            )
+        if revisions[name] < record.revision:
             raise ArtifactError(
                 f"method {name} was built by another version of sparsekv ({manifest.writer_version}), whose "
                 f"algorithm this version does not have; {REBUILD}"

@@ -87,7 +87,7 @@ INTERRUPTED = 130
 KEPT = {
     "build-index": "what is whole is kept, and the same command goes on from there",
     "append": "the index is as it was; what is whole is kept, and the same command goes on from there",
-    "eval": "the answers are kept, and the same command goes on from there",
+    "eval": "complete answers are kept, and the same command goes on from there",
     "generate": "the index is as it was",
     "chat": "the index is as it was",
     "tune": "the index is as it was",

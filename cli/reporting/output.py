@@ -64,6 +64,9 @@ def _odd(rows: Sequence[RecallRow]) -> list[str]:
         "selects more than the budget, as some of its layers attend to everything.": [
             row for row in sharing if row.selected_tokens > row.budget_tokens
         ],
+        "selects more tokens than the budget allows.": [
+            row for row in usable if row not in sharing and row.selected_tokens > row.budget_tokens + 1
+        ],
     }
     return [f"{_names(of)}: {what}" for what, of in found.items() if of]
 
@@ -102,7 +105,8 @@ RIVALS = 3
 
 def report_record(report: RecallReport, rows: Sequence[RecallRow], within: float) -> dict[str, Any]:
     """Return the record that --json prints: the whole report with these rows."""
-    best, records = report.best_within(within), row_records(rows)
+    rows, best = in_order(rows), report.best_within(within)
+    records = row_records(rows)
     lowest = next((record for row, record in zip(rows, records, strict=True) if row == best), None)
     about = {field.name: getattr(report, field.name) for field in fields(report) if field.name != "rows"}
     about["kv_storage"] = storage_record(report.kv_storage)

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.errors import ArtifactError, MissingIndexError, reason_of
-from sparsekv.formats.hints import build_hint, first_build_hint
+from sparsekv.formats.hints import build_hint, first_build_hint, with_ending
 from sparsekv.formats.index.folder import Folder, acquire_lock, is_marked
 from sparsekv.formats.index.schema import (
     MANIFEST,
@@ -227,6 +227,14 @@ def manifest_in(folder: Folder) -> Manifest:
     return parse_manifest(manifest_data(folder), folder)
 
 
+def _index_of(documents: Path) -> str:
+    """Return a hint which index is meant by the name of a folder that is none."""
+    beside = with_ending(documents)
+    if (beside / MANIFEST).is_file():
+        return f"name the index beside it, {beside}"
+    return f"name an index, or {first_build_hint()}"
+
+
 def manifest_data(folder: Folder) -> bytes:
     """Read the manifest's bytes. Raises ArtifactError as `read_manifest` does."""
     path = folder.path / MANIFEST
@@ -238,7 +246,7 @@ def manifest_data(folder: Folder) -> bytes:
                 f"{folder.path} is unfinished: {MANIFEST} is missing; run the same build-index command again to resume"
             ) from None
         raise MissingIndexError(
-            f"{folder.path} is a folder, but no index: {MANIFEST} is missing; name an index, or {first_build_hint()}"
+            f"{folder.path} is a folder, but no index: {MANIFEST} is missing; {_index_of(folder.path)}"
         ) from None
     except PermissionError as error:
         raise ArtifactError(f"cannot read {path}: {reason_of(error)}; get permission to read it") from None

@@ -25,6 +25,7 @@ from sparsekv.runtime.cache.packed_cache import PackedCache, PackedLayer, Packed
 from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.decoding.step import DecodeStep
 from sparsekv.runtime.decoding.threads import all_cores
+from sparsekv.runtime.selection.checked import prepare_selector
 from sparsekv.runtime.selection.interface import Budget, LayerPosition, Method, MethodSpec, MiddleContext
 from sparsekv.runtime.selection.registry import DENSE
 
@@ -284,7 +285,7 @@ class ModelBench:
         for number in range(self.layers):
             turn = number % len(self.data)
             context = replace(contexts[turn], position=LayerPosition(number, self.layers, shared))
-            selector = method.prepare(context)
+            selector = prepare_selector(method, context)
             if turn not in laid_out:
                 laid_out[turn] = place_rows(self.data[turn], selector)
             layer = sparse_layer(self.data[turn], laid_out[turn], selector, config)

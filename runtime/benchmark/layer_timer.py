@@ -31,6 +31,7 @@ from sparsekv.runtime.benchmark.sources import LayerIndexer, Source, asked, laye
 from sparsekv.runtime.cache.buffers import Run
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.prepare import prepare_layer
+from sparsekv.runtime.selection.checked import prepare_selector
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, MiddleContext
 from sparsekv.runtime.selection.registry import DENSE, configure
 
@@ -234,7 +235,7 @@ class Bench:
             RefusedError: the output is not finite, or several questions cannot share a step.
         """
         data = self.data
-        selector = form.method.prepare(context)
+        selector = prepare_selector(form.method, context)
         rows = place_rows(data, selector)
         cycle = form.method.cycle()
         exact_rows = 2.0 * data.keys.shape[0] * (data.split.tokens - data.split.middle)

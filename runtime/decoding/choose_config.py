@@ -74,7 +74,7 @@ def attention_of(artifact: Artifact, name: str | None) -> tuple[str, type[Method
     """
     if name == DENSE:
         return DENSE, Dense
-    first = name or methods_of(artifact, list(artifact.manifest.methods), [DENSE])[0]
+    first = name or methods_of(artifact, list(artifact.manifest.methods)[:1], [DENSE])[0]
     found = method_of(artifact, first, [DENSE])
     return found, methods()[found]
 

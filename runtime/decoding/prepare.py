@@ -15,6 +15,7 @@ from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.formats.index.schema import layer_file
 from sparsekv.runtime.attention.config import Dense
 from sparsekv.runtime.cache.kv_store import LayerRows, read_centroids
+from sparsekv.runtime.selection.checked import prepare_selector
 from sparsekv.runtime.selection.interface import LayerPosition, MethodSpec, MiddleContext, Selector
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.wrappers import ResidualSelector, residual_clusters
@@ -91,7 +92,7 @@ def prepare_layer(
     """
     artifact, context = rows.artifact, stored_context(rows, form.name, device, shared)
     with _told_of(form.name, artifact):
-        selector = form.method.prepare(context)
+        selector = prepare_selector(form.method, context)
     if not form.residual or form.method.replaces() or selector.replace_by_own():
         return PreparedLayer(selector, context, context.mapped)
     if selector.append is not None:

@@ -30,6 +30,7 @@ from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.table import Answers, Result, ScoredAnswer, Variant
 from sparsekv.runtime.evaluation.tasks import Context, Question
+from sparsekv.runtime.selection.checked import code_of
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
 from sparsekv.runtime.selection.registry import DENSE
 
@@ -291,6 +292,7 @@ class _Asking:
         comparison, (model, tokenizer) = self.comparison, self.comparison.identity
         method = comparison.methods.get(way.method)
         parameters = comparison.builder.parameters
+        code = None if method is None else code_of(type(method))
         return {
             "version": version("sparsekv"),
             "model": [model.config_hash, model.weights_hash, model.adapter, model.quantisation],
@@ -305,6 +307,7 @@ class _Asking:
             "way": way.record(),
             "share": way.budget is not None and way.budget.is_share,
             "method": None if method is None else asdict(method),
+            **({} if code is None else {"code": code}),
             "indexers": parameters if way.variant else {way.method: parameters.get(way.method)},
             **comparison.builder.sample_of(way.method),
         } | ({"together": [comparison.together, self._beside]} if self._shares(question, method) else {})

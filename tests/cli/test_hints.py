@@ -105,6 +105,8 @@ def test_every_command_exits_alike_where_no_index_is(place: Path, command: tuple
     Path("folder").mkdir()
     fails(2, *command, "--index", "none.skv", says=("no index at none.skv", "`sparsekv build-index --help`"))
     fails(2, *command, "--index", "folder", says=("folder is a folder, but no index", "`sparsekv build-index doc.txt`"))
+    Path("doc").mkdir()
+    fails(2, *command, "--index", "doc", says=("doc is a folder, but no index", "name the index beside it, doc.skv"))
     shutil.rmtree("doc.skv")
     fails(2, *command, "--index", "doc.skv", says=("no index", "`sparsekv build-index doc.txt -o doc.skv`"))
     if command[0] != "bench":  # which without an index times a mixture

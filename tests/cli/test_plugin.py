@@ -73,6 +73,10 @@ def test_without_the_package_its_method_is_told_as_unknown(with_plugin: Zygote, 
     asked = run(zygote(), "generate", "Why?", "--model", "model", "--method", "norms")
     assert (asked.code, asked.stdout) == (2, "")
     assert "error: no method 'norms'; there are: " in asked.stderr
+    assert run(zygote(), "generate", "Why?", "--model", "model", "--max-new-tokens", "2", "-q").code == 0
+    Path("more.txt").write_text("Another line.")
+    grown = run(zygote(), "append", "-i", "doc.skv", "more.txt", "--model", "model")
+    assert "the index has the method norms, which is not installed; install its package" in grown.stderr
 
 
 @pytest.mark.parametrize(

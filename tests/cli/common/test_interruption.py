@@ -133,4 +133,4 @@ def test_a_command_that_ignores_it_goes_on(place: Path) -> None:
 def test_an_interrupted_batch_that_is_resumed_says_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["sparsekv", "generate", "--batch-file", "q.txt", "--resume", "a.jsonl"])
     told = Interruption().told("generate")
-    assert told == "interrupted; the answers are kept, and the same command goes on from there"
+    assert told == "interrupted; complete answers are kept, and the same command goes on from there"

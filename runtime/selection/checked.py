@@ -1,0 +1,207 @@
+"""Check the selections of methods from other packages, which would otherwise be measured, or read wrong memory."""
+
+import hashlib
+import math
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsekv.formats.errors import SparsekvError
+from sparsekv.runtime.selection.interface import (
+    Appending,
+    Budget,
+    ConversationState,
+    Cost,
+    Method,
+    MiddleContext,
+    Queries,
+    Residual,
+    RowSet,
+    Selection,
+    Selector,
+    SelectorKernels,
+    SelectorReport,
+)
+
+OURS = __package__.partition(".")[0]
+
+
+def prepare_selector(method: Method, context: MiddleContext) -> Selector:
+    """Prepare a method's selector for one layer. If another package has the method, its selections are checked.
+
+    For such a method the layer's keys are read once to the method's device.
+
+    Raises:
+        SparsekvError: a method of another package fails, or its selector or layout is not valid.
+    """
+    if _package(type(method)) == OURS:
+        return method.prepare(context)
+    with _told_of(method):
+        selector = method.prepare(context)
+    if not isinstance(selector, Selector):
+        raise _wrong(method, f"`prepare` returns {type(selector).__name__}, not a Selector")
+    Hk, M, _ = context.load_keys().shape
+    if (layout := selector.layout) is not None:
+        everywhere = torch.arange(M, device=layout.device).expand(Hk, M)
+        if layout.shape != (Hk, M) or layout.dtype != torch.int64 or not torch.equal(layout.sort().values, everywhere):
+            raise _wrong(method, f"its layout is not each position 0 to {M - 1:,} once for each of {Hk} heads, int64")
+    return CheckedSelector(selector, method, (Hk, M))
+
+
+def code_of(method: type) -> str | None:
+    """Return the sha256 of the source files of a method's package; None for a method of this package.
+
+    Only modules that are imported count. A method without a source file has an empty hash.
+    """
+    package = _package(method)
+    if package == OURS:
+        return None
+    names = [name for name in sys.modules if name.partition(".")[0] == package]
+    files = {file for name in names if (file := getattr(sys.modules[name], "__file__", None))}
+    return hashlib.sha256(
+        b"".join(Path(file).read_bytes() for file in sorted(files) if Path(file).is_file())
+    ).hexdigest()
+
+
+def _package(method: type) -> str:
+    return method.__module__.partition(".")[0]
+
+
+@contextmanager
+def _told_of(method: Method) -> Iterator[None]:
+    """Within the context, convert errors of another package's method to a SparsekvError that names it."""
+    try:
+        yield
+    except SparsekvError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        where = f"{Path(last.filename).name}, line {last.lineno}"
+        raise SparsekvError(f"{_named(method)} failed: {text} ({where}); correct the method") from error
+
+
+def _named(method: Method) -> str:
+    return f"the method {type(method).__name__} of the package {_package(type(method))}"
+
+
+def _wrong(method: Method, what: str) -> SparsekvError:
+    return SparsekvError(f"{_named(method)}: {what}; correct the method")
+
+
+class CheckedSelector(Selector):
+    """Checks each selection of another selector. Its optional functions are those of the inner selector, unchecked.
+
+    Args:
+        inner: the selector of another package's method.
+        shape: (Hk, M), the number of KV heads and of tokens in the middle.
+    """
+
+    def __init__(self, inner: Selector, method: Method, shape: tuple[int, int]):
+        self.inner, self.method, self.shape = inner, method, shape
+        self.layout, self.question_piece = inner.layout, inner.question_piece
+
+    def select(self, queries: Queries, budget: Budget) -> Selection:
+        """Return the inner selection.
+
+        Raises:
+            SparsekvError: the inner selector fails, or its selection is not valid. A CUDA graph's capture checks no
+                values, because the same step has run before without a graph.
+        """
+        with _told_of(self.method):
+            selection: Any = self.inner.select(queries, budget)
+            fault = self._fault(selection, queries)
+        if fault is not None:
+            raise _wrong(self.method, f"a selection has {fault}")
+        checked: Selection = selection
+        return checked
+
+    def _fault(self, selection: Any, queries: Queries) -> str | None:
+        """Return what is wrong with a selection; None: nothing is."""
+        if not (isinstance(selection, Selection) and isinstance(selection.rows, RowSet)):
+            return f"the type {type(selection).__name__}, not Selection"
+        asked = {1} if queries.joint else {1, queries.query.shape[2]}
+        fault = _form_fault(selection.rows, self.shape[0], asked) or _cost_form_fault(selection.cost)
+        if fault is not None or (queries.query.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return fault
+        return _value_fault(selection, self.shape[1])
+
+    @property
+    def kernels(self) -> SelectorKernels | None:
+        return self.inner.kernels
+
+    @property
+    def conversation(self) -> ConversationState | None:
+        return self.inner.conversation
+
+    @property
+    def append(self) -> Appending | None:
+        return self.inner.append
+
+    @property
+    def report(self) -> SelectorReport | None:
+        return self.inner.report
+
+    def graph_state(self) -> int | None:
+        return self.inner.graph_state()
+
+    def replace_by_own(self) -> bool:
+        return self.inner.replace_by_own()
+
+    def rest_of(self, chosen: torch.Tensor) -> Residual:
+        return self.inner.rest_of(chosen)
+
+    def __copy__(self) -> "CheckedSelector":
+        """Copy the inner selector too, so that the copy has its own conversation state."""
+        return CheckedSelector(copy(self.inner), self.method, self.shape)
+
+
+def _form_fault(rows: RowSet, heads: int, asked: set[int]) -> str | None:
+    """Return what is wrong with the dtypes and shapes of a row set."""
+    for name, tensor in (("starts", rows.starts), ("run_lengths", rows.run_lengths)):
+        if tensor is None:
+            continue
+        if tensor.dtype not in (torch.int32, torch.int64):
+            return f"{name} of dtype {tensor.dtype}, not int32 or int64"
+        if tensor.ndim != 3 or tensor.shape[0] != heads or tensor.shape[1] not in asked:
+            wanted = " or ".join(map(str, sorted(asked)))
+            return f"{name} of shape {list(tensor.shape)}, not [{heads}, {wanted}, runs]"
+    if rows.run_lengths is not None and rows.run_lengths.shape != rows.starts.shape:
+        return f"run_lengths of shape {list(rows.run_lengths.shape)} for starts of shape {list(rows.starts.shape)}"
+    return None
+
+
+def _cost_form_fault(cost: Cost) -> str | None:
+    read = cost.index_rows
+    if isinstance(read, torch.Tensor) or (isinstance(read, int | float) and math.isfinite(read) and read >= 0):
+        return None
+    return f"the cost {read!r}, not a number of rows from 0 on"
+
+
+def _value_fault(selection: Selection, middle: int) -> str | None:
+    """Return what is wrong with the numbers of a selection. Waits for a GPU."""
+    rows, read = selection.rows, selection.cost.index_rows
+    lengths = rows.lengths
+    stops = rows.starts.long() + lengths
+    if bool(((rows.starts < 0) | (lengths < 0) | (stops > middle)).any()):
+        return f"rows outside of 0 to {middle - 1:,}, the middle's tokens"
+    counts = lengths.sum(-1)
+    if int(counts.max()) > rows.capacity:
+        return f"{int(counts.max()):,} rows and a capacity of {rows.capacity:,}"
+    if rows.total is not None and bool((counts != rows.total).any()):
+        return f"{int(counts.min()):,} to {int(counts.max()):,} rows a query and a total of {rows.total:,}"
+    places, valid = rows.expand()
+    places = (places if valid is None else places.masked_fill(~valid, -1)).sort(-1).values
+    if bool(((places.diff(dim=-1) == 0) & (places[..., 1:] >= 0)).any()):
+        return "a row twice"
+    if isinstance(read, torch.Tensor) and not bool((read.isfinite() & (read >= 0)).all()):
+        return "a cost that is negative or no number"
+    if rows.log_weights is not None and bool(rows.log_weights.isnan().any()):
+        return "log_weights that are no numbers"
+    return None
