@@ -349,7 +349,7 @@ class BuildRecipe:
         """
         name = self.model or EMBEDDED
         try:
-            config, tokenizer = load_description(name, self.config.rope_scaling)
+            config, tokenizer = load_description(name, self.config.rope_scaling, partial(note, quiet=self.quiet))
         except SparsekvError:  # `load` downloads a missing model, and raises any other error again
             return None
         with waiting("tokenising the document", quiet=self.quiet):

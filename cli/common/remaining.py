@@ -44,9 +44,9 @@ class Remaining:
         return max(0.0, pace * (self._of - last[1]) - (self._clock() - last[0]))
 
     def told(self) -> str:
-        """Return the estimate as text, such as `about 3 min left`; empty without an estimate."""
+        """Return the estimate as text, such as `about 3 min left`; empty without one, or once its time has passed."""
         seconds = self.seconds()
-        if seconds is None:
+        if not seconds:
             return ""
         return f"about {seconds / MINUTE:.0f} min left" if seconds >= 1.5 * MINUTE else f"about {seconds:.0f} s left"
 

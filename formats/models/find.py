@@ -144,8 +144,8 @@ def fetch(name: str, progress: Progress = lambda text: None) -> None:
     find_model(name, progress)
 
 
-def local_folder(name: str) -> Path:
-    """Return the folder of a model that is on this machine, without a download.
+def local_folder(name: str, progress: Progress = lambda text: None) -> Path:
+    """Return the folder of a model that is on this machine, without a download. A GGUF file is converted if needed.
 
     Raises:
         UsageError: the model is not on this machine.
@@ -153,7 +153,7 @@ def local_folder(name: str) -> Path:
     """
     if name == EMBEDDED and damaged_files(embedded_path(), full=False):
         raise SparsekvError(f"{EMBEDDED} is not in the cache; fetch it with `sparsekv models pull`")
-    return find_model(name, lambda text: None, download=False)[0]
+    return find_model(name, progress, download=False)[0]
 
 
 def named_path(name: str) -> Path:

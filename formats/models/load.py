@@ -256,12 +256,14 @@ def load_tokenizer(name: str) -> "Tokenizer":
         return _tokenizer(folder, name)
 
 
-def load_description(name: str, rope_scaling: str | None) -> "tuple[PreTrainedConfig, Tokenizer]":
+def load_description(name: str, rope_scaling: str | None, progress: Progress) -> "tuple[PreTrainedConfig, Tokenizer]":
     """Load the config and the tokenizer of a model that is on this machine, without its weights.
+
+    Calls `progress` with one line before a GGUF file is converted.
 
     Raises the errors of `load_tokenizer`, and UsageError for a config that `load_model` would refuse.
     """
-    folder = local_folder(name)
+    folder = local_folder(name, progress)
     with silent_transformers():
         config = _config(folder, name, None if rope_scaling is None else RopeScaling.parse(rope_scaling))
         return config, _tokenizer(folder, name)

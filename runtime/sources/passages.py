@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 LONGEST = 64  # largest number of tokens of a passage
 SENTENCE_END = re.compile(
-    r"""[.!?\u2026]+["'\u201d\u2019)\]*_`]*(?=\s)"""  # a full stop before white space: not 3.14
+    r"""(?:[!?\u2026]|(?<=[^\s.])\.)[.!?\u2026]*["'\u201d\u2019)\]*_`]*(?=\s)"""  # not 3.14, `.. note::`, `. import`
     r"""|[\u3002\uff01\uff1f]+[\u201d\u2019\u300d\u300f\uff09]*"""  # a full stop of languages without spaces
     r"""|\n(?=\s*\n)"""  # an empty line
     r"""|\n(?=[^\S\n]*[^\sa-z])"""  # a line break before anything but a lowercase letter: a heading, a list item, code

@@ -130,3 +130,8 @@ def test_passages_are_sentences() -> None:
         "- one\u4f60\u597d\u3002",
         "\u597d",
     ]
+
+
+def test_a_full_stop_after_white_space_ends_no_sentence() -> None:
+    found = ["".join(tokens) for _, tokens in split_passages(list("Why ?\n.. note:: It is so...\nFrom . import a."))]
+    assert found == ["Why ?\n", ".. note:: It is so...\n", "From . import a."]

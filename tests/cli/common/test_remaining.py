@@ -23,6 +23,14 @@ def test_nothing_is_told_before_the_first_step_and_at_the_end() -> None:
     assert _after(10, 10, float).told() == ""
 
 
+def test_a_step_that_outlasts_the_estimate_is_not_about_to_end() -> None:
+    times = iter([0.0, 7.0, 14.0])
+    remaining = Remaining(lambda: next(times))
+    remaining.show(0, 2)
+    remaining.show(1, 2)
+    assert remaining.told() == ""  # 7 s were expected, and 7 s have passed
+
+
 def test_even_steps_take_as_long_as_before() -> None:
     assert _after(1, 10, lambda done: 7.0 * done).told() == "about 63 s left"
     assert _after(5, 10, lambda done: 120.0 * done).told() == "about 10 min left"

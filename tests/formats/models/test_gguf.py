@@ -86,6 +86,14 @@ def test_a_file_is_converted_once_and_again_when_it_has_changed(file: Path) -> N
     assert load_tokenizer("tiny.gguf").chat_template == "{{ messages[0]['content'] }}"
 
 
+def test_indexing_a_folder_tells_that_the_file_is_converted(file: Path) -> None:
+    (file.parent / "notes").mkdir()
+    (file.parent / "notes" / "a.txt").write_text(TEXT)
+    built = run_here("build-index", "notes", "--model", "tiny.gguf")
+    assert built.code == 0, built.stderr
+    assert built.stderr.count("converting tiny.gguf into ") == 1, built.stderr
+
+
 def test_a_folder_with_one_gguf_file_is_that_file(file: Path) -> None:
     assert find_model(".", print)[0] == find_model("tiny.gguf", print)[0]
     write_gguf(file.with_name("other.gguf"), tiny_qwen2())
