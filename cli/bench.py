@@ -9,7 +9,7 @@ import torch
 import typer
 
 from sparsekv.cli.benchmarking.options import DEFAULT_BUDGETS, StepOptions
-from sparsekv.cli.benchmarking.output import mixture_indexers, print_rows
+from sparsekv.cli.benchmarking.output import ITERATIONS, mixture_indexers, print_rows
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
@@ -87,6 +87,7 @@ class BenchOptions:
     BenchOptions,
     methods() | {f"the index of {name}": indexer for name, indexer in indexers().items()},
     preset=fields(Indexer),
+    defaults={"iterations": ITERATIONS},
 )
 def bench(options: BenchOptions) -> None:
     """Time one decode step of one layer, from the query to the output, selection included.

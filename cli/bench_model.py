@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from sparsekv.cli.benchmarking.options import DEFAULT_BUDGETS, StepOptions
-from sparsekv.cli.benchmarking.output import mixture_indexers, print_model_rows
+from sparsekv.cli.benchmarking.output import ITERATIONS, mixture_indexers, print_model_rows
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
 from sparsekv.cli.common.options import JsonOption, RunOptions, names_of
@@ -86,6 +86,7 @@ class BenchModelOptions:
     BenchModelOptions,
     methods() | {f"the index of {name}": one for name, one in indexers().items()},
     preset=fields(Indexer),
+    defaults={"iterations": ITERATIONS},
 )
 def bench_model(options: BenchModelOptions) -> None:
     """Time decode steps of a whole model with random weights, of the shape of --config.

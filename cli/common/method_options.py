@@ -38,7 +38,11 @@ T = TypeVar("T")
 
 
 def with_options(
-    options: type[T], methods: Mapping[str, type] = MappingProxyType({}), *, preset: Collection[Field[Any]] = ()
+    options: type[T],
+    methods: Mapping[str, type] = MappingProxyType({}),
+    *,
+    preset: Collection[Field[Any]] = (),
+    defaults: Mapping[str, object] = MappingProxyType({}),
 ) -> Callable[[Callable[[T], None]], Callable[..., None]]:
     """Return a decorator for a command that takes a dataclass of its options. typer gets the options one by one.
 
@@ -51,6 +55,7 @@ def with_options(
 
     Args:
         preset: fields of methods that the command sets itself, such as a seed; they become no options.
+        defaults: defaults that the command has in place of the methods' own, by field name.
 
     Raises:
         UsageError: a method's option has the name of one of the command's own options, or has two types.
@@ -60,7 +65,7 @@ def with_options(
         own = list(_declared(options))
         names = {one.name for one in own}
         taken = names.union(*map(_flags, own), ("--help",))
-        of_methods = _options(methods, taken, preset)
+        of_methods = _options(methods, taken, preset, defaults)
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
@@ -105,7 +110,10 @@ def _flag(name: str) -> str:
 
 
 def _options(
-    methods: Mapping[str, type], taken: Collection[str], preset: Collection[Field[Any]]
+    methods: Mapping[str, type],
+    taken: Collection[str],
+    preset: Collection[Field[Any]],
+    defaults: Mapping[str, object],
 ) -> list[inspect.Parameter]:
     """Return the methods' options as keyword parameters, one for each field name.
 
@@ -129,7 +137,7 @@ def _options(
             of_field.append((name, field))
             first, known = of_field[0]
             _check_kind(field, name, _kind(known.type), first)
-    return [_option(name, of) for name, of in owners.items()]
+    return [_option(name, of, str(defaults.get(name, ""))) for name, of in owners.items()]
 
 
 def _check_kind(field: Field[Any], name: str, kind: str, other: str) -> None:
@@ -149,7 +157,8 @@ def _kind(annotation: Any) -> str:
     return getattr(annotation, "__name__", str(annotation))
 
 
-def _option(name: str, owners: list[tuple[str, Field[Any]]]) -> inspect.Parameter:
+def _option(name: str, owners: list[tuple[str, Field[Any]]], default: str) -> inspect.Parameter:
+    """Return a methods' option. An empty `default` means that each method has its own."""
     from sparsekv.runtime.selection.registry import show_default  # imported here, because it imports torch
 
     field = owners[0][1]
@@ -157,7 +166,7 @@ def _option(name: str, owners: list[tuple[str, Field[Any]]]) -> inspect.Paramete
     help_text = field.metadata.get("help", "")
     names, defaults = ", ".join(owner for owner, _ in owners), {show_default(owned) for _, owned in owners}
     by_owner = ", ".join(f"{show_default(owned)} for {owner}" for owner, owned in owners)
-    of = f"[default: {by_owner if len(defaults) > 1 else defaults.pop()}]"
+    of = f"[default: {default or (by_owner if len(defaults) > 1 else defaults.pop())}]"
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,

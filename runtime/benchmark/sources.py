@@ -161,7 +161,7 @@ def stored_index(data: LayerData, artifact: Artifact, name: str) -> Indexed:
     return Indexed(context, artifact.manifest.methods.get(name))
 
 
-DEFAULT_METHODS = ("squeezed", "multipole", "quest", "window")
+DEFAULT_METHODS = ("codes", "squeezed", "multipole", "quest", "window")
 LEAST_CONTEXT, LARGEST_SEED = 512, 2**31 - 1
 UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
