@@ -2,7 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
+from types import UnionType
+from typing import Any, get_args
 
 NEAR = 70.0
 """The lowest similarity (0 to 100) at which a name is suggested: one or two letters of a word differ."""
@@ -55,6 +58,28 @@ def check_choice(option: str, given: str, known: Iterable[str]) -> None:
     names = [*known]
     if given not in names:
         raise UsageError(f"{option} {given}: {choose_one(str(given), names)}")
+
+
+_KINDS: dict[Any, tuple[type, str]] = {
+    bool: (bool, "True or False"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    str: (str, "a string"),
+}
+
+
+def check_type(name: str, value: object, annotation: Any) -> None:
+    """Raise UsageError if a value is not of an annotation's type, one of bool, int, float and str, or None if allowed.
+
+    Any other annotation allows every value. numpy's numbers are numbers. The message begins with `name`.
+    """
+    allowed = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    if not set(allowed) <= {*_KINDS, type(None)} or (value is None and type(None) in allowed):
+        return
+    kinds = [_KINDS[one] for one in allowed if one in _KINDS]
+    if not any(isinstance(value, kind) and (kind is bool or not isinstance(value, bool)) for kind, _ in kinds):
+        wanted = " or ".join(words for _, words in kinds)
+        raise UsageError(f"{name} {value!r}: give {wanted}")
 
 
 def check_at_least_one(parameters: object, *names: str) -> None:

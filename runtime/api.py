@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from sparsekv.formats.errors import UsageError, suggestion
+from sparsekv.formats.errors import UsageError, check_type, suggestion
 from sparsekv.formats.hints import no_folder
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.attention.config import Dense, QuestionPrefill
@@ -30,7 +30,7 @@ from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.threads import exclusive, exclusive_process
 from sparsekv.runtime.reporting.questions import question_queries
-from sparsekv.runtime.reporting.report import GROUPS, recall_report, row_records
+from sparsekv.runtime.reporting.report import GROUPS, in_order, recall_report, row_records
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import configured_form, methods, methods_of, refuse_unused
 from sparsekv.runtime.serving.session import StreamingSession
@@ -120,6 +120,7 @@ class Index:
             if text is not None and not isinstance(text, str):
                 raise UsageError(f"{argument} is {text!r}: give a string")
         with api_words():
+            check_type("residual", residual, bool)
             config = choose_config(
                 self.opened.artifact,
                 method,
@@ -195,7 +196,7 @@ class Index:
             )
         if unknown := sorted(set(_several(by)) - set(GROUPS)):
             raise UsageError(f"by: a report has no rows by {', '.join(unknown)}; give {' or '.join(GROUPS)}, or both")
-        return row_records(report.by(*_several(by)))
+        return row_records(in_order(report.by(*_several(by))))
 
 
 def _several(given: Sequence[T]) -> Sequence[T]:

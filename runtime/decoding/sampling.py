@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from sparsekv.formats.errors import UsageError, check_at_least_one
+from sparsekv.formats.errors import UsageError, check_at_least_one, check_type
 
 LEAST_TEMPERATURE = 1e-5  # the smallest allowed temperature above 0, because float32 logits are divided by it
 
@@ -23,6 +23,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            check_type(f"--{field.name.replace('_', '-')}", getattr(self, field.name), field.type)
         check_at_least_one(self, "max_new_tokens")
         if not 0 <= self.temperature < math.inf:
             raise UsageError(f"--temperature {self.temperature}: give 0 (greedy) or more")

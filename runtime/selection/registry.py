@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar
 
-from sparsekv.formats.errors import UsageError, suggestion
+from sparsekv.formats.errors import UsageError, check_type, suggestion
 from sparsekv.formats.hints import add_methods_hint
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.registry import Registry
@@ -17,7 +17,10 @@ def configure(method: type[T], parameters: Mapping[str, Any]) -> T:
     """Create a method from the `parameters` that are fields of the method and that the user set (not None)."""
     known = {field.name: field for field in fields(method)}  # type: ignore[arg-type]  # methods are dataclasses
     given = {name: value for name, value in parameters.items() if name in known and value is not None}
-    return method(**{name: _parse(known[name], value) for name, value in given.items()})
+    parsed = {name: _parse(known[name], value) for name, value in given.items()}
+    for name, value in parsed.items():
+        check_type(f"--{name.replace('_', '-')}", value, known[name].type)
+    return method(**parsed)
 
 
 def configured_form(method: type[T], parameters: Mapping[str, Any]) -> tuple[str, T] | None:

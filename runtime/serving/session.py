@@ -6,6 +6,7 @@ from threading import Lock
 
 import torch
 
+from sparsekv.formats.errors import UsageError, check_type
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.engine import why_alone
@@ -50,6 +51,10 @@ class StreamingSession(Session):
             question: as for `ask`.
             stop, logprobs, timeout, sources: as in `Submission`.
         """
+        if not isinstance(stop, str | Sequence) or not all(isinstance(text, str) for text in stop):
+            raise UsageError(f"stop is {stop!r}: give a string, or a list of strings")
+        for name, value, kind in (("logprobs", logprobs, int | None), ("timeout", timeout, float | None)):
+            check_type(name, value, kind)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         ids = self._ids(question)
         return self._scheduler().submit(

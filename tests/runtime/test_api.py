@@ -4,6 +4,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.command import run_here
@@ -166,3 +167,33 @@ def test_a_variant_says_only_what_the_method_does_not(index: api.Index) -> None:
     assert rows[-1]["variant"] == "page_size=8"
     assert len({(row["method"], row["variant"]) for row in rows}) == len(rows)
     assert next(row for row in rows if row["method"] == "window")["variant"] == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("max_new_tokens", 2.5, "--max-new-tokens 2.5: give a whole number"),
+        ("max_new_tokens", "5", "--max-new-tokens '5': give a whole number"),
+        ("max_new_tokens", True, "--max-new-tokens True: give a whole number"),
+        ("temperature", "hot", "--temperature 'hot': give a number"),
+        ("top_p", [0.5], r"--top-p \[0.5\]: give a number"),
+        ("seed", None, "--seed None: give a whole number"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(name: str, value: object, wanted: str) -> None:
+    with pytest.raises(UsageError, match=f"^{wanted}$"):
+        Sampling(**{name: value})  # type: ignore[arg-type]  # that is the point
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    assert Sampling(max_new_tokens=np.int64(3), temperature=np.float32(0.5)).max_new_tokens == 3  # type: ignore[arg-type]
+
+
+def test_arguments_of_another_type_are_refused(index: api.Index) -> None:
+    for given, wanted in ({"page_size": "eight"}, "page_size 'eight'"), ({"residual": "maybe"}, "residual 'maybe'"):
+        with pytest.raises(UsageError, match=f"^{wanted}: give "):
+            index.asker("quest", **given)  # type: ignore[arg-type]  # that is the point
+    asker = index.asker("quest")
+    for asked in ({"stop": 3}, {"stop": [None]}, {"logprobs": True}, {"timeout": "x"}):
+        with pytest.raises(UsageError, match=": give "):
+            asker.stream(QUESTION, **asked)  # type: ignore[arg-type]  # that is the point
