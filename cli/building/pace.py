@@ -144,17 +144,20 @@ class PaceMeter:
     def _timed(self) -> Pace | None:
         """Time the model's largest linear layer, and return the pace of a model whose weights are all as fast.
 
-        Attention counts by its number of operations. Returns None if the model has no linear layer, or if several
-        processes share it.
+        Attention counts by its number of operations. Returns None if the model has no linear layer, if the layer takes
+        no rows in the model's dtype, or if several processes share the model.
         """
         layers, model = self._linear_layers(), self._plan.loaded.model
         if not layers or own_place() is not None:
             return None
         layer, (inputs, outputs) = max(layers.items(), key=lambda one: math.prod(one[1]))
         rows = torch.zeros(LEAST_TOKENS, inputs, dtype=model.dtype, device=model.device)
-        layer(rows)  # the first call allocates and compiles
-        before = self._clock()
-        layer(rows).sum().item()  # waits for a GPU
+        try:
+            layer(rows)  # the first call allocates and compiles
+            before = self._clock()
+            layer(rows).sum().item()  # waits for a GPU
+        except (RuntimeError, TypeError, ValueError):  # an estimate never ends a build
+            return None
         seconds = (self._clock() - before) / LEAST_TOKENS
         per_token = seconds / (inputs * outputs) * self._weights_of_token()
         return Pace(per_token, self._ratio() * per_token)
