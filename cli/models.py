@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from sparsekv.cli.common.console import note, say, show
+from sparsekv.cli.common.console import note, say
 from sparsekv.cli.common.options import JsonOption, QuietOption
 from sparsekv.cli.common.process import refuse_little_room
+from sparsekv.cli.common.tables import show_fitting
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.models.embedded import EMBEDDED
 from sparsekv.formats.models.load import known_models
@@ -37,7 +38,7 @@ def list_models(as_json: JsonOption = False) -> None:
     for model in known:
         size = f"{model.bytes / 1e6:.0f} MB in {model.folder}" if model.cached else "no: sparsekv models pull"
         table.add_row(model.name, model.description, model.licence, size)
-    show(table, width=200)
+    show_fitting(table, ("licence", "what it is"), width=200)
 
 
 @app.command(cls=Command)

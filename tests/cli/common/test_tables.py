@@ -32,6 +32,12 @@ def test_names_and_numbers_are_whole_at_any_width(place: Path, command: str, wid
         assert error is None or f"{row[error]:.4f}" in shown
 
 
+def test_a_models_name_is_whole(place: Path) -> None:
+    code, shown = on_terminal("models", "list", cwd=place, columns=60)
+    assert code == 0
+    assert "smollm2-135m-instruct" in shown
+
+
 def test_columns_that_are_left_out_are_named(place: Path) -> None:
     asked, *_ = COMMANDS["recall-report"]
     code, shown = on_terminal(*asked, cwd=place, columns=60)
