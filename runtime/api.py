@@ -22,11 +22,13 @@ from typing import Any, TypeVar, cast
 from sparsekv.formats.errors import UsageError, check_type, suggestion
 from sparsekv.formats.hints import no_folder
 from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import AUTO
 from sparsekv.runtime.attention.config import Dense, QuestionPrefill
 from sparsekv.runtime.decoding.answer import Answer
 from sparsekv.runtime.decoding.choose_config import choose_config, refuse_beside_dense
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.open import open_index as open_decoding
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.threads import exclusive, exclusive_process
 from sparsekv.runtime.reporting.questions import question_queries
@@ -206,11 +208,11 @@ def _several(given: Sequence[T]) -> Sequence[T]:
 
 def open_index(
     folder: str | Path,
-    model: str | None = None,
+    model: "str | Index | None" = None,
     *,
-    device: str = "auto",
-    dtype: str = "auto",
-    weights: str = "auto",
+    device: str = AUTO,
+    dtype: str = AUTO,
+    weights: str = AUTO,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Index:
     """Open an index with the model that built it, or with `model`: a local folder or a hub id.
@@ -218,10 +220,26 @@ def open_index(
     Loads the model's weights. Meanwhile no other thread can answer a question, because torch's default dtype is set to
     the model's dtype. Takes the arguments of `load_and_open`, and raises what it raises.
 
+    If `model` is an open index, both share its model, and no weights are loaded.
+
     Raises:
-        UsageError: `folder` is a file.
+        UsageError: `folder` is a file, or an argument has no effect on a model that is loaded already.
+        IdentityError: the index was built with another model than that of the open index.
     """
     if Path(folder).is_file():
         raise UsageError(f"{folder} {no_folder(Path(folder))}")
+    if isinstance(model, Index):
+        for name, value in {"device": device, "dtype": dtype, "weights": weights}.items():
+            if value != AUTO:
+                raise UsageError(f"{name} {value!r} has no effect: the model is loaded already; leave it out")
+        return Index(_opened_beside(model.opened, Artifact(Path(folder))))
     with api_words(), exclusive_process():
         return Index(load_and_open(Artifact(Path(folder)), model, device, dtype, progress, weights=weights))
+
+
+def _opened_beside(other: OpenIndex, artifact: Artifact) -> OpenIndex:
+    """Open an index with the model of another open index, after the same checks as with a loaded model."""
+    manifest = other.artifact.manifest
+    its = manifest.model, manifest.tokenizer
+    with exclusive(other.model):
+        return open_decoding(artifact, other.model, other.tokenizer, its, files=other.tokenizer_files)

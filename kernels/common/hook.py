@@ -150,6 +150,12 @@ def called_back() -> bool:
     return route is not None and route.function is None and route.thread == get_ident()
 
 
+def is_routed() -> bool:
+    """Whether this thread is within `route_attention`."""
+    route = _active.get()
+    return route is not None and route.function is not None
+
+
 @contextmanager
 def route_attention(model: "PreTrainedModel", function: AttentionFunction) -> Iterator[None]:
     """Make every attention layer of the model call `function`, which returns [Hq, Q, D], within the context.

@@ -8,10 +8,11 @@ from itertools import chain
 
 import torch
 
-from sparsekv.formats.errors import IdentityError, SparsekvError
+from sparsekv.formats.errors import IdentityError, SparsekvError, UsageError
+from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.common.given_rows import CalledCache
-from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.kernels.common.hook import AttentionCall, is_routed
 from sparsekv.kernels.common.states import LayerKinds, state_tensors
 from sparsekv.runtime.cache.buffers import ModelGraph, ReadRows, read_share, total_read
 from sparsekv.runtime.cache.document_state import DocumentState
@@ -119,6 +120,21 @@ class SequenceCache(CalledCache, ABC):
         self.graphs: dict[int, ModelGraph] = {}
         self.capturing = device.type == "cuda"
         self.watched: WatchedQueries | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> Pair:
+        """Return the rows unchanged.
+
+        Raises:
+            UsageError: the model's own attention runs, which has no part of the stored context.
+        """
+        if not (torch.compiler.is_compiling() or is_routed()):
+            raise UsageError(
+                "the cache of an index answers through sparsekv alone: ask with `asker.ask` or `asker.stream`, not "
+                "with the model's own `generate`"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     @abstractmethod

@@ -10,7 +10,8 @@ import torch
 from support.command import run_here
 from support.tiny_models import save_tiny
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import IdentityError, UsageError
+from sparsekv.kernels.common.given_rows import cache_argument
 from sparsekv.runtime import api
 from sparsekv.runtime.decoding.sampling import Sampling
 
@@ -181,7 +182,7 @@ def test_a_variant_says_only_what_the_method_does_not(index: api.Index) -> None:
     ],
 )
 def test_a_value_of_another_type_is_refused(name: str, value: object, wanted: str) -> None:
-    with pytest.raises(UsageError, match=f"^{wanted}$"):
+    with pytest.raises(UsageError, match=rf"^{wanted}$"):
         Sampling(**{name: value})  # type: ignore[arg-type]  # that is the point
 
 
@@ -197,3 +198,32 @@ def test_arguments_of_another_type_are_refused(index: api.Index) -> None:
     for asked in ({"stop": 3}, {"stop": [None]}, {"logprobs": True}, {"timeout": "x"}):
         with pytest.raises(UsageError, match=": give "):
             asker.stream(QUESTION, **asked)  # type: ignore[arg-type]  # that is the point
+
+
+def test_indices_share_a_loaded_model(folder: Path, index: api.Index, tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("Another text of some words. " * 40)
+    built = run_here("build-index", tmp_path / "other.txt", "--model", folder / "model", "--method", "squeezed", "-q")
+    assert built.code == 0, built.stderr
+    other = api.open_index(tmp_path / "other.skv", index)
+    assert other.opened.model is index.opened.model
+    alone = api.open_index(tmp_path / "other.skv")
+    assert other.ask(QUESTION, SHORT).text == alone.ask(QUESTION, SHORT).text
+    with pytest.raises(UsageError, match=r"^dtype 'bfloat16' has no effect: the model is"):
+        api.open_index(tmp_path / "other.skv", index, dtype="bfloat16")
+
+
+def test_an_index_of_another_model_is_refused(index: api.Index, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "other", "qwen3")
+    (tmp_path / "other.txt").write_text("Another text of some words. " * 40)
+    built = run_here("build-index", tmp_path / "other.txt", "--model", tmp_path / "other", "--method", "squeezed", "-q")
+    assert built.code == 0, built.stderr
+    with pytest.raises(IdentityError):
+        api.open_index(tmp_path / "other.skv", index)
+
+
+def test_the_models_own_generate_refuses_an_indexs_cache(index: api.Index) -> None:
+    asker, model = index.asker("quest"), index.opened.model
+    ids = torch.cat([index.opened.input_ids, index.opened.input_ids[-3:]])[None]
+    with pytest.raises(UsageError, match=r"answers through sparsekv alone: ask with `asker\.ask`"):
+        model.generate(ids, **cache_argument(model, asker.cache), max_new_tokens=2)  # type: ignore[operator]
+    assert asker.ask(QUESTION, SHORT).text == index.ask(QUESTION, SHORT, method="quest").text
