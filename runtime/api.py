@@ -208,7 +208,7 @@ def _several(given: Sequence[T]) -> Sequence[T]:
 
 def open_index(
     folder: str | Path,
-    model: "str | Index | None" = None,
+    model: "str | Path | Index | None" = None,
     *,
     device: str = AUTO,
     dtype: str = AUTO,
@@ -228,13 +228,17 @@ def open_index(
     """
     if Path(folder).is_file():
         raise UsageError(f"{folder} {no_folder(Path(folder))}")
+    given: Any = model
+    if not isinstance(given, str | Path | Index | None):
+        raise UsageError(f"model is a {type(model).__name__}: give a folder, a hub id or an open index")
     if isinstance(model, Index):
         for name, value in {"device": device, "dtype": dtype, "weights": weights}.items():
             if value != AUTO:
                 raise UsageError(f"{name} {value!r} has no effect: the model is loaded already; leave it out")
         return Index(_opened_beside(model.opened, Artifact(Path(folder))))
     with api_words(), exclusive_process():
-        return Index(load_and_open(Artifact(Path(folder)), model, device, dtype, progress, weights=weights))
+        named = None if model is None else str(model)
+        return Index(load_and_open(Artifact(Path(folder)), named, device, dtype, progress, weights=weights))
 
 
 def _opened_beside(other: OpenIndex, artifact: Artifact) -> OpenIndex:

@@ -340,9 +340,10 @@ class _Asking:
 
     def _folder(self) -> Path:
         model = self.comparison.identity[0]
-        # The name includes the number of sampled queries, because a call with another sample must not reuse the index.
-        sample = [self.prefill, self.comparison.builder.queries]
-        built = [hash_tokens(self.prompt.input_ids.tolist()), *sample, model.config_hash, model.weights_hash]
+        builder = self.comparison.builder
+        # A call with other settings, such as sinks or another query sample, must not reuse the index.
+        settings = [self.prefill, builder.decides(self.prefill), builder.queries]
+        built = [hash_tokens(self.prompt.input_ids.tolist()), *settings, model.config_hash, model.weights_hash]
         return self.work / INDICES / f"{hash_json(built)[:16]}.skv"
 
     def _open(self, show: Progress) -> OpenIndex:

@@ -32,7 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _small(place: Path, work: Path, *more: str | Path) -> tuple[str | Path, ...]:
     """The command; of options that take one value the last given counts."""
     options = [*SMALL, *more]
-    for name in ("--contexts", "--questions", "--max-new-tokens"):
+    for name in ("--contexts", "--questions", "--max-new-tokens", "--sinks"):
         while options.count(name) > 1:
             del options[options.index(name) : options.index(name) + 2]
     return ("eval", place / "doc.txt", "--model", place / "model", "--work", work, *options)
@@ -291,3 +291,11 @@ def test_a_needle_is_not_cut_out(place: Path, tmp_path: Path) -> None:
     assert refused.code == 2
     assert "which removes the answer to its question" in refused.stderr
     assert "give --length" in refused.stderr
+
+
+def test_a_kept_index_is_not_used_with_other_sinks(place: Path, tmp_path: Path) -> None:
+    for sinks in ("4", "8"):
+        few = ("--contexts", "1", "--questions", "1", "--keep-indices", "--sinks", sinks)
+        _run(*_small(place, tmp_path / "work", *few))
+    kept = {read_manifest(path).split.sinks for path in (tmp_path / "work").rglob("*.skv")}
+    assert kept == {4, 8}

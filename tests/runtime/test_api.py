@@ -208,6 +208,8 @@ def test_indices_share_a_loaded_model(folder: Path, index: api.Index, tmp_path: 
     assert other.opened.model is index.opened.model
     alone = api.open_index(tmp_path / "other.skv")
     assert other.ask(QUESTION, SHORT).text == alone.ask(QUESTION, SHORT).text
+    with pytest.raises(UsageError, match=r"^model is a LlamaForCausalLM: give a folder"):
+        api.open_index(tmp_path / "other.skv", index.opened.model)  # type: ignore[arg-type]  # that is the point
     with pytest.raises(UsageError, match=r"^dtype 'bfloat16' has no effect: the model is"):
         api.open_index(tmp_path / "other.skv", index, dtype="bfloat16")
 
