@@ -153,7 +153,7 @@ def _other(manifest: Manifest, part: str, stored: str, found: str) -> IdentityEr
         (
             f"the model has other weights{states}, or masks other tokens, than the model of the index: use "
             f"the model that the index was built with (--model {manifest.model.id}) or build the index again "
-            "for this one"
+            "for this one; damaged keys and values look the same, and `sparsekv inspect --verify` finds them"
         ),
     )
 

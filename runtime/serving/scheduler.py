@@ -1,5 +1,6 @@
 """The scheduler: continuous batching of requests over several open indices of one model."""
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -90,6 +91,8 @@ class Scheduler:
         self._jobs: dict[Job, Lane] = {}
         self._thread: Thread | None = None
         self._closed = False
+        self._process: int | None = None
+        """Process that has submitted the first request. Torch's threads do not run in a fork of it."""
         self._turns = TurnStore(kept_bytes)
         self._answers, self._answer_tokens, self._prompt_tokens, self._cached_tokens = 0, 0, 0, 0
         self._read, self._seconds = 0.0, 1.0
@@ -141,8 +144,15 @@ class Scheduler:
         Raises:
             QueueFullError: the queue is full.
             UsageError: there is no index of this name, the scheduler is closed, the request has no tokens or tokens
-                that the model does not have, or no position of the model is left for an answer.
+                that the model does not have, no position of the model is left for an answer, or this process is a fork
+                of one that has submitted requests.
         """
+        self._process = self._process or os.getpid()
+        if self._process != os.getpid():
+            raise UsageError(
+                "this process was forked after its parent had streamed an answer; open the index in this process, or "
+                "start it by `multiprocessing.get_context('spawn')`"
+            )
         if (index := self._indices.get(request.index)) is None:
             raise UsageError(f"index {request.index}: {choose_one(request.index, list(self._indices))}")
         _check(index, request)

@@ -1,6 +1,7 @@
 """The Python API gives what the commands print."""
 
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -229,3 +230,16 @@ def test_the_models_own_generate_refuses_an_indexs_cache(index: api.Index) -> No
     with pytest.raises(UsageError, match=r"answers through sparsekv alone: ask with `asker\.ask`"):
         model.generate(ids, **cache_argument(model, asker.cache), max_new_tokens=2)  # type: ignore[operator]
     assert asker.ask(QUESTION, SHORT).text == index.ask(QUESTION, SHORT, method="quest").text
+
+
+def test_a_fork_of_a_process_that_has_streamed_refuses_to_stream(index: api.Index) -> None:
+    asker = index.asker("quest")
+    assert list(asker.stream(QUESTION, SHORT))
+    if (child := os.fork()) == 0:
+        try:
+            asker.stream(QUESTION, SHORT)
+        except UsageError as error:
+            os._exit(7 if "open the index in this process" in str(error) else 8)
+        finally:
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
