@@ -130,11 +130,15 @@ def test_a_method_of_an_earlier_revision_is_made_again_from_all_tokens(tmp_path:
 def test_a_method_of_another_revision_is_refused(tmp_path: Path) -> None:
     first = build_index(_plan(), tmp_path / "a.skv")
     record = first.methods["multipole"].model_copy(update={"revision": 99})
-    for methods in ({"multipole": record}, {"unheard-of": first.methods["multipole"]}):
-        with pytest.raises(
-            ArtifactError, match=rf"method {next(iter(methods))} was built by another version .*--force"
-        ):
-            stored_indexers(first.model_copy(update={"methods": methods}))
+    with pytest.raises(ArtifactError, match=r"method multipole was built by another version .*--force"):
+        stored_indexers(first.model_copy(update={"methods": {"multipole": record}}))
+
+
+def test_a_method_that_is_not_installed_is_named(tmp_path: Path) -> None:
+    first = build_index(_plan(), tmp_path / "a.skv")
+    unknown = {"unheard-of": first.methods["multipole"]}
+    with pytest.raises(ArtifactError, match="has the method unheard-of, which is not installed; install its package"):
+        stored_indexers(first.model_copy(update={"methods": unknown}))
 
 
 def _keep_layers(loaded: LoadedModel, layers: int) -> None:
@@ -150,7 +154,8 @@ def _one_layer() -> LoadedModel:
     return loaded
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+# Of some 93 operations four lie between the last file of the method and the new manifest: a stride of 3 meets them.
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_index_that_is_killed_while_it_grows_is_the_old_one_or_the_new_one(tmp_path: Path, every: int) -> None:
     loaded, base = _one_layer(), tmp_path / "base.skv"
     first = build_index(with_changes(_plan(), loaded=loaded), base)
