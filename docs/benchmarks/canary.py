@@ -2,19 +2,23 @@
 
     sparsekv build-index manual.txt --max-tokens 6144
     python docs/benchmarks/canary.py manual.skv --rounds 7
+    python docs/benchmarks/canary.py manual.skv --whole --rounds 9
     python docs/benchmarks/canary.py manual.skv --build
     python docs/benchmarks/canary.py capped.skv --soft-cap capped
 
 Each round opens the index once with every variant of the probe, one after another, in one process. It loads the model,
 compares the model's identity, runs the probe, prepares the layers and answers with one token. The answer is timed too,
 because without a probe it is the first to read weights and rows. A printed ratio is the median over rounds of a
-variant's time divided by the time without a probe. `--build` builds an index of the same tokens with `squeezed` in a
-temporary folder, and times preflight and canary. `--soft-cap` writes a random model with a soft cap, of the embedded
-model's shape, and an index of 6,144 tokens, unless the index exists.
+variant's time divided by the time without a probe. `--whole` runs `generate` for one token in new processes, by turns
+with and without its probe, and prints the ratio of their times. `--build` builds an index of the same tokens with
+`squeezed` in a temporary folder, and times preflight and canary. `--soft-cap` writes a random model with a soft cap, of
+the embedded model's shape, and an index of 6,144 tokens, unless the index exists.
 """
 
 import argparse
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -41,6 +45,17 @@ from sparsekv.runtime.decoding.threads import all_cores
 
 TOKENS = 6144
 Probe = Callable[[OpenIndex], None]
+COMMAND = """
+import sys
+from sparsekv.cli.main import main
+from sparsekv.runtime.decoding.open import OpenIndex
+index, probe = sys.argv[1:]
+if probe == "without":
+    OpenIndex.check_probe = lambda *_, **__: None
+sys.argv[1:] = ["generate", "--index", index, "What is an assignment?", "--max-new-tokens", "1", "--quiet"]
+main()
+"""
+"""A program that runs `generate` for one token; with the argument `without`, it does not compare the probe."""
 
 
 def no_probe(index: OpenIndex) -> None:
@@ -113,6 +128,23 @@ def time_opening(folder: Path, model: str, rounds: int) -> None:
         )
 
 
+def time_command(folder: Path, rounds: int) -> None:
+    """Print the median times of `generate` for one token with and without its probe, and the median ratio."""
+    both = [(command_time(folder, "with"), command_time(folder, "without")) for _ in range(rounds + 1)][1:]
+    probe, without = (statistics.median(times) for times in zip(*both, strict=True))
+    ratio = statistics.median(one / other for one, other in both)
+    print(
+        f"{transformers.__version__} {folder.name:12} generate, one token: {probe:.3f} s, without a probe "
+        f"{without:.3f} s; x {ratio:.3f}, of {rounds}"
+    )
+
+
+def command_time(folder: Path, probe: str) -> float:
+    """Return the seconds of a process that runs COMMAND."""
+    command = [sys.executable, "-c", COMMAND, str(folder), probe]
+    return timed(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))
+
+
 def time_build(folder: Path, model: str) -> None:
     """Print the time of a build, and those of its preflight and its canary."""
     artifact, loaded = Artifact(folder), load_model(model, device="cpu")
@@ -123,7 +155,7 @@ def time_build(folder: Path, model: str) -> None:
         plan = BuildPlan(loaded, prompt, config)
         whole = timed(lambda: build_index(plan, Path(place) / "again.skv"))
     first = timed(lambda: preflight(loaded.model, ids, loaded.name))
-    last = timed(lambda: run_canary(loaded.model, ids, stored_rows(artifact)))
+    last = timed(lambda: run_canary(loaded.model, ids, stored_rows(artifact), {}))
     print(
         f"{transformers.__version__} {folder.name:12} build of {len(ids):,} tokens {whole:.1f} s, of which preflight "
         f"{first:.2f} s, canary {last:.2f} s: {(first + last) / whole:.1%}"
@@ -154,10 +186,11 @@ def make_soft_capped(model: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    """Time openings or a build, as the options choose."""
+    """Time openings, whole commands or a build, as the options choose."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("index", type=Path)
     options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--whole", action="store_true", help="time whole commands in place of openings")
     options.add_argument("--build", action="store_true", help="time a build in place of openings")
     options.add_argument("--soft-cap", type=Path, metavar="FOLDER", help="of a random model with a soft cap")
     given = options.parse_args()
@@ -165,7 +198,12 @@ def main() -> None:
     if given.soft_cap is not None and not given.index.exists():
         make_soft_capped(given.soft_cap, given.index)
     model = str(given.soft_cap or Artifact(given.index).manifest.model.id)
-    time_build(given.index, model) if given.build else time_opening(given.index, model, given.rounds)
+    if given.whole:
+        time_command(given.index, given.rounds)
+    elif given.build:
+        time_build(given.index, model)
+    else:
+        time_opening(given.index, model, given.rounds)
 
 
 if __name__ == "__main__":
