@@ -2,6 +2,9 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -243,3 +246,22 @@ def test_a_fork_of_a_process_that_has_streamed_refuses_to_stream(index: api.Inde
         finally:
             os._exit(9)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+LEAVES = """
+import atexit, os, signal, sys
+ended = []
+atexit.register(lambda: print([piece.finish for piece in ended[0]][-1]))  # after sparsekv's own, which come last
+import sparsekv
+index = sparsekv.open_index(sys.argv[1])
+ended.append(index.asker("quest").stream("Which word?", sparsekv.Sampling(max_new_tokens=4000)))
+os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_ctrl_c_ends_a_process_with_its_unread_stream(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    command = [sys.executable, tmp_path / "leaves.py", folder / "doc.skv"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stderr.splitlines()[-1], done.stdout) == ("KeyboardInterrupt", "cancelled\n")
+    assert done.returncode in (-signal.SIGINT, 1)  # 1 if torch evaluates a string at exit, which resets Python's flag
