@@ -54,7 +54,7 @@ def evaluate_methods(options: EvalOptions) -> None:
     found, places = rows(results, options.seed), cells(results)
     mapped = places if len(inputs.lengths) > 1 or len(inputs.request.depths) > 1 else []
     _write_files(options, found, places, mapped, about)
-    print_rows(found, places, about, as_json=options.format.as_json, as_csv=options.format.as_csv)
+    print_rows(found, places, about, options.format)
     note_few_contexts(found, quiet=options.run.quiet)
 
 

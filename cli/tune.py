@@ -11,9 +11,18 @@ import typer
 from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import with_options
-from sparsekv.cli.common.options import IndexOption, JsonOption, ModelOption, RunOptions, WeightsOption, names_of, share
+from sparsekv.cli.common.options import (
+    IndexOption,
+    ModelOption,
+    RunOptions,
+    TableOptions,
+    WeightsOption,
+    names_of,
+    share,
+)
+from sparsekv.cli.common.tables import say_markup
 from sparsekv.cli.configuring.sources import Command, on_command_line
-from sparsekv.cli.reporting.tuned import Rounds, cost_ahead, print_table, record, told_budget
+from sparsekv.cli.reporting.tuned import Rounds, cost_ahead, print_table, record, told_budget, tuned_table
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.errors import SparsekvError, UsageError, choose_one
@@ -90,7 +99,7 @@ class TuneOptions:
     reset: Annotated[bool, typer.Option("--reset", help="Do not search; remove the index's default.")] = False
     model: ModelOption = None
     weights: WeightsOption = "auto"
-    as_json: JsonOption = False
+    format: TableOptions
     run: RunOptions
 
     @property
@@ -101,6 +110,7 @@ class TuneOptions:
 
     def check(self) -> None:
         """Raise UsageError for options that exclude each other, or that have no effect without another option."""
+        self.format.check()
         if len(self.targets) != 1:
             raise UsageError("give one target: --target-error 0.05, --target-recall 0.9 or --target-perplexity 1.02")
         for name in ("model", "dtype", "weights"):
@@ -156,13 +166,15 @@ def tune(options: TuneOptions) -> None:
     defaults = _defaults(search.cheapest, target) if search.cheapest.holds else None
     # Write the default before printing anything: after minutes of search, the reader of stdout may be gone.
     unwritten = None if defaults is None or options.dry_run else _keep(options, artifact, search, defaults)
-    if options.as_json:
+    if options.format.as_json:
         found = {
             **record(artifact, goal, search.tuned, search.before, defaults),
             "target": target.model_dump(),
             "dense_step_ms": search.dense_ms,
         }
         say(json.dumps(found, indent=1))
+    elif options.format.markup:
+        say_markup(tuned_table(artifact, goal, search.tuned, search.before, search.dense_ms), options.format.markup)
     else:
         advice = _advice(options, artifact, search, kept=defaults is not None)
         print_table(artifact, goal, search.tuned, search.before, search.dense_ms, advice)

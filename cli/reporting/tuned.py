@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from rich.table import Table
+
 from sparsekv.cli.common.console import say_wrapped
 from sparsekv.cli.common.tables import show_fitting, titled_table
 from sparsekv.formats.index.reader import Artifact
@@ -125,10 +127,17 @@ def told_budget(one: Tuned) -> str:
 def print_table(
     artifact: Artifact, goal: Goal, tuned: list[Tuned], before: Tuned | None, dense_ms: float | None, advice: str
 ) -> None:
-    """Print the tuned settings as a table, with its legend and `advice` below.
+    """Print the tuned settings as a table, with its legend and `advice` below."""
+    show_fitting(tuned_table(artifact, goal, tuned, before, dense_ms), ("ms a layer's step", goal.beside))
+    words = {"measure": goal.measure, "beside": goal.beside, "reference": goal.reference}
+    tightened = [TIGHTENED] if any("searched for" in _said(one, goal, False) for one in tuned) else []
+    say_wrapped([*_error_line(tuned, before), *(line.format(**words) for line in LEGEND), *tightened, advice])
 
-    A column has the time of a layer's step unless `dense_ms` is None.
-    """
+
+def tuned_table(
+    artifact: Artifact, goal: Goal, tuned: list[Tuned], before: Tuned | None, dense_ms: float | None
+) -> Table:
+    """Return the table of the tuned settings. A column has the time of a layer's step unless `dense_ms` is None."""
     timed = [] if dense_ms is None else ["ms a layer's step"]
     table = titled_table(
         f"{artifact.folder}: the cheapest with {goal}, held out within {goal.tolerance:g}",
@@ -142,10 +151,7 @@ def print_table(
         table.add_section()
         holds = "" if before.holds else ", does not hold it"
         table.add_row(*_cells(before, goal, timed=bool(timed)), f"the default before{holds}")
-    show_fitting(table, ("ms a layer's step", goal.beside))
-    words = {"measure": goal.measure, "beside": goal.beside, "reference": goal.reference}
-    tightened = [TIGHTENED] if any("searched for" in _said(one, goal, False) for one in tuned) else []
-    say_wrapped([*_error_line(tuned, before), *(line.format(**words) for line in LEGEND), *tightened, advice])
+    return table
 
 
 def _cells(one: Tuned, goal: Goal, *, timed: bool) -> list[str]:
