@@ -90,7 +90,7 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("recall-report", "--by", "token"), 2, ("--by token", "layer,head")),
         (("recall-report", "--json", "--csv"), 2, ("--json", "--csv")),
         (("recall-report", "--latex", "--json"), 2, ("--json and --latex exclude each other",)),
-        (("tune", "--latex", "--markdown", "--target-recall", "0.9"), 2, ("--latex and --markdown exclude each other",)),
+        (("tune", "--latex", "--markdown", "--target-recall", "0.9"), 2, ("--latex and --markdown exclude",)),
         (("recall-report", "--plot", "none/x.png"), 2, ("none/x.png", "folder")),
         (("recall-report", "--queries", "none.txt"), 2, ("none.txt", "no such file")),
         (("tune",), 2, ("--target-recall 0.9", "--target-error")),
