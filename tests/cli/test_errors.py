@@ -67,7 +67,7 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("generate", "Why?", "--budget", "some"), 2, ("--budget some",)),
         (("generate", "Why?", "--temperature", "-1"), 2, ("--temperature -1",)),
         (("generate", "Why?", "--top-p", "2"), 2, ("--top-p 2",)),
-        (("generate", "Why?", "--top-p", "0.5"), 2, ("--top-p 0.5", "--temperature 0", "leave the option out")),
+        (("generate", "Why?", "--top-p", "0.5"), 2, ("--top-p 0.5", "--temperature 0", "leave --top-p out")),
         (("generate", "Why?", "--top-k", "0"), 2, ("--top-k 0",)),
         (("generate", "Why?", "--max-new-tokens", "0"), 2, ("--max-new-tokens 0",)),
         (("generate", "Why?", "--method", "squeezed", "--page-size", "8"), 2, ("--page-size", "squeezed")),

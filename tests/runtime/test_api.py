@@ -75,6 +75,10 @@ def test_what_is_asked_wrongly_is_told_in_the_words_of_the_api(index: api.Index)
         index.ask(QUESTION, method="quest", hash_bits=3)
     with pytest.raises(UsageError, match=r"add it with `sparsekv build-index .* --method csattention`"):
         index.ask(QUESTION, method="csattention")
+    with pytest.raises(UsageError, match=r"^top_p 0\.5 has no effect at temperature 0, .* or leave top_p out$"):
+        Sampling(top_p=0.5)
+    with pytest.raises(UsageError, match=r"^the question is empty; ask one$"):
+        index.recall_report(["quest"], questions=["", QUESTION])
     with pytest.raises(
         UsageError, match=r"max_new_tokens is an argument of Sampling: give ask a Sampling\(max_new_tokens=20\)"
     ):
@@ -177,12 +181,12 @@ def test_a_variant_says_only_what_the_method_does_not(index: api.Index) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "wanted"),
     [
-        ("max_new_tokens", 2.5, "--max-new-tokens 2.5: give a whole number"),
-        ("max_new_tokens", "5", "--max-new-tokens '5': give a whole number"),
-        ("max_new_tokens", True, "--max-new-tokens True: give a whole number"),
-        ("temperature", "hot", "--temperature 'hot': give a number"),
-        ("top_p", [0.5], r"--top-p \[0.5\]: give a number"),
-        ("seed", None, "--seed None: give a whole number"),
+        ("max_new_tokens", 2.5, "max_new_tokens 2.5: give a whole number"),
+        ("max_new_tokens", "5", "max_new_tokens '5': give a whole number"),
+        ("max_new_tokens", True, "max_new_tokens True: give a whole number"),
+        ("temperature", "hot", "temperature 'hot': give a number"),
+        ("top_p", [0.5], r"top_p \[0.5\]: give a number"),
+        ("seed", None, "seed None: give a whole number"),
     ],
 )
 def test_a_value_of_another_type_is_refused(name: str, value: object, wanted: str) -> None:
