@@ -12,7 +12,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import Border, ChatFrame, Prompt
 from sparsekv.kernels.common.given_rows import with_cache
 from sparsekv.kernels.common.hook import route_attention
-from sparsekv.runtime.attention.config import DecodeConfig, QuestionPrefill
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, QuestionPrefill
 from sparsekv.runtime.attention.executors import GatherMaker
 from sparsekv.runtime.attention.sparse_layer import appends
 from sparsekv.runtime.cache.index_cache import IndexCache
@@ -30,13 +30,18 @@ from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.threads import all_cores, exclusive, free_cores
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Session:
     """An open index, a decode config, and a cache for the config with the document's keys and values."""
 
     index: OpenIndex
     config: DecodeConfig
     cache: IndexCache
+
+    def __repr__(self) -> str:
+        artifact, attention = self.index.artifact, self.config.attention
+        method = attention.name if isinstance(attention, Dense) else f"{attention.title} at {self.config.budget}"
+        return f"Session({str(artifact.folder)!r}, {artifact.manifest.model.id}, {method})"
 
     @classmethod
     def open(

@@ -95,9 +95,12 @@ def test_one_name_and_one_budget_are_lists_of_one(index: api.Index) -> None:
     assert index.recall_report("window", 0.1) == index.recall_report(["window"], [0.1])  # type: ignore[arg-type]
 
 
-def test_an_index_is_one_line_in_a_notebook(folder: Path, index: api.Index) -> None:
+def test_an_index_and_a_session_are_one_line_in_a_notebook(folder: Path, index: api.Index) -> None:
     assert repr(index).startswith(f"Index('{folder / 'doc.skv'}', ")
     assert "\n" not in repr(index)
+    begin = f"Session({str(folder / 'doc.skv')!r}, {index.opened.artifact.manifest.model.id}, "
+    assert repr(index.asker("quest", "20%")) == f"{begin}quest at 20%)"
+    assert repr(index.asker("dense")) == f"{begin}dense)"
 
 
 def test_a_report_is_the_commands_row_by_row(folder: Path, index: api.Index) -> None:
