@@ -90,14 +90,8 @@ def test_without_the_package_its_method_is_told_as_unknown(with_plugin: Zygote, 
 def test_a_package_that_does_not_fit_is_told_in_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, told: str
 ) -> None:
-    _install_broken(tmp_path, name, value)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "broken", raising=False)
-    known = methods()
-    fresh: Registry[type[Method]] = Registry("method", "sparsekv.runtime.methods", "sparsekv.methods", Method)
-    fresh.known = known
     with pytest.raises(UsageError) as error:
-        fresh()
+        _found(tmp_path, monkeypatch, name, value)
     assert told in str(error.value)
 
 
@@ -122,28 +116,31 @@ def test_a_field_that_can_be_no_option_is_told_when_the_package_is_found(
 ) -> None:
     body = f"@dataclass(frozen=True)\nclass Odd(Method):\n    {field}\n"
     with pytest.raises(UsageError) as error:
-        _found(tmp_path, monkeypatch, body)
+        _found(tmp_path, monkeypatch, "odd", "broken:Odd", body)
     assert str(error.value).startswith(f"method 'odd' of the installed package broken: field {told}")
 
 
 def test_a_class_with_fields_that_is_no_dataclass_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"package broken: broken\.Odd is not a dataclass; put @dataclass"):
-        _found(tmp_path, monkeypatch, "class Odd(Method):\n    page: int = 8\n")
+        _found(tmp_path, monkeypatch, "odd", "broken:Odd", "class Odd(Method):\n    page: int = 8\n")
 
 
 def test_what_is_not_an_option_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = "    needs_index = True\n    revision: ClassVar[int] = 3\n    share: float = 1\n    _own = 5\n"
-    known = _found(tmp_path, monkeypatch, f"@dataclass(frozen=True)\nclass Odd(Method):\n{body}")
+    known = _found(tmp_path, monkeypatch, "odd", "broken:Odd", f"@dataclass(frozen=True)\nclass Odd(Method):\n{body}")
     assert known["odd"].needs_index
 
 
-def _found(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> dict[str, type[Method]]:
-    """The methods beside a package whose class Odd is a method."""
-    _install_broken(folder, "odd", "broken:Odd", body)
+def _found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, body: str = ""
+) -> dict[str, type[Method]]:
+    """The methods that a process with the package finds."""
+    known = methods()  # before the package is there
+    _install_broken(folder, name, value, body)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "broken", raising=False)
     fresh: Registry[type[Method]] = Registry("method", "sparsekv.runtime.methods", "sparsekv.methods", Method)
-    fresh.known = dict(methods())
+    fresh.known = known
     return fresh()
 
 
