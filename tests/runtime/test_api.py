@@ -268,7 +268,7 @@ os.kill(os.getpid(), signal.SIGINT)
 
 def test_ctrl_c_ends_a_process_with_its_unread_stream(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "leaves.py").write_text(LEAVES)
-    command = [sys.executable, tmp_path / "leaves.py", folder / "doc.skv"]
+    command = [sys.executable, str(tmp_path / "leaves.py"), str(folder / "doc.skv")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.stderr.splitlines()[-1], done.stdout) == ("KeyboardInterrupt", "cancelled\n")
     assert done.returncode in (-signal.SIGINT, 1)  # 1 if torch evaluates a string at exit, which resets Python's flag
