@@ -150,8 +150,6 @@ class Index:
         """
         if not isinstance(question, str):
             raise UsageError(f"question is a {type(question).__name__}: give one text; an `asker` answers many in turn")
-        if sampling is not None and not isinstance(sampling, Sampling):
-            raise UsageError(f"sampling is {sampling!r}: give sparsekv.Sampling(max_new_tokens=...)")
         with exclusive(self.opened.model):
             return self.asker(**setting).ask(question, sampling, sources=sources)
 

@@ -12,7 +12,7 @@ from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.engine import why_alone
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
-from sparsekv.runtime.decoding.session import Session
+from sparsekv.runtime.decoding.session import Session, chosen_sampling
 from sparsekv.runtime.serving.scheduler import Scheduler
 from sparsekv.runtime.serving.stream import Stream
 from sparsekv.runtime.serving.submission import Submission
@@ -58,7 +58,7 @@ class StreamingSession(Session):
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         ids = self._ids(question)
         return self._scheduler().submit(
-            Submission("", self.config, ids, sampling or Sampling(), stops, logprobs, timeout, sources)
+            Submission("", self.config, ids, chosen_sampling(sampling), stops, logprobs, timeout, sources)
         )
 
     def _scheduler(self) -> Scheduler:

@@ -55,12 +55,14 @@ def test_one_asker_answers_many_questions_alike(index: api.Index) -> None:
 
 
 def test_what_is_asked_wrongly_is_told_in_the_words_of_the_api(index: api.Index) -> None:
-    with pytest.raises(UsageError, match="the question is empty"):
-        index.ask("")
     with pytest.raises(UsageError, match="question is a list: give one text"):
         index.ask([QUESTION])  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"sampling is 20: give sparsekv\.Sampling\(max_new_tokens"):
-        index.ask(QUESTION, 20)  # type: ignore[arg-type]
+    asker = index.asker("quest")
+    for ask in (index.ask, asker.ask, asker.stream, lambda question, sampling: asker.ask_all([question], sampling)):
+        with pytest.raises(UsageError, match=r"^sampling is 20: give sparsekv\.Sampling\(max_new_tokens"):
+            ask(QUESTION, 20)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"^the question is empty; ask one$"):
+            ask(" ", None)
     with pytest.raises(UsageError, match=r"budgit is not an argument of this call \(did you mean budget\?\)"):
         index.ask(QUESTION, budgit="5%")
     with pytest.raises(
