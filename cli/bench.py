@@ -133,7 +133,7 @@ def bench(options: BenchOptions) -> None:
         title = f"A decode step of one layer, {about['machine']}"
         plot_steps(timed.rows, timed.copy_bandwidth, title, options.plot, shared=options.steps.shared)
         note(f"plot: {options.plot}", quiet=options.run.quiet)
-    print_rows(timed.rows, about, as_json=options.format.as_json, as_csv=options.format.as_csv)
+    print_rows(timed.rows, about, options.format)
     if timed.refused:
         raise SparsekvError("; ".join(timed.refused))
 

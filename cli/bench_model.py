@@ -10,7 +10,7 @@ from sparsekv.cli.benchmarking.options import DEFAULT_BUDGETS, StepOptions
 from sparsekv.cli.benchmarking.output import ITERATIONS, mixture_indexers, print_model_rows
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
-from sparsekv.cli.common.options import JsonOption, RunOptions, names_of
+from sparsekv.cli.common.options import RunOptions, TableOptions, names_of
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.index.schema import AUTO, weights_named
@@ -76,7 +76,7 @@ class BenchModelOptions:
             ),
         ),
     ] = "auto"
-    as_json: JsonOption = False
+    format: TableOptions
     run: RunOptions
     parameters: dict[str, Any]
 
@@ -103,6 +103,7 @@ def bench_model(options: BenchModelOptions) -> None:
     sparsekv bench-model
     sparsekv bench-model --config qwen3-8b --context 128K --batch 16 --method multipole --budget 5%
     """
+    options.format.check()
     what = EndToEnd(
         options.config,
         options.distinct_layers,
@@ -119,6 +120,6 @@ def bench_model(options: BenchModelOptions) -> None:
     timer = ModelTimer(what, options.parameters, list(indexers()), building, report)
     note_small_budgets(timer.budgets, quiet=options.run.quiet)
     rows = timer.run()
-    print_model_rows(rows, timer.about(), as_json=options.as_json)
+    print_model_rows(rows, timer.about(), options.format)
     if timer.refused:
         raise SparsekvError("; ".join(timer.refused))

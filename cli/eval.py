@@ -51,10 +51,10 @@ def evaluate_methods(options: EvalOptions) -> None:
         results = list(evaluate(comparison, asked, recipe.work, show))
     about: dict[str, Any] = {"model": comparison.loaded.name, "document": inputs.name, "kv_dtype": options.kv_dtype}
     about |= {"weights": options.weights, "seed": options.seed, "work": str(recipe.work)}
-    found, places = rows(results, options.seed), cells(results)
+    found, places = recipe.labelled(rows(results, options.seed)), recipe.labelled(cells(results))
     mapped = places if len(inputs.lengths) > 1 or len(inputs.request.depths) > 1 else []
     _write_files(options, found, places, mapped, about)
-    print_rows(found, places, about, as_json=options.format.as_json, as_csv=options.format.as_csv)
+    print_rows(found, places, about, options.format)
     note_few_contexts(found, quiet=options.run.quiet)
 
 

@@ -24,6 +24,7 @@ from sparsekv.cli.common.options import (
 )
 from sparsekv.cli.common.questions import read_questions
 from sparsekv.cli.common.stats import stored_line
+from sparsekv.cli.common.tables import say_markup
 from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html, write_html
 from sparsekv.cli.reporting.output import (
@@ -33,6 +34,7 @@ from sparsekv.cli.reporting.output import (
     print_report,
     recall_page,
     report_record,
+    report_table,
 )
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import UsageError
@@ -285,6 +287,8 @@ def _show(options: ReportOptions, artifact: Artifact, report: RecallReport, grou
         say(json.dumps(report_record(report, report.by() + (rows if groups else []), within), indent=1))
     elif options.format.as_csv:
         print_csv(rows)
+    elif options.format.markup:
+        say_markup(report_table(report, groups), options.format.markup)
     else:
         print_report(report, groups, within, stored_line(artifact.manifest), answers)
         if not options.method and (lacking := lacking_line(artifact)):

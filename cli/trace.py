@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import typer
 
-from sparsekv.cli.answering.options import AttentionOptions, MaxNewTokensOption, RawOption
+from sparsekv.cli.answering.options import AttentionOptions, MaxNewTokensOption, RawOption, SamplingOptions
 from sparsekv.cli.common.console import note, waiting
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
@@ -101,10 +101,9 @@ def trace(options: TraceOptions) -> None:
     # Imported here, because they import transformers, which takes seconds; --help does not need it.
     from sparsekv.cli.common.loading import load_for
     from sparsekv.runtime.decoding.answer import question_ids
-    from sparsekv.runtime.decoding.sampling import Sampling
     from sparsekv.runtime.tracing.trace import TracedIndex
 
-    Sampling(options.max_new_tokens)
+    SamplingOptions(max_new_tokens=options.max_new_tokens).make()
     named = options.model, options.run.device, options.run.dtype
     load = partial(load_for, artifact, *named, weights=options.weights)
     opened = load(quiet=options.run.quiet, hold=True, early=early)

@@ -11,9 +11,18 @@ import typer
 from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import with_options
-from sparsekv.cli.common.options import IndexOption, JsonOption, ModelOption, RunOptions, WeightsOption, names_of, share
+from sparsekv.cli.common.options import (
+    IndexOption,
+    ModelOption,
+    RunOptions,
+    TableOptions,
+    WeightsOption,
+    names_of,
+    share,
+)
+from sparsekv.cli.common.tables import say_markup
 from sparsekv.cli.configuring.sources import Command, on_command_line
-from sparsekv.cli.reporting.tuned import Rounds, cost_ahead, print_table, record, row, told_budget
+from sparsekv.cli.reporting.tuned import Rounds, cost_ahead, print_table, record, told_budget, tuned_table
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.errors import SparsekvError, UsageError, choose_one
@@ -90,7 +99,7 @@ class TuneOptions:
     reset: Annotated[bool, typer.Option("--reset", help="Do not search; remove the index's default.")] = False
     model: ModelOption = None
     weights: WeightsOption = "auto"
-    as_json: JsonOption = False
+    format: TableOptions
     run: RunOptions
 
     @property
@@ -101,6 +110,7 @@ class TuneOptions:
 
     def check(self) -> None:
         """Raise UsageError for options that exclude each other, or that have no effect without another option."""
+        self.format.check()
         if len(self.targets) != 1:
             raise UsageError("give one target: --target-error 0.05, --target-recall 0.9 or --target-perplexity 1.02")
         for name in ("model", "dtype", "weights"):
@@ -153,17 +163,18 @@ def tune(options: TuneOptions) -> None:
     goal = options.goal(artifact)
     search = _search(options, artifact, goal)
     target = goal.target().model_copy(update={"methods": [one for one in options.method or [] if one != "all"]})
-    defaults = _defaults(search.best, target) if search.best.holds else None
+    defaults = _defaults(search.cheapest, target) if search.cheapest.holds else None
     # Write the default before printing anything: after minutes of search, the reader of stdout may be gone.
     unwritten = None if defaults is None or options.dry_run else _keep(options, artifact, search, defaults)
-    if options.as_json:
+    if options.format.as_json:
         found = {
-            **record(artifact, goal, search.tuned, defaults),
-            "before": search.before and row(search.before),
+            **record(artifact, goal, search.tuned, search.before, defaults),
             "target": target.model_dump(),
             "dense_step_ms": search.dense_ms,
         }
         say(json.dumps(found, indent=1))
+    elif options.format.markup:
+        say_markup(tuned_table(artifact, goal, search.tuned, search.before, search.dense_ms), options.format.markup)
     else:
         advice = _advice(options, artifact, search, kept=defaults is not None)
         print_table(artifact, goal, search.tuned, search.before, search.dense_ms, advice)
@@ -181,7 +192,7 @@ class Search:
     """The result of a search.
 
     Attributes:
-        tuned: the setting of each method, the best first.
+        tuned: the setting of each method, the cheapest that meets the target first.
         before: the default before the search, measured too; None if it cannot run.
         dense_ms: milliseconds of a step of dense attention; None if no times were compared.
     """
@@ -191,7 +202,7 @@ class Search:
     dense_ms: float | None
 
     @property
-    def best(self) -> Tuned:
+    def cheapest(self) -> Tuned:
         return self.tuned[0]
 
 
@@ -214,17 +225,17 @@ def _times(artifact: Artifact, where: torch.device) -> "SettingTimes":
 
 
 def _keep(options: TuneOptions, artifact: Artifact, search: Search, defaults: Defaults) -> SparsekvError | None:
-    """Make the best setting the index's default and print a note. Returns the error if the default cannot be
+    """Make the cheapest setting the index's default and print a note. Returns the error if the default cannot be
     written."""
     try:
         write_defaults(artifact.folder, artifact.manifest, defaults)
     except SparsekvError as error:
         return error
-    best = search.best
+    cheapest = search.cheapest
     note(
         (
-            f"{artifact.folder}: {best.form.title} at {told_budget(best)} is the default "
-            f"now{_instead_of(search.before, best)}; tune --reset removes it"
+            f"{artifact.folder}: {cheapest.form.title} at {told_budget(cheapest)} is the default "
+            f"now{_instead_of(search.before, cheapest)}; tune --reset removes it"
         ),
         quiet=options.run.quiet,
     )
@@ -233,7 +244,7 @@ def _keep(options: TuneOptions, artifact: Artifact, search: Search, defaults: De
 
 def _advice(options: TuneOptions, artifact: Artifact, search: Search, *, kept: bool) -> str:
     """Return the text below the table: how settings were compared, and what else measures their quality."""
-    told = f" Right answers are measured with {_eval_hint(artifact, search.best)}." if kept else ""
+    told = f" Right answers are measured with {_eval_hint(artifact, search.cheapest)}." if kept else ""
     of_recall = options.target_recall is not None
     unseen = " Recall does not count what centroids represent; --target-error does." if of_recall else ""
     return f"{_what_is_cheap(search.dense_ms)}{unseen}{told}"
@@ -248,18 +259,18 @@ def _reset(options: TuneOptions, artifact: Artifact) -> None:
     note(f"{artifact.folder} has {had}", quiet=options.run.quiet)
 
 
-def _defaults(best: Tuned, target: TuneTarget) -> Defaults:
+def _defaults(cheapest: Tuned, target: TuneTarget) -> Defaults:
     return Defaults(
-        method=best.form.name,
-        variant=best.form.variant,
-        parameters=asdict(best.form.method),
-        budget=best.budget,
-        layer_budgets=best.layer_budgets,
-        residual=best.form.residual,
+        method=cheapest.form.name,
+        variant=cheapest.form.variant,
+        parameters=asdict(cheapest.form.method),
+        budget=cheapest.budget,
+        layer_budgets=cheapest.layer_budgets,
+        residual=cheapest.form.residual,
         target=target,
-        calibration=best.calibration,
-        held_out=best.held_out,
-        kv_fraction=best.kv_fraction,
+        calibration=cheapest.calibration,
+        held_out=cheapest.held_out,
+        kv_fraction=cheapest.kv_fraction,
     )
 
 
@@ -272,10 +283,10 @@ def _present(artifact: Artifact) -> DecodeConfig | None:
         return None
 
 
-def _instead_of(before: Tuned | None, best: Tuned) -> str:
-    if before is None or (before.form, before.budget) == (best.form, best.budget):
+def _instead_of(before: Tuned | None, cheapest: Tuned) -> str:
+    if before is None or (before.form, before.budget) == (cheapest.form, cheapest.budget):
         return ""
-    better = ", which holds the target too and costs less" if before.holds and before.cost < best.cost else ""
+    better = ", which holds the target too and costs less" if before.holds and before.cost < cheapest.cost else ""
     return f" instead of {before.form.title} at {told_budget(before)}{better}"
 
 
@@ -285,8 +296,8 @@ def _what_is_cheap(dense_ms: float | None) -> str:
     return f"Cheapest: the least time of a step of one layer, here; dense attention takes {dense_ms:.3f} ms."
 
 
-def _eval_hint(artifact: Artifact, best: Tuned) -> str:
-    budget = f"{100 * best.budget:.3g}%"
-    options = ["--method", best.form.name, "--budget", budget, *form_options(best.form)]
-    alike = ", with one budget for all layers" if best.layer_budgets else ""
+def _eval_hint(artifact: Artifact, cheapest: Tuned) -> str:
+    budget = f"{100 * cheapest.budget:.3g}%"
+    options = ["--method", cheapest.form.name, "--budget", budget, *form_options(cheapest.form)]
+    alike = ", with one budget for all layers" if cheapest.layer_budgets else ""
     return eval_hint(artifact.folder, artifact.manifest, *options) + alike

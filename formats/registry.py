@@ -3,8 +3,9 @@
 import importlib
 import pkgutil
 from collections.abc import Callable
+from dataclasses import MISSING, Field, fields, is_dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_origin
 
 from sparsekv.formats.errors import UsageError
 
@@ -52,12 +53,18 @@ class Registry(Generic[T]):
         return dict(sorted(self.known.items()))
 
     def add(self, name: str, thing: T) -> None:
-        """Register an entry under a name; raises UsageError if another entry has the name."""
+        """Register an entry under a name.
+
+        Raises:
+            UsageError: another entry has the name, or a field of a dataclass cannot be an option.
+        """
         if name in self.known and self.known[name] is not thing:
             raise UsageError(
                 f"two {self.kind}s are called '{name}', {_where(self.known[name])} and {_where(thing)}; rename or "
                 "remove one of them"
             )
+        if isinstance(thing, type) and is_dataclass(thing):
+            check_options(f"{self.kind} '{name}'", thing)
         self.known[name] = thing
 
     def _load(self, entry: EntryPoint) -> T:
@@ -69,8 +76,55 @@ class Registry(Generic[T]):
             raise UsageError(f"{source} cannot be loaded ({why}); repair or remove it") from error
         if not (isinstance(loaded, type) and self.base is not None and issubclass(loaded, self.base)):
             raise UsageError(f"{source} is no {getattr(self.base, '__name__', self.kind)}; repair or remove it")
+        check_options(source, loaded)
         thing: T = loaded  # type: ignore[assignment]  # issubclass has checked it
         return thing
+
+
+_KINDS: tuple[Any, ...] = (int, float, str, bool)
+
+
+def check_options(source: str, kind: type) -> None:
+    """Raise UsageError if a field of a dataclass cannot be an option of commands, or if an option is no field.
+
+    Args:
+        source: the entry and its package, as the beginning of the message.
+    """
+    own, name = vars(kind).get("__annotations__", {}), f"{kind.__module__}.{kind.__qualname__}"
+    if "__dataclass_fields__" not in vars(kind) and not all(map(_is_class_variable, own.values())):
+        raise UsageError(f"{source}: {name} is not a dataclass; put @dataclass(frozen=True) directly above it")
+    for field in fields(kind):
+        if wrong := _wrong_option(field):
+            raise UsageError(f"{source}: field {field.name} of {name} {wrong}")
+    for attribute, value in vars(kind).items():
+        inherited = any(hasattr(base, attribute) for base in kind.__bases__)
+        if isinstance(value, (*_KINDS, tuple)) and not (attribute.startswith("_") or attribute in own or inherited):
+            raise UsageError(
+                f"{source}: field {attribute} of {name} has no annotation; annotate it with its type, or with ClassVar "
+                "if it is not an option"
+            )
+
+
+def _is_class_variable(annotation: Any) -> bool:
+    return "ClassVar" in str(annotation)
+
+
+def _wrong_option(field: Field[Any]) -> str:
+    """Return why a field cannot be an option, with a remedy; an empty string if it can."""
+    default, kind = field.default, field.type
+    is_tuple = kind is tuple or get_origin(kind) is tuple
+    if isinstance(kind, str):
+        return f"has the annotation '{kind}' as text; leave out `from __future__ import annotations`"
+    if not is_tuple and kind not in _KINDS:
+        told = getattr(kind, "__name__", kind) if isinstance(kind, type) else kind
+        return f"is of the type {told}; options are of the types int, float, str, bool or tuple"
+    if default is MISSING:
+        return "has no default; give it one"
+    if is_tuple:
+        numbers = isinstance(default, tuple) and default and all(type(one) in (int, float) for one in default)
+        return "" if numbers else f"has the default {default!r}; give it a tuple of numbers"
+    allowed = (int, float) if kind is float else (kind,)
+    return "" if type(default) in allowed else f"is of the type {kind.__name__}, and its default is {default!r}"
 
 
 def _where(thing: object) -> str:

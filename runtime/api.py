@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from sparsekv.formats.errors import UsageError, check_type, suggestion
+from sparsekv.formats.errors import SparsekvError, UsageError, check_type, suggestion
 from sparsekv.formats.hints import no_folder
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import AUTO
@@ -42,16 +42,17 @@ _OPTION = re.compile(r"--([a-z][a-z-]*)")
 
 @contextmanager
 def api_words() -> Iterator[None]:
-    """Rewrite the message of a UsageError raised in the context: `--page-size` becomes the argument `page_size`.
+    """Rewrite the message of an error raised in the context: `--page-size` becomes the argument `page_size`.
 
     Commands in backticks stay unchanged.
     """
     try:
         yield
-    except UsageError as error:
+    except SparsekvError as error:
         parts = str(error).split("`")
         parts[::2] = [_OPTION.sub(lambda found: found[1].replace("-", "_"), part) for part in parts[::2]]
-        raise UsageError("`".join(parts)) from None
+        error.args = ("`".join(parts),)
+        raise
 
 
 def refuse_unknown(given: Iterable[str], own: Iterable[str]) -> None:
@@ -149,10 +150,6 @@ class Index:
         """
         if not isinstance(question, str):
             raise UsageError(f"question is a {type(question).__name__}: give one text; an `asker` answers many in turn")
-        if not question.strip():
-            raise UsageError("the question is empty; ask one")
-        if sampling is not None and not isinstance(sampling, Sampling):
-            raise UsageError(f"sampling is {sampling!r}: give sparsekv.Sampling(max_new_tokens=...)")
         with exclusive(self.opened.model):
             return self.asker(**setting).ask(question, sampling, sources=sources)
 

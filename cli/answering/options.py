@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
+from sparsekv.cli.common.method_options import flag
 from sparsekv.cli.common.options import (
     ATTENDED,
     PLACED,
@@ -264,9 +265,10 @@ class SamplingOptions:
     seed: Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel=SAMPLING)] = 0
 
     def make(self) -> "Sampling":
-        """Return the `Sampling` for the answers. Raises what `Sampling` raises."""
-        from sparsekv.runtime.decoding.sampling import Sampling
+        """Return the `Sampling` for the answers. Raises UsageError for an invalid value, with the option's name."""
+        from sparsekv.runtime.decoding.sampling import Sampling, check_sampling
 
+        check_sampling(self, flag)
         return Sampling(**asdict(self))
 
 

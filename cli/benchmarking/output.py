@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
+from rich.table import Table
 
 from sparsekv.cli.common.console import say, say_csv
-from sparsekv.cli.common.tables import show_fitting, titled_table
+from sparsekv.cli.common.options import FormatOptions, TableOptions
+from sparsekv.cli.common.tables import differing, grouped, say_markup, show_fitting, titled_table
 from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, indexers
 from sparsekv.runtime.benchmark.end_to_end import ModelRow
@@ -72,49 +74,61 @@ def mixture_indexers(
     return {name: MixtureIndexer(one) for name, one in configured.items()}
 
 
-def print_rows(rows: Sequence[StepTiming], about: dict[str, Any], *, as_json: bool, as_csv: bool) -> None:
-    """Print the timed steps to stdout as JSON, as CSV or as tables."""
-    if as_json:
+def print_rows(rows: Sequence[StepTiming], about: dict[str, Any], form: FormatOptions) -> None:
+    """Print the timed steps to stdout as JSON, as CSV, as one table in a markup language, or as tables by context and
+    batch."""
+    if form.as_json:
         say(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
-    elif as_csv:
+    elif form.as_csv:
         say_csv([field.name for field in fields(StepTiming)], (asdict(row) for row in rows))
+    elif form.markup:
+        say_markup(_table(rows, about), form.markup)
     else:
-        groups: dict[tuple[int, int], list[StepTiming]] = {}
-        for row in rows:
-            groups.setdefault((row.context, row.batch), []).append(row)
-        for group in groups.values():
-            _print_group(group, about)
+        for group in grouped(rows, GROUPING):
+            lesser = ("GB/s", "MB", "of floor", "timed", "error", "kv fraction")
+            show_fitting(_table(group, about), lesser, width=140)
 
 
-def _print_group(rows: list[StepTiming], about: dict[str, Any]) -> None:
-    first = rows[0]
+GROUPING = ("context", "batch")
+"""Fields of a row by which the tables for a terminal are divided."""
+
+
+def _table(rows: Sequence[StepTiming], about: dict[str, Any]) -> Table:
+    """Return a table of timed steps, with a column for each of GROUPING that differs."""
+    first, divided = rows[0], differing(rows, GROUPING)
     batch = f"{first.batch} questions over one document" if about["shared"] else f"batch {first.batch}"
     table = titled_table(
         f"{first.context:,} tokens, {batch}, {about['heads']} heads on {about['kv_heads']}, "
         f"D = {about['head_dim']}, {about['dtype']}, {about['machine']}, caches {about['caches']}; "
         f"a copy reaches {about['copy_bandwidth'] / 1e9:,.1f} GB/s",
         ["method"],
-        ["budget", "ms [quartiles]", "speed-up", "kv fraction", "MB", "GB/s", "of floor", "error", "timed"],
+        [
+            *divided,
+            *("budget", "ms [quartiles]", "speed-up", "kv fraction", "MB", "GB/s", "of floor", "error", "timed"),
+        ],
     )
-    for row in rows:
-        table.add_row(
-            row.name,
-            "" if row.budget is None else str(Budget(row.budget)),
-            f"{row.median_ms:.4f} [{row.lower_ms:.4f}, {row.upper_ms:.4f}]",
-            f"{row.speedup:.2f}",
-            f"{row.kv_fraction:.3f}",
-            f"{row.bytes / 1e6:,.1f}",
-            f"{row.bandwidth / 1e9:,.1f}",
-            f"{row.floor_share:.2f}",
-            f"{row.output_error:.4f}",
-            row.timed,
-        )
-    show_fitting(table, ("GB/s", "MB", "of floor", "timed", "error", "kv fraction"), width=140)
+    for group in grouped(rows, GROUPING):
+        for row in group:
+            table.add_row(
+                row.name,
+                *(f"{getattr(row, name):,}" for name in divided),
+                "" if row.budget is None else str(Budget(row.budget)),
+                f"{row.median_ms:.4f} [{row.lower_ms:.4f}, {row.upper_ms:.4f}]",
+                f"{row.speedup:.2f}",
+                f"{row.kv_fraction:.3f}",
+                f"{row.bytes / 1e6:,.1f}",
+                f"{row.bandwidth / 1e9:,.1f}",
+                f"{row.floor_share:.2f}",
+                f"{row.output_error:.4f}",
+                row.timed,
+            )
+        table.add_section()
+    return table
 
 
-def print_model_rows(rows: Sequence[ModelRow], about: dict[str, Any], *, as_json: bool) -> None:
+def print_model_rows(rows: Sequence[ModelRow], about: dict[str, Any], form: TableOptions) -> None:
     """Print the timed steps of a whole model to stdout as JSON or as a table."""
-    if as_json:
+    if form.as_json:
         return say(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
     compiled = ", compiled" if about["compiled"] else ""
     shared = "a batch over one document, " if about["shared"] else ""
@@ -138,4 +152,6 @@ def print_model_rows(rows: Sequence[ModelRow], about: dict[str, Any], *, as_json
             f"{row.kv_fraction:.3f}",
             row.timed,
         )
+    if form.markup:
+        return say_markup(table, form.markup)
     show_fitting(table, ("timed", "kv fraction", "batch", "tokens/s"), width=140)

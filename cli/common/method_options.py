@@ -102,10 +102,11 @@ def _flags(own: inspect.Parameter) -> Iterator[str]:
         # In an annotation, typer stores the first name in `default` until it makes the option.
         names = [one for one in (option.default, *(option.param_decls or ())) if isinstance(one, str)]
         flags = [flag for name in names for flag in re.split(r"\s*/\s*", name)]
-        yield from flags or (_flag(own.name), _flag(f"no_{own.name}"))
+        yield from flags or (flag(own.name), flag(f"no_{own.name}"))
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """Return the command-line option of a field."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -129,9 +130,9 @@ def _options(
         for field in fields(method):
             if any(field is one for one in preset):
                 continue
-            if field.name in taken or _flag(field.name) in taken:
+            if field.name in taken or flag(field.name) in taken:
                 raise UsageError(
-                    f"{_flag(field.name)} of {name} is also an option of the command itself; rename the method's field"
+                    f"{flag(field.name)} of {name} is also an option of the command itself; rename the method's field"
                 )
             of_field = owners.setdefault(field.name, [])
             of_field.append((name, field))
@@ -143,7 +144,7 @@ def _options(
 def _check_kind(field: Field[Any], name: str, kind: str, other: str) -> None:
     """Raise UsageError if a method's field has another type than the field of the same name of another method."""
     if _kind(field.type) != kind:
-        raise UsageError(f"{_flag(field.name)} is {kind} for {other} and {_kind(field.type)} for {name}; rename one")
+        raise UsageError(f"{flag(field.name)} is {kind} for {other} and {_kind(field.type)} for {name}; rename one")
 
 
 def _kind(annotation: Any) -> str:

@@ -3,10 +3,10 @@
 import os
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -252,17 +252,39 @@ QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progr
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, with unrounded numbers.")]
 
 
+Markup = Literal["latex", "markdown"]
+"""Markup language of a table that is not for a terminal."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class FormatOptions:
-    """Options for the format in which a command prints its result; without them it prints tables."""
+class TableOptions:
+    """Options for the format in which a command prints its result; without them it prints tables for a terminal."""
 
     as_json: JsonOption = False
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False
+    as_latex: Annotated[
+        bool, typer.Option("--latex", help="Print one LaTeX table and nothing else; it needs the package booktabs.")
+    ] = False
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print one Markdown table (GitHub's) and nothing else.")
+    ] = False
 
     def check(self) -> None:
-        """Raise UsageError if both --json and --csv are given."""
-        if self.as_json and self.as_csv:
-            raise UsageError("--json and --csv exclude each other: choose one")
+        """Raise UsageError if more than one format is given."""
+        given = [f"--{field.name.removeprefix('as_')}" for field in fields(self) if getattr(self, field.name)]
+        if len(given) > 1:
+            raise UsageError(f"{given[0]} and {given[1]} exclude each other: choose one")
+
+    @property
+    def markup(self) -> Markup | None:
+        """The markup language of the table; None: a table for a terminal."""
+        return "latex" if self.as_latex else "markdown" if self.as_markdown else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatOptions(TableOptions):
+    """The options of `TableOptions`, and CSV."""
+
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,32 @@
-"""Tables on stdout, which fit into the terminal without a cut name or number."""
+"""Tables on stdout: those that fit into the terminal without a cut name or number, and those in LaTeX or Markdown."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Column, Table
 
-from sparsekv.cli.common.console import say_wrapped, stdout_console
+from sparsekv.cli.common.console import say, say_wrapped, stdout_console
+from sparsekv.cli.common.options import Markup
+from sparsekv.cli.common.streams import printable
 
+T = TypeVar("T")
+_LATEX = str.maketrans(
+    {
+        **{character: f"\\{character}" for character in "&%$#_{}"},
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+        "*": "{*}",  # LaTeX reads a star or a bracket after a row's end as an argument of the row's end
+        "[": "{[}",
+    }
+)
+_MARKDOWN = str.maketrans({character: f"\\{character}" for character in "\\`*_<>|~&"})
 MOST_COLUMNS = 10_000
 """Columns of a terminal into which every table fits."""
 
@@ -22,6 +40,19 @@ def titled_table(title: str, texts: Iterable[str], numbers: Iterable[str], *, wr
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=not wrap)
     return table
+
+
+def grouped(rows: Iterable[T], names: Sequence[str]) -> list[list[T]]:
+    """Return the rows in groups, those with equal values of the fields `names`, in the order of their first rows."""
+    groups: dict[tuple[Any, ...], list[T]] = {}
+    for row in rows:
+        groups.setdefault(tuple(getattr(row, name) for name in names), []).append(row)
+    return list(groups.values())
+
+
+def differing(rows: Iterable[object], names: Sequence[str]) -> list[str]:
+    """Return those of the fields `names` that do not have one value in all rows."""
+    return [name for name in names if len({getattr(row, name) for row in rows}) > 1]
 
 
 def show_fitting(table: Table, lesser: Sequence[str], width: int = 120) -> None:
@@ -47,6 +78,33 @@ def show_fitting(table: Table, lesser: Sequence[str], width: int = 120) -> None:
     console.print(slim)
     if left_out:
         say_wrapped([f"Not shown in {console.width} columns: {', '.join(left_out)} (a wider terminal or --json)."])
+
+
+def say_markup(table: Table, markup: Markup) -> None:
+    """Print a table without its title to stdout, as LaTeX with the package booktabs or as GitHub's Markdown."""
+    say("\n".join(_latex(table) if markup == "latex" else _markdown(table)))
+
+
+def _latex(table: Table) -> list[str]:
+    header, *rows = [f"{' & '.join(cells)} \\\\" for cells in _marked_up(table, _LATEX)]
+    sections = ["\\midrule" if row.end_section and row is not table.rows[-1] else "" for row in table.rows]
+    body = [line for pair in zip(rows, sections, strict=True) for line in pair if line]
+    columns = "".join("r" if column.justify == "right" else "l" for column in table.columns)
+    begin, end = [f"\\begin{{tabular}}{{{columns}}}", "\\toprule"], ["\\bottomrule", "\\end{tabular}"]
+    return [*begin, header, "\\midrule", *body, *end]
+
+
+def _markdown(table: Table) -> list[str]:
+    header, *rows = [f"| {' | '.join(cells)} |" for cells in _marked_up(table, _MARKDOWN)]
+    ruler = "|".join("---:" if column.justify == "right" else "---" for column in table.columns)
+    return [header, f"|{ruler}|", *rows]
+
+
+def _marked_up(table: Table, escapes: Mapping[int, str]) -> list[list[str]]:
+    """Return the header and the rows of a table, each cell on one line and escaped."""
+    columns = [[column.header, *column.cells] for column in table.columns]
+    texts = [[printable(" ".join(str(cell).split())).translate(escapes) for cell in column] for column in columns]
+    return [list(row) for row in zip(*texts, strict=True)]
 
 
 def _header(column: Column) -> str:

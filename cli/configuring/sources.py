@@ -24,7 +24,7 @@ from sparsekv.formats.errors import UsageError
 EITHER = (
     ("schedule", "budget"),
     ("schedule", "step"),
-    ("json", "csv"),
+    ("json", "csv", "latex", "markdown"),
     ("target-recall", "target-error", "target-perplexity"),
 )
 """Groups of options that exclude each other. An option on the command line outranks the file's default for another

@@ -5,8 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+from rich.table import Table
+
 from sparsekv.cli.common.console import note, say, say_csv
-from sparsekv.cli.common.tables import show_fitting, titled_table
+from sparsekv.cli.common.options import FormatOptions
+from sparsekv.cli.common.tables import differing, grouped, say_markup, show_fitting, titled_table
 from sparsekv.cli.pages.page import Page, budget_texts, report_page
 from sparsekv.formats.index.schema import AUTO
 from sparsekv.runtime.evaluation.table import Cell, Score
@@ -28,20 +31,22 @@ def evaluation_record(rows: Sequence[Score], cells: Sequence[Cell], about: dict[
     return {**about, "rows": [asdict(row) for row in rows], "depths": [asdict(cell) for cell in cells]}
 
 
-def print_rows(
-    rows: Sequence[Score], cells: Sequence[Cell], about: dict[str, Any], *, as_json: bool, as_csv: bool
-) -> None:
-    """Print the rows to stdout as JSON, as CSV or as tables."""
-    if as_json:
+GROUPING = ("task", "length", "metric")
+"""Fields of a row by which the tables for a terminal are divided."""
+
+
+def print_rows(rows: Sequence[Score], cells: Sequence[Cell], about: dict[str, Any], form: FormatOptions) -> None:
+    """Print the rows to stdout as JSON, as CSV, as one table in a markup language, or as tables by task, length and
+    metric."""
+    if form.as_json:
         say(json.dumps(evaluation_record(rows, cells, about), indent=1))
-    elif as_csv:
+    elif form.as_csv:
         say_csv([field.name for field in fields(Score)], (asdict(row) for row in rows))
+    elif form.markup:
+        say_markup(_table(rows, about), form.markup)
     else:
-        groups: dict[tuple[str, int | None, str], list[Score]] = {}
-        for row in rows:
-            groups.setdefault((row.task, row.length, row.metric), []).append(row)
-        for group in groups.values():
-            _print_group(group, about)
+        for group in grouped(rows, GROUPING):
+            show_fitting(_table(group, about), ("s", "kv fraction", "difference to dense [95%]"))
 
 
 def note_few_contexts(rows: Sequence[Score], *, quiet: bool) -> None:
@@ -61,31 +66,33 @@ def _counted(row: Score) -> str:
     return f"{row.questions} question{questions} about {row.contexts} context{contexts}"
 
 
-def _print_group(rows: list[Score], about: dict[str, Any]) -> None:
-    first = rows[0]
+def _table(rows: Sequence[Score], about: dict[str, Any]) -> Table:
+    """Return a table of scores, with a column for each of GROUPING that differs."""
+    first, divided = rows[0], [*differing(rows, GROUPING), *differing(rows, ("prefill",))]
     asked = "" if first.length is None else f" ({first.length:,} asked for)"
     mean = "" if first.contexts == 1 else "on average "
     unit = f" in {first.unit}" if first.unit else ""
     stored = "" if about["weights"] == AUTO else f", {about['weights']} weights"
     stored += "" if about["kv_dtype"] == AUTO else f", keys and values in {about['kv_dtype']}"
-    shown = ["prefill"] if len({row.prefill for row in rows}) > 1 else []
     table = titled_table(
         f"{first.task}: {_counted(first)} of {mean}"
         f"{first.tokens:,.0f} tokens{asked}, {first.metric}{unit}, {about['model']}{stored}",
-        [*shown, "method"],
+        [*divided, "method"],
         ["budget", "score [95%]", "difference to dense [95%]", "kv fraction", "s"],
     )
-    for row in rows:
-        table.add_row(
-            *([row.prefill] if shown else []),
-            f"{row.method} {row.variant}".strip(),
-            "" if row.budget is None else str(Budget(row.budget)),
-            f"{row.score:.1f} [{row.score_low:.1f}, {row.score_high:.1f}]",
-            _difference(row),
-            "" if row.kv_fraction is None else f"{row.kv_fraction:.3f}",
-            f"{row.seconds:.2f}",
-        )
-    show_fitting(table, ("s", "kv fraction", "difference to dense [95%]"))
+    for group in grouped(rows, GROUPING):
+        for row in group:
+            table.add_row(
+                *(str(getattr(row, name)) for name in divided),
+                f"{row.method} {row.variant}".strip(),
+                "" if row.budget is None else str(Budget(row.budget)),
+                f"{row.score:.1f} [{row.score_low:.1f}, {row.score_high:.1f}]",
+                _difference(row),
+                "" if row.kv_fraction is None else f"{row.kv_fraction:.3f}",
+                f"{row.seconds:.2f}",
+            )
+        table.add_section()
+    return table
 
 
 def _difference(row: Score) -> str:

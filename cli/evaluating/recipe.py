@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 from sparsekv.cli.common.loading import load
 from sparsekv.cli.common.ray_cluster import RayCluster, RayWorker, whole_model
@@ -24,18 +24,24 @@ from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill
 from sparsekv.runtime.decoding.choose_config import question_prefill
 from sparsekv.runtime.evaluation.engine import Comparison, Parts, Progress, evaluate, unanswered
 from sparsekv.runtime.evaluation.inputs import work_folder
-from sparsekv.runtime.evaluation.table import Answers
+from sparsekv.runtime.evaluation.table import Answers, Cell, Score
 from sparsekv.runtime.evaluation.tasks import Context
 from sparsekv.runtime.selection.interface import Budget, Method
-from sparsekv.runtime.selection.registry import configure, refuse_unused
+from sparsekv.runtime.selection.registry import configure, parameters_label, refuse_unused
+
+T = TypeVar("T", Score, Cell)
 
 
 @dataclass(frozen=True)
 class EvalRecipe:
-    """The settings of an evaluation by `eval`, parsed from its options. Answers go to the folder `work`."""
+    """The settings of an evaluation by `eval`, parsed from its options. Answers go to the folder `work`.
+
+    `labels` has the options of each method and of its index that the user set, such as `page_size=8`.
+    """
 
     options: EvalOptions
     work: Path
+    labels: dict[str, str]
     methods: dict[str, Method]
     budgets: list[Budget]
     build: BuildConfig
@@ -62,6 +68,10 @@ class EvalRecipe:
         return cls(
             options=options,
             work=work_folder(options.document, options.data, options.work),
+            labels={
+                name: parameters_label(given, one, *([built[name]] if name in built else []))
+                for name, one in chosen.items()
+            },
             methods={name: configure(one, given) for name, one in chosen.items()},
             budgets=budgets,
             build=BuildConfig(
@@ -74,6 +84,11 @@ class EvalRecipe:
             prefills={name: configure(one, given) for name, one in ways.items()},
             question=question_prefill(prefill, options.question_budget, asking, given, QUESTION_OPTIONS),
         )
+
+    def labelled(self, rows: list[T]) -> list[T]:
+        """Return the rows, each with the options of its method at the beginning of its variant."""
+        parts = [(self.labels.get(row.method), row.variant) for row in rows]
+        return [replace(row, variant=" + ".join(filter(None, part))) for row, part in zip(rows, parts, strict=True)]
 
     def load(self) -> Comparison:
         """Load the model and return the comparison. Raises the errors of `load_model`."""

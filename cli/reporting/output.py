@@ -128,7 +128,7 @@ def print_report(report: RecallReport, groups: Sequence[str], within: float, sto
         answers: the result of `answers_line`.
     """
     rows, best = report.by(*groups), report.best_within(within)
-    show_fitting(_table(report, rows, groups), LESSER)
+    show_fitting(report_table(report, groups), LESSER)
     lines = [*legend(rows), best_line(best, within, shared=any(row.together > 1 for row in rows))]
     if most := [row for row in rows if row.kv_fraction > 1]:
         named = dict.fromkeys(row.name for row in most)
@@ -181,7 +181,9 @@ def best_line(best: RecallRow | None, within: float, *, shared: bool) -> str:
     )
 
 
-def _table(report: RecallReport, rows: Sequence[RecallRow], groups: Sequence[str]) -> Table:
+def report_table(report: RecallReport, groups: Sequence[str]) -> Table:
+    """Return the table of a report, with a row for each value of the columns in `groups`."""
+    rows = report.by(*groups)
     table = Table(
         title=f"{report.index}: {report.n_context:,} tokens, {report.n_middle:,} indexed, "
         f"{report.n_queries} queries, {report.model}, prefill {report.prefill}",

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from rich.table import Table
+
 from sparsekv.cli.common.console import say_wrapped
 from sparsekv.cli.common.tables import show_fitting, titled_table
 from sparsekv.formats.index.reader import Artifact
@@ -64,14 +66,47 @@ LEGEND = (
 TIGHTENED = "searched for: a stricter target, because the requested target did not hold on the held-out queries."
 
 
-def record(artifact: Artifact, goal: Goal, tuned: list[Tuned], defaults: Defaults | None) -> dict[str, Any]:
+NEAR = 1.05
+"""Ratio of errors up to which two settings count as equally exact."""
+
+
+def least_error(tuned: list[Tuned], before: Tuned | None) -> Tuned:
+    """Return the setting of least error among those that hold and the default before."""
+    return min([*(one for one in tuned if one.holds), *([before] if before else [])], key=lambda one: one.error)
+
+
+def error_ratio(tuned: list[Tuned], before: Tuned | None) -> float | None:
+    """Return the error of the cheapest setting, divided by the least error. None if no setting holds, or if the least
+    error is 0."""
+    if not tuned[0].holds:
+        return None
+    least = least_error(tuned, before).error
+    return tuned[0].error / least if least else None
+
+
+def _error_line(tuned: list[Tuned], before: Tuned | None) -> list[str]:
+    """Return a line with the ratio of errors, or no line if the ratio is near 1."""
+    ratio = error_ratio(tuned, before)
+    if ratio is None or ratio <= NEAR:
+        return []
+    least = least_error(tuned, before)
+    return [
+        f"The cheapest setting has {ratio:.1f} times the error of {least.form.title} at {told_budget(least)}; "
+        "--target-error bounds the error."
+    ]
+
+
+def record(
+    artifact: Artifact, goal: Goal, tuned: list[Tuned], before: Tuned | None, defaults: Defaults | None
+) -> dict[str, Any]:
     return {
         "index": str(artifact.folder),
-        "target": goal.target().model_dump(),
         "recall_of": goal.reference.value,
         "tolerance": goal.tolerance,
         "default": None if defaults is None else defaults.model_dump(),
         "methods": [row(one) for one in tuned],
+        "before": before and row(before),
+        "error_ratio": error_ratio(tuned, before),
     }
 
 
@@ -92,10 +127,17 @@ def told_budget(one: Tuned) -> str:
 def print_table(
     artifact: Artifact, goal: Goal, tuned: list[Tuned], before: Tuned | None, dense_ms: float | None, advice: str
 ) -> None:
-    """Print the tuned settings as a table, with its legend and `advice` below.
+    """Print the tuned settings as a table, with its legend and `advice` below."""
+    show_fitting(tuned_table(artifact, goal, tuned, before, dense_ms), ("ms a layer's step", goal.beside))
+    words = {"measure": goal.measure, "beside": goal.beside, "reference": goal.reference}
+    tightened = [TIGHTENED] if any("searched for" in _said(one, goal, False) for one in tuned) else []
+    say_wrapped([*_error_line(tuned, before), *(line.format(**words) for line in LEGEND), *tightened, advice])
 
-    A column has the time of a layer's step unless `dense_ms` is None.
-    """
+
+def tuned_table(
+    artifact: Artifact, goal: Goal, tuned: list[Tuned], before: Tuned | None, dense_ms: float | None
+) -> Table:
+    """Return the table of the tuned settings. A column has the time of a layer's step unless `dense_ms` is None."""
     timed = [] if dense_ms is None else ["ms a layer's step"]
     table = titled_table(
         f"{artifact.folder}: the cheapest with {goal}, held out within {goal.tolerance:g}",
@@ -109,10 +151,7 @@ def print_table(
         table.add_section()
         holds = "" if before.holds else ", does not hold it"
         table.add_row(*_cells(before, goal, timed=bool(timed)), f"the default before{holds}")
-    show_fitting(table, ("ms a layer's step", goal.beside))
-    words = {"measure": goal.measure, "beside": goal.beside, "reference": goal.reference}
-    tightened = [TIGHTENED] if any("searched for" in _said(one, goal, False) for one in tuned) else []
-    say_wrapped([*(line.format(**words) for line in LEGEND), *tightened, advice])
+    return table
 
 
 def _cells(one: Tuned, goal: Goal, *, timed: bool) -> list[str]:
@@ -127,4 +166,4 @@ def _said(one: Tuned, goal: Goal, first: bool) -> str:
     if not one.holds:
         return "does not hold it"
     tightened = f"searched for {one.aim:.4f}" if one.aim != goal.value else ""
-    return ", ".join(part for part in ("best" if first else "", tightened) if part)
+    return ", ".join(part for part in ("cheapest" if first else "", tightened) if part)

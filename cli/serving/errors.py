@@ -1,10 +1,11 @@
 """Errors of the HTTP API, in the JSON format of OpenAI's API."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.responses import Response
 
 from sparsekv.formats.errors import SparsekvError, UsageError
@@ -69,6 +70,42 @@ UNSUPPORTED = "unsupported"
 """Marks a field of OpenAI's API that may only have the value without effect."""
 
 
+_REMEDIES = {
+    "greater_than": "give more than {gt}",
+    "greater_than_equal": "give at least {ge}",
+    "less_than": "give less than {lt}",
+    "less_than_equal": "give at most {le}",
+    "finite_number": "give a finite number",
+    "string_too_short": "give at least {min_length} character",
+    "string_too_long": "give at most {max_length} characters",
+    "too_short": "give at least {min_length} item",
+    "too_long": "give at most {max_length} items",
+    "literal_error": "give {expected}",
+}
+"""What to do about a pydantic error, by its type."""
+_TYPES = {
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "a string",
+    "list_type": "an array",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "none_required": "null",
+}
+"""The wanted type, by the type of the pydantic error for a value of another type."""
+
+
+def _remedy(errors: Sequence[ErrorDetails]) -> str:
+    """Return what to do about the errors of one value. A value of a wrong type has an error for each allowed type."""
+    first = next((one for one in errors if one["type"] not in _TYPES), None)
+    if first is None:
+        return f"give {' or '.join(dict.fromkeys(_TYPES[one['type']] for one in errors))}"
+    told = {name: f"{value:g}" if isinstance(value, float) else value for name, value in first.get("ctx", {}).items()}
+    return _REMEDIES.get(first["type"], "give another value").format(**told).replace("False", "false")
+
+
 def invalid(kind: type[BaseModel], error: ValidationError, given: Any) -> ApiError:
     """Return the error for an invalid body: the validation error with the longest path of fields.
 
@@ -77,20 +114,19 @@ def invalid(kind: type[BaseModel], error: ValidationError, given: Any) -> ApiErr
         given: the body, parsed from JSON.
     """
     paths = [(_path(one["loc"], given), one) for one in error.errors(include_url=False, include_input=False)]
-    # A field with several types has an error for each type. Errors other than a wrong type say more.
-    path, first = max(paths, key=lambda pair: (len(pair[0]), not pair[1]["type"].endswith("_type")))
-    name, told = ".".join(map(str, path)), first["msg"].removeprefix("Value error, ")
+    path, first = max(paths, key=lambda pair: len(pair[0]))
+    name, same = ".".join(map(str, path)), [one for where, one in paths if where == path]
     field_info = kind.model_fields.get(str(path[0])) if path else None
     if field_info is not None and UNSUPPORTED in field_info.metadata:
-        told = f"{name} is not supported; leave it out"
-        return ApiError(400, told, param=name, code="unsupported_parameter")
+        return ApiError(400, f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
     if first["type"] == "extra_forbidden":
         return ApiError(
             400, f"{name} is not a field of this request; leave it out", param=name, code="unknown_parameter"
         )
     if first["type"] == "missing":
         return ApiError(400, f"{name} is missing", param=name, code="missing_required_parameter")
-    return ApiError(400, f"{name}: {told}" if name else told, param=name or None, code="invalid_value")
+    told = f"{name}: {_remedy(same)}" if name else "the body is not an object; send a JSON object"
+    return ApiError(400, told, param=name or None, code="invalid_value")
 
 
 def _path(loc: tuple[int | str, ...], given: Any) -> list[int | str]:

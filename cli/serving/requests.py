@@ -2,6 +2,7 @@
 value without effect."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -236,5 +237,7 @@ def parsed(kind: type[Request], body: bytes) -> Request:
 def _refusal(kind: type[BaseModel], error: ValidationError, body: bytes) -> ApiError:
     first = error.errors(include_url=False, include_input=False)[0]
     if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
+        place = re.search(r"line (\d+) column (\d+)$", first["ctx"]["error"])
+        where = f" at line {place[1]}, column {place[2]}" if place else ""
+        return ApiError(400, f"the body is not JSON{where}; send a JSON object", code="invalid_json")
     return invalid(kind, error, json.loads(body))

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from sparsekv.cli.answering.options import SamplingOptions
 from sparsekv.cli.common.console import note, say
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.loading import load_for
@@ -33,7 +34,6 @@ from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.decoding.choose_config import choose_config
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.threads import exclusive
 from sparsekv.runtime.serving.scheduler import Scheduler
 
@@ -50,7 +50,7 @@ def run(options: ServeOptions) -> None:
     states = {name: state_of(folder) for name, folder in folders.items()}
     artifacts = {name: open_artifact(folder, called="INDEX") for name, folder in folders.items()}
     configs = {name: _config(options, artifact) for name, artifact in artifacts.items()}
-    sampling = Sampling(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
+    sampling = SamplingOptions(max_new_tokens=options.max_new_tokens, temperature=options.temperature).make()
     listening = bind(options.host, options.port)
     limits = _limits(options)
     first, *others = artifacts

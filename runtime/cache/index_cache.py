@@ -53,8 +53,8 @@ class BuiltLayers:
                     built,
                     found,
                     (
-                        "use the versions of transformers and sparsekv that built the index, or build the index again, "
-                        "with --force"
+                        "use the versions of transformers and sparsekv that built the index, or build the index again "
+                        "with `sparsekv build-index --force`"
                     ),
                 )
 

@@ -201,7 +201,7 @@ def framed_ids(
         border: the end of the text that the question follows; None: unknown.
     """
     if not question.strip():
-        raise UsageError("the question is empty; give it as an argument, with --prompt-file or on standard input")
+        raise UsageError("the question is empty; ask one")
     return torch.tensor(encode_question(index.tokenizer, border, chat, question, special_tokens=special_tokens))
 
 
@@ -224,7 +224,7 @@ def answer_room(index: OpenIndex, prompt_tokens: int) -> int | None:
     if positions is None:
         return None
     if prompt_tokens >= positions:
-        stretch = ", or build the index with --rope-scaling" if stretchable(config) else ""
+        stretch = ", or build the index with `sparsekv build-index --rope-scaling`" if stretchable(config) else ""
         raise UsageError(
             f"document and question have {prompt_tokens} tokens, and the model has {positions} positions; ask "
             f"a shorter question{stretch}"

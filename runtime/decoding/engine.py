@@ -82,8 +82,8 @@ class NotFiniteError(SparsekvError):
 
     def __init__(self) -> None:
         super().__init__(
-            "the model's logits are not finite numbers, so there is no answer; check the index with inspect --verify, "
-            "and the model in --dtype float32"
+            "the model's logits are not finite numbers, so there is no answer; check the index with "
+            "`sparsekv inspect --verify`, and the model in float32"
         )
 
 

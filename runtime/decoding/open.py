@@ -36,8 +36,8 @@ from sparsekv.runtime.decoding.threads import all_cores
 from sparsekv.runtime.sources.finder import SourceFinder
 
 REMEDY = (
-    "spread the model over several GPUs with --gpus, or ask with `generate` or `chat` by a sparse method and "
-    "--placement host"
+    "spread the model over several GPUs with `sparsekv --gpus`, or ask with `generate` or `chat` by a sparse method "
+    "and --placement host"
 )
 
 

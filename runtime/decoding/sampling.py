@@ -1,13 +1,14 @@
 """Sampling parameters, the logits processors that apply them, and drawing tokens."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from sparsekv.formats.errors import UsageError, check_at_least_one, check_type
+from sparsekv.formats.errors import UsageError, check_type
 
 LEAST_TEMPERATURE = 1e-5  # the smallest allowed temperature above 0, because float32 logits are divided by it
 
@@ -23,25 +24,37 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            check_type(f"--{field.name.replace('_', '-')}", getattr(self, field.name), field.type)
-        check_at_least_one(self, "max_new_tokens")
-        if not 0 <= self.temperature < math.inf:
-            raise UsageError(f"--temperature {self.temperature}: give 0 (greedy) or more")
-        if 0 < self.temperature < LEAST_TEMPERATURE:
-            raise UsageError(f"--temperature {self.temperature}: give 0 (greedy), or at least {LEAST_TEMPERATURE:g}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UsageError(f"--top-p {self.top_p}: give a share above 0 and at most 1")
-        if self.top_k is not None and self.top_k < 1:
-            raise UsageError(f"--top-k {self.top_k}: give at least 1")
-        if not -(2**63) <= self.seed < 2**63:
-            raise UsageError(f"--seed {self.seed}: give a whole number of at most {2**63 - 1}")
-        for option, value in {"--top-p": self.top_p, "--top-k": self.top_k}.items():
-            if value is not None and not self.temperature:
-                raise UsageError(
-                    f"{option} {value} has no effect at --temperature 0, which always takes the most likely token; "
-                    "give a temperature above 0, or leave the option out"
-                )
+        check_sampling(self)
+
+
+def check_sampling(values: Any, named: Callable[[str], str] = str) -> None:
+    """Raise UsageError for an invalid value.
+
+    Args:
+        values: an object with the fields of `Sampling`.
+        named: returns the name of a field in the message.
+    """
+    for field in fields(Sampling):
+        check_type(named(field.name), getattr(values, field.name), field.type)
+    wrong = {
+        "max_new_tokens": (values.max_new_tokens < 1, "at least 1"),
+        "temperature": (
+            not (values.temperature == 0 or LEAST_TEMPERATURE <= values.temperature < math.inf),
+            f"0 (greedy), or at least {LEAST_TEMPERATURE:g}",
+        ),
+        "top_p": (values.top_p is not None and not 0 < values.top_p <= 1, "a share above 0 and at most 1"),
+        "top_k": (values.top_k is not None and values.top_k < 1, "at least 1"),
+        "seed": (not -(2**63) <= values.seed < 2**63, f"a whole number of at most {2**63 - 1}"),
+    }
+    for name, (is_wrong, remedy) in wrong.items():
+        if is_wrong:
+            raise UsageError(f"{named(name)} {getattr(values, name)}: give {remedy}")
+    for name in ("top_p", "top_k"):
+        if (value := getattr(values, name)) is not None and not values.temperature:
+            raise UsageError(
+                f"{named(name)} {value} has no effect at {named('temperature')} 0, which always takes the most likely "
+                f"token; give a temperature above 0, or leave {named(name)} out"
+            )
 
 
 def warpers(sampling: Sampling) -> LogitsProcessorList:

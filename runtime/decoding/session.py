@@ -12,7 +12,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import Border, ChatFrame, Prompt
 from sparsekv.kernels.common.given_rows import with_cache
 from sparsekv.kernels.common.hook import route_attention
-from sparsekv.runtime.attention.config import DecodeConfig, QuestionPrefill
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, QuestionPrefill
 from sparsekv.runtime.attention.executors import GatherMaker
 from sparsekv.runtime.attention.sparse_layer import appends
 from sparsekv.runtime.cache.index_cache import IndexCache
@@ -30,13 +30,27 @@ from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.threads import all_cores, exclusive, free_cores
 
 
-@dataclass(frozen=True)
+def chosen_sampling(sampling: object) -> Sampling:
+    """Return the sampling; for None, a greedy one. Raises UsageError for an object of another type."""
+    if sampling is None:
+        return Sampling()
+    if not isinstance(sampling, Sampling):
+        raise UsageError(f"sampling is {sampling!r}: give sparsekv.Sampling(max_new_tokens=...)")
+    return sampling
+
+
+@dataclass(frozen=True, repr=False)
 class Session:
     """An open index, a decode config, and a cache for the config with the document's keys and values."""
 
     index: OpenIndex
     config: DecodeConfig
     cache: IndexCache
+
+    def __repr__(self) -> str:
+        artifact, attention = self.index.artifact, self.config.attention
+        method = attention.name if isinstance(attention, Dense) else f"{attention.title} at {self.config.budget}"
+        return f"Session({str(artifact.folder)!r}, {artifact.manifest.model.id}, {method})"
 
     @classmethod
     def open(
@@ -68,7 +82,7 @@ class Session:
         """
         with exclusive(self.index.model):
             ids = self._ids(question)
-            return generate(self.index, self.cache, ids, sampling or Sampling(), on_text, stop, sources)
+            return generate(self.index, self.cache, ids, chosen_sampling(sampling), on_text, stop, sources)
 
     def ask_all(
         self,
@@ -95,7 +109,8 @@ class Session:
         with exclusive(self.index.model):
             if reason := why_alone(self.index, self.config.attention, self.cache):
                 raise UsageError(f"{reason}; ask one question at a time")
-            requests = [Request(self._ids(one), sampling or Sampling(), sources=sources) for one in questions]
+            chosen = chosen_sampling(sampling)
+            requests = [Request(self._ids(one), chosen, sources=sources) for one in questions]
             found = dict(Engine(self.index, pack(self.cache, together)).answers(requests))
         return [found[number] for number in range(len(requests))]
 

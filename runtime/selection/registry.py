@@ -28,9 +28,14 @@ def configured_form(method: type[T], parameters: Mapping[str, Any]) -> tuple[str
 
     Returns None if the user set none of the method's parameters.
     """
-    names = {field.name for field in fields(method)}  # type: ignore[arg-type]  # methods are dataclasses
-    given = [f"{name}={value}" for name, value in parameters.items() if name in names and value is not None]
-    return (" ".join(given), configure(method, parameters)) if given else None
+    label = parameters_label(parameters, method)
+    return (label, configure(method, parameters)) if label else None
+
+
+def parameters_label(parameters: Mapping[str, Any], *owners: type) -> str:
+    """Return the parameters that the user set (not None) and that are fields of an owner, such as `rerank=4`."""
+    names = {field.name for owner in owners for field in fields(owner)}
+    return " ".join(f"{name}={value}" for name, value in parameters.items() if name in names and value is not None)
 
 
 def refuse_unused(

@@ -1,8 +1,10 @@
 """The scheduler: continuous batching of requests over several open indices of one model."""
 
+import atexit
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -30,6 +32,8 @@ PAUSE = 0.0005
 """Seconds that the scheduler then sleeps without the model's lock, so that another thread can take the lock."""
 LONGEST_WAIT = 60.0
 """Upper bound, in seconds, on the estimate of the time until the queue has room."""
+_running: set["Scheduler"] = set()
+"""Schedulers whose thread runs."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,9 @@ class Scheduler:
             lane.jobs.append(job)
             self._jobs[job] = lane
             if self._thread is None:
-                self._thread = Thread(target=self._run, name="sparsekv-serving")
+                # A daemon, because Python waits for other threads before it calls the functions of `atexit`.
+                self._thread = Thread(target=self._run, name="sparsekv-serving", daemon=True)
+                _running.add(self)
                 self._thread.start()
         return Stream(job.channel)
 
@@ -240,6 +246,7 @@ class Scheduler:
         except BaseException as error:
             with self._changed:
                 self._lanes, self._thread, jobs = [], None, list(self._jobs)
+                _running.discard(self)
             for job in jobs:
                 job.fail(error)
             raise
@@ -251,6 +258,7 @@ class Scheduler:
             self._close_unused()
             if not self._jobs:
                 self._thread = None
+                _running.discard(self)
                 self._changed.notify_all()
             return bool(self._jobs)
 
@@ -351,6 +359,17 @@ class Scheduler:
     def _new_lanes(self) -> bool:
         with self._changed:
             return any(lane.engine is None and lane.jobs for lane in self._lanes)
+
+
+@atexit.register
+def _end_running() -> None:
+    """Cancel all requests and wait until the threads have ended their step, when the interpreter exits.
+
+    An interpreter that exits while a thread runs torch's code is aborted. Therefore Ctrl-C does not end the wait.
+    """
+    while here := [one for one in list(_running) if one._process == os.getpid()]:
+        with suppress(KeyboardInterrupt):
+            here[0].close(0)
 
 
 def _one_step() -> bool:

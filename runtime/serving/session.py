@@ -12,7 +12,7 @@ from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.engine import why_alone
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
-from sparsekv.runtime.decoding.session import Session
+from sparsekv.runtime.decoding.session import Session, chosen_sampling
 from sparsekv.runtime.serving.scheduler import Scheduler
 from sparsekv.runtime.serving.stream import Stream
 from sparsekv.runtime.serving.submission import Submission
@@ -21,7 +21,7 @@ WAITING = 1 << 20
 """Maximum number of questions of one process that wait for a slot."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StreamingSession(Session):
     """A session with streamed answers for many threads and asyncio tasks at once.
 
@@ -29,8 +29,8 @@ class StreamingSession(Session):
     another, over a second cache.
     """
 
-    _schedulers: list[Scheduler] = field(default_factory=list, repr=False, compare=False)
-    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+    _schedulers: list[Scheduler] = field(default_factory=list, compare=False)
+    _lock: Lock = field(default_factory=Lock, compare=False)
 
     def stream(
         self,
@@ -58,7 +58,7 @@ class StreamingSession(Session):
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         ids = self._ids(question)
         return self._scheduler().submit(
-            Submission("", self.config, ids, sampling or Sampling(), stops, logprobs, timeout, sources)
+            Submission("", self.config, ids, chosen_sampling(sampling), stops, logprobs, timeout, sources)
         )
 
     def _scheduler(self) -> Scheduler:

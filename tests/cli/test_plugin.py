@@ -90,15 +90,58 @@ def test_without_the_package_its_method_is_told_as_unknown(with_plugin: Zygote, 
 def test_a_package_that_does_not_fit_is_told_in_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, told: str
 ) -> None:
-    _install_broken(tmp_path, name, value)
-    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError) as error:
+        _found(tmp_path, monkeypatch, name, value)
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        ("page: int", "page of broken.Odd has no default; give it one"),
+        ("page = 8", "page of broken.Odd has no annotation; annotate it with its type, or with ClassVar"),
+        ("page: int = 'x'", "page of broken.Odd is of the type int, and its default is 'x'"),
+        ("page: bool = 1", "page of broken.Odd is of the type bool, and its default is 1"),
+        (
+            "page: list[int] = field(default_factory=list)",
+            "page of broken.Odd is of the type list[int]; options are",
+        ),
+        ("page: int | None = None", "page of broken.Odd is of the type int | None; options are of the types int, "),
+        ("page: 'int' = 8", "page of broken.Odd has the annotation 'int' as text"),
+        ("pages: tuple[int, ...] = ()", "pages of broken.Odd has the default (); give it a tuple of numbers"),
+    ],
+)
+def test_a_field_that_can_be_no_option_is_told_when_the_package_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, told: str
+) -> None:
+    body = f"@dataclass(frozen=True)\nclass Odd(Method):\n    {field}\n"
+    with pytest.raises(UsageError) as error:
+        _found(tmp_path, monkeypatch, "odd", "broken:Odd", body)
+    assert str(error.value).startswith(f"method 'odd' of the installed package broken: field {told}")
+
+
+def test_a_class_with_fields_that_is_no_dataclass_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"package broken: broken\.Odd is not a dataclass; put @dataclass"):
+        _found(tmp_path, monkeypatch, "odd", "broken:Odd", "class Odd(Method):\n    page: int = 8\n")
+
+
+def test_what_is_not_an_option_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "    needs_index = True\n    revision: ClassVar[int] = 3\n    share: float = 1\n    _own = 5\n"
+    known = _found(tmp_path, monkeypatch, "odd", "broken:Odd", f"@dataclass(frozen=True)\nclass Odd(Method):\n{body}")
+    assert known["odd"].needs_index
+
+
+def _found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, body: str = ""
+) -> dict[str, type[Method]]:
+    """The methods that a process with the package finds."""
+    known = methods()  # before the package is there
+    _install_broken(folder, name, value, body)
+    monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "broken", raising=False)
-    known = methods()
     fresh: Registry[type[Method]] = Registry("method", "sparsekv.runtime.methods", "sparsekv.methods", Method)
     fresh.known = known
-    with pytest.raises(UsageError) as error:
-        fresh()
-    assert told in str(error.value)
+    return fresh()
 
 
 def test_a_command_beside_a_package_that_does_not_fit_ends_in_a_line(tmp_path: Path) -> None:
@@ -115,14 +158,15 @@ def test_a_command_beside_a_package_that_does_not_fit_ends_in_a_line(tmp_path: P
     assert "method 'odd' of the installed package broken cannot be loaded" in line
 
 
-def _install_broken(folder: Path, name: str, value: str) -> None:
+def _install_broken(folder: Path, name: str, value: str, body: str = "") -> None:
     """A package with one entry point, as pip would leave it in a folder."""
     facts = folder / "broken-1.0.dist-info"
     facts.mkdir()
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
     (facts / "entry_points.txt").write_text(ENTRY_POINTS.format(name=name, value=value))
     code = "from sparsekv.runtime.selection.interface import Method\nNUMBER = 1\nclass Quest(Method):\n    pass\n"
-    (folder / "broken.py").write_text(code)
+    imports = "from dataclasses import dataclass, field\nfrom typing import ClassVar\n"
+    (folder / "broken.py").write_text(f"{imports}{code}{body}")
 
 
 @dataclass(frozen=True)

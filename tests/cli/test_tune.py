@@ -55,7 +55,7 @@ def setting(place: Path) -> Defaults:
     return defaults
 
 
-def test_the_best_setting_becomes_the_default_and_is_used(place: Path) -> None:
+def test_the_cheapest_setting_becomes_the_default_and_is_used(place: Path) -> None:
     before = asked()
     assert (before["method"], before["budget"]) == (first_method(), 0.1)
     found = tuned()
@@ -89,7 +89,7 @@ def test_rows_are_sorted_and_those_that_hold_nothing_come_last(place: Path) -> N
     assert read_manifest(place / "doc.skv").defaults is None
 
 
-def test_a_table_names_the_best_and_a_note_the_default(place: Path) -> None:
+def test_a_table_names_the_cheapest_and_a_note_the_default(place: Path) -> None:
     outcome = run_here(*TUNE)
     assert outcome.code == 0, outcome.stderr
     *rows, before = [line for line in outcome.stdout.splitlines() if "│" in line and "%" in line]
@@ -99,9 +99,21 @@ def test_a_table_names_the_best_and_a_note_the_default(place: Path) -> None:
     assert "the default before" in before
     assert f"is the default now instead of {first_method()} at 10%" in outcome.stderr
     assert "recall of the oracle's best 5% of at least 0.7" in outcome.stdout
-    assert [("best" in row, "does not hold it" in row) for row in rows][::2] == [(True, False), (False, True)]
+    assert [("cheapest" in row, "does not hold it" in row) for row in rows][::2] == [(True, False), (False, True)]
     assert "; tune --reset removes it" in outcome.stderr
     assert "recall" in run_here("inspect").stdout
+
+
+def test_the_error_of_the_cheapest_is_compared_with_the_least_error(place: Path) -> None:
+    """The default before has centroids for the tokens that it does not select. A target of recall ignores them."""
+    run_here("tune", "--target-error", "0.9", "--method", "codes", "-q")
+    found = tuned("--dry-run")
+    errors = [row["error"] for row in [*found["methods"], found["before"]] if row["holds"] or row is found["before"]]
+    assert found["error_ratio"] == found["methods"][0]["error"] / min(errors)
+    table = run_here(*TUNE, "--dry-run", "-q").stdout
+    assert f"The cheapest setting has {found['error_ratio']:.1f} times the error of" in table
+    impossible = run_here("tune", "--target-error", "0.0001", "--method", "quest", "--dry-run", "--json", "-q")
+    assert json.loads(impossible.stdout)["error_ratio"] is None
 
 
 def test_what_a_search_costs_is_told_as_it_starts_and_at_its_end(place: Path) -> None:

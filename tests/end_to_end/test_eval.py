@@ -299,3 +299,15 @@ def test_a_kept_index_is_not_used_with_other_sinks(place: Path, tmp_path: Path) 
         _run(*_small(place, tmp_path / "work", *few))
     kept = {read_manifest(path).split.sinks for path in (tmp_path / "work").rglob("*.skv")}
     assert kept == {4, 8}
+
+
+def test_options_of_a_method_and_of_its_index_are_named(place: Path, tmp_path: Path) -> None:
+    ways = ("--method", "multipole", "--method", "quest", "--page-size", "8", "--levels", "0.2", "--residual")
+    small = ("--length", "500", "--contexts", "1", "--questions", "1", "--max-new-tokens", "1", "--budget", "5%")
+    asked = ("eval", place / "doc.txt", "--model", place / "model", "--work", tmp_path, *small, *ways, "-q")
+    named = {("dense", ""), ("quest", "page_size=8"), ("quest", "page_size=8 + residual")}
+    named |= {("multipole", "levels=0.2"), ("multipole", "levels=0.2 + residual")}
+    found = json.loads(_run(*asked, "--json"))
+    assert {(row["method"], row["variant"]) for row in found["rows"]} == named
+    assert {(cell["method"], cell["variant"]) for cell in found["depths"]} == named
+    assert "quest page_size=8 + residual" in _run(*asked)

@@ -2,6 +2,9 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -52,12 +55,14 @@ def test_one_asker_answers_many_questions_alike(index: api.Index) -> None:
 
 
 def test_what_is_asked_wrongly_is_told_in_the_words_of_the_api(index: api.Index) -> None:
-    with pytest.raises(UsageError, match="the question is empty"):
-        index.ask("")
     with pytest.raises(UsageError, match="question is a list: give one text"):
         index.ask([QUESTION])  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"sampling is 20: give sparsekv\.Sampling\(max_new_tokens"):
-        index.ask(QUESTION, 20)  # type: ignore[arg-type]
+    asker = index.asker("quest")
+    for ask in (index.ask, asker.ask, asker.stream, lambda question, sampling: asker.ask_all([question], sampling)):
+        with pytest.raises(UsageError, match=r"^sampling is 20: give sparsekv\.Sampling\(max_new_tokens"):
+            ask(QUESTION, 20)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"^the question is empty; ask one$"):
+            ask(" ", None)
     with pytest.raises(UsageError, match=r"budgit is not an argument of this call \(did you mean budget\?\)"):
         index.ask(QUESTION, budgit="5%")
     with pytest.raises(
@@ -72,6 +77,10 @@ def test_what_is_asked_wrongly_is_told_in_the_words_of_the_api(index: api.Index)
         index.ask(QUESTION, method="quest", hash_bits=3)
     with pytest.raises(UsageError, match=r"add it with `sparsekv build-index .* --method csattention`"):
         index.ask(QUESTION, method="csattention")
+    with pytest.raises(UsageError, match=r"^top_p 0\.5 has no effect at temperature 0, .* or leave top_p out$"):
+        Sampling(top_p=0.5)
+    with pytest.raises(UsageError, match=r"^the question is empty; ask one$"):
+        index.recall_report(["quest"], questions=["", QUESTION])
     with pytest.raises(
         UsageError, match=r"max_new_tokens is an argument of Sampling: give ask a Sampling\(max_new_tokens=20\)"
     ):
@@ -88,9 +97,12 @@ def test_one_name_and_one_budget_are_lists_of_one(index: api.Index) -> None:
     assert index.recall_report("window", 0.1) == index.recall_report(["window"], [0.1])  # type: ignore[arg-type]
 
 
-def test_an_index_is_one_line_in_a_notebook(folder: Path, index: api.Index) -> None:
+def test_an_index_and_a_session_are_one_line_in_a_notebook(folder: Path, index: api.Index) -> None:
     assert repr(index).startswith(f"Index('{folder / 'doc.skv'}', ")
     assert "\n" not in repr(index)
+    begin = f"Session({str(folder / 'doc.skv')!r}, {index.opened.artifact.manifest.model.id}, "
+    assert repr(index.asker("quest", "20%")) == f"{begin}quest at 20%)"
+    assert repr(index.asker("dense")) == f"{begin}dense)"
 
 
 def test_a_report_is_the_commands_row_by_row(folder: Path, index: api.Index) -> None:
@@ -174,12 +186,12 @@ def test_a_variant_says_only_what_the_method_does_not(index: api.Index) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "wanted"),
     [
-        ("max_new_tokens", 2.5, "--max-new-tokens 2.5: give a whole number"),
-        ("max_new_tokens", "5", "--max-new-tokens '5': give a whole number"),
-        ("max_new_tokens", True, "--max-new-tokens True: give a whole number"),
-        ("temperature", "hot", "--temperature 'hot': give a number"),
-        ("top_p", [0.5], r"--top-p \[0.5\]: give a number"),
-        ("seed", None, "--seed None: give a whole number"),
+        ("max_new_tokens", 2.5, "max_new_tokens 2.5: give a whole number"),
+        ("max_new_tokens", "5", "max_new_tokens '5': give a whole number"),
+        ("max_new_tokens", True, "max_new_tokens True: give a whole number"),
+        ("temperature", "hot", "temperature 'hot': give a number"),
+        ("top_p", [0.5], r"top_p \[0.5\]: give a number"),
+        ("seed", None, "seed None: give a whole number"),
     ],
 )
 def test_a_value_of_another_type_is_refused(name: str, value: object, wanted: str) -> None:
@@ -243,3 +255,22 @@ def test_a_fork_of_a_process_that_has_streamed_refuses_to_stream(index: api.Inde
         finally:
             os._exit(9)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+LEAVES = """
+import atexit, os, signal, sys
+ended = []
+atexit.register(lambda: print([piece.finish for piece in ended[0]][-1]))  # after sparsekv's own, which come last
+import sparsekv
+index = sparsekv.open_index(sys.argv[1])
+ended.append(index.asker("quest").stream("Which word?", sparsekv.Sampling(max_new_tokens=4000)))
+os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_ctrl_c_ends_a_process_with_its_unread_stream(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    command = [sys.executable, str(tmp_path / "leaves.py"), str(folder / "doc.skv")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stderr.splitlines()[-1], done.stdout) == ("KeyboardInterrupt", "cancelled\n")
+    assert done.returncode in (-signal.SIGINT, 1)  # 1 if torch evaluates a string at exit, which resets Python's flag

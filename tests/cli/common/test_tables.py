@@ -8,6 +8,8 @@ import pytest
 from support.command import run_here
 from support.terminal import on_terminal
 
+from sparsekv.cli.common.tables import say_markup, titled_table
+
 WIDTHS = (30, 60, 80, 100, 120)
 HOW = ("--method", "squeezed", "--method", "quest", "--budget", "10%", "-q")
 COMMANDS = {
@@ -53,3 +55,57 @@ def test_rows_are_stacked_where_no_column_fits(place: Path) -> None:
     asked, *_ = COMMANDS["recall-report"]
     _, shown = on_terminal(*asked, cwd=place, columns=30)
     assert re.search(r"\n\n(\*\n)?method: squeezed flat\nbudget: 10%\nselected tokens: ", shown)
+
+
+EVAL = ("eval", "doc.txt", "--model", "model", "--contexts", "1", "--tail", "64", "--questions", "1", "-q")
+TABLES = {
+    "recall-report": ("recall-report", *HOW, "--method", "oracle"),
+    "bench": (*COMMANDS["bench"][0], "--runs", "2", "--warm", "--batch", "1", "--batch", "2"),
+    "tune": COMMANDS["tune"][0],
+    "eval": (*EVAL, "--max-new-tokens", "1", "--length", "700", "--length", "800", "--method", "quest"),
+}
+
+
+@pytest.mark.parametrize("command", TABLES)
+def test_a_table_for_a_paper_is_alone_on_stdout_and_has_every_row(place: Path, command: str) -> None:
+    asked, table = TABLES[command], {}
+    for markup in ("latex", "markdown"):
+        outcome = run_here(*asked, f"--{markup}")
+        assert outcome.code == 0, outcome.stderr
+        table[markup] = outcome.stdout.splitlines()
+    begin, top, header, *body, bottom, end = table["latex"]
+    columns = begin.removeprefix("\\begin{tabular}{").removesuffix("}")
+    assert (top, bottom, end) == ("\\toprule", "\\bottomrule", "\\end{tabular}")
+    rows = [line for line in [header, *body] if line != "\\midrule"]
+    assert {line.count(" & ") + 1 for line in rows} == {len(columns)}
+    assert all(line.endswith(r" \\") and not re.search(r"(?<!\\)[%_#$]", line) for line in rows)
+    first, ruler, *others = table["markdown"]
+    assert {len(re.findall(r"(?<!\\)\|", line)) - 1 for line in table["markdown"]} == {len(columns)}
+    assert re.fullmatch(r"\|((---:|---)\|)+", ruler)
+    assert len(others) + 1 == len(rows)
+    words = [re.findall("[a-z]+", line) for line in (*rows, first, *others)]
+    assert sorted(words[: len(rows)]) == sorted(words[len(rows) :])  # times differ, and some rows are in their order
+    found = json.loads(run_here(*asked, "--json").stdout)
+    assert len(others) == len(found.get("rows") or [*found["methods"], found["before"]])
+
+
+def test_characters_with_a_meaning_in_latex_and_markdown_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    table = titled_table("a title", ["a\nname"], ["%"])
+    table.add_row("* 50% of a_b #1 & {x|y} <z> ^~$ \\", "[1, 2]")
+    say_markup(table, "latex")
+    assert capsys.readouterr().out.splitlines() == [
+        "\\begin{tabular}{lr}",
+        "\\toprule",
+        r"a name & \% \\",
+        "\\midrule",
+        r"{*} 50\% of a\_b \#1 \& \{x\textbar{}y\} \textless{}z\textgreater{} \textasciicircum{}\textasciitilde{}\$"
+        r" \textbackslash{} & {[}1, 2] \\",
+        "\\bottomrule",
+        "\\end{tabular}",
+    ]
+    say_markup(table, "markdown")
+    assert capsys.readouterr().out.splitlines() == [
+        "| a name | % |",
+        "|---|---:|",
+        r"| \* 50% of a\_b #1 \& {x\|y} \<z\> ^\~$ \\ | [1, 2] |",
+    ]

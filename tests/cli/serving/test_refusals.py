@@ -39,23 +39,27 @@ CHANGES: list[tuple[dict[str, Any], str, str]] = [
     ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
     ({"top_k": 5}, "top_k", "is not a field of this request"),
     ({"sparsekv": {"methods": "quest"}}, "sparsekv.methods", "is not a field of this request"),
-    ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
-    ({"max_tokens": "2"}, "max_tokens", "integer"),
+    ({"max_tokens": 0}, "max_tokens", ": give at least 1"),
+    ({"max_tokens": "2"}, "max_tokens", ": give a whole number"),
     ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "give one"),
-    ({"temperature": 3}, "temperature", "less than or equal to 2"),
-    ({"top_p": 0}, "top_p", "greater than 0"),
-    ({"n": 17}, "n", "less than or equal to 16"),
-    ({"seed": 2**63}, "seed", "less than"),
-    ({"stop": ""}, "stop", "at least 1 character"),
-    ({"stop": ["a", 5]}, "stop.1", "string"),
-    ({"stop": list("abcde")}, "stop", "at most 4 items"),
+    ({"temperature": 3}, "temperature", ": give at most 2"),
+    ({"top_p": 0}, "top_p", ": give more than 0"),
+    ({"n": 17}, "n", ": give at most 16"),
+    ({"seed": 2**63}, "seed", ": give less than"),
+    ({"stop": ""}, "stop", ": give at least 1 character"),
+    ({"stop": ["a", 5]}, "stop.1", ": give a string"),
+    ({"stop": 5}, "stop", ": give a string or an array"),
+    ({"stream": "yes"}, "stream", ": give true or false"),
+    ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", ": give false"),
+    ({"metadata": {"a": 5}}, "metadata.a", ": give a string"),
+    ({"stop": list("abcde")}, "stop", ": give at most 4 items"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
     ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
-    ({"messages": []}, "messages", "at least 1 item"),
-    ({"messages": [{"role": "tool", "content": "5"}]}, "messages.0.role", "'user'"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", ": give at most 20"),
+    ({"messages": []}, "messages", ": give at least 1 item"),
+    ({"messages": [{"role": "tool", "content": "5"}]}, "messages.0.role", ": give 'system', 'developer', 'user'"),
     ({"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
-    ({"messages": [user([{"type": "image_url"}])]}, "messages.0.content.0.type", "'text'"),  # type: ignore[arg-type]
+    ({"messages": [user([{"type": "image_url"}])]}, "messages.0.content.0.type", ": give 'text'"),  # type: ignore[arg-type]
     ({"messages": [user(" ")]}, "messages", "empty"),
     ({"messages": [{"role": "assistant", "content": "It is 9."}]}, "messages", "first must be the user's"),
     ({"messages": [user("a"), user("b")]}, "messages", ""),
@@ -67,10 +71,10 @@ CHANGES: list[tuple[dict[str, Any], str, str]] = [
     ({"sparsekv": {"prefill": "nothing"}}, "sparsekv", "prefill nothing"),
     ({"sparsekv": {"method": "quest", "gauge": True}}, "sparsekv", "quest cannot estimate"),
     ({"sparsekv": {"method": "dense", "gauge": True}}, "sparsekv", "no effect"),
-    ({"sparsekv": {"sources": 0}}, "sparsekv.sources", "greater than or equal to 1"),
+    ({"sparsekv": {"sources": 0}}, "sparsekv.sources", ": give at least 1"),
     ({"sparsekv": {"passages": 3}}, "sparsekv.passages", "is not a field of this request"),
     ({"model": "doc:codes"}, "model", "build-index doc.skv --method codes"),
-    ({"model": 5}, "model", "string"),
+    ({"model": 5}, "model", ": give a string"),
 ]
 
 
@@ -109,7 +113,13 @@ def test_fields_that_change_nothing_are_accepted(http: httpx2.Client) -> None:
 
 @pytest.mark.parametrize(
     ("body", "told"),
-    [(b"", "not JSON"), (b"{", "not JSON"), (b"[1]", "object"), (b"\xff{}", "not JSON"), (b"[" * 9999, "not JSON")],
+    [
+        (b"", "not JSON at line 1"),
+        (b"{", "not JSON"),
+        (b"[1]", "the body is not an object; send a JSON object"),
+        (b"\xff{}", "not JSON"),
+        (b"[" * 9999, "not JSON"),
+    ],
 )
 def test_a_body_that_is_no_request_is_refused(http: httpx2.Client, body: bytes, told: str) -> None:
     assert told in refusal(http.post(TEXT, content=body, headers={"Content-Type": "application/json"}), 400)["message"]

@@ -13,6 +13,7 @@ from support.small_index import build_small
 from support.tiny_models import END, START
 from transformers import GenerationConfig
 
+from sparsekv.cli.answering.options import SamplingOptions
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.decoding.answer import Answer, question_ids
 from sparsekv.runtime.decoding.engine import generate
@@ -32,23 +33,29 @@ def _answer(index: OpenIndex, sampling: Sampling, question: str = QUESTION, budg
 @pytest.mark.parametrize(
     ("sampling", "named"),
     [
-        ({"max_new_tokens": 0}, "--max-new-tokens 0"),
-        ({"max_new_tokens": -1}, "--max-new-tokens -1"),
-        ({"temperature": -0.1}, "--temperature -0.1"),
-        ({"temperature": 1e-40}, "--temperature 1e-40: give 0 (greedy), or at least 1e-05"),
-        ({"temperature": float("nan")}, "--temperature nan"),
-        ({"temperature": float("inf")}, "--temperature inf"),
-        ({"top_p": 0.0}, "--top-p 0.0"),
-        ({"top_p": 1.1}, "--top-p 1.1"),
-        ({"top_p": float("nan")}, "--top-p nan"),
-        ({"top_k": 0}, "--top-k 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens 0"),
+        ({"max_new_tokens": -1}, "max_new_tokens -1"),
+        ({"temperature": -0.1}, "temperature -0.1"),
+        ({"temperature": 1e-40}, "temperature 1e-40: give 0 (greedy), or at least 1e-05"),
+        ({"temperature": float("nan")}, "temperature nan"),
+        ({"temperature": float("inf")}, "temperature inf"),
+        ({"top_p": 0.0}, "top_p 0.0"),
+        ({"top_p": 1.1}, "top_p 1.1"),
+        ({"top_p": float("nan")}, "top_p nan"),
+        ({"top_k": 0}, "top_k 0"),
     ],
     ids=str,
 )
-def test_sampling_that_makes_no_sense_is_refused_by_its_flag(sampling: dict[str, Any], named: str) -> None:
+def test_sampling_that_makes_no_sense_is_refused_by_its_argument_or_its_option(
+    sampling: dict[str, Any], named: str
+) -> None:
     with pytest.raises(UsageError) as refusal:
         Sampling(**sampling)
     assert str(refusal.value).startswith(named)
+    with pytest.raises(UsageError) as refusal:
+        SamplingOptions(**sampling).make()
+    name, _, rest = named.partition(" ")
+    assert str(refusal.value).startswith(f"--{name.replace('_', '-')} {rest}")
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,7 @@ def test_a_turn_ends_once(full_index: OpenIndex, ending: list[int], closed: bool
 def test_a_full_model_is_told_from_a_long_question(full_index: OpenIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     talk = Conversation(full_index, setting("squeezed"))
     monkeypatch.setattr(full_index.model.config, "max_position_embeddings", len(full_index.input_ids) + 90)
-    with pytest.raises(UsageError, match=r"--rope-scaling$"):
+    with pytest.raises(UsageError, match=r"--rope-scaling`$"):
         talk.ask("?" * 100, SAMPLING)
     talk.ask(QUESTIONS[0], SAMPLING)
     spoken = len(talk.turns[0].tokens)
