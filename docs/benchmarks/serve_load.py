@@ -41,12 +41,14 @@ COMMAND = (sys.executable, "-m", "sparsekv.cli")
 class Found:
     """Measurements of all clients: numbers of tokens, of answers and of wrong answers, times, and failed requests.
 
-    `gaps` are the seconds between pieces of text, and `first` the seconds to an answer's first piece.
+    `gaps` are the seconds between pieces of text, and `first` the seconds to an answer's first piece. `before_end` is
+    the number of tokens while all clients still asked: an answer that ends later counts by the share of its time.
     """
 
     tokens: int = 0
     answers: int = 0
     wrong: int = 0
+    before_end: float = 0.0
     gaps: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -83,14 +85,14 @@ class Load:
         while time.perf_counter() < until:
             question = QUESTIONS[number % len(QUESTIONS)]
             try:
-                self._ask(question)
+                self._ask(question, until)
             except (OSError, ValueError, KeyError) as error:
                 with self.lock:
                     self.found.failures.append(f"{type(error).__name__}: {error}")
                 time.sleep(1)
             number += 1
 
-    def _ask(self, question: str) -> None:
+    def _ask(self, question: str, until: float) -> None:
         connection = HTTPConnection(*self.address, timeout=600)
         body = json.dumps(self.body | {"messages": [{"role": "user", "content": question}]})
         asked = time.perf_counter()
@@ -118,6 +120,7 @@ class Load:
         with self.lock:
             self.found.answers += 1
             self.found.tokens += tokens
+            self.found.before_end += tokens * min(1.0, (until - asked) / (time.perf_counter() - asked))
             self.found.gaps += gaps
             self.found.first.append(first)
             self.found.wrong += bool(self.expected) and text.strip() != self.expected[question]
@@ -214,6 +217,7 @@ def main() -> None:
         watcher.join()
     report(f"{given.clients} clients", many.found, together)
     print(f"tokens a second in all, against one client's: {together / speed:.2f}")
+    print(f"tokens a second while all clients ask: {many.found.before_end / given.seconds:.1f}")
     part = given.seconds / 3
     first = [size for at, size in samples if at < samples[0][0] + part]
     last = [size for at, size in samples if at > samples[-1][0] - part]
