@@ -61,7 +61,7 @@ def append(
     git log -3 | sparsekv append --index manual.skv -
     """
     artifact = open_artifact(index)
-    # Imported here, because they import transformers, which takes seconds; --help does not need it.
+    # Imported here, so that --help does not wait seconds for transformers.
     from sparsekv.cli.common.loading import load_for
     from sparsekv.indexing.append import (
         addition_record,

@@ -70,7 +70,7 @@ def chat(options: ChatOptions) -> None:
     config = options.attention.config(artifact)
     choices = Choices.of(options.attention, artifact, config)
     early = EarlyReading.of(artifact, options.run.device, config)
-    # Imported here, because they import transformers, which takes seconds; --help does not need it.
+    # Imported here, so that --help does not wait seconds for transformers.
     from sparsekv.cli.chatting.loop import HOW, converse, piped_questions
     from sparsekv.cli.chatting.session import Chat, describe
     from sparsekv.cli.common.loading import OpeningTimes, load_for

@@ -53,7 +53,7 @@ def convert(
         raise UsageError(f"{output} exists already; choose another name with --output")
     check_output(output)
     where = choose_device(device)
-    # Imported here, because it imports transformers, which takes seconds; --help does not need it.
+    # Imported here, so that --help does not wait seconds for transformers.
     from sparsekv.indexing.convert import convert_index
 
     refuse_little_room()

@@ -34,7 +34,7 @@ def serve(options: ServeOptions) -> None:
     """
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise SparsekvError(f"serve needs {', '.join(missing)}, which is not installed; pip install 'sparsekv[serve]'")
-    # Imported here, because it imports torch and transformers, which takes seconds; --help does not need them.
+    # Imported here, so that --help does not wait seconds for torch and transformers.
     from sparsekv.cli.serving.run import run
 
     run(options)

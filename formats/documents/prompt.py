@@ -251,7 +251,7 @@ def departure(tokenizer: PreTrainedTokenizerBase, prompt: FixedPrompt, text: str
         return ""
     frame, question = prompt.chat, SAMPLES[0]
     shown = f"{_shown(text, frame)}{BETWEEN}{question}"
-    now = chat_frame(tokenizer)  # its text before the document may have another date than the prompt's
+    now = chat_frame(tokenizer)  # `before` may have another date than the prompt's frame
     if now is None or render(tokenizer, [{"role": "user", "content": f"{text}{BETWEEN}{question}"}]) != (
         f"{now.before}{shown}{frame.after}"
     ):

@@ -80,7 +80,7 @@ class BuildFolder:
         self.unfinished = 0
         """Number of files that an interrupted build completed and the finished index lacks."""
         self._whole = set[tuple[str, str]]()
-        self._damaged: dict[str, bool] = {}  # by damaged path: whether `newly_damaged` has returned it
+        self._damaged: dict[str, bool] = {}  # whether `newly_damaged` has returned the path, by path
 
     def __enter__(self) -> Self:
         with self._writing():
@@ -207,7 +207,7 @@ class BuildFolder:
             if MANIFEST in self._folder.names():
                 base = manifest_in(self._folder)
                 check_names(base, self.folder)
-                if in_this_form(base):  # else its int8 format is an older one, and the build reuses none of its files
+                if in_this_form(base):  # an index with an older int8 format is not reused
                     check_layout(base, self.folder)
                 self.base = base
         except ArtifactError:

@@ -171,7 +171,8 @@ class Sequence:
         self.last = time.perf_counter()
         self.first = self.first or self.last
         ended = token in ends or len(self.answer) == self.longest
-        # The text of the first token is streamed before the next step, because a capture makes that step slow.
+        # The text of the first token is streamed before the next step, because capturing a CUDA graph makes that step
+        # slow.
         if ended or len(self.answer) == 1 or self.request.stop is not None:
             self.stream()
         if self.request.stop is not None:
@@ -366,7 +367,7 @@ class Engine:
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         self.read = None
         for sequence in self.active.values():
-            sequence.stream()  # while the device computes the step
+            sequence.stream()  # runs while the device computes the step
         fed = [one for each in passes for one in each]
         whole = [place for place, one in enumerate(fed) if self.active[one.slot].feed(one)]
         if not whole:

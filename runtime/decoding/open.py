@@ -288,7 +288,7 @@ class OpenIndex:
         """
         kept, self.kept = self.kept, None
         if kept is not None and kept.config == config and tail and gather_makers is None:
-            self.prepared = None  # the server's cache uses its selectors, which serve one cache
+            self.prepared = None  # the server's cache already uses the selectors of `prepared`
             return kept.cache
         if isinstance(config.attention, Dense):
             return self.dense_cache()

@@ -156,7 +156,7 @@ class ModelMeter:
         return self._known[form, tuple(shares.values())]
 
     def _measured(self, form: MethodSpec, shares: Shares) -> Point:
-        from sparsekv.runtime.decoding.perplexity import losses  # imported here, because it imports transformers
+        from sparsekv.runtime.decoding.perplexity import losses  # the module imports transformers
 
         if self.dense is None:
             whole = losses(self.index, self.index.dense_cache(self.after), self.fed, self.after)
