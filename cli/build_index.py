@@ -247,9 +247,9 @@ def build_index(options: BuildOptions) -> None:
     An interrupted build continues where it stopped when the same command runs again. If the folder holds the index of
     an earlier version of DOC, the unchanged beginning is not prefilled again, and that index's methods are rebuilt
     together with those named here. An index of another document (DOC has less than a third of its passages, and is not
-    its beginning) or for another model is left alone unless --force is given, and so is a dense prefill that a sparse
-    one would replace. With an index in place of DOC, methods are added to it from its own tokens, also where its
-    text is gone or more was appended.
+    its beginning) or for another model is left alone unless --force is given. So is a densely prefilled index, if this
+    build's prefill is sparse. If DOC is itself an index, methods are added to it from its own tokens, even if its text
+    is gone or text was appended.
 
     A folder is one document: its files, ordered by path (--order), each under a line with its path. Text of PDF, DOCX
     and HTML files is extracted. Hidden files, links, files that a .gitignore names and files without text are left out

@@ -57,8 +57,8 @@ def chat(options: ChatOptions) -> None:
 
     Model and index are loaded once. At a terminal, lines that begin with / are commands (/help lists them), pasted
     lines are one question, Ctrl-C stops an answer and Ctrl-D leaves. Where standard input is no terminal, each of its
-    lines is a question and none a command (one that looks like it is refused), and the answers go to stdout one after
-    another, without a prompt.
+    lines is a question and none a command (a line that looks like a command is refused), and the answers go to stdout
+    one after another, without a prompt.
 
     \b
     sparsekv chat --index manual.skv
@@ -78,7 +78,10 @@ def chat(options: ChatOptions) -> None:
 
     sampling, placement = options.sampling.make(), config.placement
     if isinstance(config.attention, Dense) and placement != "device":
-        note(f"--placement {placement} counts after /method NAME: dense attention reads everything", quiet=quiet)
+        note(
+            f"--placement {placement} has no effect before /method NAME: dense attention reads all keys and values",
+            quiet=quiet,
+        )
     piped, times = piped_questions(), OpeningTimes()
     named = options.model, options.run.device, options.run.dtype
     load = partial(load_for, artifact, *named, quiet=quiet, weights=options.weights)

@@ -24,7 +24,7 @@ def serve(options: ServeOptions) -> None:
 
     The server prints its address on stdout once it listens. Only this machine can ask it, unless --host says otherwise.
     On SIGTERM or Ctrl-C it refuses new requests, completes the answers that have begun, and ends; a second signal ends
-    those with an error. The exit code is 0, or 130 if Ctrl-C cut answers short.
+    these answers with an error. The exit code is 0, or 130 if Ctrl-C cut answers short.
 
     It needs pip install 'sparsekv[serve]'.
 

@@ -68,8 +68,8 @@ def _own(folder: Path) -> tuple[Path, FileLock]:
         unfinished = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.partial")
         unfinished.mkdir(parents=True)
         lock = FileLock(unfinished / OWNER)
-        # Until this process has the lock, another process may take the folder for that of a dead process, and remove it.
-        # Then try again with a new folder.
+        # Until this process has the lock, another process may take the folder for that of a dead process, and remove
+        # it. Then try again with a new folder.
         with contextlib.suppress(FileNotFoundError, FileExistsError, Timeout):
             lock.acquire(timeout=0)
             if (unfinished / OWNER).exists():

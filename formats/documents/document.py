@@ -292,7 +292,7 @@ def decode_text(data: bytes, name: str) -> str:
 
 
 def _way_out(data: bytes) -> str:
-    """Return the end of an error message: the option by which to read a text in another encoding."""
+    """Return the remedy at the end of an error message: an --encoding, or conversion to plain text."""
     zeros = [data[start:1000:2].count(0) for start in (0, 1)]
     if max(zeros) > len(data[:1000]) // 4 > 2 * min(zeros):
         return f", as UTF-16 does; give --encoding utf-16-{'le' if zeros[1] > zeros[0] else 'be'}"

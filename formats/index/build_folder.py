@@ -48,7 +48,10 @@ def check_output(path: Path) -> None:
         try:
             refuse_foreign(Folder(path))
         except OSError as error:
-            raise ArtifactError(f"cannot read {path}: {reason_of(error)}") from None
+            raise ArtifactError(
+                f"cannot read {path}: {reason_of(error)}; get permission to read it, or choose another folder "
+                "with --output"
+            ) from None
     there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not there.is_dir():
         raise ArtifactError(f"cannot write {path}: {there} is a file, not a folder; choose another name with --output")

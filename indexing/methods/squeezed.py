@@ -57,9 +57,10 @@ class SqueezedIndexer(ClusterIndexer):
 class _Lookup:
     """Calibration of one kind of lookup, level by level from the coarsest.
 
-    Each level but the finest gets a threshold. The coarsest level's keeps half of all tokens, and each further one
-    keeps half of the tokens that the level above keeps. The finest level gets a curve: the share of tokens kept at each
-    threshold. `group` is the number of queries whose scores are averaged, and `coarse` the index of the coarsest level.
+    Each level but the finest gets a threshold. The threshold of the coarsest level keeps half of all tokens. Each
+    further threshold keeps half of the tokens that the level above keeps. The finest level gets a curve: the share of
+    tokens kept at each threshold. `group` is the number of queries whose scores are averaged, and `coarse` the index of
+    the coarsest level.
     """
 
     group: int

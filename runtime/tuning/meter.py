@@ -131,8 +131,8 @@ class ModelMeter:
         split = index.split
         if index.artifact.manifest.states:
             raise UsageError(
-                f"--target-perplexity: {index.artifact.folder} stores no state of the model's layers that do not "
-                "attend at the beginning of its tail; give --target-error or --target-recall"
+                f"--target-perplexity: the model has layers with a state, and {index.artifact.folder} stores no state "
+                "for the beginning of its tail; give --target-error or --target-recall"
             )
         self.index, self.after = index, split.sinks + split.middle
         tail, half = index.input_ids[self.after :], split.tail // 2
