@@ -356,7 +356,7 @@ def adding_plan(
         chunk_size: tokens per forward pass if queries have to be computed again; None for the device's default.
 
     Raises:
-        ArtifactError: the index was prefilled by another version, in a way that this one does not know.
+        ArtifactError: another version prefilled the index in a way that this version does not know.
         UsageError: the prefill was sparse, and `chunk_size` is not the index's.
     """
     manifest = artifact.manifest

@@ -347,7 +347,7 @@ class GenerateOptions:
             help=(
                 "How many questions of --batch-file to answer at once. They share each step's reads of the "
                 f"document: all of them attend to the tokens that any of them selects. auto: {AT_ONCE['cpu']} on "
-                f"a CPU, up to {AT_ONCE['cuda']} on a GPU, 1 where they cannot."
+                f"a CPU, up to {AT_ONCE['cuda']} on a GPU, 1 if questions cannot be answered together."
             ),
         ),
     ] = "auto"

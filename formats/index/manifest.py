@@ -136,8 +136,8 @@ def read_journal(folder: Folder) -> Journal | None:
 class KeptJournal(Journal):
     """The journal of a running build, which any thread may change.
 
-    `name`, `add` and `note` write it to disk at once; `know` and `reuse` leave that to the next write. Writing raises
-    OSError if it fails.
+    `name`, `add` and `note` write the journal to disk at once. What `know` and `reuse` change is written by the next of
+    these calls. A write that fails raises OSError.
 
     Args:
         folder: the index's folder. A journal that an interrupted build left there is continued.

@@ -5,7 +5,7 @@ each sequence that is answering, and all tokens of the questions that begin. All
 one row without padding, so the model's weights and the document's keys and values are read once for all sequences.
 
 There are two exceptions. On a GPU the tokens of answers and the tokens of questions are two passes, and a CUDA graph
-may pad the former. In models with recurrent layers, each question is a pass of its own.
+may pad the pass of answers. In models with recurrent layers, each question is a pass of its own.
 """
 
 import time
