@@ -137,6 +137,8 @@ def draw(seed: int, palette: Palette = NO_PALETTE) -> Case:
     if case.ends and random.random() < 0.4:  # answers that end by themselves matter to what follows them
         deed = random.choice(["talk", "saved", "append to a talk"])
         case = replace(case, answer=random.choice([3, 6, 12]))
+    if case.encoding != UTF_8 and random.random() < 0.5:  # only commands read files
+        deed = random.choice(["command", "folder", "append to a talk"])
     if case.prefill != "dense" and random.random() < 0.7:  # whose rows depend on all that came before them
         deed = random.choice(["edit", "edit", "grow"])
     if case.family in WITH_STATES and deed in ("grow", "saved", "append to a talk"):

@@ -30,7 +30,7 @@ from .oracles import error_of, expect, expect_greedy
 from .questions import fed_with
 from .refusals import is_due
 from .talking import follows, truth
-from .world import World, stored_rows
+from .world import EDGES, World, stored_rows
 
 
 def as_arguments(options: Options) -> list[str]:
@@ -260,7 +260,8 @@ def append_to_a_talk(world: World, index: OpenIndex) -> None:
         return
     case = world.case
     random, question, last = Random(case.more), world.question(0), world.question(1)
-    more = world.some_text(random.choice([1, 9, 64, 250]), case.more)
+    more = world.padded(world.some_text(random.choice([1, 9, 64, 250]), case.more), EDGES[0])
+    rebuild = ["--rebuild"] if random.random() < 0.7 else []
     model = ["--model", "model", "-q", "--device", world.device]
     asking = [*model, "--method", DENSE, "--max-new-tokens", str(case.answer), "--json", *("--raw",) * case.raw]
     with placed(world):
@@ -269,7 +270,7 @@ def append_to_a_talk(world: World, index: OpenIndex) -> None:
         if saving.code:
             return
         spoken = world.open("talk.skv").input_ids
-        if ran(world, "append", "--index", "talk.skv", "--rebuild", *model, *reading_options(world), "more.txt").code:
+        if ran(world, "append", "--index", "talk.skv", *rebuild, *model, *reading_options(world), "more.txt").code:
             return
         outcome = ran(world, "generate", "--index", "talk.skv", *asking, "--", last)
     talk = world.open("talk.skv")

@@ -90,6 +90,10 @@ DUE = (
         rf"take {N};",
         less=True,
     ),
+    Due(
+        r"[\w, -]+ of talk\.skv cannot append tokens; give --rebuild to build such methods again from all tokens",
+        lambda case: case.rope in BY_LENGTH or bool({"squeezed", "h2o"} & dict(case.indexers).keys()),
+    ),
     Due("--method oracle: this is only an upper bound for other methods", lambda case: case.deed in TUNING),
     Due("no setting that reads less than the whole document reaches --target-", lambda case: case.deed in TUNING),
     Due(

@@ -61,8 +61,8 @@ class World:
     @cached_property
     def document(self) -> str:
         """A text of so many tokens as the case wants before a question; a token a byte."""
-        edge = EDGES[0] if self.case.padded else ""
-        return f"{edge}{self.some_text(self.case.tokens - self._head() - 2 * len(edge), self.case.text)}{edge}"
+        letters = self.case.tokens - self._head()
+        return self.padded(self.some_text(letters - self.case.padded * 2 * len(EDGES[0]), self.case.text), EDGES[0])
 
     def some_text(self, letters: int, seed: int) -> str:
         """A piece of English text of so many letters, without spaces at its ends. In a case with an encoding some are
@@ -72,6 +72,10 @@ class World:
         if self.case.encoding == UTF_8:
             return text
         return text[:-1].translate(ACCENTS).encode()[: len(text) - 1].decode(errors="ignore") + text[-1]
+
+    def padded(self, text: str, edge: str) -> str:
+        """A text between edges, if the case has white space there."""
+        return f"{edge}{text}{edge}" if self.case.padded else text
 
     def _head(self) -> int:
         """Tokens of the template before a user's text."""
@@ -102,8 +106,7 @@ class World:
         length = self.case.questions[number % len(self.case.questions)]
         if length == 1:
             return "qzx"[number % 3]
-        edge = EDGES[1] if self.case.padded else ""
-        return f"{edge}{self.some_text(length, self.case.text + 31 * (number + 1))}{edge}"
+        return self.padded(self.some_text(length, self.case.text + 31 * (number + 1)), EDGES[1])
 
     def whole_ids(self, question: str, document: str | None = None) -> torch.Tensor:
         """Token ids [N] of document and question as the tokenizer and its template have them."""
