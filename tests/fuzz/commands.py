@@ -58,8 +58,10 @@ def placed(world: World) -> Iterator[None]:
 
 
 def reading_options(world: World) -> list[str]:
-    """How commands that read the case's documents are told their encoding."""
-    return [] if world.case.encoding == UTF_8 else ["--encoding", world.case.encoding]
+    """How commands that read the case's documents are told their encoding; a byte order mark tells it, too."""
+    encoding = world.case.encoding
+    told = encoding == UTF_8 or (encoding in ("utf-16", "utf-32", "utf-8-sig") and world.case.more % 2)
+    return [] if told else ["--encoding", encoding]
 
 
 def is_read_back(world: World) -> bool:
