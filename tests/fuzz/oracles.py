@@ -143,7 +143,7 @@ def plain_over(
                 for given, own in zip(rows[layer], (keys, values), strict=True)
             )
             keys, values = (torch.cat(pair, 2) for pair in zip(earlier, (keys, values), strict=True))
-        if layer not in (hidden or {}):
+        if hidden is None or layer not in hidden:
             return keys, values, mask
         shown = torch.cat([~hidden[layer], torch.ones(keys.shape[2] - stored, dtype=torch.bool)]).to(device)
         return keys[:, :, shown], values[:, :, shown], None if mask is None else mask[..., shown]
