@@ -162,14 +162,15 @@ class AttentionOptions:
     parameters: dict[str, Any]
 
     def config(self, artifact: Artifact, *, gauge: bool = False) -> DecodeConfig:
-        """Return the config for answers over an index. Raises what `choose_config` raises, or UsageError."""
+        """Return the config for answers over an index. Raises what `choose_config` raises, or UsageError for an option
+        that has no meaning for the model or for dense attention."""
         layers = len(artifact.manifest.layers)
         if not 0 <= self.dense_layers <= layers:
             raise UsageError(
                 f"--dense-layers {self.dense_layers}: the model has {layers} layers; give a number from 0 to {layers}"
             )
         budget, parameters = (self.budget, self.parameters) if self.schedule is None else self._scheduled(self.schedule)
-        return choose_config(
+        config = choose_config(
             artifact,
             self.method,
             parameters,
@@ -183,6 +184,9 @@ class AttentionOptions:
             ahead=self.ahead,
             dense_layers=self.dense_layers,
         )
+        if isinstance(config.attention, Dense) and isinstance(config.question, QuestionPrefill):
+            refuse_beside_dense({"--prefill": self.prefill})
+        return config
 
     def _scheduled(self, schedule: str) -> tuple[str, dict[str, Any]]:
         """Split `--schedule` into a budget and the methods' parameters with `step`, the number of decode steps per
@@ -322,10 +326,9 @@ class GenerateAttention(AttentionOptions):
         meaning for dense attention."""
         config = super().config(artifact, gauge=gauge)
         if isinstance(config.attention, Dense):
-            by_method = isinstance(config.question, QuestionPrefill) and self.prefill
-            given = {"--guard": self.guard, "--gauge": gauge, "--ahead": self.ahead, "--prefill": by_method}
-            given["--dense-layers"] = self.dense_layers
-            refuse_beside_dense(given | {"--placement": self.placement != "device" and self.placement})
+            placement = self.placement != "device" and self.placement
+            given = {"--guard": self.guard, "--gauge": gauge, "--ahead": self.ahead, "--placement": placement}
+            refuse_beside_dense(given | {"--dense-layers": self.dense_layers})
         return config
 
 

@@ -1,5 +1,6 @@
 """Slash commands of a chat: their registry, their completion, and each command."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -115,7 +116,7 @@ def save(session: Chat, argument: str) -> None:
         raise UsageError("/save: give the new index a name, such as /save talk.skv")
     if not talk.turns:
         raise UsageError("/save: nothing was asked yet, and the document is saved already; ask first")
-    folder = Path(argument).expanduser()
+    folder = Path(os.path.expanduser(argument))
     refuse_unsavable(talk.index.artifact, folder, session.dtype, "/save")
     encoding = {"raw": talk.raw, "special_tokens": talk.special_tokens}
     save_session(talk.index, folder, talk.turns, **encoding, quiet=session.quiet)
@@ -171,7 +172,7 @@ def trace(session: Chat, argument: str) -> None:
         raise UsageError("/trace: give the page a name, such as /trace out.html")
     if not talk.turns:
         raise UsageError("/trace: nothing was asked yet; ask first")
-    output = Path(argument).expanduser()
+    output = Path(os.path.expanduser(argument))
     refuse_unwritable(output, "/trace")
     traced = TracedIndex(talk.index, replace(talk.config, placement="device"))
     answer, document = traced.trace(talk.last_asked(), len(talk.turns[-1].answer), truth=True)

@@ -99,21 +99,26 @@ def style_of(method: str, form: int) -> dict[str, Any]:
     """Return matplotlib keywords for a line. The method decides colour and marker, the same in every plot. `form`, the
     index of the method's variant, decides the dashes.
 
-    Besides dense attention, oracle and window, up to eighteen methods get different colours, and up to six variants of
-    a method different dashes.
+    Besides dense attention, oracle and window, up to 38 methods get different colours, and up to six variants of a
+    method different dashes.
+
+    Raises:
+        ValueError: there is no such method.
     """
-    ordered = [name for name in methods() if name not in COMPARED_WITH]
-    place = ordered.index(method) if method in ordered else 0
-    colours = _colours()
-    own = {"color": colours[place % len(colours)], "marker": MARKERS[place % len(MARKERS)]}
-    return COMPARED_WITH.get(method, own) | {"linestyle": LINES[form % len(LINES)], "alpha": 0.9}
+    look = COMPARED_WITH.get(method)
+    if look is None:
+        place = [name for name in methods() if name not in COMPARED_WITH].index(method)
+        colours = _colours()
+        look = {"color": colours[place % len(colours)], "marker": MARKERS[place % len(MARKERS)]}
+    return look | {"linestyle": LINES[form % len(LINES)], "alpha": 0.9}
 
 
 def _colours() -> list[Any]:
-    """Return tab20's colours without its greys. All dark colours come before the light colours, which look like
-    them."""
-    pairs = [(number, colour) for number, colour in enumerate(colormaps["tab20"].colors) if number // 2 != 7]  # type: ignore[attr-defined]
-    return [colour for number, colour in sorted(pairs, key=lambda pair: pair[0] % 2)]
+    """Return tab20's colours without its greys, followed by those of tab20b. All dark colours of tab20 come before the
+    light colours, which look like them."""
+    tab20, tab20b = (colormaps[name].colors for name in ("tab20", "tab20b"))  # type: ignore[attr-defined]
+    pairs = [(number, colour) for number, colour in enumerate(tab20) if number // 2 != 7]
+    return [*(colour for number, colour in sorted(pairs, key=lambda pair: pair[0] % 2)), *tab20b]
 
 
 def form_numbers(lines: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:

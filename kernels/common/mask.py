@@ -109,7 +109,10 @@ def _unless_all(window: Measured, known: int, end: int) -> Measured:
     if window is None or isinstance(window, str) or not known or window < known:
         return window
     if end > window:
-        return f"has a sliding window of {window} tokens, and the sequence exceeds it and the model's positions"
+        return (
+            f"has a sliding window of {window} tokens, which the sequence exceeds and the config's "
+            f"max_position_embeddings ({known}) does not"
+        )
     return None
 
 

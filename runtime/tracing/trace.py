@@ -278,6 +278,7 @@ SOURCES = 8
 """Maximum number of an answer's sources in its trace."""
 EVERYTHING = MethodSpec("oracle", "", Oracle())
 """Dense attention as a method: the oracle, used with a budget of all tokens."""
+DENSELY = DecodeConfig(EVERYTHING, question=Dense())
 
 
 @dataclass
@@ -322,11 +323,7 @@ class TracedIndex:
     @property
     def _attending(self) -> DecodeConfig:
         """The config with which the index answers. Dense attention runs as the oracle, whose steps can be recorded."""
-        return self._everything if isinstance(self.config.attention, Dense) else self.config
-
-    @property
-    def _everything(self) -> DecodeConfig:
-        return DecodeConfig(EVERYTHING, question=self.config.question)
+        return DENSELY if isinstance(self.config.attention, Dense) else self.config
 
     def hide(self, passages: Sequence[str]) -> torch.Tensor:
         """Mark the prompt's tokens that belong to some passages: [N] bool. Raises the errors of `tokens_of`.
@@ -369,15 +366,14 @@ class TracedIndex:
             "log_probability": self._log_probabilities(self._attending, hidden, question, first),
         }
         if truth:
-            found["dense_log_probability"] = self._log_probabilities(self._everything, hidden, question, first)
+            found["dense_log_probability"] = self._log_probabilities(DENSELY, hidden, question, first)
         return found
 
     def _log_probabilities(
         self, config: DecodeConfig, hidden: torch.Tensor, question: torch.Tensor, first: Answer
     ) -> list[float]:
         caches = (self._asker(config, self._hiding(some)).cache for some in (torch.zeros_like(hidden), hidden))
-        at_once = config.attention is EVERYTHING
-        return [log_probability(self.index, cache, question, first.ids, at_once=at_once) for cache in caches]
+        return [log_probability(self.index, cache, question, first.ids, at_once=config is DENSELY) for cache in caches]
 
     def _hiding(self, hidden: torch.Tensor) -> Callable[[int], GatherMaker]:
         return lambda layer: partial(HidingExecutor, hidden=hidden, sinks=self.index.split.sinks)

@@ -97,6 +97,16 @@ def test_a_table_is_sorted_by_numbers_and_back(shown: Show) -> None:
     assert column(one, "selected tokens") == ["100"] * 3 + ["50"] * 3
 
 
+def test_every_method_has_a_colour_of_its_own(shown: Show) -> None:
+    data = recall_data()
+    data["rows"] = [{**data["rows"][0], "method": f"method {number}"} for number in range(20)]
+    data["maps"]["rows"] *= 4
+    data["budgets"]["rows"] = ["5%"] * 20
+    lines = shown(report_page("", data, "recall_page.js")).page.locator("figure:has(.axes)").first.locator(".line")
+    colours = lines.evaluate_all("lines => lines.map(line => line.style.getPropertyValue('--own'))")
+    assert len(set(colours)) == len(colours) == 20
+
+
 def test_every_point_says_the_numbers_of_its_row(shown: Show) -> None:
     one = shown(recall())
     names = ("recall", "output error", "kv fraction")
@@ -219,16 +229,37 @@ def test_hostile_documents_stay_text(shown: Show, text: str) -> None:
     assert one.page.locator("script, style, img, iframe, svg svg, base, link").count() == 3
 
 
-def test_an_evaluation_says_intervals(shown: Show) -> None:
+def evaluation(cells: list[dict[str, Any]]) -> Page:
+    """An evaluation of dense attention and codes, with needles by depth in some `cells`."""
     way = {"task": "niah-single", "length": 600, "prefill": "dense", "method": "dense", "variant": "", "budget": None}
     counted = {"metric": "exact", "unit": "%", "contexts": 2, "questions": 8, "kv_fraction": 1.0, "seconds": 0.5}
     nothing = dict.fromkeys(("difference", "difference_low", "difference_high"))
     dense = {**way, **counted, **nothing, "score": 80.0, "score_low": 70.0, "score_high": 90.0}
     compared = {"difference": -5.0, "difference_low": -9.0, "difference_high": 1.0, "kv_fraction": 0.1}
     other = {**dense, **compared, "method": "codes", "budget": 0.05, "score": 75.0}
-    cell = {**way, "depth": 0.25, "questions": 4, "score": 75.0}
-    record = {"document": "doc", "model": "m", "seed": 0, "work": "w", "rows": [dense, other], "depths": [cell]}
-    one = shown(evaluation_page(json.loads(json.dumps(record))))
+    depths = [{**way, "questions": 4, **cell} for cell in cells]
+    record = {"document": "doc", "model": "m", "seed": 0, "work": "w", "rows": [dense, other], "depths": depths}
+    return evaluation_page(json.loads(json.dumps(record)))
+
+
+def test_needle_maps_have_one_scale_of_colours(shown: Show) -> None:
+    """Also one whose cells are all the same, and one without the lowest."""
+    scores = {"codes": (0.0, 100.0), "quest": (50.0, 100.0), "dense": (100.0, 100.0)}
+    cells = [
+        {"method": name, "depth": depth, "score": score}
+        for name, pair in scores.items()
+        for depth, score in zip((0.25, 0.75), pair, strict=True)
+    ]
+    maps = shown(evaluation(cells)).page.locator("figure.heat-map")
+    fill = "cells => cells.map(cell => getComputedStyle(cell).fill)"
+    codes, quest, dense = (one.locator("rect").evaluate_all(fill) for one in maps.all())
+    assert codes[1] == quest[1] == dense[0] == dense[1]
+    assert len({codes[0], quest[0], codes[1]}) == 3
+    assert {one.locator(".heat-bar .number").all_text_contents()[1] for one in maps.all()} == {"100.0"}
+
+
+def test_an_evaluation_says_intervals(shown: Show) -> None:
+    one = shown(evaluation([{"depth": 0.25, "score": 75.0}]))
     figure = one.page.locator("figure:has(.axes)")
     figure.locator("circle").dispatch_event("pointerenter")
     assert figure.locator("output").text_content() == "codes at 5%: score 75.0 [70.0, 90.0], kv fraction 0.100"

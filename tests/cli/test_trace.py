@@ -10,8 +10,12 @@ from jsonschema import Draft202012Validator
 from support.command import Outcome, fails, run_here, with_options
 from support.forked import zygote
 from support.html_page import WrittenPage
+from support.terminal import here_on_terminal
 from support.trace_document import synthetic_trace
 from support.trace_page import read_trace_page
+
+from sparsekv.cli.common import console
+from sparsekv.cli.common.streams import printable
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "reference" / "schemas" / "trace.json").read_text("utf-8"))
 QUESTION = ("trace", "What is 7 times 7?", "--index", "doc.skv", "--model", "model", "--max-new-tokens", "3")
@@ -47,6 +51,19 @@ def test_the_answer_is_on_stdout_as_generate_gives_it(place: Path) -> None:
     records = 3 * len(document["layers"]) * document["kv_heads"]
     assert f"{records} records of 3 tokens, 3 layers and 2 KV heads, {size:,} bytes" in outcome.stderr
     assert len(document["records"]) == records
+
+
+def test_progress_on_a_terminal_does_not_run_into_the_answer(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "EVERY", 0.001)
+    asked = with_options(QUESTION, "--max-new-tokens", "40", "--without", PASSAGE)
+    answer = printable(_text(run_here("generate", *with_options(QUESTION, "--max-new-tokens", "40")[1:], "-q")))
+    code, shown = here_on_terminal(*asked)
+    assert code == 0
+    before, found, after = shown.partition(answer)
+    assert found, shown
+    assert before.endswith("\n")
+    assert all("loading" in line for line in before.splitlines())
+    assert "answering without the passage, " in after
 
 
 @pytest.mark.parametrize("method", ["multipole", "dense"])
@@ -122,6 +139,7 @@ def test_a_made_up_trace_is_valid_and_adds_up() -> None:
         (("--max-new-tokens", "0"), ("--max-new-tokens 0",)),
         (("--budget", "0"), ("--budget 0",)),
         (("--prefill-budget", "9"), ("--prefill-budget 9", "--prefill")),
+        (("--method", "dense", "--prefill", "quest"), ("--prefill quest", "dense", "leave it out")),
     ],
 )
 def test_what_it_refuses(place: Path, options: tuple[str, ...], says: tuple[str, ...]) -> None:

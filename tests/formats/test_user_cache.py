@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from support.command import run_here
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.user.cache import cache_root, give_home
@@ -60,6 +61,11 @@ def test_where_no_folder_can_be_made_one_line_says_so(homeless: Path, monkeypatc
     monkeypatch.setattr(tempfile, "tempdir", str(homeless / "none"))
     with pytest.raises(SparsekvError, match=r"no home folder, and none can be made: .*; set HOME$"):
         give_home()
+
+
+def test_every_command_gives_an_unknown_user_a_home(homeless: Path) -> None:
+    assert "no.skv" in run_here("inspect", "-i", "no.skv").error()
+    assert Path.home() == homeless / f"sparsekv-{os.getuid()}"
 
 
 def test_a_home_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:

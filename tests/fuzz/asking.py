@@ -1,6 +1,7 @@
 """Deeds that ask: several questions at once, from other places, in other forms."""
 
 import json
+import re
 from contextlib import suppress
 from random import Random
 
@@ -16,9 +17,9 @@ from sparsekv.runtime.selection.interface import MethodSpec
 from sparsekv.runtime.tracing.trace import TracedIndex
 
 from .deeds import deed
-from .oracles import ROUNDING, Wrong, error_of, expect, expect_greedy
+from .oracles import ROUNDING, Wrong, error_of, expect, expect_greedy, plain_over
 from .questions import Checks, fed_with, rounding_decides, stepped, takes_everything
-from .world import World
+from .world import World, stored_rows
 
 
 @deed("batch", 10)
@@ -120,3 +121,74 @@ def trace(world: World, index: OpenIndex) -> None:
         if not rounding_decides(index, asker, fed, len(asked), logits):
             raise
     expect("NaN" not in json.dumps(document), "trace", "has a NaN")
+
+
+@deed("trace without", 4)
+def trace_without(world: World, index: OpenIndex) -> None:
+    """Without a passage the answer, and log-probabilities, are those of plain transformers whose layers that select do
+    not see its tokens: dense ones at any budget, the method's at all of it."""
+    case, random, everything = world.case, Random(world.case.more), takes_everything(world)
+    asked = question_ids(index, world.question(0), raw=case.raw)
+    changes = {"guard": None, "ahead": False, "placement": "device"}
+    if everything and random.random() < 0.7:
+        changes["prefill_budget"], budget = Checks(world, index).all_of_a_prefill(), "100%"
+    else:
+        everything, budget = False, case.budget
+    asker = world.asker(index, budget, **changes)
+    if appends(asker.cache.stored_layers):
+        return
+    start = random.randrange(len(world.document) - 6)
+    passage = world.document[start : start + random.randint(6, 40)]
+    traced = TracedIndex(index, asker.config)
+    hidden = traced.hide([passage])
+    expect(hidden.tolist() == _tokens_of(world, index, passage).tolist(), "hidden tokens", f"of {passage!r}")
+    first = asker.ask(asked, Sampling(case.answer))
+    found = traced.without(hidden, asked, case.answer, first, truth=True)
+    plainly = [_log_probability(world, index, asked, first.ids, some) for some in (torch.zeros_like(hidden), hidden)]
+    for kind in ("dense_log_probability", *(("log_probability",) if everything else ())):
+        for told, (expected, error) in zip(found[kind], plainly, strict=True):
+            expect(abs(told - expected) <= error, kind, f"{told}, not {expected}, of {first.ids} without {passage!r}")
+    if everything and (answer := _greedy(world, index, asked, hidden)) is not None:
+        expect(found["answer"] == answer, "answer without", f"{found['answer']!r}, not {answer!r}")
+
+
+def _tokens_of(world: World, index: OpenIndex, passage: str) -> torch.Tensor:
+    """Which tokens [N] of an index are of a passage, wherever it stands: a token is a byte of the document."""
+    trimmed = world.case.template == "trims" and not world.case.raw
+    document = world.document.lstrip() if trimmed else world.document
+    held = index.artifact.manifest.prompt.border.held if index.artifact.manifest.prompt.border else ""
+    first = len(index.input_ids) + len(held.encode()) - len(document.encode())
+    found = torch.zeros(len(index.input_ids), dtype=torch.bool)
+    for match in re.finditer(r"\s+".join(map(re.escape, passage.split())), document):
+        start, stop = (first + len(document[:place].encode()) for place in match.span())
+        found[start:stop] = True
+    return found
+
+
+def _without(world: World, index: OpenIndex, fed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits [T, V] of tokens [T] after the stored prompt, of which the layers that select do not see the hidden."""
+    rows = stored_rows(world.folder / "index.skv", world.case.layers)
+    of_layers = dict.fromkeys(index.artifact.manifest.indexed_layers, hidden)
+    return plain_over(world, rows, index.input_ids, fed, of_layers)
+
+
+def _log_probability(
+    world: World, index: OpenIndex, asked: torch.Tensor, answer: list[int], hidden: torch.Tensor
+) -> tuple[float, float]:
+    """An answer's log-probability, and the error that rounding may make."""
+    logits = _without(world, index, fed_with(asked, answer), hidden)[len(asked) - 1 :].double()
+    total = logits.log_softmax(-1).gather(1, torch.tensor(answer, device=logits.device)[:, None]).sum()
+    return float(total), 10 * ROUNDING * float(logits.abs().max()) * len(answer)
+
+
+def _greedy(world: World, index: OpenIndex, asked: torch.Tensor, hidden: torch.Tensor) -> str | None:
+    """The text of the greedy answer by plain transformers; None where rounding decides a token."""
+    answer: list[int] = []
+    most = min(world.case.answer, world.room(len(index.input_ids), len(asked)))
+    while len(answer) < most and not {*answer[-1:]} & world.ends:
+        logits = _without(world, index, torch.cat([asked, torch.tensor(answer, dtype=torch.long)]), hidden)[-1]
+        best = logits.topk(2)
+        if float(best.values[0] - best.values[1]) <= 20 * ROUNDING * float(logits.abs().max()):
+            return None
+        answer.append(int(best.indices[0]))
+    return str(world.tokenizer.decode(answer, skip_special_tokens=True))

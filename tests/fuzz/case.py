@@ -5,6 +5,9 @@ from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any
 
+from support.tiny_models import END, PAD, UNUSED
+
+from sparsekv.formats.documents.document import UTF_8
 from sparsekv.formats.index.schema import Weights
 from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.indexing.prefill.interface import prefills
@@ -18,8 +21,10 @@ class Case:
     """A model, a document, an index, a question and a deed. Defaults are the simplest: a failure is shrunk to them.
 
     Model: `original` is the length from which scaled positions differ, `positions` 0 for many, `window` 0 for the
-    family's own, `weights` the seed of its weights, `rounded` what they are rounded to, `ends` for short answers.
-    Document: `tokens` of the whole prompt, `text` its seed, `tokenizer` and `template` by name, `raw` without one.
+    family's own, `weights` the seed of its weights, `rounded` what they are rounded to, `ends` for short answers, `eos`
+    the tokens that end an answer by its generation config.
+    Document: `tokens` of the whole prompt, `text` its seed, `tokenizer` and `template` by name, `raw` without one,
+    `padded` for white space around document and questions, `encoding` of its file, and letters beyond ASCII for it.
     Index: `indexers` with their options.
     Answers: `method` with its options at `budget`, `questions` by their lengths in characters: of 1, if raw, in tokens.
     `threads` are torch's. `deed` is what follows the checks of all cases, by its name; `more` a number for it.
@@ -39,10 +44,13 @@ class Case:
     weights: int = 0
     rounded: Weights | None = None
     ends: bool = False
+    eos: tuple[int, ...] = (END,)
     tokenizer: str = "bytes"
     template: str = "chatml"
     raw: bool = False
     text: int = 0
+    padded: bool = False
+    encoding: str = UTF_8
     tokens: int = 200
     sinks: int = 4
     tail: int = 16
@@ -77,7 +85,8 @@ class Case:
 
 
 LIKELY = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "phi3", "smollm3", "qwen3_next", "falcon_h1")
-ROPES = ("linear", "yarn", "llama3", "dynamic", "longrope", "longrope")
+ROPES = ("linear", "yarn", "qwen-yarn", "llama3", "dynamic", "longrope", "longrope")
+ENCODINGS = ("utf-16", "utf-16-le", "utf-32", "latin-1", "cp1252", "utf-8-sig")
 
 
 class Palette:
@@ -126,10 +135,13 @@ def draw(seed: int, palette: Palette = NO_PALETTE) -> Case:
     case = _draw_answers(random, case, palette)
     deed = random.choices(list(DEEDS), [one.weight for one in DEEDS.values()])[0]
     if case.ends and random.random() < 0.4:  # answers that end by themselves matter to what follows them
-        deed, case = random.choice(["talk", "saved"]), replace(case, answer=random.choice([3, 6, 12]))
+        deed = random.choice(["talk", "saved", "append to a talk"])
+        case = replace(case, answer=random.choice([3, 6, 12]))
+    if case.encoding != UTF_8 and random.random() < 0.5:  # only commands read files
+        deed = random.choice(["command", "folder", "append to a talk"])
     if case.prefill != "dense" and random.random() < 0.7:  # whose rows depend on all that came before them
         deed = random.choice(["edit", "edit", "grow"])
-    if case.family in WITH_STATES and deed in ("grow", "saved"):
+    if case.family in WITH_STATES and deed in ("grow", "saved", "append to a talk"):
         # states of tokens that were prefilled over rows in 8 bits are rounded with these, which no oracle follows
         case = replace(case, kv_dtype=None)
     threads = random.choice([2, 3]) if random.random() < 0.1 else 1
@@ -161,6 +173,7 @@ def _draw_model(random: Random) -> Case:
         tied=random.random() < 0.3,
         weights=random.randint(0, 3),
         ends=random.random() < 0.2,
+        eos=random.choice([(END,), (END,), (UNUSED,), (UNUSED, PAD), (END, UNUSED)]),
     )
 
 
@@ -177,7 +190,9 @@ def _draw_document(random: Random, case: Case) -> Case:
         text=random.randint(0, 1_000_000),
         raw=random.random() < 0.3,
         tokenizer=random.choices(["bytes", "letters", "begins"], [0.8, 0.1, 0.1])[0],
-        template=random.choice(["chatml", "chatml", "chatml", "bos", "inst"]),
+        template=random.choice(["chatml", "chatml", "chatml", "bos", "inst", "trims", "open"]),
+        padded=random.random() < 0.15,
+        encoding=random.choice(ENCODINGS) if random.random() < 0.1 else UTF_8,
     )
 
 

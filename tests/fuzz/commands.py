@@ -9,22 +9,28 @@ from random import Random
 from typing import Any
 from unittest import mock
 
+import torch
 from support.command import Outcome, run_here
 from transformers import AutoTokenizer
 
+from sparsekv.formats.documents.continuation import BETWEEN
+from sparsekv.formats.documents.document import UTF_8
 from sparsekv.formats.models.load import tokenizer_identity
 from sparsekv.runtime.decoding.answer import question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Conversation
 from sparsekv.runtime.selection.interface import Budget
+from sparsekv.runtime.selection.registry import DENSE
 
 from .case import draw_budget
 from .deeds import deed
 from .options import Options
-from .oracles import error_of, expect
+from .oracles import error_of, expect, expect_greedy
+from .questions import fed_with
 from .refusals import is_due
-from .world import World, stored_rows
+from .talking import follows, truth
+from .world import EDGES, World, stored_rows
 
 
 def as_arguments(options: Options) -> list[str]:
@@ -46,9 +52,16 @@ def placed(world: World) -> Iterator[None]:
     if not (world.folder / "model").exists():
         world.checkpoint.save_pretrained(world.folder / "model")
         world.tokenizer.save_pretrained(world.folder / "model")
-        (world.folder / "doc.txt").write_text(world.document)
+        (world.folder / "doc.txt").write_bytes(world.document.encode(world.case.encoding))
     with contextlib.chdir(world.folder):
         yield
+
+
+def reading_options(world: World) -> list[str]:
+    """How commands that read the case's documents are told their encoding; a byte order mark tells it, too."""
+    encoding = world.case.encoding
+    told = encoding == UTF_8 or (encoding in ("utf-16", "utf-32", "utf-8-sig") and world.case.more % 2)
+    return [] if told else ["--encoding", encoding]
 
 
 def is_read_back(world: World) -> bool:
@@ -94,6 +107,7 @@ def command(world: World, index: OpenIndex) -> None:
     build = ["build-index", "doc.txt", "-o", "cli.skv", "--model", "model", "-q", "--device", world.device]
     build += ["--sinks", str(case.sinks), "--tail", str(case.tail), "--chunk-size", str(case.chunk_size)]
     build += ["--method", name, *as_arguments(options), *("--raw",) * case.raw, "--prefill", case.prefill]
+    build += reading_options(world)
     build += as_arguments(case.prefill_options) if case.prefill in prefills() else []
     build += [] if case.kv_dtype is None else ["--kv-dtype", case.kv_dtype]
     build += [] if case.rounded is None else ["--weights", case.rounded]
@@ -195,7 +209,7 @@ def evaluated(world: World) -> None:
         *("eval", "doc.txt", "--task", "qa", "--pairs", "pairs.jsonl", "--length", str(min(world.case.tokens, 150))),
         *("--contexts", "1", "--questions", "1", "--model", "model", "--method", "oracle", "--budget", "1"),
         *("--budget", "100%", "--max-new-tokens", "3", "--sinks", "2", "--tail", "4", "--json", "-q"),
-        *("--device", world.device),
+        *("--device", world.device, *reading_options(world)),
     )
     if outcome.code == 0:
         rows = outcome.stdout
@@ -238,6 +252,42 @@ def chat_command(world: World, index: OpenIndex) -> None:
         one = Conversation(index, asker.config, raw=case.raw)
         expected = "".join(f"{one.ask(question, Sampling(case.answer)).text}\n" for question in questions)
         expect(outcome.stdout == expected, "chat's answers", f"{outcome.stdout!r}, not {expected!r}")
+
+
+@deed("append to a talk", 4, asks=False)
+def append_to_a_talk(world: World, index: OpenIndex) -> None:
+    """`append` to the index of a talk that `generate --save-to` made begins its next message: token ids are those of
+    the template's talk, and the next answer is plain transformers' own."""
+    if not is_read_back(world):
+        return
+    case = world.case
+    random, question, last = Random(case.more), world.question(0), world.question(1)
+    more = world.padded(world.some_text(random.choice([1, 9, 64, 250]), case.more), EDGES[0])
+    rebuild = ["--rebuild"] if random.random() < 0.7 else []
+    model = ["--model", "model", "-q", "--device", world.device]
+    asking = [*model, "--method", DENSE, "--max-new-tokens", str(case.answer), "--json", *("--raw",) * case.raw]
+    with placed(world):
+        Path("more.txt").write_bytes(more.encode(case.encoding))
+        saving = ran(world, "generate", "--index", "index.skv", *asking, "--save-to", "talk.skv", "--", question)
+        if saving.code:
+            return
+        spoken = world.open("talk.skv").input_ids
+        if ran(world, "append", "--index", "talk.skv", *rebuild, *model, *reading_options(world), "more.txt").code:
+            return
+        outcome = ran(world, "generate", "--index", "talk.skv", *asking, "--", last)
+    talk = world.open("talk.skv")
+    asked = question_ids(talk, last, raw=case.raw)
+    ids = torch.cat([talk.input_ids, asked])
+    expect(ids[: len(spoken)].tolist() == spoken.tolist(), "appended to a talk", "the talk before it has other tokens")
+    follows(world, ids[len(spoken) :], f"{BETWEEN}{more}{last}" if case.raw else f"{more}{BETWEEN}{last}")
+    if outcome.code:
+        return
+    answer = world.dense(talk).ask(asked, Sampling(case.answer))
+    told = json.loads(outcome.stdout)["text"]
+    expect(told == answer.text, "answer to a talk", f"{told!r}, not {answer.text!r}")
+    stored = stored_rows(world.folder / "talk.skv", case.layers)
+    logits = truth(world, talk, fed_with(ids, answer.ids), stored)[-len(answer.ids) :]
+    expect_greedy(logits, answer.ids, "answer to a talk", "against plain transformers")
 
 
 @deed("api", 3)

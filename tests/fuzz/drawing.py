@@ -106,7 +106,7 @@ def sampled_command(world: World, index: OpenIndex) -> None:
     if not is_read_back(world) or world.case.guard is not None:
         return
     case, random = world.case, Random(world.case.more)
-    sampling, questions = draw_sampling(random, case.answer), [world.question(place) for place in range(3)]
+    sampling, questions = draw_sampling(random, case.answer), [world.question(place).strip() for place in range(3)]
     options = ["--temperature", str(sampling.temperature), f"--seed={sampling.seed}"]
     options += [] if sampling.top_k is None else ["--top-k", str(sampling.top_k)]
     options += [] if sampling.top_p is None else ["--top-p", str(sampling.top_p)]

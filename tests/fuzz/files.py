@@ -14,7 +14,7 @@ from sparsekv.indexing.prefill.interface import prefills
 from sparsekv.runtime.decoding.open import OpenIndex
 
 from .building import same_as_fresh
-from .commands import as_arguments, is_read_back, placed, ran
+from .commands import as_arguments, is_read_back, placed, ran, reading_options
 from .deeds import deed
 from .oracles import expect
 from .world import World
@@ -34,7 +34,7 @@ def folder(world: World, index: OpenIndex) -> None:
         names = random.sample(NAMES, random.choice([1, 2, 3, 4]))
         letters = max(8, (case.tokens - 24 * len(names)) // len(names))
         for name in names:
-            _write(name, world.some_text(letters, random.randint(0, 10**6)))
+            _write(world, name, world.some_text(letters, random.randint(0, 10**6)))
         table: Sequence[SourceFile] = ()
         for number in range(random.choice([1, 2, 3])):
             order = random.choice(FILE_ORDERS)
@@ -45,7 +45,7 @@ def folder(world: World, index: OpenIndex) -> None:
             if code:
                 return
             table = _check(order, () if forced else table)
-            text = "\n\n".join(f"# File: {file.path}\n\n{_text(file.path)}" for file in table)
+            text = "\n\n".join(f"# File: {file.path}\n\n{_text(world, file.path)}" for file in table)
             name = case.indexers[0][0]
             plan = world.plan(text, methods={name: world.plan().config.methods[name]})
             ids = read_manifest(INDEX).prompt.ids_sha256
@@ -61,6 +61,7 @@ def _built(world: World, order: str) -> tuple[int, bool]:
     build = ["build-index", str(FOLDER), "--order", order, "--model", "model", "-q", "--device", world.device]
     build += ["--sinks", str(case.sinks), "--tail", str(case.tail), "--chunk-size", str(case.chunk_size)]
     build += ["--method", name, *as_arguments(options), *("--raw",) * case.raw, "--prefill", case.prefill]
+    build += reading_options(world)
     build += as_arguments(case.prefill_options) if case.prefill in prefills() else []
     build += [] if case.kv_dtype is None else ["--kv-dtype", case.kv_dtype]
     build += [] if case.rounded is None else ["--weights", case.rounded]
@@ -91,30 +92,33 @@ def _files() -> list[Path]:
     return sorted(path for path in FOLDER.rglob("*") if path.is_file())
 
 
-def _write(name: str, text: str) -> None:
+def _write(world: World, name: str, text: str) -> None:
     (FOLDER / name).parent.mkdir(parents=True, exist_ok=True)
-    (FOLDER / name).write_text(text)
+    (FOLDER / name).write_bytes(text.encode(world.case.encoding))
 
 
-def _text(path: str) -> str:
-    return (FOLDER / path).read_text().strip("\n").rstrip()
+def _read(world: World, name: str) -> str:
+    return (FOLDER / name).read_bytes().decode(world.case.encoding)
+
+
+def _text(world: World, name: str) -> str:
+    return _read(world, name).strip("\n").rstrip()
 
 
 def _edit(world: World, random: Random) -> None:
     """Edit, add, remove or rename a file, as editors do."""
     files, kind = _files(), random.choice(["edit", "edit", "add", "remove", "rename", "blank lines"])
-    path, free = random.choice(files), [name for name in NAMES if not (FOLDER / name).exists()]
-    text, more = path.read_text(), world.some_text(random.choice([1, 9, 40]), random.randint(0, 10**6))
+    free, name = [name for name in NAMES if not (FOLDER / name).exists()], str(random.choice(files).relative_to(FOLDER))
+    text, more = _read(world, name), world.some_text(random.choice([1, 9, 40]), random.randint(0, 10**6))
     if kind == "edit":
         place = random.choice([0, len(text) // 2, len(text)])
-        path.write_text(text[:place] + more + text[place + random.choice([0, 1, 20]) :])
+        _write(world, name, text[:place] + more + text[place + random.choice([0, 1, 20]) :])
     elif kind == "blank lines":
-        path.write_text(f"\n\n{text}  \n")
+        _write(world, name, f"\n\n{text}  \n")
     elif kind == "add" and free:
-        _write(random.choice(free), more)
+        _write(world, random.choice(free), more)
     elif kind == "remove" and len(files) > 1:
-        path.unlink()
+        (FOLDER / name).unlink()
     elif kind == "rename" and free:
-        _write(name := random.choice(free), text)
-        if path != FOLDER / name:
-            path.unlink()
+        _write(world, random.choice(free), text)
+        (FOLDER / name).unlink()

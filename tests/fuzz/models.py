@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from .case import Case
 
 POSITIONS = 4096
+STRETCH = 4
+"""By how much scaled positions are more than those that a model was trained with."""
 TURNED = 8
 """Channels that RoPE turns in families of latent attention."""
 
@@ -160,7 +162,7 @@ def rope_parameters(case: Case) -> dict[str, Any]:
     if case.rope == "dynamic":
         return plain | {"factor": 2.0}
     if case.rope == "yarn":
-        return plain | original | {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+        return plain | original | {"factor": float(STRETCH), "beta_fast": 32.0, "beta_slow": 1.0}
     if case.rope == "llama3":
         return plain | original | {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     if case.rope == "longrope":
@@ -169,6 +171,20 @@ def rope_parameters(case: Case) -> dict[str, Any]:
         factors = {name: [round(1 + 3 * random.random(), 3) for _ in range(pairs)] for name in ("short", "long")}
         return plain | original | {f"{name}_factor": some for name, some in factors.items()} | {"factor": 4.0}
     return plain
+
+
+def qwen_yarn(case: Case) -> dict[str, Any]:
+    """Qwen's recipe of YaRN: `rope_scaling` by its older names, and the positions that the model was trained with."""
+    scaling: dict[str, Any] = {"type": "yarn", "factor": float(STRETCH)}
+    scaling["original_max_position_embeddings"] = case.original
+    if case.family in PARTIAL:
+        scaling["partial_rotary_factor"] = 0.5
+    return {"rope_scaling": scaling, "rope_theta": 10000.0, "max_position_embeddings": case.original}
+
+
+def positions_of(case: Case) -> int:
+    """How many tokens a case's model takes."""
+    return STRETCH * case.original if case.rope == "qwen-yarn" else case.positions or POSITIONS
 
 
 def config_of(case: Case) -> Any:
@@ -186,7 +202,9 @@ def config_of(case: Case) -> Any:
     }
     if case.family not in OWN_HEAD_DIM:
         changes["head_dim"] = case.head_dim
-    if case.family not in BY_LAYER_TYPE:
+    if case.rope == "qwen-yarn":
+        changes |= qwen_yarn(case)
+    elif case.family not in BY_LAYER_TYPE:
         changes["rope_parameters"] = rope_parameters(case)
     if case.rope == "longrope" and case.family in ("phi3", "phimoe"):
         changes["original_max_position_embeddings"] = case.original
@@ -194,7 +212,7 @@ def config_of(case: Case) -> Any:
 
 
 MODEL_FIELDS = ("family", "layers", "kv_heads", "group", "head_dim", "rope", "original", "positions", "window",
-                "softcap", "tied", "weights", "ends")  # fmt: skip
+                "softcap", "tied", "weights", "ends", "eos")  # fmt: skip
 """The fields of a case that decide its model."""
 
 
@@ -214,7 +232,8 @@ def _made(key: tuple[Any, ...], device: str) -> PreTrainedModel:
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter) + (3.0 if name.endswith("sinks") else 0.0))
         if case.ends:  # often the likeliest of all tokens
-            model.get_output_embeddings().weight[END] *= 4.0
+            model.get_output_embeddings().weight[[*{END, *case.eos}]] *= 4.0
+        model.generation_config.eos_token_id = case.eos[0] if len(case.eos) == 1 else list(case.eos)
     return model.to(device)
 
 
@@ -227,6 +246,9 @@ TEMPLATES = {
     "message['content'] + ' [/INST]' }}{% else %}{{ ' ' + message['content'] + ' <|end|>' }}{% endif %}{% endfor %}",
     "trims": "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] | trim }}<|end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}",
+    # ends no message by a token: the next one's beginning does it
+    "open": "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}",
 }
 """Chat templates by name."""
 

@@ -45,6 +45,7 @@ class Fault:
 HOOK, BATCH, TALK = "kernels/common/hook.py", "runtime/cache/packed_cache.py", "runtime/decoding/session.py"
 SHARED, LAYER, ROPE = "indexing/reuse.py", "runtime/attention/sparse_layer.py", "formats/models/rope.py"
 PROMPT, LAYERS = "formats/documents/prompt.py", "runtime/decoding/sparse_layers.py"
+FOLLOWING, DOCUMENT = "formats/documents/continuation.py", "formats/documents/document.py"
 FAULTS = (
     Fault(
         "attention ignores the model's window",
@@ -101,6 +102,27 @@ FAULTS = (
     Fault(
         "questions that share a step are a position too late",
         Patch(BATCH, "(tokens + self.step.rows)[None]", "(tokens + 1 + self.step.rows)[None]"),
+    ),
+    Fault(
+        "an answer goes on after its template's end",
+        Patch("runtime/decoding/answer.py", "return found | {end}", "return found"),
+    ),
+    Fault("a template that trims is none", Patch(FOLLOWING, "if chat.trimmed:", "if False:")),
+    Fault(
+        "a text that is appended to a talk begins no message",
+        Patch(FOLLOWING, "if chat is not None and chat.between != BETWEEN:", "if False:"),
+    ),
+    Fault(
+        "YaRN beside unchanged positions gives no more of them",
+        Patch(ROPE, "return max(positions, int(original * factor))", "return positions"),
+    ),
+    Fault(
+        "sinks and tail are seen without a passage of theirs",
+        Patch("runtime/tracing/hiding.py", "[chosen, _masked(exact, beside), *rest]", "[chosen, exact, *rest]"),
+    ),
+    Fault(
+        "a declared encoding is not read",
+        Patch(DOCUMENT, "and encoding in _MARKABLE else encoding", "and encoding in _MARKABLE else UTF_8"),
     ),
 )
 

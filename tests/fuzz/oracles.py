@@ -57,16 +57,17 @@ def own_attention(model: PreTrainedModel, family: str) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-Pairs = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Pairs = Callable[[int, torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor, Any]]
+"""A function of a layer's number, keys, values and mask, to those with which the layer attends."""
 _pairs: list[tuple[str, Pairs]] = []
-"""The implementation that attends, and a function of a layer's number, keys and values, to those that it attends to."""
+"""The implementation that attends, and its pairs."""
 
 
 def _attend(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **more: Any
 ) -> Any:
     (name, pairs), eager = _pairs[-1], vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
-    key, value = pairs(module.layer_idx, key, value)  # type: ignore[arg-type]
+    key, value, mask = pairs(module.layer_idx, key, value, mask)  # type: ignore[arg-type]
     return ALL_ATTENTION_FUNCTIONS.get(name, eager)(module, query, key, value, mask, **more)
 
 
@@ -113,9 +114,9 @@ def plain(world: World, ids: torch.Tensor) -> tuple[torch.Tensor, Rows]:
     """
     found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def record(layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def record(layer: int, keys: torch.Tensor, values: torch.Tensor, mask: Any) -> Any:
         found[layer] = keys[0], torch.nn.functional.pad(values[0], (0, keys.shape[-1] - values.shape[-1]))
-        return keys, values
+        return keys, values, mask
 
     with _attending_to(world, record):
         logits = world.model(input_ids=ids[None].to(world.model.device), use_cache=False).logits
@@ -123,18 +124,29 @@ def plain(world: World, ids: torch.Tensor) -> tuple[torch.Tensor, Rows]:
 
 
 @torch.inference_mode()
-def plain_over(world: World, rows: Rows, before: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def plain_over(
+    world: World, rows: Rows, before: torch.Tensor, ids: torch.Tensor, hidden: dict[int, torch.Tensor] | None = None
+) -> torch.Tensor:
     """Logits [T, vocabulary] of one plain pass over token ids [T] that follow rows [Hk, N, D] of the tokens `before`.
 
     States are those after a plain pass over these tokens.
+
+    Args:
+        hidden: by layer, [N] bool, the rows that the layer does not attend to.
     """
     device, stored = world.model.device, len(before)
 
-    def behind(layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        earlier = (
-            given[None, ..., : own.shape[-1]].to(own) for given, own in zip(rows[layer], (keys, values), strict=True)
-        )
-        return tuple(torch.cat(pair, 2) for pair in zip(earlier, (keys, values), strict=True))  # type: ignore[return-value]
+    def behind(layer: int, keys: torch.Tensor, values: torch.Tensor, mask: Any) -> Any:
+        if world.case.family not in WITH_STATES:  # whose cache has the rows
+            earlier = (
+                given[None, ..., : own.shape[-1]].to(own)
+                for given, own in zip(rows[layer], (keys, values), strict=True)
+            )
+            keys, values = (torch.cat(pair, 2) for pair in zip(earlier, (keys, values), strict=True))
+        if hidden is None or layer not in hidden:
+            return keys, values, mask
+        shown = torch.cat([~hidden[layer], torch.ones(keys.shape[2] - stored, dtype=torch.bool)]).to(device)
+        return keys[:, :, shown], values[:, :, shown], None if mask is None else mask[..., shown]
 
     places = torch.arange(stored, stored + len(ids), device=device)[None]
     if world.case.family in WITH_STATES:
@@ -143,10 +155,9 @@ def plain_over(world: World, rows: Rows, before: torch.Tensor, ids: torch.Tensor
             world.model(input_ids=before[None].to(device), past_key_values=cache, use_cache=True)
         for number, (keys, values) in rows.items():
             cache.layers[number].keys, cache.layers[number].values = keys[None].to(device), values[None].to(device)
-        attending = own_attention(world.model, world.case.family)
     else:
-        cache, attending = Cache(layers=[Counting(stored) for _ in rows]), _attending_to(world, behind)
-    with attending:
+        cache = Cache(layers=[Counting(stored) for _ in rows])
+    with _attending_to(world, behind):
         output = world.model(input_ids=ids[None].to(device), position_ids=places, past_key_values=cache, use_cache=True)
     return output.logits[0]
 

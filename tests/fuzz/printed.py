@@ -24,7 +24,7 @@ from sparsekv.runtime.reporting.report import forms
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
 
 from .case import draw_budget
-from .commands import is_read_back, placed, ran
+from .commands import is_read_back, placed, ran, reading_options
 from .deeds import deed
 from .oracles import expect, expect_greedy, plain_over
 from .reporting import APART, Truth
@@ -193,6 +193,7 @@ def eval_command(world: World, index: OpenIndex) -> None:
     asking += ["--questions", "3", "--model", "model", "--method", "oracle", "--max-new-tokens", "8", "--sinks", "2"]
     asking += ["--tail", "4", "--json", "-q", "--keep-indices", "--work", "work", "--device", world.device]
     asking += [part for budget in budgets for part in ("--budget", budget)]
+    asking += reading_options(world)
     asking += [] if world.case.rounded is None else ["--weights", world.case.rounded]
     with placed(world):
         expected = {question: ["nothing of it"] for question in questions}

@@ -103,6 +103,7 @@ class Checks:
         most = min(self.case.answer, self.world.room(len(self.index.input_ids), question))
         ended = answer[-1] in self.world.ends
         expect(ended or len(answer) == most, f"{kind} answer", f"of {most} tokens ends early: {answer}")
+        expect(not self.world.ends & {*answer[:-1]}, f"{kind} answer", f"goes on after its end: {answer}")
         found = stepped(self.index, asker, fed, question)
         apart = error_of(found[question - 1 :], steps)
         expect(apart <= ROUNDING, f"{kind} logits", f"{apart:.2e} from plain transformers'")

@@ -5,13 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .case import Case
+from .models import WITH_STATES, positions_of
 
 LATENT = ("deepseek_v3",)
 """Families of latent attention."""
 BY_LENGTH = ("dynamic", "longrope")
 """Scaled positions that turn keys by a sequence's length."""
 TUNING, TRACING, EVALUATING = (
-    {"many commands", *more} for more in (("tune command",), ("trace",), ("eval command",))
+    {"many commands", *more} for more in (("tune command",), ("trace", "trace without"), ("eval command",))
 )  # deeds that run it
 
 
@@ -24,7 +25,8 @@ class Due:
     """A message that may be due, by a pattern that matches it from its beginning.
 
     when: whether it may be due in a case; less: whether the first number that the message tells is the smaller one of
-    the first two, by which it is true: numbers that contradict it make it false.
+    the first two, by which it is true: numbers that contradict it make it false. So does a group `positions` that is
+    not the number of the model's positions.
     """
 
     pattern: str
@@ -35,12 +37,14 @@ class Due:
         found = re.match(self.pattern, message)
         if found is None or not self.when(case):
             return False
+        if (told := found.groupdict().get("positions")) and int(told.replace(",", "")) != positions_of(case):
+            return False
         numbers = [int(number.replace(",", "")) for number in found.groups()]
         return self.less is None or (numbers[0] <= numbers[1]) == self.less or numbers[0] == numbers[1]
 
 
 def _few_positions(case: Case) -> bool:
-    return bool(case.positions)
+    return bool(case.positions) or case.rope == "qwen-yarn"
 
 
 def _options(case: Case, name: str) -> list[object]:
@@ -49,10 +53,12 @@ def _options(case: Case, name: str) -> list[object]:
     return [value for options in kinds for option, value in options if option == name]
 
 
-N = r"([\d,]+)"
+N, HELD = r"([\d,]+)", r"(?P<positions>[\d,]+)"
 DUE = (
     Due(
-        rf"document and question have {N} tokens, and the model has {N} positions; ask a shorter", _few_positions, False
+        rf"document and question have {N} tokens, and the model has {HELD} positions; ask a shorter",
+        _few_positions,
+        False,
     ),
     Due(
         rf"document and question have {N} tokens, and this model's positions change beyond {N}, which the index's "
@@ -61,34 +67,42 @@ DUE = (
         False,
     ),
     Due(
-        rf"the document and the appended text have {N} tokens together, and \S+ has {N} positions; append less",
+        rf"the document and the appended text have {N} tokens together, and \S+ has {HELD} positions; append less",
         _few_positions,
         False,
     ),
     Due(
-        rf"the document has {N} tokens, and \S+ has {N} positions; (?:leave files out with .*, or )?shorten it with",
+        rf"the document has {N} tokens, and \S+ has {HELD} positions; (?:leave files out with .*, or )?shorten it with",
         _few_positions,
         False,
     ),
     Due(
         rf"a document of \S+ has {N} tokens, and \S+ has positions for {N} besides",
-        lambda case: case.deed in EVALUATING and (case.positions > 0 or case.rope in BY_LENGTH),
+        lambda case: case.deed in EVALUATING and (_few_positions(case) or case.rope in BY_LENGTH),
         False,
     ),
     Due(
         r"the question and the answer of \S+ take all positions of \S+, so no document fits;",
-        lambda case: case.deed in EVALUATING and (case.positions > 0 or case.rope in BY_LENGTH),
+        lambda case: case.deed in EVALUATING and (_few_positions(case) or case.rope in BY_LENGTH),
     ),
     Due(
         rf"the document is too short to index: it has {N} tokens with the chat template, and sinks and tail alone "
         rf"take {N};",
         less=True,
     ),
+    Due(
+        r"[\w, -]+ of talk\.skv cannot append tokens; give --rebuild to build such methods again from all tokens",
+        lambda case: case.rope in BY_LENGTH or bool({"squeezed", "h2o"} & dict(case.indexers).keys()),
+    ),
     Due("--method oracle: this is only an upper bound for other methods", lambda case: case.deed in TUNING),
     Due("no setting that reads less than the whole document reaches --target-", lambda case: case.deed in TUNING),
     Due(
         "--stream: a trace covers only the document's own tokens; leave it out",
         lambda case: case.deed in TRACING and True in _options(case, "stream"),
+    ),
+    Due(
+        "--without: the model has layers with a state, from which a passage cannot be removed; leave the option out",
+        lambda case: case.deed in TRACING and case.family in WITH_STATES,
     ),
     Due(
         r"--stream cannot be used with --prefill \S+: at the next question, \S+ cannot select tokens that --stream",
@@ -113,6 +127,12 @@ DUE = (
     Due(
         "--lookup hierarchical: the index has one level of clusters",
         lambda case: "hierarchical" in _options(case, "lookup"),
+    ),
+    Due(
+        r"the model's attention has a sliding window of (\d+) tokens, which the sequence exceeds and the config's "
+        r"max_position_embeddings \((\d+)\) does not",
+        lambda case: case.rope == "qwen-yarn" and case.window >= case.original,
+        False,
     ),
     Due(
         r"\S+ cannot be indexed: every layer of \S+ has a sliding window, and only layers that attend to all tokens",

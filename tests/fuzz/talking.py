@@ -41,44 +41,40 @@ def talk(world: World, index: OpenIndex) -> None:
 
 
 def _turn(world: World, index: OpenIndex, one: Conversation, number: int, stored: Rows, kind: str) -> None:
-    question, before = world.question(number), one.before(len(one.turns))
-    answer = one.ask(question, Sampling(world.case.answer))
+    case, question, before = world.case, world.question(number), one.before(len(one.turns))
+    answer = one.ask(question, Sampling(case.answer))
     asked = one.turns[-1].question
     if number:
-        _follows(world, one, number, question)
+        earlier, since = one.turns[number - 1], len(one.before(number - 1)) + len(one.turns[number - 1].question)
+        said = len(earlier.answer) - (earlier.answer[-1] in world.ends)  # an end of turn is the template's
+        follows(world, asked if case.raw else torch.cat([before, asked])[since + said :], question)
     fed = torch.cat([before, asked, torch.tensor(answer.ids[:-1], dtype=torch.long)])
-    logits = _truth(world, index, fed, stored)[-len(answer.ids) :]
+    logits = truth(world, index, fed, stored)[-len(answer.ids) :]
     expect_greedy(logits, answer.ids, f"{kind} answer", f"turn {number}, against plain transformers")
 
 
-def _truth(world: World, index: OpenIndex, ids: torch.Tensor, stored: Rows) -> torch.Tensor:
+def truth(world: World, index: OpenIndex, ids: torch.Tensor, stored: Rows) -> torch.Tensor:
     """Logits of token ids that begin with an index's, after the index's."""
     if world.case.prefill == "dense" and world.case.kv_dtype is None:
         return plain(world, ids)[0]
     return plain_over(world, stored, index.input_ids, ids[len(index.input_ids) :])
 
 
-def _follows(world: World, one: Conversation, number: int, question: str) -> None:
-    """What stands between an answer and the next question's end is what the template puts there."""
-    answer, asked = one.turns[number - 1].answer, one.turns[number].question
+def follows(world: World, ids: torch.Tensor, said: str) -> None:
+    """Token ids from an answer's end to the next answer are what the template puts there around a message; in a talk
+    without a template, the message alone."""
+    ours = str(world.tokenizer.decode(ids))
     if world.case.raw:
-        expect(
-            world.tokenizer.decode(asked) == question,
-            "talk ids",
-            f"{world.tokenizer.decode(asked)!r} asks {question!r}",
-        )
+        expect(ours == said, "talk ids", f"{ours!r} says {said!r}")
         return
     messages = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": MARK},
-        {"role": "user", "content": question},
+        {"role": "user", "content": said},
     ]
     rendered = str(world.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     expected = rendered.rpartition(MARK)[2].lstrip()
-    since = torch.cat([one.before(number), asked])[len(one.before(number - 1)) + len(one.turns[number - 1].question) :]
-    said = len(answer) - (answer[-1] in world.ends)  # an end of turn is the template's
-    ours = str(world.tokenizer.decode(since[said:])).lstrip()
-    expect(ours == expected, "talk ids", f"{ours!r} follows an answer, and {expected!r} in the template")
+    expect(ours.lstrip() == expected, "talk ids", f"{ours!r} follows an answer, and {expected!r} in the template")
 
 
 @deed("saved", 6, asks=False)
@@ -98,7 +94,7 @@ def saved(world: World, index: OpenIndex) -> None:
     expect(asked.tolist() == one.turns[-1].question.tolist(), "saved ids", "of the next question are not the talk's")
     answer = world.dense(other).ask(asked, Sampling(case.answer)).ids
     fed = torch.cat([other.input_ids, asked, torch.tensor(answer[:-1], dtype=torch.long)])
-    logits = _truth(world, other, fed, stored_rows(world.folder / "saved.skv", case.layers))
+    logits = truth(world, other, fed, stored_rows(world.folder / "saved.skv", case.layers))
     expect_greedy(logits[-len(answer) :], answer, "saved answer", "against plain transformers")
 
 

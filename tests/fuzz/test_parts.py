@@ -40,6 +40,7 @@ def test_refusal_whose_numbers_agree_is_due() -> None:
     assert is_due(case, told.format(264))
     assert is_due(case, f"sparsekv: error: {told.format('1,264')} question")
     assert not is_due(case, told.format(263))
+    assert not is_due(replace(case, positions=265), told.format(270))
     assert not is_due(Case(), told.format(264))
     assert not is_due(case, f"internal error: {told.format(264)}")
     assert not is_due(case, "no positions are known")

@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file
 from support.python_help import BY_NAME
 from support.small_index import with_changes
+from support.tiny_models import END
 
+from sparsekv.formats.documents.document import UTF_8
 from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.models.load import LoadedModel, identify
@@ -29,9 +31,12 @@ from sparsekv.runtime.selection.interface import MethodSpec
 from sparsekv.runtime.selection.registry import DENSE
 
 from .case import Case, from_options
-from .models import POSITIONS, model_of, tokenizer_of
+from .models import model_of, positions_of, tokenizer_of
 
 ENGLISH = "".join(letter if letter.isascii() and letter.isprintable() else " " for letter in BY_NAME)
+ACCENTS = str.maketrans({"e": "\u00e9", "o": "\u00f6"})
+EDGES = "\n ", "  "
+"""White space around a document and around a question, which in files of questions has no newline."""
 Rows = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """Keys and values [Hk, N, D] of each layer that attends, by its number."""
 
@@ -55,13 +60,22 @@ class World:
 
     @cached_property
     def document(self) -> str:
-        """A text of so many tokens as the case wants before a question; a token a letter."""
-        return self.some_text(self.case.tokens - self._head(), self.case.text)
+        """A text of so many tokens as the case wants before a question; a token a byte."""
+        letters = self.case.tokens - self._head()
+        return self.padded(self.some_text(letters - self.case.padded * 2 * len(EDGES[0]), self.case.text), EDGES[0])
 
     def some_text(self, letters: int, seed: int) -> str:
-        """A piece of English text, without spaces at its ends, which templates may trim."""
+        """A piece of English text of so many letters, without spaces at its ends. In a case with an encoding some are
+        beyond ASCII; then it is so many bytes of UTF-8, or one less where a letter does not fit."""
         start = seed * 7919 % (len(ENGLISH) - 2000)
-        return ("x" + ENGLISH[start + 1 : start + letters - 1] + "y")[: max(1, letters)]
+        text = ("x" + ENGLISH[start + 1 : start + letters - 1] + "y")[: max(1, letters)]
+        if self.case.encoding == UTF_8:
+            return text
+        return text[:-1].translate(ACCENTS).encode()[: len(text) - 1].decode(errors="ignore") + text[-1]
+
+    def padded(self, text: str, edge: str) -> str:
+        """A text between edges, if the case has white space there."""
+        return f"{edge}{text}{edge}" if self.case.padded else text
 
     def _head(self) -> int:
         """Tokens of the template before a user's text."""
@@ -73,20 +87,26 @@ class World:
 
     @property
     def ends(self) -> set[int]:
-        """Tokens that end an answer."""
-        ends = self.model.generation_config.eos_token_id
-        return {ends} if isinstance(ends, int) else set(ends)
+        """Tokens that end an answer: those of the generation config and, in a chat, of the template's end of turn."""
+        if self.case.raw:
+            return {*self.case.eos}
+        talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "@@@"}]
+        rendered = str(self.tokenizer.apply_chat_template(talk, tokenize=False))
+        closed = rendered.rpartition("@@@")[2].lstrip().startswith("<|end|>")
+        return {*self.case.eos, *((END,) if closed else ())}
 
     def room(self, stored: int, question: int) -> int:
         """How many tokens an answer may have after a question of `question` tokens over an index of `stored` tokens."""
         case = self.case
         changes = case.rope == "longrope" and stored <= case.original
-        return (case.original if changes else case.positions or POSITIONS) - stored - question
+        return (case.original if changes else positions_of(case)) - stored - question
 
     def question(self, number: int) -> str:
         """The text of a question by its number."""
         length = self.case.questions[number % len(self.case.questions)]
-        return self.some_text(length, self.case.text + 31 * (number + 1)) if length > 1 else "qzx"[number % 3]
+        if length == 1:
+            return "qzx"[number % 3]
+        return self.padded(self.some_text(length, self.case.text + 31 * (number + 1)), EDGES[1])
 
     def whole_ids(self, question: str, document: str | None = None) -> torch.Tensor:
         """Token ids [N] of document and question as the tokenizer and its template have them."""

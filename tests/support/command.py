@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 from unittest import mock
 
 from sparsekv.cli.main import run
@@ -103,6 +104,12 @@ class Outcome:
 def run_here(*arguments: str | Path) -> Outcome:
     """Run the command's own entry in this process and in the current folder."""
     stdout, stderr = io.StringIO(), io.StringIO()
+    code = run_into(stdout, stderr, *arguments)
+    return Outcome(code, stdout.getvalue(), stderr.getvalue())
+
+
+def run_into(stdout: TextIO, stderr: TextIO, *arguments: str | Path) -> int:
+    """Run the command's own entry in this process, with other standard files; return its exit code."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGPIPE, signal.SIGINT)}
     code: object = None
     try:
@@ -115,7 +122,7 @@ def run_here(*arguments: str | Path) -> Outcome:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     assert isinstance(code, int)
-    return Outcome(code, stdout.getvalue(), stderr.getvalue())
+    return code
 
 
 def with_options(command: Sequence[str], *options: str) -> tuple[str, ...]:

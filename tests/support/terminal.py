@@ -4,9 +4,10 @@ import os
 import pty
 import termios
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .command import start
+from .command import run_into, start
 
 
 def on_terminal(*arguments: str | Path, cwd: Path, columns: int = 80) -> tuple[int, str]:
@@ -17,11 +18,28 @@ def on_terminal(*arguments: str | Path, cwd: Path, columns: int = 80) -> tuple[i
     while os.readlink(f"/proc/{started.pid}/fd/1") != os.ttyname(theirs):
         time.sleep(0.001)
     os.close(theirs)
+    shown = _shown(ours)
+    return started.wait().code, shown
+
+
+def here_on_terminal(*arguments: str | Path, columns: int = 1000) -> tuple[int, str]:
+    """Exit code, and what the command wrote in this process on a terminal that is its stdout and stderr."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, columns))
+    with ThreadPoolExecutor(1) as reader, os.fdopen(theirs, "w", encoding="utf-8") as terminal:
+        shown = reader.submit(_shown, ours)
+        code = run_into(terminal, terminal, *arguments)
+        terminal.close()
+        return code, shown.result()
+
+
+def _shown(terminal: int) -> str:
+    """Read what is written on a terminal until all of its writers have closed it; close it."""
     shown = b""
     try:
-        while data := os.read(ours, 65536):
+        while data := os.read(terminal, 65536):
             shown += data
     except OSError:  # how Linux ends a terminal
         pass
-    os.close(ours)
-    return started.wait().code, shown.decode().replace("\r\n", "\n")
+    os.close(terminal)
+    return shown.decode().replace("\r\n", "\n")

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 SPECIAL_TOKENS = ("<|pad|>", "<|start|>", "<|end|>", "<|unused|>")
-PAD, START, END = 256, 257, 258
+PAD, START, END, UNUSED = 256, 257, 258, 259
 VOCABULARY = 256 + len(SPECIAL_TOKENS)
 POSITIONS = 4096
 WINDOW = 32

@@ -1,7 +1,8 @@
 // A plot of lines, each with its name where it ends.
 
 const PLOT = { width: 760, height: 460, left: 64, right: 250, top: 12, bottom: 52 };
-const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a6a00", "#3b8fc4", "#8a3ffc", "#a2191f", "#005d5d", "#6f6f6f"];
+const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a6a00", "#3b8fc4", "#8a3ffc", "#a2191f", "#005d5d", "#6f6f6f",
+  "#e69f00", "#b80058", "#4b6b00", "#5b4fd6", "#9c5b2e", "#00a3a3", "#e0607e", "#6c9a00", "#c050e0", "#33528b"];
 const DASHES = [null, "7 3", "2 3", "8 3 2 3"];
 
 /**

@@ -76,6 +76,8 @@ def test_a_save_that_would_overwrite_is_refused_and_the_talk_goes_on(place: Path
         assert "error: /save none/talk.skv: the folder to write it in does not exist" in answer(
             one, "/save none/talk.skv"
         )
+        for entry in ("/save ~no-such-user/talk.skv", "/trace ~no-such-user/out.html"):
+            assert f"error: {entry}: the folder to write it in does not exist" in answer(one, entry)
         assert prompt_tokens(answer(one, "Why?")) == first + ANSWER + tokens(FRAME, "Why?")
         one.press("d")
 

@@ -3,6 +3,7 @@
 from itertools import product
 
 import matplotlib.pyplot as plt
+import pytest
 from matplotlib.colors import to_rgb
 
 from sparsekv.cli.common.plots import LINES, form_numbers, in_percent, style_of
@@ -15,6 +16,12 @@ def test_methods_and_their_forms_look_different() -> None:
     assert len({tuple(map(str, look.values())) for look in looks}) == len(looks)
     colours = [str(style_of(method, 0)["color"]) for method in drawn]
     assert len(set(colours)) == len(colours)
+
+
+def test_methods_of_packages_have_colours_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "norms", "y", "z"):
+        monkeypatch.setitem(methods.known, name, methods()["quest"])
+    test_methods_and_their_forms_look_different()
 
 
 def test_a_methods_forms_are_counted_from_0() -> None:

@@ -1,14 +1,16 @@
 """The picture of an evaluation: dense attention in a colour of its own, needle maps in one scale."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import pytest
-from matplotlib.colors import same_color
+from matplotlib.colors import same_color, to_rgb
 
 from sparsekv.cli.evaluating import plots
 from sparsekv.runtime.evaluation.table import Cell, Score
+from sparsekv.runtime.selection.registry import methods
 
 NO_DIFFERENCE: dict[str, Any] = dict.fromkeys(("difference", "difference_low", "difference_high"))
 
@@ -25,27 +27,33 @@ def _cell(method: str, score: float) -> Cell:
     return Cell("niah-single", 600, 0.25, "dense", method, "", None, 4, score)
 
 
+ROWS = [
+    _row("dense", "dense", None, 90.0, 1.0, **NO_DIFFERENCE),
+    _row("dense", "codes", 0.05, 80.0, 0.1),
+    _row("dense", "codes", 0.1, 85.0, 0.2),
+    _row("quoka", "dense", None, 70.0, 1.0),
+    _row("quoka", "codes", 0.05, 60.0, 0.1),
+]
+
+
 @pytest.fixture
-def figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[Score]], Any]]:
+    """Draw rows, and needle maps of 100% and 50%, into a figure."""
     kept: list[Any] = []
     save = plots.save
     monkeypatch.setattr(plots, "save", lambda figure, path: (kept.append(figure), figure.savefig(path)))
-    rows = [
-        _row("dense", "dense", None, 90.0, 1.0, **NO_DIFFERENCE),
-        _row("dense", "codes", 0.05, 80.0, 0.1),
-        _row("dense", "codes", 0.1, 85.0, 0.2),
-        _row("quoka", "dense", None, 70.0, 1.0),
-        _row("quoka", "codes", 0.05, 60.0, 0.1),
-    ]
-    plots.plot_scores(rows, [_cell("dense", 100.0), _cell("codes", 50.0)], "title", tmp_path / "plot.png")
-    yield kept[0]
+
+    def drawn(rows: list[Score]) -> Any:
+        plots.plot_scores(rows, [_cell("dense", 100.0), _cell("codes", 50.0)], "title", tmp_path / "plot.png")
+        return kept[0]
+
+    yield drawn
     save(kept[0], tmp_path / "again.png")  # which closes it
     assert not plt.get_fignums()
 
 
-def test_dense_attention_is_a_line_across_in_a_colour_that_no_method_has(figure: Any) -> None:
-    axis = figure.axes[0]
-    handles, labels = axis.get_legend_handles_labels()
+def test_dense_attention_is_a_line_across_in_a_colour_that_no_method_has(draw: Callable[[list[Score]], Any]) -> None:
+    handles, labels = draw(ROWS).axes[0].get_legend_handles_labels()
     assert labels[0] == "dense attention"
     assert handles[0].get_linestyle() == "--"
     assert list(handles[0].get_ydata()) == [90.0, 90.0]
@@ -56,5 +64,16 @@ def test_dense_attention_is_a_line_across_in_a_colour_that_no_method_has(figure:
     assert not same_color(coloured["codes dense"], handles[0].get_color())
 
 
-def test_needle_maps_have_one_scale(figure: Any) -> None:
-    assert {image.get_clim() for axis in figure.axes for image in axis.get_images()} == {(0, 100)}
+def test_methods_of_two_packages_and_codes_have_three_colours(
+    draw: Callable[[list[Score]], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("norms", "zeros"):
+        monkeypatch.setitem(methods.known, name, methods()["quest"])
+    added = [_row("dense", name, 0.05, 80.0, 0.1) for name in ("norms", "zeros")]
+    handles, labels = draw([*ROWS[:3], *added]).axes[0].get_legend_handles_labels()
+    assert set(labels) == {"dense attention", "codes", "norms", "zeros"}
+    assert len({to_rgb(handle[0].get_color()) for handle in handles[1:]} | {to_rgb(handles[0].get_color())}) == 4
+
+
+def test_needle_maps_have_one_scale(draw: Callable[[list[Score]], Any]) -> None:
+    assert {image.get_clim() for axis in draw(ROWS).axes for image in axis.get_images()} == {(0, 100)}

@@ -21,13 +21,15 @@ from sparsekv.formats.index.schema import Border
 from sparsekv.formats.models.load import identify
 from sparsekv.indexing.build import build_index
 from sparsekv.kernels.attention.attention import Segment, attend
-from sparsekv.runtime.attention.config import DecodeConfig, Dense
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, QuestionPrefill
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.kv_store import MappedRows
 from sparsekv.runtime.decoding.answer import question_ids
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
+from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.methods.codes import Codes
+from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
 from sparsekv.runtime.tracing.hiding import HidingExecutor
 from sparsekv.runtime.tracing.recorder import AttendedStep, own_shares
@@ -188,6 +190,21 @@ def test_an_answer_of_one_token_to_a_question_of_one_is_worth_what_the_plain_mod
     expected = plain_logits_after(full_index, question).double().log_softmax(-1)[0, 101]
     found = log_probability(full_index, cache, question, [101], at_once=at_once)
     assert found == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_dense_log_probabilities_are_the_plain_models_whatever_the_question_attended_to(full_index: OpenIndex) -> None:
+    """Dense attention has a dense question, too, as in an answer."""
+    question, nothing = question_ids(full_index, "What comes next?"), torch.zeros(full_index.split.tokens).bool()
+    sparsely = QuestionPrefill("oracle", Oracle(), Budget(0.05))
+    setting, densely = sparse("codes", Codes(), SOME, question=sparsely), DecodeConfig(Dense(), question=sparsely)
+    first = Session.open(full_index, setting).ask(question, Sampling(4))
+    logits = plain_logits_after(full_index, torch.cat([question, torch.tensor(first.ids)]))
+    steps = logits.double().log_softmax(-1)[len(question) - 1 : -1]
+    found = TracedIndex(full_index, setting).without(nothing, question, 4, first, truth=True)
+    expected = float(steps.gather(1, torch.tensor(first.ids)[:, None]).sum())
+    assert found["dense_log_probability"][0] == pytest.approx(expected, rel=1e-4)
+    found = TracedIndex(full_index, densely).without(nothing, question, 4, first)
+    assert found["log_probability"][0] == pytest.approx(expected, rel=1e-4)
 
 
 def test_without_a_passage_the_first_answer_is_worth_less_or_more(full_index: OpenIndex) -> None:
