@@ -244,7 +244,7 @@ def marked_encoding(data: bytes, encoding: str = UTF_8) -> str:
     Args:
         data: the first bytes of the text. Byte order marks of UTF-16 and UTF-32 count.
     """
-    # UTF-32 comes first, because its little-endian mark is that of UTF-16 and a zero character, which no text has.
+    # UTF-32 comes first: its little-endian mark is UTF-16's mark and a zero character, with which no text begins.
     marked = [name for name, marks in reversed(_MARKS.items()) if data.startswith(marks)]
     return marked[0] if marked and encoding in _MARKABLE else encoding
 

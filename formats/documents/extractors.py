@@ -70,7 +70,7 @@ def docx_text(data: bytes) -> str:
         for part in parts.infolist():
             if not part.filename.endswith((".xml", ".rels")):
                 continue
-            unpacked += part.file_size  # zipfile reads no more than this size, whatever the real one is
+            unpacked += part.file_size  # zipfile reads no more than this size, whatever the real size is
             if unpacked > MOST_XML:
                 raise LongError
             if b"<!DOCTYPE" in parts.read(part).replace(b"\0", b""):

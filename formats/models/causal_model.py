@@ -164,7 +164,7 @@ def _loaded(
         how["device_map"] = device
         weights = weights_on(folder, config, device)
     elif weights is None:
-        how["device_map"] = device  # without it, some quantisation methods choose a GPU
+        how["device_map"] = device  # without a device, some quantisation methods choose a GPU
     if weights is None:
         return _from_folder(folder, how)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
