@@ -49,9 +49,9 @@ def append(
 ) -> None:
     """Add a blank line and MORE to the end of an index's document, and print the index's path.
 
-    The tokens after the last whole block of 256 and the new ones are prefilled. The old index stays in place until the
-    longer one is complete, and an interrupted run continues where it stopped when the same command runs again. A text
-    that was appended before (same sha256) is not appended again, so repeating a command is safe. squeezed and h2o
+    The tokens after the last whole block of 256 and the new tokens are prefilled. The old index stays in place until
+    the longer index is complete, and an interrupted run continues where it stopped when the same command runs again. A
+    text that was appended before (same sha256) is not appended again, so repeating a command is safe. squeezed and h2o
     cannot append new tokens to what they have built, as all other methods can: if the index has one of them, the
     command stops before any work unless --rebuild is given.
 
@@ -61,7 +61,7 @@ def append(
     git log -3 | sparsekv append --index manual.skv -
     """
     artifact = open_artifact(index)
-    # Imported here, because they import transformers, which takes seconds; --help does not need it.
+    # Imported here, so that --help does not wait seconds for transformers.
     from sparsekv.cli.common.loading import load_for
     from sparsekv.indexing.append import (
         addition_record,

@@ -108,8 +108,8 @@ def bench(options: BenchOptions) -> None:
     timed     graph: the step is replayed as a CUDA graph. eager: it cannot
               be, as the method waits for the GPU. wall clock: on a CPU.
 
-    With --shared a step is of several questions, as many as --batch says, over one document, as `generate --batch-file`
-    answers them: each attends to what any of them selects. Dense attention too reads the document once for all.
+    With --shared a step is of --batch questions over one document, as in `generate --batch-file`: each question attends
+    to the tokens that any of them selects. Dense attention, too, reads the document once for all questions.
 
     \b
     sparsekv bench

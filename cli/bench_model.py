@@ -96,8 +96,8 @@ def bench_model(options: BenchModelOptions) -> None:
     model's layers take turns with the keys and values of a few layers. With several --weights all of these steps run
     with each: speed-ups are over dense attention with the same weights.
 
-    With --shared a step is of several questions, as many as --batch says, over one document, as `generate --batch-file`
-    answers them. Queries of all questions get a part in common, as a trained model's have.
+    With --shared a step is of --batch questions over one document, as in `generate --batch-file`. Queries of all
+    questions get a part in common, as a trained model's have.
 
     \b
     sparsekv bench-model

@@ -35,7 +35,7 @@ from sparsekv.indexing.indexers.interface import choose_indexers, indexers
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 from sparsekv.runtime.selection.registry import configure, refuse_unused
 
-if TYPE_CHECKING:  # it imports transformers, which takes as long as all else; --help need not wait for it
+if TYPE_CHECKING:  # --help does not wait for transformers, which takes as long as all other imports
     from sparsekv.cli.building.recipe import BuildRecipe
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -183,7 +183,7 @@ class BuildOptions:
         chosen = {name: indexers()[name] for name in choose_indexers(self.method or [])}
         way = choose_prefill(self.prefill)
         refuse_unused(chosen | {f"the {self.prefill} prefill": way}, self.parameters)
-        # Imported here, because they import transformers.
+        # Imported here, so that --help does not wait seconds for transformers.
         from sparsekv.cli.building.recipe import BuildRecipe
         from sparsekv.indexing.plan import BuildConfig
 
@@ -247,9 +247,9 @@ def build_index(options: BuildOptions) -> None:
     An interrupted build continues where it stopped when the same command runs again. If the folder holds the index of
     an earlier version of DOC, the unchanged beginning is not prefilled again, and that index's methods are rebuilt
     together with those named here. An index of another document (DOC has less than a third of its passages, and is not
-    its beginning) or for another model is left alone unless --force is given, and so is a dense prefill that a sparse
-    one would replace. With an index in place of DOC, methods are added to it from its own tokens, also where its
-    text is gone or more was appended.
+    its beginning) or for another model is left alone unless --force is given. So is a densely prefilled index, if this
+    build's prefill is sparse. If DOC is itself an index, methods are added to it from its own tokens, even if its text
+    is gone or text was appended.
 
     A folder is one document: its files, ordered by path (--order), each under a line with its path. Text of PDF, DOCX
     and HTML files is extracted. Hidden files, links, files that a .gitignore names and files without text are left out
@@ -270,7 +270,7 @@ def build_index(options: BuildOptions) -> None:
     A=$(sparsekv build-index manual.txt) && sparsekv generate --index "$A" "What is this about?"
     """
     recipe, documents = options.recipe(), options.documents or []
-    # Imported here, because they import transformers, which takes seconds; --help does not need it.
+    # Imported here, so that --help does not wait seconds for transformers.
     from sparsekv.cli.building.recipe import FIXED, add_methods, choose_targets, index_among, index_by_ranks
     from sparsekv.cli.building.several import index_by_ray, index_here, index_several
     from sparsekv.cli.building.watch import build_and_watch, refuse_unwatchable

@@ -57,8 +57,8 @@ def chat(options: ChatOptions) -> None:
 
     Model and index are loaded once. At a terminal, lines that begin with / are commands (/help lists them), pasted
     lines are one question, Ctrl-C stops an answer and Ctrl-D leaves. Where standard input is no terminal, each of its
-    lines is a question and none a command (one that looks like it is refused), and the answers go to stdout one after
-    another, without a prompt.
+    lines is a question and none a command (a line that looks like a command is refused), and the answers go to stdout
+    one after another, without a prompt.
 
     \b
     sparsekv chat --index manual.skv
@@ -70,7 +70,7 @@ def chat(options: ChatOptions) -> None:
     config = options.attention.config(artifact)
     choices = Choices.of(options.attention, artifact, config)
     early = EarlyReading.of(artifact, options.run.device, config)
-    # Imported here, because they import transformers, which takes seconds; --help does not need it.
+    # Imported here, so that --help does not wait seconds for transformers.
     from sparsekv.cli.chatting.loop import HOW, converse, piped_questions
     from sparsekv.cli.chatting.session import Chat, describe
     from sparsekv.cli.common.loading import OpeningTimes, load_for
@@ -78,7 +78,10 @@ def chat(options: ChatOptions) -> None:
 
     sampling, placement = options.sampling.make(), config.placement
     if isinstance(config.attention, Dense) and placement != "device":
-        note(f"--placement {placement} counts after /method NAME: dense attention reads everything", quiet=quiet)
+        note(
+            f"--placement {placement} has no effect before /method NAME: dense attention reads all keys and values",
+            quiet=quiet,
+        )
     piped, times = piped_questions(), OpeningTimes()
     named = options.model, options.run.device, options.run.dtype
     load = partial(load_for, artifact, *named, quiet=quiet, weights=options.weights)

@@ -28,10 +28,10 @@ def config(ctx: typer.Context, as_json: JsonOption = False) -> None:
     budget = "5%"
     max-new-tokens = 64
 
-    The command line outranks the environment (SPARSEKV_INDEX, SPARSEKV_MODEL, SPARSEKV_DEVICE, SPARSEKV_DTYPE), that
-    the file, the file what `tune` found, and that the built-in defaults. The file cannot set options that name other
-    files or decide what is replaced, an index outside of its folder, or a model that you have never named with --model
-    on this machine.
+    A value is taken from the first of these that has one: the command line, the environment (SPARSEKV_INDEX,
+    SPARSEKV_MODEL, SPARSEKV_DEVICE, SPARSEKV_DTYPE), the file, what `tune` found, the built-in defaults. The file
+    cannot set options that name other files or decide what is replaced, an index outside of its folder, or a model that
+    you have never named with --model on this machine.
 
     \b
     sparsekv config

@@ -35,10 +35,10 @@ def convert(
     """Copy INDEX with keys and values in int8, which takes less room, and print the copy's path.
 
     The prompt, its queries and the probe are taken over, keys and values are rounded, and every method is built anew
-    from the rounded ones, with the parameters it had. Keys, values and methods are those of build-index --kv-dtype
-    int8. No model is loaded, so the probe stays that of the exact keys and values. What was appended to INDEX is in it
-    too, but methods are built as if all of the text had been there at once. A default that tune found for INDEX is not
-    kept.
+    from the rounded keys and values, with its old parameters. Keys, values and methods are those of build-index
+    --kv-dtype int8. No model is loaded, so the probe stays that of the exact keys and values. What was appended to
+    INDEX is in it too, but methods are built as if all of the text had been there at once. A default that tune found
+    for INDEX is not kept.
 
     \b
     sparsekv convert manual.skv --kv-dtype int8 -o manual-int8.skv
@@ -53,7 +53,7 @@ def convert(
         raise UsageError(f"{output} exists already; choose another name with --output")
     check_output(output)
     where = choose_device(device)
-    # Imported here, because it imports transformers, which takes seconds; --help does not need it.
+    # Imported here, so that --help does not wait seconds for transformers.
     from sparsekv.indexing.convert import convert_index
 
     refuse_little_room()
@@ -64,7 +64,7 @@ def convert(
     if artifact.manifest.defaults is not None:
         again = tune_hint(output, artifact.manifest.defaults.target)
         told = "the default that tune found was for the earlier index and is not copied"
-        note(f"{told}; run {again} for the new one", quiet=quiet)
+        note(f"{told}; run {again} to find one for the copy", quiet=quiet)
     say(str(output))
 
 

@@ -38,7 +38,7 @@ def generate(options: GenerateOptions) -> None:
     ranks, artifact = join_ranks(options.device), open_artifact(options.index)
     config = options.attention.config(artifact, gauge=options.gauge)
     early = None if ranks is not None else EarlyReading.of(artifact, options.device, config)
-    # Imported here, because they import transformers, which takes seconds; --help does not need it.
+    # Imported here, so that --help does not wait seconds for transformers.
     from sparsekv.cli.answering.answers import Questions, Schedule
     from sparsekv.cli.answering.output import Output
     from sparsekv.cli.common.loading import OpeningTimes, load_for
@@ -62,7 +62,7 @@ def generate(options: GenerateOptions) -> None:
     questions.note_plain(opened, len(output.done), quiet=options.quiet)
     answer = output.show(questions.texts, schedule.answers(output.piece))
     if options.save_to is not None:
-        from sparsekv.cli.answering.session import save_session  # imported here: it imports the code of builds
+        from sparsekv.cli.answering.session import save_session  # the module imports the code of builds
 
         turns = [schedule.turn(answer)]
         del schedule  # frees memory for the prefill of the new tokens

@@ -259,7 +259,7 @@ def _cluster(cluster: Cluster, layer: int, words: list[str]) -> dict[str, Any]:
 
 def _plot(artifact: Artifact, described: dict[str, Described], path: Path) -> None:
     """Plot the first method that has clusters or posting lists. Raises UsageError if there is none."""
-    from sparsekv.cli.common.plots import plot_clusters, plot_lists  # imported here: it imports matplotlib
+    from sparsekv.cli.common.plots import plot_clusters, plot_lists  # the module imports matplotlib
 
     for name, found in described.items():
         title = f"{name}: {artifact.folder.name}"

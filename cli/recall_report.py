@@ -255,8 +255,7 @@ def _queries(options: ReportOptions, artifact: Artifact, together: list[int]) ->
     queries = MeasuredQueries(artifact)
     if options.queries is not None:
         questions = read_questions(options.queries, "--queries")
-        # Imported here, because they import transformers, which takes seconds.
-        # The tail's queries need no model.
+        # Imported here, because only questions need a model. Importing transformers takes seconds.
         from sparsekv.cli.common.loading import load_for
         from sparsekv.runtime.reporting.questions import question_queries
 

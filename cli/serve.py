@@ -24,7 +24,7 @@ def serve(options: ServeOptions) -> None:
 
     The server prints its address on stdout once it listens. Only this machine can ask it, unless --host says otherwise.
     On SIGTERM or Ctrl-C it refuses new requests, completes the answers that have begun, and ends; a second signal ends
-    those with an error. The exit code is 0, or 130 if Ctrl-C cut answers short.
+    these answers with an error. The exit code is 0, or 130 if Ctrl-C cut answers short.
 
     It needs pip install 'sparsekv[serve]'.
 
@@ -34,7 +34,7 @@ def serve(options: ServeOptions) -> None:
     """
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise SparsekvError(f"serve needs {', '.join(missing)}, which is not installed; pip install 'sparsekv[serve]'")
-    # Imported here, because it imports torch and transformers, which takes seconds; --help does not need them.
+    # Imported here, so that --help does not wait seconds for torch and transformers.
     from sparsekv.cli.serving.run import run
 
     run(options)

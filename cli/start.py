@@ -83,7 +83,7 @@ def start(
 def _refuse_unreadable(folders: list[Path]) -> None:
     """Raise the errors of `open_artifact` for an index that a server could not load."""
     if folders:
-        from sparsekv.cli.common.index_option import open_artifact  # imported here, because it imports torch
+        from sparsekv.cli.common.index_option import open_artifact  # the module imports torch, which takes seconds
 
         for folder in folders:
             open_artifact(folder, called="INDEX")

@@ -27,7 +27,7 @@ from sparsekv.cli.pages.trace import describe_size, describe_without, refuse_unw
 from sparsekv.runtime.decoding.early import EarlyReading
 from sparsekv.runtime.selection.registry import methods
 
-if TYPE_CHECKING:  # only for types, because they import transformers
+if TYPE_CHECKING:  # the modules import transformers, for which --help does not wait
     from sparsekv.runtime.decoding.answer import Answer
     from sparsekv.runtime.tracing.trace import TracedIndex
 
@@ -98,7 +98,7 @@ def trace(options: TraceOptions) -> None:
     config = options.attention.config(artifact)
     question = read_question(options.prompt, options.prompt_file)
     early = EarlyReading.of(artifact, options.run.device, config)
-    # Imported here, because they import transformers, which takes seconds; --help does not need it.
+    # Imported here, so that --help does not wait seconds for transformers.
     from sparsekv.cli.common.loading import load_for
     from sparsekv.runtime.decoding.answer import question_ids
     from sparsekv.runtime.tracing.trace import TracedIndex

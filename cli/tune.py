@@ -37,7 +37,7 @@ from sparsekv.runtime.selection.registry import form_options, methods
 from sparsekv.runtime.tuning.goals import REFERENCE, ErrorGoal, Goal, PerplexityGoal, RecallGoal, Tuned
 from sparsekv.runtime.tuning.tuning import tune as find
 
-if TYPE_CHECKING:  # it imports transformers, which only --cheapest time needs
+if TYPE_CHECKING:  # the module imports transformers, which only --cheapest time needs
     from sparsekv.runtime.benchmark.layer_timer import SettingTimes
 
 CHEAPEST = ("rows", "time")
@@ -127,7 +127,7 @@ class TuneOptions:
             return RecallGoal(target, reference)
         if self.target_error is not None:
             return ErrorGoal(target, reference)
-        from sparsekv.cli.common.loading import load_for  # imported here, because it imports transformers
+        from sparsekv.cli.common.loading import load_for  # the module imports transformers
 
         named = self.model, self.run.device, self.run.dtype
         open_model = partial(load_for, artifact, *named, quiet=self.run.quiet, weights=self.weights)
@@ -142,7 +142,7 @@ def tune(options: TuneOptions) -> None:
     The cheapest setting is the one that reads the fewest keys and values. With --cheapest time it is the fastest one on
     this machine: among each method's settings that meet the target and read least, the time of a step is measured.
     Neither way counts right answers, which `eval` does. Settings are searched on one half of the document's tail and
-    verified on the other; if the other half misses the target, the search is repeated for a tighter one. That takes
+    verified on the other; if the other half misses the target, the search is repeated with a tighter target. That takes
     some 20 rounds, minutes on a CPU, as a line says when it starts; fewer --method take less. `generate` uses the
     default when it is given no --method, --budget, --residual or option of a method. --model, --dtype and --weights are
     for --target-perplexity, which alone runs the model. docs/reference/measures.md explains the words.
@@ -219,7 +219,7 @@ def _search(options: TuneOptions, artifact: Artifact, goal: Goal) -> Search:
 
 
 def _times(artifact: Artifact, where: torch.device) -> "SettingTimes":
-    from sparsekv.runtime.benchmark.layer_timer import SettingTimes  # imported here, because it imports transformers
+    from sparsekv.runtime.benchmark.layer_timer import SettingTimes  # the module imports transformers
 
     return SettingTimes(artifact, clock_for(where, RUNS, cold=True))
 

@@ -68,7 +68,8 @@ def _own(folder: Path) -> tuple[Path, FileLock]:
         unfinished = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.partial")
         unfinished.mkdir(parents=True)
         lock = FileLock(unfinished / OWNER)
-        # Until the lock is held, another process may take this for a dead process's folder and remove it. Then retry.
+        # Until this process has the lock, another process may take the folder for that of a dead process, and remove
+        # it. Then try again with a new folder.
         with contextlib.suppress(FileNotFoundError, FileExistsError, Timeout):
             lock.acquire(timeout=0)
             if (unfinished / OWNER).exists():
@@ -90,7 +91,7 @@ def _remove_if_dead(unfinished: Path) -> None:
         with FileLock(unfinished / OWNER).acquire(timeout=0):
             _remove(unfinished)
     else:
-        unfinished.rmdir()  # only works on an empty folder: its process died before it had the lock
+        unfinished.rmdir()  # fails unless empty: the folder's process died before it had the lock
 
 
 def _remove(unfinished: Path) -> None:
@@ -103,7 +104,7 @@ def _remove(unfinished: Path) -> None:
     shutil.rmtree(unfinished)
 
 
-LEARNING_AGAIN = 1.25  # methods are built again when a text's length passes its first length times a power of this
+LEARNING_AGAIN = 1.25  # methods are built again when the text has grown by this factor, by its square, and so on
 
 
 @dataclass(frozen=True)
@@ -355,7 +356,7 @@ def adding_plan(
         chunk_size: tokens per forward pass if queries have to be computed again; None for the device's default.
 
     Raises:
-        ArtifactError: the index was prefilled by another version, in a way that this one does not know.
+        ArtifactError: another version prefilled the index in a way that this version does not know.
         UsageError: the prefill was sparse, and `chunk_size` is not the index's.
     """
     manifest = artifact.manifest

@@ -202,8 +202,8 @@ def build_index(
     """Build, resume or update the index in `folder`, and return its manifest.
 
     During the prefill, this allocates the model and the keys and values of all N tokens. After the prefill, it
-    allocates the layers that are not yet written, and the layers that are read again to build methods:
-    `plan.LAYERS_AT_ONCE` on a GPU, and on a CPU as many as `share_cores` processes at a time.
+    allocates the layers that are not yet written, and the layers that are read again to build methods. A GPU holds
+    `plan.LAYERS_AT_ONCE` such layers; a CPU holds one for each item that `share_cores` runs at the same time.
 
     Args:
         progress: called with a stage's name, the number of steps done, and the number of steps in all.

@@ -189,8 +189,8 @@ class ContextStage:
     def _check_rotations(self) -> None:
         """Raise UsageError if a method cannot be built for the RoPE of an indexed layer.
 
-        RoPE is measured on the prompt's first tokens only. A measurement at the last position would set the frequencies
-        of a length-dependent RoPE to those of that length before the prefill begins.
+        RoPE is measured on the prompt's first tokens only. If RoPE depends on the length, a measurement at the last
+        position would set the frequencies for that length before the prefill begins.
         """
         indexers = [indexer for indexer in self.plan.config.methods.values() if indexer.needs_rope]
         if not indexers:

@@ -228,8 +228,9 @@ def _keep_dense(build: Build, base: Manifest) -> None:
 def with_lost_methods(build: Build) -> Build:
     """Add to a build those methods of the existing index that would be lost, with their old parameters.
 
-    If the build replaces keys and values, these are all methods of the index. If it keeps them, these are the methods
-    with a missing file, and, if the build's methods need a sample of queries, all methods that were built from one.
+    A build that replaces keys and values would lose all methods of the index. A build that keeps keys and values would
+    lose the methods with a missing file. If its own methods need a sample of queries, it would also lose all methods
+    that were built from a sample.
 
     Raises:
         ArtifactError: this version cannot build one of the methods with its old parameters.

@@ -35,7 +35,7 @@ from sparsekv.runtime.decoding.compiled import MODES, WORTH_IT
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import DENSE, methods
 
-if TYPE_CHECKING:  # only ranks need torch.distributed; importing transformers takes as long as all else
+if TYPE_CHECKING:  # only ranks need torch.distributed; transformers takes as long as all other imports
     from sparsekv.formats.distributed.group import Ranks
     from sparsekv.runtime.decoding.sampling import Sampling
 
@@ -350,7 +350,7 @@ class GenerateOptions:
             help=(
                 "How many questions of --batch-file to answer at once. They share each step's reads of the "
                 f"document: all of them attend to the tokens that any of them selects. auto: {AT_ONCE['cpu']} on "
-                f"a CPU, up to {AT_ONCE['cuda']} on a GPU, 1 where they cannot."
+                f"a CPU, up to {AT_ONCE['cuda']} on a GPU, 1 if questions cannot be answered together."
             ),
         ),
     ] = "auto"
@@ -459,7 +459,7 @@ class GenerateOptions:
         if self.save_to is not None and self.batch_file is not None:
             raise UsageError("--save-to saves one question and its answer; leave --batch-file out")
         if self.save_to is not None:
-            from sparsekv.cli.answering.session import refuse_unsavable  # late: it imports transformers
+            from sparsekv.cli.answering.session import refuse_unsavable  # the module imports transformers
 
             refuse_unsavable(artifact, self.save_to, self.dtype)
             outlive_reader()

@@ -384,7 +384,7 @@ class BuildRecipe:
         has, gives = first_difference(head, chat.before)
         note(
             f"{folder} keeps the head of the chat template that it was built with: {has!r}, where the template now "
-            f"gives {gives!r}; --force takes the new one and prefills all again",
+            f"gives {gives!r}; --force takes the template's present head and prefills all tokens again",
             quiet=self.quiet,
         )
         return head

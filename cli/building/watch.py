@@ -26,7 +26,7 @@ LONGEST = 2000
 """Milliseconds after which changes are reported although more follow."""
 TICK = 500
 """Milliseconds between two checks whether a watched folder was replaced by another folder of the same name. The system
-would go on watching the old one."""
+would go on watching the removed folder."""
 
 
 def refuse_unwatchable(targets: Sequence[Target]) -> None:

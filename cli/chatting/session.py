@@ -97,7 +97,7 @@ class Chat:
                 stream.end()
         self.asked = question
         if self.interrupts.came:
-            note("stopped; what came of the answer stays in the talk", quiet=self.quiet)
+            note("stopped; the part of the answer so far stays in the talk", quiet=self.quiet)
         note_cut(answer, self.sampling.max_new_tokens, quiet=self.quiet)
         if self.sources:
             print_sources(answer)

@@ -146,7 +146,7 @@ def _eval_of(arguments: Sequence[str]) -> str:
     at = next((number for number, one in enumerate(given) if one in ("--index", "-i")), len(given))
     folder, others = Path(*given[at + 1 : at + 2]), [*given[:at], *given[at + 2 :]]
     try:
-        # Imported here, because it imports a model library, which takes seconds; other errors do not need it.
+        # Imported here, because `manifest` imports torch, which takes seconds and which other errors do not need.
         from sparsekv.formats.documents.document_hints import eval_hint
         from sparsekv.formats.index.manifest import read_manifest
 
@@ -281,7 +281,7 @@ def fail(error: BaseException, command: str, *, debug: bool) -> NoReturn:
         with suppress(OSError):
             print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     for one in causes(error):
-        one.__traceback__ = None  # frees the objects of its frames, because memory may have run out
+        one.__traceback__ = None  # frees the objects of the traceback's frames: memory may have run out
     usage = getattr(error, "format_message", None)  # typer's usage errors have this method; typer may not be imported
     message = (
         describe(error, command)

@@ -16,7 +16,7 @@ from sparsekv.cli.common.console import note
 from sparsekv.cli.common.options import METHODS_OF
 from sparsekv.formats.errors import UsageError
 
-if TYPE_CHECKING:  # it imports torch, for which the --help of a command without methods' options need not wait
+if TYPE_CHECKING:  # the module imports torch, and --help needs torch only for methods' options
     from sparsekv.runtime.selection.interface import Budget
 
 FEW = 32
@@ -99,7 +99,7 @@ def _flags(own: inspect.Parameter) -> Iterator[str]:
     """Yield the flags of a command's own option, such as `--plot` or `--no-plot`; none for an argument."""
     declared = [one for one in getattr(own.annotation, "__metadata__", ()) if isinstance(one, OptionInfo)]
     for option in declared:
-        # In an annotation, typer stores the first name in `default` until it makes the option.
+        # Until typer makes the option of an annotation, the option's first name is in `default`.
         names = [one for one in (option.default, *(option.param_decls or ())) if isinstance(one, str)]
         flags = [flag for name in names for flag in re.split(r"\s*/\s*", name)]
         yield from flags or (flag(own.name), flag(f"no_{own.name}"))
@@ -160,7 +160,7 @@ def _kind(annotation: Any) -> str:
 
 def _option(name: str, owners: list[tuple[str, Field[Any]]], default: str) -> inspect.Parameter:
     """Return a methods' option. An empty `default` means that each method has its own."""
-    from sparsekv.runtime.selection.registry import show_default  # imported here, because it imports torch
+    from sparsekv.runtime.selection.registry import show_default  # the module imports torch
 
     field = owners[0][1]
     kind = field.type if field.type in (int, float, str, bool) else str

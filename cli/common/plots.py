@@ -156,7 +156,9 @@ def save(figure: Figure, path: Path) -> None:
     except OSError as error:
         raise SparsekvError(f"cannot write the plot {path}: {reason_of(error)}; give --plot another name") from None
     except ValueError as error:
-        raise SparsekvError(f"cannot write the plot {path}: {error}") from None
+        raise SparsekvError(
+            f"cannot write the plot {path}: {error}; give --plot another ending, such as .svg"
+        ) from None
     finally:
         plt.close(figure)
 

@@ -19,7 +19,7 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Environment variables that hide warnings of libraries, unless the user sets them or asks for --debug."""
 
-_RESTING = 1_000_000  # new objects between two collections while the collector rests
+_RESTING = 1_000_000  # new objects until the next collection, between `rest_collector` and `resume_collector`
 _USUAL = gc.get_threshold()
 
 

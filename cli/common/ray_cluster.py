@@ -193,8 +193,8 @@ def _joined(address: str) -> Iterator[Any]:
         except (ConnectionError, ValueError, RuntimeError) as error:
             why = " ".join(str(error).split())[:200]
             raise UsageError(
-                f"--ray {address}: no Ray cluster answers there ({why}); give local, auto or HOST:PORT, with "
-                "RAY_AUTH_MODE=token in the environment where a cluster wants a token"
+                f"--ray {address}: no Ray cluster can be joined or started ({why}); give local, auto or HOST:PORT, and "
+                "set RAY_AUTH_MODE=token if the cluster requires a token"
             ) from None
         try:
             yield ray

@@ -7,7 +7,7 @@ from sparsekv.cli.common.tables import titled_table
 from sparsekv.formats.index.schema import KVStorage, Manifest
 from sparsekv.kernels.attention.cluster_step import compiling_took
 
-if TYPE_CHECKING:  # they import transformers, which recall-report does not need
+if TYPE_CHECKING:  # the modules import transformers, which recall-report does not need
     from sparsekv.runtime.cache.index_cache import LayerStats
     from sparsekv.runtime.decoding.answer import Answer
 

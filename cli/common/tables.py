@@ -33,7 +33,7 @@ MOST_COLUMNS = 10_000
 
 def titled_table(title: str, texts: Iterable[str], numbers: Iterable[str], *, wrap: bool = False) -> Table:
     """Return an empty table with its title on the left. The columns of `texts` come first, then those of `numbers`,
-    which are aligned to the right. With `wrap` the latter may break into lines."""
+    which are aligned to the right. With `wrap` the columns of `numbers` may break into lines."""
     table = Table(title=title, title_justify="left", title_style="")
     for name in texts:
         table.add_column(name)

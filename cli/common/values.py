@@ -42,9 +42,9 @@ def check_value(name: str, value: Any) -> None:
     if isinstance(value, str) and not _is_utf8(value):
         raise UsageError(f"{name} {value} is not text in UTF-8; write it in UTF-8, or give a file that is")
     if isinstance(value, float) and not math.isfinite(value):
-        raise UsageError(f"{name} {value}: give a number")
+        raise UsageError(f"{name} {value}: give a finite number")
     if isinstance(value, int) and abs(value) > LARGEST:
-        raise UsageError(f"{name} {value}: give a whole number of at most {LARGEST}")
+        raise UsageError(f"{name} {value}: give a whole number from -{LARGEST} to {LARGEST}")
 
 
 def _is_utf8(text: str) -> bool:

@@ -149,7 +149,7 @@ def _leave_out(ctx: Any, options: list[Any]) -> None:
 
 
 def _refuse_unnamed_model(name: str, origin: str) -> None:
-    from sparsekv.formats.models.embedded import may_be_loaded  # imported late, because it imports torch
+    from sparsekv.formats.models.embedded import may_be_loaded  # the module imports torch
 
     if not may_be_loaded(name):
         raise UsageError(

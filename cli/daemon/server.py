@@ -60,7 +60,7 @@ def serve(path: str, idle: float, indices: list[str]) -> None:
             os.write(1, b"ready\n")
             _leave_terminal()
             request, received = _Server(path, listener, preloaded, idle, own).run()
-    resource.setrlimit(resource.RLIMIT_NOFILE, files)  # opening an index may have raised it
+    resource.setrlimit(resource.RLIMIT_NOFILE, files)  # opening an index may have raised the limit
     become(request, received, by_imports)
 
 

@@ -116,7 +116,7 @@ class _Passing:
             self.early.append(number)
             return
         if number == signal.SIGCONT and READS_TERMINAL in sys.argv and _in_background():
-            stop_by(signal.SIGTTIN)  # as the kernel stops a process in the background that reads the terminal
+            stop_by(signal.SIGTTIN)  # the kernel's signal to a background process that reads the terminal
             return
         with suppress(OSError):  # the server is gone; `_wait` reports it
             self._connection.sendall(bytes([number | (TO_ALL if number in OF_TERMINAL else 0)]))

@@ -159,7 +159,7 @@ def _stop(ranks: Sequence[Rank]) -> None:
             rank.wait()
 
 
-MOST_ON_FEW_CORES = 8  # processes; a machine with more GPUs than this has more cores
+MOST_ON_FEW_CORES = 8  # ranks that are allowed however few cores the machine has
 
 
 def refuse_other_commands(arguments: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ Rows = list[dict[str, Any]]
 
 
 def cluster_summary(rows: Rows) -> Table:
-    """Return a table with a row per level: the number of clusters, and their sizes and spreads over all layers."""
+    """Return a table with a row per level of clusters: number, sizes and spread (distance to the centroid)."""
     title = "clusters of all layers; sizes in tokens: the least, the median of medians, the most (--by layer)"
     columns = "level", "clusters", "min", "median", "max", "empty", "of one", "key spread", "value spread"
     table = titled_table(title, (), columns, wrap=True)
@@ -46,7 +46,7 @@ def list_summary(rows: Rows) -> Table:
 
 
 def _spread(rows: Rows, name: str) -> str:
-    """Format the mean, minimum and maximum of a level's spreads over layers; `none` if a layer has no spread."""
+    """Format a level's spread (distance to the centroid): mean and range over layers; `none` if one has no spread."""
     values = [row[name] for row in rows]
     return "none" if None in values else _range(values)
 

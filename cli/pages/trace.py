@@ -110,7 +110,7 @@ def write_json(document: dict[str, Any], path: Path) -> int:
     return replace_file(path, json_text(document) + "\n", "--output", "trace")
 
 
-LARGEST_CHANGE = 1_000_000  # a larger change of a probability is told as being over this
+LARGEST_CHANGE = 1_000_000  # factor; a larger change of a probability is shown as over this factor
 WRITERS: dict[str, Callable[[dict[str, Any], Path], int]] = {".html": write_trace_page, ".json": write_json}
 """Functions that write a trace and return its size in bytes, by the ending of the file name."""
 

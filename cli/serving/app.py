@@ -238,7 +238,7 @@ class Api:
     async def _asked(
         self, asked: Asked, encode: Callable[[OpenIndex], Awaitable[list[torch.Tensor]]]
     ) -> tuple[About, list[Stream]]:
-        """Submit a request to its index. If the index is replaced during the encoding, start over with the new one."""
+        """Submit a request to its index. If the index is replaced meanwhile, start over with the new index."""
         while True:
             served, config = await find(self.shelf, asked.model, asked.sparsekv)
             with self.shelf.using(served):

@@ -120,8 +120,8 @@ class Shelf:
     """The served indices: those that the command line names, and those in one folder.
 
     An index of the folder is opened at the first request for that index. An index whose manifest has been replaced is
-    opened again; answers that have begun still read the old index. The old index stays if the new one cannot be opened
-    or the manifest is missing. If the open indices exceed `memory`, the least recently used index without requests is
+    opened again; answers that have begun still read the old index. The old index stays in use if the new index cannot
+    be opened or has no manifest. If the open indices exceed `memory`, the least recently used index without requests is
     closed. The next request for the index opens it again.
 
     Args:
@@ -240,7 +240,10 @@ class Shelf:
         except SparsekvError as error:
             if before is None:
                 raise
-            note(f"{name} is served as it was before, because the new one cannot be opened: {error}", quiet=False)
+            note(
+                f"{name} has changed and cannot be opened, so it is served as it was before the change: {error}",
+                quiet=False,
+            )
             self._places[name] = folder, state
             return before
         self.put(served, folder, state)

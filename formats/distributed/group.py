@@ -36,7 +36,7 @@ class Channel:
         return data.numpy().tobytes()
 
 
-_KEYS = ("k_proj", "qkv_proj", "query_key_value")  # projections whose output is keys, or includes them
+_KEYS = ("k_proj", "qkv_proj", "query_key_value")  # projections whose output is or includes keys
 
 
 _MIXERS = frozenset({"linear_attn", "mamba", "conv", "mixer"})

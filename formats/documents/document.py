@@ -244,7 +244,7 @@ def marked_encoding(data: bytes, encoding: str = UTF_8) -> str:
     Args:
         data: the first bytes of the text. Byte order marks of UTF-16 and UTF-32 count.
     """
-    # UTF-32 comes first, because its little-endian mark is that of UTF-16 and a zero character, which no text has.
+    # UTF-32 comes first: its little-endian mark is UTF-16's mark and a zero character, with which no text begins.
     marked = [name for name, marks in reversed(_MARKS.items()) if data.startswith(marks)]
     return marked[0] if marked and encoding in _MARKABLE else encoding
 
@@ -292,7 +292,7 @@ def decode_text(data: bytes, name: str) -> str:
 
 
 def _way_out(data: bytes) -> str:
-    """Return the end of an error message: the option by which to read a text in another encoding."""
+    """Return the remedy at the end of an error message: an --encoding, or conversion to plain text."""
     zeros = [data[start:1000:2].count(0) for start in (0, 1)]
     if max(zeros) > len(data[:1000]) // 4 > 2 * min(zeros):
         return f", as UTF-16 does; give --encoding utf-16-{'le' if zeros[1] > zeros[0] else 'be'}"

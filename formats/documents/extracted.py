@@ -88,7 +88,7 @@ class Extractor:
         start = time.monotonic()
         try:
             status, text = self._ask(kind, seconds, data, start + min(2 * seconds, self._left))
-        except TimeoutError:  # an OSError, too
+        except TimeoutError:  # TimeoutError is an OSError, too
             self._end()
             raise NotExtractedError(SLOW) from None
         except (OSError, EOFError):

@@ -70,7 +70,7 @@ def docx_text(data: bytes) -> str:
         for part in parts.infolist():
             if not part.filename.endswith((".xml", ".rels")):
                 continue
-            unpacked += part.file_size  # zipfile reads no more than this size, whatever the real one is
+            unpacked += part.file_size  # zipfile reads no more than this size, whatever the real size is
             if unpacked > MOST_XML:
                 raise LongError
             if b"<!DOCTYPE" in parts.read(part).replace(b"\0", b""):
@@ -79,7 +79,7 @@ def docx_text(data: bytes) -> str:
     page = mammoth.convert_to_html(
         io.BytesIO(data),
         style_map="p[style-name='Title'] => h1:fresh",
-        include_embedded_style_map=False,  # the file's own one could leave out text
+        include_embedded_style_map=False,  # the file's own style map could leave out text
         convert_image=pictures,
         external_file_access=False,
     )
@@ -350,7 +350,7 @@ def _answer(request: tuple[int, int, bytes]) -> tuple[int, bytes]:
     if fork == 0:
         os.close(reading)
         try:
-            with open(writing, "wb") as pipe:  # opened before the limits
+            with open(writing, "wb") as pipe:  # opened before `_extract` sets its limits
                 status, text = _extract(*request)
                 pipe.write(bytes([status]) + text)
         finally:
@@ -364,14 +364,14 @@ def _answer(request: tuple[int, int, bytes]) -> tuple[int, bytes]:
     killed = os.WTERMSIG(ended) if os.WIFSIGNALED(ended) else None
     if killed == signal.SIGXCPU:
         return SLOW, b""
-    return LARGE if killed == signal.SIGKILL else DAMAGED, b""  # the system kills what takes its last memory
+    return LARGE if killed == signal.SIGKILL else DAMAGED, b""  # when memory runs out, the system kills the fork
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Answer requests until there are none."""
     while len(head := requests.read(REQUEST.size)) == REQUEST.size:
         kind, seconds, length = REQUEST.unpack(head)
-        for library in LIBRARIES.get(kind, ()):  # before the fork, and so once
+        for library in LIBRARIES.get(kind, ()):  # imported before the fork, and so only once
             import_module(library)
         status, text = _answer((kind, seconds, requests.read(length)))
         replies.write(REPLY.pack(status, len(text)) + text)

@@ -87,12 +87,12 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase, before: str | None = None) ->
 def begins_with_system(tokenizer: PreTrainedTokenizerBase, chat: ChatFrame, system: str) -> bool:
     """Whether a system message is already part of the text that is stored before an index's document.
 
-    The chat template renders the text before the document with the system message. The result is True if the message is
-    part of this text, and if the text is either the stored one or the one that the template renders without a system
-    message. The latter is not compared with the stored text, which may have the date of its build.
+    The chat template renders the text before the document with the system message. The result is True if this text
+    contains the message, and equals the stored text or the text that the template renders without a system message. The
+    stored text may contain the date of its build, and therefore need not equal the text without a system message.
 
     Args:
-        chat: the index's chat frame; `chat.before` is the stored text. It was rendered without a system message.
+        chat: the index's chat frame; `chat.before` is the stored text, rendered without a system message.
     """
     system_turn, document = {"role": "system", "content": system}, {"role": "user", "content": _DOCUMENT}
     try:
@@ -251,7 +251,7 @@ def departure(tokenizer: PreTrainedTokenizerBase, prompt: FixedPrompt, text: str
         return ""
     frame, question = prompt.chat, SAMPLES[0]
     shown = f"{_shown(text, frame)}{BETWEEN}{question}"
-    now = chat_frame(tokenizer)  # its text before the document may have another date than the prompt's
+    now = chat_frame(tokenizer)  # `before` may have another date than the prompt's frame
     if now is None or render(tokenizer, [{"role": "user", "content": f"{text}{BETWEEN}{question}"}]) != (
         f"{now.before}{shown}{frame.after}"
     ):

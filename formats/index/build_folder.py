@@ -48,7 +48,10 @@ def check_output(path: Path) -> None:
         try:
             refuse_foreign(Folder(path))
         except OSError as error:
-            raise ArtifactError(f"cannot read {path}: {reason_of(error)}") from None
+            raise ArtifactError(
+                f"cannot read {path}: {reason_of(error)}; get permission to read it, or choose another folder "
+                "with --output"
+            ) from None
     there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not there.is_dir():
         raise ArtifactError(f"cannot write {path}: {there} is a file, not a folder; choose another name with --output")
@@ -80,7 +83,7 @@ class BuildFolder:
         self.unfinished = 0
         """Number of files that an interrupted build completed and the finished index lacks."""
         self._whole = set[tuple[str, str]]()
-        self._damaged: dict[str, bool] = {}  # by damaged path: whether `newly_damaged` has returned it
+        self._damaged: dict[str, bool] = {}  # whether `newly_damaged` has returned the path, by path
 
     def __enter__(self) -> Self:
         with self._writing():
@@ -207,7 +210,7 @@ class BuildFolder:
             if MANIFEST in self._folder.names():
                 base = manifest_in(self._folder)
                 check_names(base, self.folder)
-                if in_this_form(base):  # else its int8 format is an older one, and the build reuses none of its files
+                if in_this_form(base):  # an index with an older int8 format is not reused
                     check_layout(base, self.folder)
                 self.base = base
         except ArtifactError:

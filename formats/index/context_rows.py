@@ -158,7 +158,7 @@ CENTROID_NAMES = {
 }
 """Names under which a method's file stores the tensors of `quantise` for its finest centroids, by `quantise`'s
 names."""
-FEWEST_SHARED = 32  # fewest clusters whose channel scales are used again; those of fewer fit new centroids badly
+FEWEST_SHARED = 32  # fewest clusters whose channel scales are reused; scales of fewer fit new centroids badly
 CENTROID_SCALES = frozenset(CENTROID_NAMES.values()) - {KEYS, VALUES}
 
 

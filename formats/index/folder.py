@@ -301,7 +301,7 @@ class Folder:
 
         Args:
             names: files to remove, with the temporary files of their names.
-            leftovers_of: files of which only the temporary files are removed, which a dead process left.
+            leftovers_of: files that stay; only their temporary files, which a dead process left, are removed.
             but: the 8 hex digits in the names of temporary files that are not removed.
         """
         gone = set(names)

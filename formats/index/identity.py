@@ -143,7 +143,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
     A sharded tensor is first gathered, so all ranks must call this together, one tensor at a time.
     """
-    whole = getattr(tensor, "full_tensor", None)  # DTensor's; without importing that class
+    whole = getattr(tensor, "full_tensor", None)  # a method of DTensor, whose class is not imported
     flat = (tensor if whole is None else whole()).reshape(-1)
     stride = max(1, flat.numel() // SAMPLES_PER_TENSOR)
     sample = flat[::stride][:SAMPLES_PER_TENSOR]

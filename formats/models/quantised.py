@@ -61,7 +61,7 @@ class QuantisedCheckpoint:
         """Raise UsageError if the installed libraries cannot run the quantised weights on a device."""
         settings = dict(self.settings)
         try:
-            if not AutoHfQuantizer.supports_quant_method(settings):  # transformers would read the weights as plain ones
+            if not AutoHfQuantizer.supports_quant_method(settings):  # transformers would ignore the quantisation
                 raise ValueError(f"transformers {__version__} does not know this method")
             AutoHfQuantizer.from_config(settings, pre_quantized=True).validate_environment(
                 device_map={"": device}, weights_only=True

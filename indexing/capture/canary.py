@@ -109,7 +109,8 @@ def _difference(model: PreTrainedModel, ids: torch.Tensor, name: str) -> tuple[f
     """
     with _tried("it does not run on token ids alone"), alone(model), soft_caps(model):
         own = model(input_ids=ids[None], use_cache=False).logits[0].float()
-    # Frequencies that depend on the sequence's length may change within the trial: then all of it is captured, at once.
+    # RoPE frequencies that depend on the sequence's length may change within the trial. Then all tokens of the trial
+    # are captured at once.
     by_length = rope_depends_on_length(getattr(model.config.get_text_config(), "rope_parameters", None))
     document = TOKENS if by_length else DOCUMENT
     with _tried("its attention does not run over a cache of the keys and values that it attends to"):
@@ -308,7 +309,7 @@ def compare_canary(
         at = token.position
         logits = logits_over_rows(model, input_ids[at : at + 1], at, _up_to(at, rows), {})[-1]
         if not bool(logits.isfinite().all()):
-            return  # the rows are damaged; `capture` reports that later, and it is not the model's fault
+            return  # the rows are damaged, not the model; `capture` reports damaged rows later
         if not (off := difference(token, logits)) <= tolerance:
             raise IdentityError(
                 f"the canary (logits of token {at:,} over the stored context)",

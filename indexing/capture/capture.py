@@ -208,8 +208,8 @@ class _Recorder:
         self._keep_tail(call)
         if call.window is None:
             self._keep_sample(call)
-        # The prompt's last token attends densely in a sparse prefill, too. The index stores its logits, and an opening
-        # compares them with those of dense attention over all stored rows.
+        # The prompt's last token attends densely in a sparse prefill, too. The index stores the logits of this token,
+        # and opening the index compares these logits with those of dense attention over all stored rows.
         dense = call.keys.shape[1] == self.tokens and not self.prefill.exact
         return (DensePrefill() if dense else self.prefill).attend(call, self.sinks)
 

@@ -92,7 +92,7 @@ def measure_rotations(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[i
     """
     last, token = len(input_ids) - 1, _loudest_token(model, input_ids[-LAST_TOKENS:])
     before, after = keys_of_one_token(model, token, 0), keys_of_one_token(model, token, last)
-    # The frequencies are read after the second pass, which sets them to those for its length.
+    # The frequencies are read after the second pass, because a pass may set them for the length of its sequence.
     candidates = [UNTURNED, *_rotary_embeddings(model)]
     return {layer: _explanation(before[layer], after[layer], last, candidates) for layer in sorted(before)}
 

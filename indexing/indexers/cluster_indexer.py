@@ -47,7 +47,7 @@ def kmeans(
 
 
 def _kmeans_faiss(points: torch.Tensor, clusters: int, iterations: int, seed: int) -> torch.Tensor:
-    import faiss  # imported here, because it is not needed on a GPU
+    import faiss  # imported here, because a GPU needs no faiss
 
     faiss.omp_set_num_threads(1)  # only for calls from this thread
     # The two bounds prevent faiss from subsampling the points, and from printing warnings to the terminal.

@@ -32,7 +32,7 @@ class KeepCurve:
     def add(self, scores: torch.Tensor, counts: torch.Tensor, tokens: float) -> None:
         """Add the scores [Hk, Q, C] of clusters for Q queries; `counts` [Hk, Q or 1, C] are the clusters' tokens.
 
-        `tokens` is the number of all tokens of a head, the whole of which the kept tokens are a share.
+        `tokens` is the number of all tokens of a head. The curve's shares are shares of this number.
         """
         bins = _bins(scores)
         weights = counts.expand_as(scores).double()

@@ -17,7 +17,7 @@ from sparsekv.indexing.indexers.interface import BuiltLayer, KeepCurve, LayerInp
 from sparsekv.kernels.scores.logits import attention_logits, scores_from_logits
 
 QUESTION_TOKENS = 16  # queries over which one calibrated prefill lookup averages its scores
-REPORTED_KEEP = 0.05  # a share of tokens; the manifest states the share that its threshold keeps for held-out queries
+REPORTED_KEEP = 0.05  # share of tokens whose threshold the manifest compares with held-out queries
 
 
 @indexers.register("squeezed")
@@ -57,9 +57,10 @@ class SqueezedIndexer(ClusterIndexer):
 class _Lookup:
     """Calibration of one kind of lookup, level by level from the coarsest.
 
-    Each level but the finest gets a threshold. The coarsest level's keeps half of all tokens, and each further one
-    keeps half of the tokens that the level above keeps. The finest level gets a curve: the share of tokens kept at each
-    threshold. `group` is the number of queries whose scores are averaged, and `coarse` the index of the coarsest level.
+    Each level but the finest gets a threshold. The threshold of the coarsest level keeps half of all tokens. Each
+    further threshold keeps half of the tokens that the level above keeps. The finest level gets a curve: the share of
+    tokens kept at each threshold. `group` is the number of queries whose scores are averaged, and `coarse` the index of
+    the coarsest level.
     """
 
     group: int

@@ -69,7 +69,7 @@ class Segment:
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
     """Build the causal mask [queries, keys] bool of queries at the last positions of the keys.
 
-    With a sliding window, a query attends to `window` keys, of which its own is the last. None means no window.
+    With a sliding window, a query attends to the last `window` keys up to its own. None means no window.
     """
     distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
     mask = distance >= 0

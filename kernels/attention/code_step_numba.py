@@ -189,7 +189,7 @@ LARGEST_EXPONENT = np.float32(60)  # upper bound of a logit minus its log-sum-ex
 
 @njit(**SUMS)
 def spread_query(job, query, lanes):
-    """Write a query [G, D], scaled, as vectors of four heads [fours, D], with zeros for heads past the last."""
+    """Write a scaled query [G, D] to `lanes` as [fours, D, LANES], vectors of LANES heads; heads past G are zeros."""
     width = job.fours * LANES
     spread = floats(lanes, (job.fours, job.D, LANES))
     for g in range(width):

@@ -135,7 +135,7 @@ def add_values(peak, total, first_output, second_output, logits, values, of_valu
 
 
 def block_of(runs: RunRows) -> int:
-    """Return the block width in channels, rounded up so that it holds a whole row."""
+    """Return the width, in channels, of a block that holds a whole row."""
     channels = runs.keys.shape[2]
     return power_of_two(channels) if runs.scales is None else pair_block(channels)
 

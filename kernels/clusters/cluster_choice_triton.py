@@ -98,7 +98,7 @@ def _logits_kernel(
 
 
 def _keys(query: torch.Tensor, centroids: Keys) -> tuple[torch.Tensor, RowScales, int]:
-    """Return the centroids in the kernels' layout, their scales, and the block width in channels that holds a row.
+    """Return the centroids in the kernels' layout, their scales, and the width, in channels, of a block for one row.
 
     Centroids that are not int8 get dummy scales, which are never read.
     """

@@ -60,5 +60,5 @@ Keys: TypeAlias = torch.Tensor | Int8Kernel
 
 
 def pair_block(channels: int) -> int:
-    """Return the block width in channels that holds a row in pairs; a matrix product needs at least 16 pairs."""
+    """Return the width, in channels, of a block for a row of channel pairs; a product needs at least 16 pairs."""
     return max(power_of_two(channels), 32)

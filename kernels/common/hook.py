@@ -172,7 +172,7 @@ def route_attention(model: "PreTrainedModel", function: AttentionFunction) -> It
         previous = model.config._attn_implementation
         token = _active.set(_Route(function, get_ident()))
         try:
-            if previous != IMPLEMENTATION:  # within another route the model has it, and setting it takes a millisecond
+            if previous != IMPLEMENTATION:  # setting it takes a millisecond; an outer route has set it
                 model.set_attn_implementation(IMPLEMENTATION)
             yield
         finally:

@@ -185,7 +185,7 @@ def _measure(
     function: MaskFunction, queries: list[int], first: int, keys: int, *, use_vmap: bool, device: torch.device | str
 ) -> Measured:
     """Determine the window of a mask function from the mask rows of some queries, over `keys` keys from `first` on."""
-    from transformers import AttentionMaskInterface  # imported late: commands parse their options without it
+    from transformers import AttentionMaskInterface  # commands parse their options without transformers
 
     row = AttentionMaskInterface()["sdpa"]
     numbers = torch.arange(first, first + keys, device=device)

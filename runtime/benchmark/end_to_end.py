@@ -147,7 +147,9 @@ def model_config(name: str) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name).get_text_config()
     except (ValueError, OSError) as error:
-        raise UsageError(f"--config {name}: transformers cannot read its config.json: {error}") from None
+        raise UsageError(
+            f"--config {name}: transformers cannot read its config.json: {error}; correct it, or name another folder"
+        ) from None
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or getattr(config, "attn_logit_softcapping", None):
         raise UsageError(

@@ -334,7 +334,7 @@ class Timer:
         try:
             for data in self.source.layers(self.built):
                 self._time_layer(timed, Bench(data, clock, timed.copy_bandwidth))
-                del data  # free the layer before the next one is generated
+                del data  # free the layer before the next layer is generated
         except torch.OutOfMemoryError:
             raise SparsekvError(
                 f"keys and values do not fit the memory of {clock.device}; choose a smaller --context or --batch"

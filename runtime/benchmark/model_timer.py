@@ -133,8 +133,8 @@ class ModelTimer:
                     rows += self._time(ModelBench(model, weights, data, self.runs, self.report))
                     if hook is not None:
                         hook.remove()
-                    del data  # free the layers before the next ones are generated
-            del model  # free its weights before the next ones are drawn
+                    del data  # free the layers before the next layers are generated
+            del model  # free the model's weights before the next weights are drawn
         return rows
 
     def _model(self, weights: Weights | None) -> PreTrainedModel:

@@ -80,7 +80,7 @@ def _name_caches() -> None:
     Otherwise torch.compile would change Triton's cache folder in the middle of a process. Triton would then not find
     the kernels that an earlier process compiled.
     """
-    import triton  # imported here, so that `sparsekv generate --help`, which imports this module, need not import it
+    import triton  # imported here, because `sparsekv generate --help` imports this file and needs no Triton
 
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
     os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)

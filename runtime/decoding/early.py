@@ -56,7 +56,7 @@ class EarlyReading:
             return
         if hold:
             self.rows = {layer: LayerRows(artifact, layer) for layer in artifact.manifest.indexed_layers}
-        # Calling get_num_threads in this thread first fixes this thread's number before the other thread sets its own.
+        # get_num_threads fixes this thread's number of torch threads, before the new thread sets a number for itself.
         self._begin(
             self._read(form if form and form.name in artifact.manifest.methods else None, torch.get_num_threads())
         )
@@ -91,8 +91,9 @@ class EarlyReading:
             yield from self._prepare(form, rows, threads)
 
     def _prepare(self, form: MethodSpec, rows: list[LayerRows], threads: int) -> Iterator[None]:
-        # One torch thread: a second one would wait in each operation for the core that the importing thread uses. Each
-        # thread keeps its own number after its first get_num_threads; other threads get the number that was set last.
+        # One torch thread, because a second torch thread would wait in each operation for the core that the importing
+        # thread uses. A thread that has called get_num_threads keeps its number of torch threads; all other threads get
+        # the number that was set last, and so the number is set back at the end.
         torch.set_num_threads(1)
         try:
             prepared = PreparedMethod(form)

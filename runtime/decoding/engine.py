@@ -5,7 +5,7 @@ each sequence that is answering, and all tokens of the questions that begin. All
 one row without padding, so the model's weights and the document's keys and values are read once for all sequences.
 
 There are two exceptions. On a GPU the tokens of answers and the tokens of questions are two passes, and a CUDA graph
-may pad the former. In models with recurrent layers, each question is a pass of its own.
+may pad the pass of answers. In models with recurrent layers, each question is a pass of its own.
 """
 
 import time
@@ -171,7 +171,8 @@ class Sequence:
         self.last = time.perf_counter()
         self.first = self.first or self.last
         ended = token in ends or len(self.answer) == self.longest
-        # The text of the first token is streamed before the next step, because a capture makes that step slow.
+        # The text of the first token is streamed before the next step, because capturing a CUDA graph makes that step
+        # slow.
         if ended or len(self.answer) == 1 or self.request.stop is not None:
             self.stream()
         if self.request.stop is not None:
@@ -366,7 +367,7 @@ class Engine:
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         self.read = None
         for sequence in self.active.values():
-            sequence.stream()  # while the device computes the step
+            sequence.stream()  # runs while the device computes the step
         fed = [one for each in passes for one in each]
         whole = [place for place, one in enumerate(fed) if self.active[one.slot].feed(one)]
         if not whole:

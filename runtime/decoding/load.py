@@ -75,7 +75,7 @@ def load_and_open(
     started = time.perf_counter()
     early = None if ranks is not None else (early or EarlyReading(artifact, device, hold=hold)).begin_loading()
     if ranks is not None and ranks.size > 1:
-        # Imported here, because it imports torch.distributed.
+        # The module imports torch.distributed, which only several ranks need.
         from sparsekv.kernels.distributed.row_style import sum_in_one_launch
 
         sum_in_one_launch()
@@ -93,7 +93,7 @@ def load_and_open(
         remember(loaded.name)
     loaded_in(time.perf_counter() - started)
     if ranks is not None:
-        from sparsekv.runtime.decoding.distributed import open_share  # imported here: it imports torch.distributed
+        from sparsekv.runtime.decoding.distributed import open_share  # the module imports torch.distributed
 
         return open_share(artifact, loaded, ranks, hold=hold)
     kept = kept_index(artifact)
@@ -154,7 +154,7 @@ def with_weights(loaded: LoadedModel, weights: Weights | None, progress: Callabl
     """
     if weights is None:
         return loaded
-    from sparsekv.formats.models.quantised import checkpoint_of  # imported here, because it imports transformers
+    from sparsekv.formats.models.quantised import checkpoint_of  # the module imports transformers
 
     if checkpoint_of(loaded.model) is not None:
         raise UsageError(f"--weights {weights}: model '{loaded.name}' is quantised already; leave the option out")

@@ -112,7 +112,7 @@ def compare_probe(
 
 
 def _check_probe_logits(manifest: Manifest, model: PreTrainedModel, logits: torch.Tensor) -> None:
-    """Raise IdentityError if logits [vocabulary] differ from the stored ones beyond rounding."""
+    """Raise IdentityError if logits [vocabulary] differ from the stored logits beyond rounding."""
     off = difference(manifest.probe, logits)
     if not off <= probe_tolerance(manifest, model.dtype, over_exact=is_over_exact(manifest)):
         stored, found = f"{manifest.probe.logits[0]:.4f} at its top", f"{logits[manifest.probe.token_ids[0]]:.4f}"
@@ -288,7 +288,7 @@ class OpenIndex:
         """
         kept, self.kept = self.kept, None
         if kept is not None and kept.config == config and tail and gather_makers is None:
-            self.prepared = None  # the server's cache uses its selectors, which serve one cache
+            self.prepared = None  # the server's cache uses the selectors of `prepared`, which serve one cache
             return kept.cache
         if isinstance(config.attention, Dense):
             return self.dense_cache()

@@ -154,8 +154,8 @@ def exclusive_process() -> Iterator[None]:
 def _refuse_callback() -> None:
     if called_back():
         raise UsageError(
-            "on_text or stop asked or opened an index in the middle of an answer; do that after the answer "
-            "has been returned"
+            "a callback (on_token, on_text or stop) asked a question or opened an index in the middle of an answer; do "
+            "that after the answer has been returned"
         )
 
 

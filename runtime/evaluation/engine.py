@@ -232,7 +232,7 @@ class _Asking:
                 yield Result(self.context, question, way, self.answers.known[key], len(self.prompt.input_ids))
         if self.opened is not None:
             self.opened, kept = None, self._folder().with_suffix(".kept")
-            # The file `.kept` marks an index of a run with `keep`, so that later runs without it do not remove it.
+            # The file `.kept` marks an index of a run with `keep`, so that later runs without `keep` leave the index.
             if self.comparison.keep:
                 kept.touch()
             elif not kept.exists():

@@ -84,7 +84,7 @@ class CSAttention(Method):
     def prepare(self, context: MiddleContext) -> TableSelector:
         """Create the selector of a layer. Refers to the centroids and all M keys; copies those on another device.
 
-        The posting lists are not copied. Each append allocates new ones, and the first append also copies the keys. On
+        The posting lists are not copied. Each append allocates new lists, and the first append also copies the keys. On
         a GPU, posting lists over 16,384 keys or more are also stored by token, unless appending or backoff is on. The
         layout by token takes half a byte per list and key of the middle.
         """

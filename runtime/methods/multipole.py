@@ -29,7 +29,9 @@ from sparsekv.runtime.selection.registry import methods
 class Multipole(ClusterMethod):
     """Selects clusters of keys by their centroids; the other clusters are replaced by their centroids."""
 
-    replace: bool = field(default=True, metadata={"help": "Represent the clusters not selected by their centroids."})
+    replace: bool = field(
+        default=True, metadata={"help": "Attend to centroids in place of the clusters that are not selected."}
+    )
     stream: bool = field(
         default=False,
         metadata={

@@ -42,7 +42,8 @@ class SparQ(Method):
 
     channels: int = field(default=16, metadata={"help": "Channels of each head's keys that are read to rank them."})
     mean_value: bool = field(
-        default=False, metadata={"help": "Represent the tokens not selected by the mean key and value."}
+        default=False,
+        metadata={"help": "Attend to the mean key and value in place of the tokens that are not selected."},
     )
 
     def __post_init__(self) -> None:

@@ -194,7 +194,7 @@ class InPlace:
     exact: ExactKeys
 
 
-_PIECES = 2**20  # above every `Queries.batch` that is no piece's, because fewer sequences are decoded together
+_PIECES = 2**20  # above the `Queries.batch` of any step without pieces: fewer sequences are decoded together
 
 
 def piece_batch(start: int) -> int:

@@ -90,5 +90,8 @@ def _next_place(index: OpenIndex, place: Place, answer: torch.Tensor, number: in
     if place.chat is None:
         return Place(None, border)
     if (chat := next_turn(index.tokenizer, place.chat)) is None:
-        raise UsageError(f"this model's chat template allows one question, and message {number + 2} is a second one")
+        raise UsageError(
+            f"this model's chat template allows one question, and message {number + 2} is a second question; send "
+            "only the last question"
+        )
     return Place(chat, border)

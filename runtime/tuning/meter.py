@@ -131,8 +131,8 @@ class ModelMeter:
         split = index.split
         if index.artifact.manifest.states:
             raise UsageError(
-                f"--target-perplexity: {index.artifact.folder} stores no state of the model's layers that do not "
-                "attend at the beginning of its tail; give --target-error or --target-recall"
+                f"--target-perplexity: the model has layers with a state, and {index.artifact.folder} stores no state "
+                "for the beginning of its tail; give --target-error or --target-recall"
             )
         self.index, self.after = index, split.sinks + split.middle
         tail, half = index.input_ids[self.after :], split.tail // 2
@@ -156,7 +156,7 @@ class ModelMeter:
         return self._known[form, tuple(shares.values())]
 
     def _measured(self, form: MethodSpec, shares: Shares) -> Point:
-        from sparsekv.runtime.decoding.perplexity import losses  # imported here, because it imports transformers
+        from sparsekv.runtime.decoding.perplexity import losses  # the module imports transformers
 
         if self.dense is None:
             whole = losses(self.index, self.index.dense_cache(self.after), self.fed, self.after)

@@ -392,8 +392,8 @@ class ClusterSteps:
 
         def left() -> tuple[CentroidSegment, ...]:
             share, values = best.log_share_left(self.counted.shares), (self.values or self.keys)[0]
-            # `best.logits` already include the logarithm of the cluster's token count, and so only that of the share of
-            # its unselected tokens is added.
+            # `best.logits` already include the log of the cluster's token count, so only the log of the share of the
+            # cluster's unselected tokens is added.
             scored = ScoredCentroids(best.logits, share.squeeze(1), values) if self.own else None
             return (CentroidSegment(keys, self.counted.log_counts + share, values, scored),)
 

@@ -102,7 +102,7 @@ class BlockClustering:
         """Add new keys to a block's clusters; return the labels [Hk, T] of all keys and the new number of clusters.
 
         Args:
-            keys: [Hk, T, D], keys of the block, the old ones first.
+            keys: [Hk, T, D], keys of the block, the old keys first.
             labels: [Hk, T_old], labels of the old keys.
             clusters: number of old clusters.
         """

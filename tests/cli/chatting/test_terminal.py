@@ -26,7 +26,7 @@ def test_ctrl_c_stops_an_answer_whose_beginning_stays(place: Path) -> None:
         one.until(r"\n.*\n.*\n")
         one.press("c")
         said = shown(one)
-        assert "stopped; what came of the answer stays in the talk" in said
+        assert "stopped; the part of the answer so far stays in the talk" in said
         came = re.search(r"(\d+) tokens at", said)
         assert came is not None
         assert 1 <= int(came[1]) < 2000

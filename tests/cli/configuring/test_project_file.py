@@ -37,7 +37,7 @@ GENERATE, BUILD = ("generate", "Why?"), ("build-index", "doc.txt", "-o", "new.sk
         ("[generate]\nbudget = true", GENERATE, ("budget is a boolean; write text in quotes, or a number",)),
         ("[generate]\nbudget = [1]", GENERATE, ("budget is an array; write text",)),
         ("[generate]\nguard = 1979-05-27", GENERATE, ("guard is a date or time; write a number",)),
-        ("[generate]\ntemperature = nan", GENERATE, ("--temperature nan: give a number",)),
+        ("[generate]\ntemperature = nan", GENERATE, ("--temperature nan: give a finite number",)),
         ("[build-index]\nmethod = [['a']]", BUILD, ("method is an array; write text",)),
     ],
 )
