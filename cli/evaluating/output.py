@@ -31,6 +31,7 @@ def evaluation_record(rows: Sequence[Score], cells: Sequence[Cell], about: dict[
     return {**about, "rows": [asdict(row) for row in rows], "depths": [asdict(cell) for cell in cells]}
 
 
+DIFFERENCE, SAME = "difference to dense [95%]", "same as dense"
 GROUPING = ("task", "length", "metric")
 """Fields of a row by which the tables for a terminal are divided."""
 
@@ -46,7 +47,7 @@ def print_rows(rows: Sequence[Score], cells: Sequence[Cell], about: dict[str, An
         say_markup(_table(rows, about), form.markup)
     else:
         for group in grouped(rows, GROUPING):
-            show_fitting(_table(group, about), ("s", "kv fraction", "difference to dense [95%]"))
+            show_fitting(_table(group, about), ("s", SAME, "kv fraction", DIFFERENCE))
 
 
 def note_few_contexts(rows: Sequence[Score], *, quiet: bool) -> None:
@@ -78,7 +79,7 @@ def _table(rows: Sequence[Score], about: dict[str, Any]) -> Table:
         f"{first.task}: {_counted(first)} of {mean}"
         f"{first.tokens:,.0f} tokens{asked}, {first.metric}{unit}, {about['model']}{stored}",
         [*divided, "method"],
-        ["budget", "score [95%]", "difference to dense [95%]", "kv fraction", "s"],
+        ["budget", "score [95%]", DIFFERENCE, SAME, "kv fraction", "s"],
     )
     for group in grouped(rows, GROUPING):
         for row in group:
@@ -86,8 +87,9 @@ def _table(rows: Sequence[Score], about: dict[str, Any]) -> Table:
                 *(str(getattr(row, name)) for name in divided),
                 f"{row.method} {row.variant}".strip(),
                 "" if row.budget is None else str(Budget(row.budget)),
-                f"{row.score:.1f} [{row.score_low:.1f}, {row.score_high:.1f}]",
-                _difference(row),
+                _with_bounds(row.score, row.score_low, row.score_high, ""),
+                _with_bounds(row.difference, row.difference_low, row.difference_high, "+"),
+                "" if row.same_as_dense is None else f"{row.same_as_dense:.1f}%",
                 "" if row.kv_fraction is None else f"{row.kv_fraction:.3f}",
                 f"{row.seconds:.2f}",
             )
@@ -95,7 +97,8 @@ def _table(rows: Sequence[Score], about: dict[str, Any]) -> Table:
     return table
 
 
-def _difference(row: Score) -> str:
-    if row.difference is None or row.difference_low is None or row.difference_high is None:
+def _with_bounds(value: float | None, low: float | None, high: float | None, sign: str) -> str:
+    """Format a number and the bounds of its interval, if it has one. `sign` is the sign option of a format."""
+    if value is None:
         return ""
-    return f"{row.difference:+.1f} [{row.difference_low:+.1f}, {row.difference_high:+.1f}]"
+    return f"{value:{sign}.1f}" + ("" if low is None or high is None else f" [{low:{sign}.1f}, {high:{sign}.1f}]")

@@ -49,12 +49,19 @@ def _read(row: Score) -> float:
     return row.kv_fraction or 0.0
 
 
+def _bounds(row: Score) -> tuple[float, float]:
+    """Return the bounds of a score's interval. Without an interval both are the score."""
+    return (
+        (row.score, row.score) if row.score_low is None or row.score_high is None else (row.score_low, row.score_high)
+    )
+
+
 def _lines(axis: Axes, rows: list[Score]) -> None:
     axis.axis("on")
     dense = next((row for row in rows if row.difference is None), None)
     if dense is not None:
         axis.axhline(dense.score, color="black", linestyle="--", linewidth=1, label="dense attention")
-        axis.axhspan(dense.score_low, dense.score_high, color="black", alpha=0.08)
+        axis.axhspan(*_bounds(dense), color="black", alpha=0.08)
     lines: dict[Line, list[Score]] = {}
     for row in (one for one in rows if one is not dense):
         lines.setdefault((row.prefill, row.method, row.variant), []).append(row)
@@ -63,7 +70,7 @@ def _lines(axis: Axes, rows: list[Score]) -> None:
     for (prefill, method, variant), some in lines.items():
         ordered = sorted((row for row in some if row.kv_fraction is not None), key=_read)
         score = np.array([row.score for row in ordered])
-        ends = np.array([[row.score_low for row in ordered], [row.score_high for row in ordered]])
+        ends = np.array([_bounds(row) for row in ordered]).T
         axis.errorbar(
             [_read(row) for row in ordered],
             score,

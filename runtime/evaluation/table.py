@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -25,11 +26,11 @@ REPLICATES = 4000
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and its 95% confidence interval."""
+    """An estimate and its 95% confidence interval; `low` and `high` are None for an estimate from one question."""
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 def interval(scores: Scores, summary: Callable[[float], float] = float, *, seed: int = 0) -> Interval:
@@ -38,8 +39,10 @@ def interval(scores: Scores, summary: Callable[[float], float] = float, *, seed:
     Args:
         summary: increasing function of the mean. The value and the interval of this function are returned.
     """
-    means = _means([scores], seed)[0]
-    return _interval(summary(_mean_score(scores)), np.vectorize(summary)(means))
+    value = summary(_mean_score(scores))
+    if _is_single(scores):
+        return Interval(value, None, None)
+    return _interval(value, np.vectorize(summary)(_means([scores], seed)[0]))
 
 
 def paired_difference(
@@ -57,9 +60,16 @@ def paired_difference(
     """
     if [len(one) for one in scores] != [len(one) for one in baseline]:
         raise ValueError("paired scores must be of the same questions")
-    told = np.vectorize(summary)
+    told, value = np.vectorize(summary), summary(_mean_score(scores)) - summary(_mean_score(baseline))
+    if _is_single(scores):
+        return Interval(value, None, None)
     means, others = _means([scores, baseline], seed)
-    return _interval(summary(_mean_score(scores)) - summary(_mean_score(baseline)), told(means) - told(others))
+    return _interval(value, told(means) - told(others))
+
+
+def _is_single(scores: Scores) -> bool:
+    """Whether the scores are of one question. Every bootstrap replicate of one question is that question."""
+    return sum(map(len, scores)) == 1
 
 
 def _mean_score(scores: Scores) -> float:
@@ -226,9 +236,10 @@ class Result:
 class Score:
     """Score of one variant on one task at one length, in the metric's unit, with the bounds of its 95% interval.
 
-    `difference` is the score minus the score of dense attention; None for dense attention itself. `length` is the
-    requested number of tokens. `tokens` is the mean number of tokens of the contexts. A context has only whole
-    sentences, so it may be shorter than `length`.
+    `difference` is the score minus the score of dense attention; None for dense attention itself. Bounds are None if
+    there is one question. `same_as_dense` is the percentage of answers whose text is that of dense attention's answer;
+    None for dense attention itself and for continuations. `length` is the requested number of tokens. `tokens` is the
+    mean number of tokens of the contexts. A context has only whole sentences, so it may be shorter than `length`.
     """
 
     task: str
@@ -243,11 +254,12 @@ class Score:
     contexts: int
     questions: int
     score: float
-    score_low: float
-    score_high: float
+    score_low: float | None
+    score_high: float | None
     difference: float | None
     difference_low: float | None
     difference_high: float | None
+    same_as_dense: float | None
     kv_fraction: float | None
     seconds: float
 
@@ -292,10 +304,12 @@ def _group(task: str, length: int | None, metric: str, results: list[Result], se
         kept = [[answered[context][question] for question in asked] for context, asked in shared.items()]
         scores = [[result.score for result in one] for one in kept]
         score = interval(scores, told.summary, seed=seed)
-        difference = None
+        difference = same = None
         if base is not None and way != base:
-            others = [[ways[base][one][question].score for question in asked] for one, asked in shared.items()]
+            dense = [[ways[base][one][question] for question in asked] for one, asked in shared.items()]
+            others = [[result.score for result in one] for one in dense]
             difference = paired_difference(scores, others, told.summary, seed=seed)
+            same = None if told.continuation else _same_texts(kept, dense)
         flat = [result.given for one in kept for result in one]
         found.append(
             Score(
@@ -313,11 +327,18 @@ def _group(task: str, length: int | None, metric: str, results: list[Result], se
                 difference=None if difference is None else difference.value,
                 difference_low=None if difference is None else difference.low,
                 difference_high=None if difference is None else difference.high,
+                same_as_dense=same,
                 kv_fraction=_read([given.kv_fraction for given in flat]),
                 seconds=_mean([given.seconds for given in flat]),
             )
         )
     return found
+
+
+def _same_texts(results: list[list[Result]], others: list[list[Result]]) -> float:
+    """Return the percentage of answers with the text of the other answer to the same question."""
+    pairs = zip(chain.from_iterable(results), chain.from_iterable(others), strict=True)
+    return 100 * _mean([one.given.text == other.given.text for one, other in pairs])
 
 
 def _shared(ways: list[dict[Context, dict[Question, Result]]]) -> dict[Context, list[Question]]:

@@ -7,19 +7,21 @@ const wayOf = (row) => [row.method, row.variant].filter((part) => part).join(" "
 const several = new Set(evaluation.rows.map((row) => row.prefill)).size > 1;
 const lineOf = (row) => (several ? `${wayOf(row)}, ${row.prefill} prefill` : wayOf(row));
 const one = (value) => fixed(value, 1);
-const withInterval = (value, low, high) => `${one(value)} [${one(low)}, ${one(high)}]`;
-const signed = (value) => (value > 0 ? `+${one(value)}` : one(value));
+const withInterval = (value, low, high) => (low === null ? one(value) : `${one(value)} [${one(low)}, ${one(high)}]`);
+const signed = (value) => (value === null ? "" : value > 0 ? `+${one(value)}` : one(value));
+const bound = (value) => (value === null ? "" : one(value));
 
 const columns = [
   ...(several ? [{ name: "prefill", value: (row) => row.prefill }] : []),
   { name: "method", value: wayOf },
   { name: "budget", value: (row) => row.budget, text: (value, row) => row.budgetText, number: true },
   { name: "score", value: (row) => row.score, text: one, number: true },
-  { name: "from", value: (row) => row.score_low, text: one, number: true },
-  { name: "to", value: (row) => row.score_high, text: one, number: true },
-  { name: "difference to dense", value: (row) => row.difference, text: (value) => (value === null ? "" : signed(value)), number: true },
-  { name: "from ", value: (row) => row.difference_low, text: (value) => (value === null ? "" : signed(value)), number: true },
-  { name: "to ", value: (row) => row.difference_high, text: (value) => (value === null ? "" : signed(value)), number: true },
+  { name: "from", value: (row) => row.score_low, text: bound, number: true },
+  { name: "to", value: (row) => row.score_high, text: bound, number: true },
+  { name: "difference to dense", value: (row) => row.difference, text: signed, number: true },
+  { name: "from ", value: (row) => row.difference_low, text: signed, number: true },
+  { name: "to ", value: (row) => row.difference_high, text: signed, number: true },
+  { name: "same as dense, %", value: (row) => row.same_as_dense, text: bound, number: true },
   { name: "kv fraction", value: (row) => row.kv_fraction, text: (value) => fixed(value, 3), number: true },
   { name: "seconds", value: (row) => row.seconds, text: (value) => fixed(value, 2), number: true },
 ];
@@ -38,7 +40,7 @@ function groupSection(rows) {
     name: lineOf(some[0]),
     form: 0,
     points: some.sort((a, b) => a.kv_fraction - b.kv_fraction).map((row) => ({
-      x: row.kv_fraction, y: row.score, low: row.score_low, high: row.score_high,
+      x: row.kv_fraction, y: row.score, low: row.score_low ?? row.score, high: row.score_high ?? row.score,
       text: `${withBudget(lineOf(row), row)}: score ${withInterval(row.score, row.score_low, row.score_high)}, kv fraction ${fixed(row.kv_fraction, 3)}`,
     })),
   }));

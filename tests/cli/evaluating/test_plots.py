@@ -12,13 +12,13 @@ from sparsekv.cli.evaluating import plots
 from sparsekv.runtime.evaluation.table import Cell, Score
 from sparsekv.runtime.selection.registry import methods
 
-NO_DIFFERENCE: dict[str, Any] = dict.fromkeys(("difference", "difference_low", "difference_high"))
+NO_DIFFERENCE: dict[str, Any] = dict.fromkeys(("difference", "difference_low", "difference_high", "same_as_dense"))
 
 
 def _row(prefill: str, method: str, budget: float | None, score: float, read: float, **changes: Any) -> Score:
     about = {"task": "niah-single", "length": 600, "tokens": 600.0, "metric": "match-all", "unit": "%"}
     counted = {"contexts": 10, "questions": 40, "seconds": 1.0, "score_low": score - 5, "score_high": score + 5}
-    differs = {"difference": -5.0, "difference_low": -9.0, "difference_high": 1.0}
+    differs = {"difference": -5.0, "difference_low": -9.0, "difference_high": 1.0, "same_as_dense": 80.0}
     values = about | counted | differs | changes
     return Score(prefill=prefill, method=method, variant="", budget=budget, score=score, kv_fraction=read, **values)
 

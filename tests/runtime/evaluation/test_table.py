@@ -42,6 +42,23 @@ def test_scores_and_differences() -> None:
     assert (quest.contexts, quest.questions, quest.kv_fraction, quest.seconds) == (2, 3, pytest.approx(0.1), 2.0)
 
 
+def test_answers_with_the_text_of_dense_attentions_are_counted() -> None:
+    """Whether they are right or not. Continuations have no text."""
+    one = _context("one", 0.1, 0.5, 0.9)
+    texts = {DENSE: ("yes", "no", "yes"), QUEST: ("yes", "no", "yes, yes")}
+    dense, quest = rows([_result(one, n, way, text) for way, all_of in texts.items() for n, text in enumerate(all_of)])
+    assert (dense.same_as_dense, quest.same_as_dense) == (None, pytest.approx(200 / 3))
+    other = _context("one", 0.1, metric="perplexity")
+    assert [row.same_as_dense for row in rows([_result(other, 0, way, "", 1.0) for way in texts])] == [None, None]
+
+
+def test_one_question_has_no_interval() -> None:
+    context = _context("one", 0.1)
+    dense, quest = rows([_result(context, 0, DENSE, "yes"), _result(context, 0, QUEST, "no")])
+    assert (dense.score, dense.score_low, dense.score_high) == (100.0, None, None)
+    assert (quest.difference, quest.difference_low, quest.difference_high) == (-100.0, None, None)
+
+
 def test_a_question_that_one_way_lacks_counts_for_none() -> None:
     context = _context("one", 0.1, 0.9)
     results = [
