@@ -89,7 +89,7 @@ def chat(options: ChatOptions) -> None:
     talk = Conversation(opened, config, raw=options.raw, special_tokens=options.special_tokens)
     note_small_budgets([config.budget], quiet=quiet)
     if options.stats:  # at a terminal, the first line shows the method
-        times.show("" if piped is None else f"answers by {describe(config)}")
+        times.show("" if piped is None else f"answers by {describe(config)}", artifact.manifest)
     sources, dtype = options.sources or 0, options.run.dtype
     session = Chat(talk, choices, sampling, stats=options.stats, quiet=quiet, dtype=dtype, sources=sources)
     if piped is None:

@@ -23,7 +23,6 @@ from sparsekv.cli.common.options import (
     share,
 )
 from sparsekv.cli.common.questions import read_questions
-from sparsekv.cli.common.stats import stored_line
 from sparsekv.cli.common.tables import say_markup
 from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html, write_html
@@ -289,6 +288,6 @@ def _show(options: ReportOptions, artifact: Artifact, report: RecallReport, grou
     elif options.format.markup:
         say_markup(report_table(report, groups), options.format.markup)
     else:
-        print_report(report, groups, within, stored_line(artifact.manifest), answers)
+        print_report(report, groups, within, artifact.manifest, answers)
         if not options.method and (lacking := lacking_line(artifact)):
             note(lacking, quiet=options.run.quiet)

@@ -12,9 +12,10 @@ import transformers
 
 from sparsekv.cli.common.console import note, waiting
 from sparsekv.cli.common.process import resume_collector
+from sparsekv.cli.common.stats import stored_dtype, windows_line
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.formats.index.schema import AUTO, Weights
+from sparsekv.formats.index.schema import AUTO, Manifest, Weights
 from sparsekv.formats.models.embedded import EMBEDDED, remember
 from sparsekv.formats.models.find import fetch
 from sparsekv.formats.models.load import LoadedModel, load_model
@@ -143,13 +144,17 @@ class OpeningTimes:
         """Record the seconds that loading the model took."""
         self._loading = seconds
 
-    def show(self, by: str) -> None:
-        """Note both times, after the text `by` unless it is empty. Call this once the index is open.
+    def show(self, by: str, manifest: Manifest) -> None:
+        """Note how questions are answered, and both times. Call this once the index is open.
 
-        `by` describes the method that answers questions.
+        Args:
+            by: describes the method that answers questions; empty: it is shown elsewhere.
+            manifest: that of the index.
         """
         opening = time.perf_counter() - self._began - self._loading
-        note(by, quiet=not by)
+        note(f"{by}{', ' * bool(by)}keys and values in {stored_dtype(manifest)}", quiet=False)
+        if windows := windows_line(manifest):
+            note(windows, quiet=False)
         note(f"model loaded in {self._loading:.2f} s, index opened in {opening:.2f} s", quiet=False)
 
 

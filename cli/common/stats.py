@@ -31,6 +31,33 @@ def stored_line(manifest: Manifest) -> str | None:
     return f"{line}, measured on an earlier text of {storage.measured_tokens:,} tokens."
 
 
+def stored_dtype(manifest: Manifest) -> str:
+    """Return the name of the dtype in which an index stores keys and values."""
+    return manifest.dtype if manifest.kv_storage is None else manifest.kv_storage.dtype
+
+
+TOLD_FRACTION = 0.1
+"""KV fraction for which `windows_line` states the share of what all layers read."""
+
+
+def windows_line(manifest: Manifest) -> str | None:
+    """State what a kv fraction is over all layers, if some layers have a sliding window.
+
+    A step reads the same keys and values in these layers by any method, so they count in no kv fraction.
+    """
+    windows = [facts.sliding_window for facts in manifest.attending.values() if facts.sliding_window is not None]
+    if not windows:
+        return None
+    full = len(manifest.indexed_layers) * manifest.split.middle
+    windowed = sum(min(window, manifest.split.tokens) for window in windows)
+    over_all = (TOLD_FRACTION * full + windowed) / (full + windowed)
+    return (
+        f"The kv fraction is that of the {len(manifest.indexed_layers)} layers that attend to the whole document. The "
+        f"other {len(windows)} layers attend to a window, by any method: over all layers a kv fraction of "
+        f"{TOLD_FRACTION} is one of {over_all:.2f}."
+    )
+
+
 def storage_record(storage: KVStorage | None) -> dict[str, Any] | None:
     """Return the record of int8 storage for --json: dtype and errors; None if rows are in the index's dtype."""
     if storage is None:

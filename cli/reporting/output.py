@@ -9,13 +9,20 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from sparsekv.cli.common.console import say_csv, say_wrapped
-from sparsekv.cli.common.stats import MORE_THAN_EVERYTHING, storage_record
+from sparsekv.cli.common.stats import (
+    MORE_THAN_EVERYTHING,
+    storage_record,
+    stored_dtype,
+    stored_line,
+    windows_line,
+)
 from sparsekv.cli.common.tables import show_fitting
 from sparsekv.cli.pages.page import Page, budget_text, budget_texts, report_page
 from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.hints import add_methods_hint, command
 from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import Manifest
 from sparsekv.indexing.indexers.interface import indexer_of, indexers
 from sparsekv.runtime.reporting.report import RecallReport, RecallRow, in_order, pareto_front, row_records
 from sparsekv.runtime.selection.interface import Budget
@@ -27,7 +34,7 @@ LEGEND = (
     "recall: share of the oracle's tokens that were selected.",
     "attention mass: share of the attention on the document that the selected tokens get.",
     "output error: relative error of attention's output.",
-    "kv fraction: what is read of the document's keys and values, index included.",
+    "kv fraction: what is read of the document's keys and values in {dtype}, index included.",
     "missed: share of all attention on tokens that were not selected.",
 )
 OPTIONAL = {
@@ -40,10 +47,11 @@ OPTIONAL = {
 ROUNDING = 1e-6
 
 
-def legend(rows: Sequence[RecallRow]) -> list[str]:
-    """Return the lines to print below a table of these rows."""
+def legend(rows: Sequence[RecallRow], manifest: Manifest) -> list[str]:
+    """Return the lines to print below a table of these rows of an index."""
     columns = [line for name, line in OPTIONAL.items() if any(getattr(row, name) is not None for row in rows)]
-    return [*LEGEND, *columns, *_odd(rows)]
+    fixed = [line.format(dtype=stored_dtype(manifest)) for line in LEGEND]
+    return [*fixed, *columns, *_odd(rows), *filter(None, [windows_line(manifest)])]
 
 
 def _odd(rows: Sequence[RecallRow]) -> list[str]:
@@ -118,22 +126,22 @@ def print_csv(rows: Sequence[RecallRow]) -> None:
     say_csv([*(field.name for field in fields(RecallRow)), "front"], row_records(in_order(rows)))
 
 
-def print_report(report: RecallReport, groups: Sequence[str], within: float, stored: str | None, answers: str) -> None:
-    """Print the table, its legend, a sentence about the best row, and the lines `stored` and `answers`.
+def print_report(report: RecallReport, groups: Sequence[str], within: float, manifest: Manifest, answers: str) -> None:
+    """Print the table, its legend, a sentence about the best row, what int8 rows cost, and the line `answers`.
 
     Args:
         groups: the columns by which rows are grouped: `layer`, `kv_head`, both or none.
         within: largest kv fraction of the best row, which is the row with the least error.
-        stored: the result of `stored_line`.
+        manifest: that of the reported index.
         answers: the result of `answers_line`.
     """
     rows, best = report.by(*groups), report.best_within(within)
     show_fitting(report_table(report, groups), LESSER)
-    lines = [*legend(rows), best_line(best, within, shared=any(row.together > 1 for row in rows))]
+    lines = [*legend(rows, manifest), best_line(best, within, shared=any(row.together > 1 for row in rows))]
     if most := [row for row in rows if row.kv_fraction > 1]:
         named = dict.fromkeys(row.name for row in most)
         lines.append(f"kv fraction above 1 ({', '.join(named)}): {MORE_THAN_EVERYTHING}.")
-    if stored is not None:
+    if (stored := stored_line(manifest)) is not None:
         lines.append(f"{stored} The errors above are against dense attention over the stored ones.")
     say_wrapped([*lines, answers])
 

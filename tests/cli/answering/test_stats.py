@@ -1,10 +1,13 @@
-"""What `generate --stats` says of time that an answer took once."""
+"""What `generate --stats` says of time that an answer took once, and of what the kv fraction is of."""
 
 import subprocess
 from pathlib import Path
 
 import pytest
 from support.command import EXECUTABLE, environment, run_here
+from support.tiny_models import WINDOW, save_tiny
+
+from sparsekv.formats.index.reader import Artifact
 
 TOLD = "compiled kernels for this CPU"
 
@@ -29,3 +32,21 @@ def test_what_was_asked_for_is_told_even_where_nothing_else_is() -> None:
     assert "first token after" in quiet
     assert "index opened in" in quiet
     assert run_here("generate", "Why?", "--max-new-tokens", "2", "-q").stderr == ""
+
+
+def test_what_a_kv_fraction_is_of_is_told(place: Path) -> None:
+    """By answers and by a report: the dtype, and for a model with windows its share of what all layers read."""
+    assert "keys and values in float32\n" in run_here("generate", "Why?", "--max-new-tokens", "2", "--stats").stderr
+    assert "keys and values in float32, index included" in run_here("recall-report", "--budget", "10%").stdout
+    save_tiny(place / "windows", "gemma3")
+    assert (
+        run_here("build-index", "doc.txt", "-o", "windows.skv", "--model", "windows", "--max-tokens", "300").code == 0
+    )
+    split = Artifact(place / "windows.skv").manifest.split
+    assert split.tokens > WINDOW
+    over_all = (0.1 * split.middle + WINDOW) / (split.middle + WINDOW)
+    for command in (("generate", "Why?", "--max-new-tokens", "2", "--stats"), ("recall-report", "--budget", "10%")):
+        done = run_here(*command, "-i", "windows.skv")
+        told = " ".join((done.stdout + done.stderr).split())
+        assert "the 2 layers that attend to the whole document. The other 2 layers" in told
+        assert f"a kv fraction of 0.1 is one of {over_all:.2f}." in told
