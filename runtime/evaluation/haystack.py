@@ -6,6 +6,7 @@ import string
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from uuid import UUID
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.evaluation.tasks import Context, CountTokens, DrawnTask, Question, Request, tasks
@@ -77,6 +78,10 @@ NUMBERS_OF = (
 )
 
 
+DIGITS = 7
+"""Digits of a number that is a value."""
+
+
 def things(number: int, random_numbers: random.Random) -> list[str]:
     """Draw `number` different names of things from `NUMBERS_OF`. Raises UsageError if the list has fewer."""
     if number > len(NUMBERS_OF):
@@ -90,6 +95,16 @@ def pairs(number: int, random_numbers: random.Random) -> list[str]:
     """Draw `number` different keys of an adjective and a noun, as in RULER."""
     chosen = random_numbers.sample(range(len(ADJECTIVES) * len(NOUNS)), number)
     return [f"{ADJECTIVES[one // len(NOUNS)]}-{NOUNS[one % len(NOUNS)]}" for one in chosen]
+
+
+def numbers(number: int, random_numbers: random.Random) -> list[str]:
+    """Draw `number` different numbers of DIGITS digits."""
+    return [str(value) for value in random_numbers.sample(range(10 ** (DIGITS - 1), 10**DIGITS), number)]
+
+
+def uuids(number: int, random_numbers: random.Random) -> list[str]:
+    """Draw `number` random UUIDs."""
+    return [str(UUID(int=random_numbers.getrandbits(128), version=4)) for _ in range(number)]
 
 
 def coined(number: int, letters: int, alphabet: str, random_numbers: random.Random) -> list[str]:
@@ -213,6 +228,15 @@ ONE_MAGIC = replace(
     introduction="A special magic number is hidden within the following text. Make sure to memorize it. "
     "I will quiz you about the number afterwards.\n",
 )
+UUIDS = Wording(
+    introduction=MAGIC.introduction.replace("number", "uuid"),
+    needle="One of the special magic uuids for {key} is: {value}.",
+    ask_one="What is the special magic uuid for {query} mentioned in the provided text?",
+    one_is="The special magic uuid for {query} mentioned in the provided text is",
+    ask_all="What are all the special magic uuids for {query} mentioned in the provided text?",
+    all_are="The special magic uuids for {query} mentioned in the provided text are",
+    keys=uuids,
+)
 THINGS = replace(
     MAGIC,
     needle="The {key} is {value}.",
@@ -221,8 +245,31 @@ THINGS = replace(
     keys=things,
 )
 
-DIGITS = 7
 TOKENS_A_VALUE = 12  # enough for seven digits, a quote and a space in any tokenizer; RULER allows 128
+TOKENS_A_UUID = (
+    48  # enough for 32 hexadecimal digits and four dashes, of which many tokenizers make tokens of one digit
+)
+
+
+def question_of(words: Wording, text: str, keys: list[str], hidden: dict[str, list[str]], tokens: int) -> Question:
+    """Make the question that asks for the values of some keys.
+
+    Args:
+        text: the context, in which the needles are.
+        hidden: the values of each key.
+        tokens: maximum number of answer tokens of a value.
+    """
+    answers = tuple(value for key in keys for value in hidden[key])
+    query = keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
+    ask, begin = (words.ask_one, words.one_is) if len(answers) == 1 else (words.ask_all, words.all_are)
+    return Question(
+        text=ask.format(query=query),
+        prefix=begin.format(query=query),
+        answers=answers,
+        metric="match-all",
+        max_new_tokens=tokens * len(answers),
+        depth=depth_of(text, words.needle.format(key=keys[0], value=answers[0])) if len(answers) == 1 else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -247,7 +294,7 @@ class Needles(DrawnTask):
         drawn = random.Random(f"{request.seed} {self.name} {request.length} {number}")
         questions = 1 if self.alone else request.asked()
         keys = self.wording.keys(max(self.keys, questions), drawn)
-        hidden = {key: _numbers(self.values, drawn) for key in keys}
+        hidden = {key: numbers(self.values, drawn) for key in keys}
         needles = [self.wording.needle.format(key=key, value=value) for key in keys for value in hidden[key]]
         drawn.shuffle(needles)
         offset, of = (number, request.contexts) if self.alone else (0, len(needles))
@@ -258,27 +305,9 @@ class Needles(DrawnTask):
             task=self.name,
             name=f"{request.length} tokens, {number}",
             text=text,
-            questions=tuple(self._question(text, some, hidden) for some in asked[:questions]),
+            questions=tuple(question_of(self.wording, text, one, hidden, TOKENS_A_VALUE) for one in asked[:questions]),
             length=request.length,
         )
-
-    def _question(self, text: str, keys: list[str], hidden: dict[str, list[str]]) -> Question:
-        answers = tuple(value for key in keys for value in hidden[key])
-        query = keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
-        words = self.wording
-        ask, begin = (words.ask_one, words.one_is) if len(answers) == 1 else (words.ask_all, words.all_are)
-        return Question(
-            text=ask.format(query=query),
-            prefix=begin.format(query=query),
-            answers=answers,
-            metric="match-all",
-            max_new_tokens=TOKENS_A_VALUE * len(answers),
-            depth=depth_of(text, words.needle.format(key=keys[0], value=answers[0])) if len(answers) == 1 else None,
-        )
-
-
-def _numbers(number: int, drawn: random.Random) -> list[str]:
-    return [str(value) for value in drawn.sample(range(10 ** (DIGITS - 1), 10**DIGITS), number)]
 
 
 def _hide(units: list[str], needles: list[tuple[float, str]], request: Request, introduction: str, name: str) -> str:
@@ -288,9 +317,60 @@ def _hide(units: list[str], needles: list[tuple[float, str]], request: Request, 
     return render(fill(units, render, request.count, request.length, name))
 
 
+LEAST_NEEDLE = 8
+"""Fewest tokens of a needle in any tokenizer."""
+
+
+@dataclass(frozen=True)
+class NeedlesAlone(DrawnTask):
+    """A needle task without other text: each line of the context gives a value to a key, as in RULER's multi-key 2 and
+    3. The questions ask for the values of evenly spread lines, or of those at the request's depths.
+
+    Attributes:
+        values: draws the values of the keys.
+        tokens: maximum number of answer tokens of a value.
+    """
+
+    name: str
+    wording: Wording
+    values: Callable[[int, random.Random], list[str]]
+    tokens: int
+
+    def draw(self, request: Request, number: int) -> Context:
+        drawn = random.Random(f"{request.seed} {self.name} {request.length} {number}")
+        most = min(request.length // LEAST_NEEDLE, len(ADJECTIVES) * len(NOUNS))
+        keys, values = self.wording.keys(most, drawn), self.values(most, drawn)
+        lines = [self.wording.needle.format(key=key, value=value) for key, value in zip(keys, values, strict=True)]
+
+        def render(some: list[str]) -> str:
+            return self.wording.introduction + "\n".join(some)
+
+        used = fill(lines, render, request.count, request.length, self.name)
+        if len(used) < request.asked():
+            raise UsageError(
+                f"--length {request.length} is too small for {self.name}; give more tokens, or fewer --questions"
+            )
+        text, hidden = render(used), {key: [value] for key, value in zip(keys, values, strict=True)}
+        places = nearest([request.depth(one, request.asked()) for one in range(request.asked())], len(used))
+        questions = tuple(question_of(self.wording, text, [keys[one]], hidden, self.tokens) for one in places)
+        return Context(self.name, f"{request.length} tokens, {number}", text, questions, request.length)
+
+
+def nearest(depths: list[float], lines: int) -> list[int]:
+    """Return for each depth, from 0 to 1, the nearest of a number of lines that no depth before it took."""
+    left = list(range(lines))
+
+    def take(depth: float) -> int:
+        return left.pop(min(range(len(left)), key=lambda place: abs(left[place] + 0.5 - depth * lines)))
+
+    return [take(depth) for depth in depths]
+
+
 tasks.add("niah-facts", Needles("niah-facts", 4, 1, 1, THINGS))
 tasks.add("niah-single", Needles("niah-single", 1, 1, 1, ONE_MAGIC, True))
 tasks.add("niah-multikey", Needles("niah-multikey", 4, 1, 1))
+tasks.add("niah-multikey-2", NeedlesAlone("niah-multikey-2", MAGIC, numbers, TOKENS_A_VALUE))
+tasks.add("niah-multikey-3", NeedlesAlone("niah-multikey-3", UUIDS, uuids, TOKENS_A_UUID))
 tasks.add("niah-multivalue", Needles("niah-multivalue", 1, 4, 1))
 tasks.add("niah-multiquery", Needles("niah-multiquery", 4, 1, 4))
 

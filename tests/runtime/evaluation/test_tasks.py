@@ -11,10 +11,12 @@ from support.eval_tasks import PAIRS, count_words, request
 from support.python_help import BY_NAME
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.evaluation.haystack import Needles, NeedlesAlone, nearest
 from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.tasks import Context, tasks
 
-NEEDLES = [name for name in tasks() if name.startswith("niah")]
+NEEDLES = [name for name, task in tasks().items() if isinstance(task, Needles)]
+ALONE = [name for name, task in tasks().items() if isinstance(task, NeedlesAlone)]
 NEEDLE = r"(?:One of the special magic numbers for ([a-z]+-[a-z]+) is:|The ([A-Za-z ]+) is) (\d{7})\."
 SEEDED = [name for name in tasks() if name != "qa"]  # a person's questions are the same under any seed
 
@@ -91,6 +93,42 @@ def test_a_needle_stands_at_its_depth(name: str, seed: int, length: int, questio
     assert count_words(context.text) <= length
 
 
+@pytest.mark.parametrize("name", ALONE)
+def test_every_line_is_a_needle_and_questions_are_spread_over_them(name: str) -> None:
+    for context in tasks()[name].make(request(length=2000)):
+        _, *lines = context.text.split("\n")
+        said = dict(
+            re.fullmatch(r"One of the special magic \w+ for (\S+) is: (\S+)\.", line).groups() for line in lines
+        )
+        assert len(said) == len(set(said.values())) == len(lines)
+        places = []
+        for question in context.questions:
+            (key,) = (key for key in said if key in question.text)
+            assert key in question.prefix
+            assert question.answers == (said[key],)
+            places.append([*said].index(key) / len(lines))
+        assert places == pytest.approx([1 / 6, 3 / 6, 5 / 6], abs=0.02)
+        assert [question.depth for question in context.questions] == pytest.approx(places, abs=0.05)
+
+
+def test_the_longest_contexts_have_keys_enough() -> None:
+    (context,) = tasks()["niah-multikey-2"].make(request(length=400_000, contexts=1))
+    assert count_words(context.text) > 390_000
+
+
+@given(st.lists(st.floats(0, 1), max_size=5), st.integers(5, 40))
+def test_each_depth_takes_a_line_of_its_own_near_it(depths: list[float], lines: int) -> None:
+    taken = nearest(depths, lines)
+    assert len({*taken}) == len(depths)
+    for depth, line in zip(depths, taken, strict=True):
+        assert abs(line + 0.5 - depth * lines) <= len(depths)
+
+
+def test_a_document_without_room_for_its_questions_is_refused() -> None:
+    with pytest.raises(UsageError, match="too small for niah-multikey-3"):
+        tasks()["niah-multikey-3"].make(request(length=60, questions=9))
+
+
 def test_a_single_needle_moves_through_the_contexts() -> None:
     made = tasks()["niah-single"].make(request(length=3000, contexts=4))
     depths = [context.questions[0].depth for context in made]
@@ -155,7 +193,7 @@ def test_a_continuation_follows_its_context() -> None:
         assert context.text + context.questions[0].answers[0] in BY_NAME
 
 
-@pytest.mark.parametrize("name", [name for name in tasks() if name not in ("cwe", "fwe", "qa")])
+@pytest.mark.parametrize("name", [name for name in tasks() if name not in ("cwe", "fwe", "qa", *ALONE)])
 def test_a_text_that_is_too_short_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=f"the text is too short for --task {name}:"):
         tasks()[name].make(request(text="One short sentence. " * 20))
