@@ -16,6 +16,7 @@ from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.decoding.answer import NO_ANSWER, Answer
 from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.selection.checked import code_of
 from sparsekv.runtime.selection.interface import MethodSpec
 
 
@@ -152,8 +153,17 @@ def settings_of(config: DecodeConfig, sampling: Sampling, artifact: Artifact, **
         "dense_layers": config.dense_layers or None,
         "guard": None if config.guard is None else config.guard.share,
         "ahead": config.ahead,
+        "code": _code(config),
         **more,
     }
+
+
+def _code(config: DecodeConfig) -> str | None:
+    """Return the sha256 sums of the packages of the methods that answer and that prefill questions; None if both
+    methods are of this package."""
+    used = (one.method for one in (config.attention, config.question) if isinstance(one, MethodSpec | QuestionPrefill))
+    codes = (code_of(type(one)) for one in used)
+    return " ".join(one for one in codes if one is not None) or None
 
 
 def _in_words(asking: Dense | Own | QuestionPrefill) -> str:

@@ -59,6 +59,10 @@ def _differing(name: str, found: Any, value: Any) -> str:
     return f"{name} {found}, not {value}"
 
 
+OTHERWISE = {"index": "over another index", "code": "by another version of the method's package"}
+"""How answers were made, by a setting whose values tell a person nothing."""
+
+
 @contextmanager
 def ignored(*numbers: int) -> Iterator[None]:
     """Within the context, ignore OSErrors with these errno values."""
@@ -148,7 +152,7 @@ class AnswersFile:
         for name, value in (setting | self.settings).items():
             if not _same(found.get(name), value):
                 told = f"with {_differing(name.replace('_', '-'), found.get(name), value)}"
-                other = "over another index" if name == "index" else told
+                other = OTHERWISE.get(name, told)
                 remedy = "give the settings of that line, or name another file"
                 raise UsageError(f"--resume {self.file}: line {number} was answered {other}; {remedy}")
 

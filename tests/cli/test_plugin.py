@@ -68,6 +68,25 @@ def test_every_command_has_a_packages_method(with_plugin: Zygote, place: Path) -
     assert "--skipped" in run(with_plugin, "generate", "--method", "norms", "--help").stdout
 
 
+def test_answers_of_an_edited_package_are_not_resumed(plugin: Path, with_plugin: Zygote, place: Path) -> None:
+    assert run(with_plugin, "build-index", "doc.txt", "--model", "model", "--method", "norms", "-q").code == 0
+    Path("questions.txt").write_text("Why?\nWhen?\n")
+    ask = "generate", "--batch-file", "questions.txt", "--method", "norms", "--max-new-tokens", "2", "--json", "-q"
+    first = run(with_plugin, *ask, "--resume", "answers.jsonl")
+    assert run(with_plugin, *ask, "--resume", "answers.jsonl").stdout == first.stdout
+    (code,) = {json.loads(line)["settings"]["code"] for line in first.stdout.splitlines()}
+    assert len(code) == 64
+    source = plugin / "sparsekv_norms" / "__init__.py"
+    text = source.read_text()
+    source.write_text(f"{text}# edited\n")
+    try:
+        refused = run(with_plugin, *ask, "--resume", "answers.jsonl")
+    finally:
+        source.write_text(text)
+    assert (refused.code, refused.stdout) == (2, "")
+    assert "line 1 was answered by another version of the method's package" in refused.stderr
+
+
 def test_without_the_package_its_method_is_told_as_unknown(with_plugin: Zygote, place: Path) -> None:
     assert run(with_plugin, "build-index", "doc.txt", "--model", "model", "--method", "norms", "-q").code == 0
     asked = run(zygote(), "generate", "Why?", "--model", "model", "--method", "norms")
