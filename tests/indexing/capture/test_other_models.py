@@ -105,5 +105,7 @@ def test_layers_of_another_kind_are_named() -> None:
 def test_a_model_without_kv_heads_is_named(family: str) -> None:
     """Bloom gives them another name, and Mamba has no attention."""
     loaded = LoadedModel(of_family(family), tiny_tokenizer(), "tiny-other", None)
-    with pytest.raises(UsageError, match=rf"tiny-other \({family}\) does not give its number of KV heads in its config"):
+    with pytest.raises(
+        UsageError, match=rf"tiny-other \({family}\) does not give its number of KV heads in its config"
+    ):
         small_plan(loaded=loaded)
