@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sparsekv.cli.common.commands import BY_RANKS, COMMANDS, moved
 from sparsekv.cli.common.streams import flush_streams, printable
@@ -27,7 +27,9 @@ UNKNOWN = re.compile(rf"{NO_OPTION} (--?[^ ]+)")
 OPTION_NAME = re.compile(r"--?[a-zA-Z][\w-]*")
 
 
-def described_usage(message: str, command: str, arguments: Sequence[str], *, options: Sequence[str] = ()) -> str:
+def described_usage(
+    message: str, command: str, arguments: Sequence[str], *, options: Sequence[str] = (), takes_text: bool = True
+) -> str:
     """Return the error message for a command line that typer refuses.
 
     For known mistakes it is a message of its own, with the right command line where that can be derived. Otherwise it
@@ -38,6 +40,7 @@ def described_usage(message: str, command: str, arguments: Sequence[str], *, opt
         command: the command that was called; empty if none was.
         arguments: all arguments of the call.
         options: names of the command's options.
+        takes_text: the command has an argument, such as a question or a file.
     """
     message = message.replace("Value error, ", "").rstrip(".")
     if command == "eval" and message.startswith((f"{NO_OPTION} --index", f"{NO_OPTION} -i")):
@@ -52,6 +55,10 @@ def described_usage(message: str, command: str, arguments: Sequence[str], *, opt
             return f"{command} runs as one process; several GPUs are for {' and '.join(BY_RANKS)}"
         return f"--gpus stands before the command: {shown('--gpus', _number(arguments), command)} ..."
     if command in COMMANDS and (text := _text_with_dash(message, arguments)) is not None:
+        if not takes_text:
+            return (
+                f"{command} takes no text, such as {shlex.quote(text)}; {shown(command, '--help')} says what there is"
+            )
         return f"a text that begins with a dash is taken for an option; put -- before it: {shown(command, '--', text)}"
     if unknown and (called := _command_after(unknown[1], arguments)):
         return f"give {unknown[1]} after the command: {shown(called, unknown[1])} ..."
@@ -99,9 +106,17 @@ def _command_after(option: str, arguments: Sequence[str]) -> str | None:
 def known_options(error: BaseException) -> list[str]:
     """Return the long names of the visible options of the command that a typer error is about. Empty if the command
     is unknown."""
-    parameters = getattr(getattr(getattr(error, "ctx", None), "command", None), "params", [])
-    shown_in_help = (one for one in parameters if not getattr(one, "hidden", False))
+    shown_in_help = (one for one in _parameters(error) if not getattr(one, "hidden", False))
     return [name for one in shown_in_help for name in (*one.opts, *one.secondary_opts) if name.startswith("--")]
+
+
+def has_argument(error: BaseException) -> bool:
+    """Whether the command that a typer error is about has an argument that is not an option."""
+    return any(one.param_type_name == "argument" for one in _parameters(error))
+
+
+def _parameters(error: BaseException) -> Sequence[Any]:
+    return getattr(getattr(getattr(error, "ctx", None), "command", None), "params", [])
 
 
 def _text_with_dash(message: str, arguments: Sequence[str]) -> str | None:
@@ -286,7 +301,9 @@ def fail(error: BaseException, command: str, *, debug: bool) -> NoReturn:
     message = (
         describe(error, command)
         if usage is None
-        else described_usage(usage(), command, sys.argv[1:], options=known_options(error))
+        else described_usage(
+            usage(), command, sys.argv[1:], options=known_options(error), takes_text=has_argument(error)
+        )
     )
     notes = getattr(error, "__notes__", [])
     message += f" ({'; '.join(notes)})" if notes else ""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from sparsekv.formats.documents.continuation import encode_question
 from sparsekv.formats.documents.prompt import end_of_turn
@@ -13,7 +13,7 @@ from sparsekv.formats.index.schema import Border, ChatFrame
 from sparsekv.formats.models.rope import positions_after, positions_of, stretchable
 from sparsekv.kernels.common.hook import calling_back
 from sparsekv.runtime.cache.index_cache import LayerStats
-from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.open import OpenIndex, embeddings_of
 from sparsekv.runtime.sources.places import Source
 
 LONGEST = 32
@@ -182,7 +182,7 @@ def question_ids(index: OpenIndex, question: str, *, raw: bool = False, special_
         special_tokens: special tokens in the question keep their meaning; otherwise they are encoded as plain text.
 
     Raises:
-        UsageError: the question is empty.
+        UsageError: the question is empty, or the model has no embedding for one of its tokens.
         SparsekvError: the question's special tokens cannot be encoded as plain text.
     """
     prompt = index.artifact.manifest.prompt
@@ -202,7 +202,23 @@ def framed_ids(
     """
     if not question.strip():
         raise UsageError("the question is empty; ask one")
-    return torch.tensor(encode_question(index.tokenizer, border, chat, question, special_tokens=special_tokens))
+    ids = encode_question(index.tokenizer, border, chat, question, special_tokens=special_tokens)
+    return known_ids(index.model, ids)
+
+
+def known_ids(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
+    """Return a question's token ids as a tensor [Q].
+
+    Raises:
+        UsageError: the model has no embedding for a token, because the tokenizer has more tokens than the model.
+    """
+    known, highest = embeddings_of(model), max(ids, default=0)
+    if highest >= known:
+        raise UsageError(
+            f"the question has token id {highest}, and the model has {known} embeddings; leave this token out of the "
+            "question, or put the model's own tokenizer into its folder"
+        )
+    return torch.tensor(ids)
 
 
 def answer_room(index: OpenIndex, prompt_tokens: int) -> int | None:

@@ -208,6 +208,11 @@ def _check_heads(artifact: Artifact, layer: int, keys: torch.Tensor) -> None:
         raise ArtifactError(f"layer {layer} of {artifact.folder} has {has}, and the model {wants}; {REBUILD}")
 
 
+def embeddings_of(model: PreTrainedModel) -> int:
+    """Return the number of token ids that a model knows. Its tokenizer may have more."""
+    return int(model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
+
+
 AHEAD = 2
 """Number of layers that are read to a GPU concurrently. A read begins before the previous read has finished."""
 
@@ -243,8 +248,7 @@ class OpenIndex:
 
     def knows(self, ids: torch.Tensor) -> bool:
         """Whether the model has embeddings for all of the token ids [T]."""
-        known = int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
-        return bool(((ids >= 0) & (ids < known)).all())
+        return bool(((ids >= 0) & (ids < embeddings_of(self.model))).all())
 
     @cached_property
     def source_finder(self) -> SourceFinder:

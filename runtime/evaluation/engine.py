@@ -23,6 +23,7 @@ from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.models.rope import positions_after, positions_of
 from sparsekv.runtime.attention.config import QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.answer import known_ids
 from sparsekv.runtime.decoding.engine import Engine, Request, generate, pack, why_alone
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.perplexity import perplexity
@@ -106,16 +107,15 @@ class Comparison:
         They are the question in its chat template, if there is one, and the beginning of the answer that the task
         prescribes. For a `continuation` metric they are the first tokens of the text that follows the document.
         """
-        tokenizer, border = self.loaded.tokenizer, prompt.border
+        chat = prompt.chat
+        most: int | None = None
         if METRICS[question.metric].continuation:
-            return torch.tensor(
-                encode_question(tokenizer, border, None, question.answers[0])[: question.max_new_tokens]
-            )
-        if prompt.chat is not None:
-            return torch.tensor(encode_question(tokenizer, border, prompt.chat, question.text, question.prefix))
-        text = f"\n{question.text} {question.prefix}".rstrip()
-        parts = [question.text, question.prefix] if context.length is None else [text]
-        return torch.tensor(encode_question(tokenizer, border, None, *parts))
+            chat, parts, most = None, [question.answers[0]], question.max_new_tokens
+        elif chat is not None or context.length is None:
+            parts = [question.text, question.prefix]
+        else:
+            parts = [f"\n{question.text} {question.prefix}".rstrip()]
+        return known_ids(self.loaded.model, encode_question(self.loaded.tokenizer, prompt.border, chat, *parts)[:most])
 
     def longest(self, question: Question) -> int:
         """Return the largest number of tokens of the answer to a question."""

@@ -4,7 +4,17 @@ import json
 from collections.abc import Callable
 from functools import cache
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 from .python_help import BY_NAME
@@ -147,9 +157,13 @@ KINDS: dict[str, tuple[Callable[[], Tokenizer], str, str, str]] = {
 def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
     """The tokenizer of a kind of `KINDS`; its EOS is another than the end of a turn where the family's is."""
     make, template, begin, end = KINDS[kind]
+    backend = make()
+    if "{{ bos_token" in template:  # in these files the tokenizer, too, begins a text with it
+        first = [(begin, backend.token_to_id(begin))]
+        backend.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=first)
     eos = {"llama-3": "<|end_of_text|>", "gemma": "<eos>", "phi-3": "</s>"}.get(kind, end)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=make(),
+        tokenizer_object=backend,
         bos_token=begin,
         eos_token=eos,
         chat_template=template,

@@ -64,6 +64,13 @@ def test_a_text_that_begins_with_a_dash_is_given_behind_two(text: str) -> None:
     assert "no index" in run_here("generate", "--index", "a.skv", "--", text).error()
 
 
+@pytest.mark.parametrize("command", ["chat", "inspect", "recall-report", "stop"])
+def test_a_command_without_such_an_argument_takes_no_text_behind_two_dashes(command: str) -> None:
+    told = run_here(command, "- And why?").error()
+    assert told == f"{command} takes no text, such as '- And why?'; `sparsekv {command} --help` says what there is"
+    assert "unexpected extra argument" in run_here(command, "--", "- And why?").error()
+
+
 def test_an_option_that_there_is_not_may_have_been_a_question() -> None:
     told = run_here("generate", "-why").error()
     assert told.startswith("No such option: -w; before a question that begins with a dash put --; ")

@@ -207,6 +207,8 @@ def test_a_request_names_method_and_budget_either_way(client: OpenAI) -> None:
     assert asked("doc@64") == asked("doc", budget=64) == {"method": "multipole", "budget": 64}
     assert asked("doc:quest@2.5%") == asked("doc:quest", budget="2.5%") == {"method": "quest", "budget": 0.025}
     assert asked("doc", method="dense", prefill="own") == {"method": "dense", "budget": 1.0}
+    for budget in (1, 1.0):  # one token and all tokens, which Python's == takes for the same
+        assert repr(asked("doc", budget=budget)["budget"]) == repr(asked(f"doc@{budget}")["budget"]) == repr(budget)
     with pytest.raises(openai.BadRequestError, match=r"leave sparsekv\.method out"):
         asked("doc:quest", method="squeezed")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.causal_families import tiny_config, tiny_model, variants
 from support.small_index import small_plan
-from support.tiny_models import VOCABULARY, tiny_tokenizer
-from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel
+from support.tiny_models import tiny_tokenizer
+from transformers import PreTrainedModel
 
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.index.schema import MANIFEST
@@ -101,7 +101,11 @@ def test_layers_of_another_kind_are_named() -> None:
         small_plan(loaded=plan.loaded)
 
 
-def test_a_model_without_kv_heads_is_named() -> None:
-    model = BloomForCausalLM(BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4))
-    with pytest.raises(UsageError, match=r"tiny-bloom \(bloom\) does not give its number of KV heads in its config"):
-        small_plan(loaded=LoadedModel(model.eval(), tiny_tokenizer(), "tiny-bloom", None))
+@pytest.mark.parametrize("family", ["bloom", "mamba"])
+def test_a_model_without_kv_heads_is_named(family: str) -> None:
+    """Bloom gives them another name, and Mamba has no attention."""
+    loaded = LoadedModel(of_family(family), tiny_tokenizer(), "tiny-other", None)
+    with pytest.raises(
+        UsageError, match=rf"tiny-other \({family}\) does not give its number of KV heads in its config"
+    ):
+        small_plan(loaded=loaded)

@@ -90,6 +90,17 @@ def test_an_empty_question_is_refused(index: OpenIndex, question: str, raw: bool
         question_ids(index, question, raw=raw)
 
 
+@pytest.mark.parametrize(("question", "known"), [("Why?<|end|>", END), ("\u4e2d?", 255)])
+def test_a_token_that_the_model_has_not_is_named_before_it_is_asked(
+    index: OpenIndex, monkeypatch: pytest.MonkeyPatch, question: str, known: int
+) -> None:
+    """A tokenizer may have more tokens than the model, and the document none of these."""
+    weights = index.model.get_input_embeddings()._parameters
+    monkeypatch.setitem(weights, "weight", torch.nn.Parameter(weights["weight"][:known]))  # type: ignore[index]
+    with pytest.raises(UsageError, match=f"^the question has token id {known}, and the model has {known} embeddings"):
+        question_ids(index, question, raw=True, special_tokens=True)
+
+
 def test_a_question_is_asked_in_the_rest_of_the_template_and_raw_as_it_is(index: OpenIndex) -> None:
     asked = index.tokenizer.decode(torch.cat([index.input_ids, question_ids(index, "Why?")]))
     assert str(asked).endswith("\n\nWhy?<|end|>\n<|start|>assistant\n")
