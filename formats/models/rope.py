@@ -67,8 +67,11 @@ def stretchable(config: "PreTrainedConfig") -> bool:
 
 
 def _switch(config: "PreTrainedConfig") -> int | None:
-    """Return the sequence length beyond which RoPE frequencies change; None if they never change."""
-    # With any type of RoPE, Phi-3 drops its cache when a sequence grows past this length.
+    """Return the sequence length past which a cache is invalid: RoPE frequencies change, or Phi-3 drops the cache.
+
+    None if there is no such length.
+    """
+    # Phi-3 drops its cache when a sequence grows past its config's length, with any type of RoPE.
     switches = [getattr(config, "original_max_position_embeddings", None)]
     switches += [
         kind.get("original_max_position_embeddings")
