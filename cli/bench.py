@@ -102,7 +102,7 @@ def bench(options: BenchOptions) -> None:
               What the method reads of the document's keys and values, its
               index included, as a share of all of them.
     MB        What a step must read: the selected tokens, sinks, tail, index.
-    of floor  The time in which a memory copy reads that much, as a share of
+    of floor  The time in which a memory copy moves that much, as a share of
               the step's time.
     error     Relative error of the output against dense attention.
     timed     graph: the step is replayed as a CUDA graph. eager: it cannot

@@ -392,7 +392,7 @@ class BuildPlan:
         return Split(sinks=self.config.sinks, middle=tokens - ends, tail=self.config.tail)
 
     def _shorter_ends(self, tokens: int) -> str:
-        """Return the options with which a short document can be indexed, half of it; empty if there are none."""
+        """Return the options with which half of a short document is indexed; an empty string if it is too short."""
         least = 2 * LEAST_TAIL
         sinks = self.config.sinks if tokens - self.config.sinks >= least else LEAST_SINKS
         if tokens - sinks < least:

@@ -71,13 +71,13 @@ NEAR = 1.05
 
 
 def least_error(tuned: list[Tuned], before: Tuned | None) -> Tuned:
-    """Return the setting of least error among those that hold and the default before."""
+    """Return the setting of least error, of those that meet the target and of the setting before the search."""
     return min([*(one for one in tuned if one.holds), *([before] if before else [])], key=lambda one: one.error)
 
 
 def error_ratio(tuned: list[Tuned], before: Tuned | None) -> float | None:
-    """Return the error of the cheapest setting, divided by the least error. None if no setting holds, or if the least
-    error is 0."""
+    """Return the error of the cheapest setting, divided by the least error. None if no setting meets the target, or if
+    the least error is 0."""
     if not tuned[0].holds:
         return None
     least = least_error(tuned, before).error

@@ -89,10 +89,10 @@ def docx_text(data: bytes) -> str:
 def html_text(page: str, *, navigation: bool = False) -> str:
     """Return the text of an HTML page: headings with #, lists with - or numbers, cells of tables with | between them.
 
-    Scripts, styles and pictures are left out. So is navigation, if it is less than half of the text.
+    Scripts, styles and pictures are left out. So is navigation, unless it is more than half of the text.
 
     Args:
-        navigation: keep it.
+        navigation: whether to keep navigation in any case.
     """
     renderer = _Renderer(navigation=navigation)
     renderer.feed(page)

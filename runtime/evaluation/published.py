@@ -370,7 +370,7 @@ def _longbench_v2(record: Record, name: str) -> Context:
 
 
 def _niah(record: Record, name: str) -> Context:
-    """Read a haystack with its needle. Without `answer`, an answer is scored by F1 with the needle's words."""
+    """Read a haystack with its needle. Without the field `answer`, the score is F1 with the needle's words."""
     text, needle = str(record["context"]), str(record["needle"]).strip()
     if not needle or needle not in text:
         raise ValueError("the needle is not in the context")

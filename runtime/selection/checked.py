@@ -1,4 +1,7 @@
-"""Check the selections of methods from other packages, which would otherwise be measured, or read wrong memory."""
+"""Check the selections of methods from other packages.
+
+An invalid selection would give wrong measurements, or read wrong memory.
+"""
 
 import hashlib
 import math

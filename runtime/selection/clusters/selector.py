@@ -235,7 +235,8 @@ class ClusterSelector(Selector):
     def attend_fused(
         self, query: torch.Tensor, rows: Pair, exact: Pair, budget: Budget, sink_logits: torch.Tensor | None
     ) -> tuple[torch.Tensor, float] | None:
-        """Select and attend with one kernel; None unless the selection is flat and up to a budget."""
+        """Select and attend with one kernel. Returns None for thresholds, windowed RoPE and hierarchical lookups, and
+        if no token is selected."""
         tokens = min(budget.tokens(self.middle), self.middle)
         if self.thresholds is not None or self.windowed_rope is not None or not (tokens and self._is_flat(budget)):
             return None
