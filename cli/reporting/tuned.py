@@ -24,8 +24,8 @@ def cost_ahead(artifact: Artifact, goal: Goal, names: list[str]) -> str:
     of = _counted(len({form.name for form in forms}), "method")
     layers = _counted(len(artifact.manifest.indexed_layers), "layer")
     return (
-        f"searching {_counted(len(forms), 'form')} of {of} for {goal}: some 20 rounds over {layers}, minutes on a CPU; "
-        "fewer --method take less"
+        f"searching {_counted(len(forms), 'variant')} of {of} for {goal}: some 20 rounds over {layers}, "
+        "minutes on a CPU; fewer --method take less"
     )
 
 
