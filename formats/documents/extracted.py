@@ -35,7 +35,7 @@ INSTALL = "pip install 'sparsekv[documents]'"
 MISSING = f"in need of {INSTALL}"
 DAMAGED, LOCKED, NO_TEXT = "damaged", "encrypted", "without text"
 SLOW, LARGE = "too slow to extract", "too large to extract"
-LATE = f"behind {SECONDS_IN_ALL // 60} minutes of extraction"
+LATE = f"past the {SECONDS_IN_ALL // 60} minutes for extraction"
 _REASONS = {
     extractors.DAMAGED: DAMAGED,
     extractors.LOCKED: LOCKED,
