@@ -369,7 +369,7 @@ class BuildPlan:
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head's keys, by the model's config."""
+        """Number of channels of a head's keys, by the model's config."""
         config = self.loaded.model.config.get_text_config()
         if unturned := getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention
             return int(unturned + config.qk_rope_head_dim)

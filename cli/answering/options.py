@@ -403,7 +403,9 @@ class GenerateOptions:
     ] = "auto"
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print JSON, with unrounded numbers: an object, or with --batch-file one a line."),
+        typer.Option(
+            "--json", help="Print JSON, with unrounded numbers: an object, or with --batch-file one per line."
+        ),
     ] = False
     device: DeviceOption = "auto"
     dtype: DtypeOption = "auto"

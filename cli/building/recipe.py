@@ -93,7 +93,7 @@ def choose_targets(
         what = "name a text file, or - for standard input"
         if from_file is not None:
             listed_in = "standard input" if from_file == "-" else from_file
-            what = f"{listed_in} has no names; put one a line there"
+            what = f"{listed_in} has no names; put one per line there"
         raise UsageError(f"no document to index: {what}")
     if as_one:
         return [_joined(named, output)]

@@ -30,7 +30,7 @@ class Tiles:
 
     @property
     def registers(self) -> int:
-        """Most registers that a thread may use, so that all programs fit on an SM."""
+        """Maximum number of registers of a thread with which all programs fit on an SM."""
         return min(255, REGISTERS // (32 * self.warps * self.programs))
 
     def shared_bytes(self, dims: int) -> int:

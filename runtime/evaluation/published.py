@@ -281,9 +281,9 @@ def _lines(file: str, option: str = "--data") -> list[tuple[int, Record]]:
                     "alone; write the whole character"
                 ) from None
             except (ValueError, TypeError, RecursionError):
-                raise UsageError(f"{option} {file}, line {number}: give one JSON object a line") from None
+                raise UsageError(f"{option} {file}, line {number}: give one JSON object per line") from None
     if not found:
-        raise UsageError(f"{option} {file} is empty; give one JSON object a line")
+        raise UsageError(f"{option} {file} is empty; give one JSON object per line")
     return found
 
 

@@ -143,7 +143,8 @@ class TableSelector(Selector):
 
     @property
     def conversation(self) -> ConversationState | None:
-        """State of the search schedule: the selection that the steps after a search reuse."""
+        """State of the search schedule: the selection that the steps after a search reuse. None if every step
+        searches."""
         return None if self.step == 1 else ConversationState(self.held.clear)
 
     @property
