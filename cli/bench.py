@@ -167,7 +167,9 @@ def _source(options: BenchOptions, where: torch.device) -> Source:
     if options.index is not None:
         return StoredLayerSource(open_artifact(options.index, thorough=True), options.layer, wanted, where)
     if options.layer is not None:
-        raise UsageError(f"--layer {options.layer}: synthetic data is one layer; leave --layer out, or give an --index")
+        raise UsageError(
+            f"--layer {options.layer}: synthetic data has one layer; leave --layer out, or give an --index"
+        )
     return Mixtures(wanted, where, list(indexers()))
 
 

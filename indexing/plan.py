@@ -302,8 +302,8 @@ class BuildPlan:
         self._check_states(rope_depends_on_length(parameters))
         if not self.config.prefill.exact and rope_depends_on_length(parameters):
             raise UsageError(
-                f"--prefill {prefill_name(self.config.prefill)}: {self.loaded.name} rotates keys by the prompt's "
-                "length, so the prompt must be prefilled in one piece; leave the option out"
+                f"--prefill {prefill_name(self.config.prefill)}: the RoPE of {self.loaded.name} depends on the "
+                "prompt's length, so the prompt must be prefilled in one piece; leave the option out"
             )
 
     def _check_states(self, by_length: bool) -> None:
@@ -323,7 +323,7 @@ class BuildPlan:
             )
         if by_length:
             raise UsageError(
-                f"{name} has layers with a state and also rotates keys by the prompt's length, which sparsekv "
+                f"{name} has layers with a state and also a RoPE that depends on the prompt's length, which sparsekv "
                 "does not support: choose another model"
             )
 

@@ -42,7 +42,7 @@ def read_keys(file: Path) -> list[str]:
             told = "the key has characters that no header can carry; use printable ASCII"
             raise UsageError(f"--api-key-file {file}, line {number}: {told}")
         if " " in key:
-            raise UsageError(f"--api-key-file {file}, line {number}: the key has a space; write one key a line")
+            raise UsageError(f"--api-key-file {file}, line {number}: the key has a space; write one key per line")
     return list(keys.values())
 
 

@@ -160,7 +160,7 @@ class _Renderer(HTMLParser):
         self._preformatted = 0
         self._lists: list[int | None] = []  # the next number of each open list; None: without numbers
         self._cells: list[int] = []  # the number of cells so far in the row of each open table
-        self._inside: tuple[str, int, Any] | None = None  # the dropped element: tag, open elements of it, state before
+        self._inside: tuple[str, int, Any] | None = None  # the element left out: tag, depth, earlier state
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if self._inside is not None:
@@ -340,7 +340,7 @@ def _extract(kind: int, seconds: int, data: bytes) -> tuple[int, bytes]:
     except MemoryError:
         return LARGE, b""
     except Exception as error:  # a parser may raise anything from a stranger's file
-        # An encrypted PDF whose cipher needs another library is found out late.
+        # An encrypted PDF whose cipher needs another library raises an error only here, when pages are read.
         return LOCKED if "encrypt" in type(error).__name__.lower() or "cryptography" in str(error) else DAMAGED, b""
 
 

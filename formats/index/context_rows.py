@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-LARGEST = 127  # of int8, symmetric: -128 is not used
+LARGEST = 127  # largest int8 value that is used: without -128, the range is symmetric
 LARGEST_SCALE = 129 * 2.0**114  # largest bfloat16 scale whose product with LARGEST is finite in float32
 PIECE = 8192  # tokens that are converted at a time, by way of float32
 OF_TOKENS = ("keys", "values", "key_scales", "value_scales")

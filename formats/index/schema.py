@@ -282,7 +282,7 @@ class Prompt(Record):
     tokens: Size
     chat: ChatFrame | None
     special_tokens: bool = Field(
-        default=False, description="special tokens in the text or in an addition count as such"
+        default=False, description="special tokens in the text or in an addition keep their meaning"
     )
     max_tokens: Size | None = Field(
         default=None, description="tokens of the document if it was cut after them; null if all of it is in the prompt"

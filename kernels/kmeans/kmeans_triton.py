@@ -9,7 +9,7 @@ import triton.language as tl
 from sparsekv.kernels.common.launch import power_of_two, unit_stride
 from sparsekv.kernels.kmeans.kmeans import LEAST_WEIGHT
 
-FARTHEST_MEAN = 4096.0  # most by which the scaled mean differs from 0; the largest float16 is nearly 16 times this
+FARTHEST_MEAN = 4096.0  # largest distance of the scaled mean from 0; the largest float16 is nearly 16 times this
 REGISTERS = 65_536  # registers of an SM
 ROWS_AT_ONCE = 32  # rows of a tile in the kernels for means and for rounding
 
