@@ -209,7 +209,7 @@ class Artifact:
         On a CPU they are views of the file's mapping, whose pages are read when accessed. On a GPU they are copies.
 
         Raises:
-            ArtifactError: the file does not match the manifest.
+            ArtifactError: the file does not match the manifest, or has numbers that are not finite.
         """
         what, first = self._named(name), name not in self._checked
         tensors = map_tensors(self.descriptor(name), what)
