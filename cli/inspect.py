@@ -80,6 +80,7 @@ def inspect(
 
     With --method, --layer, --clusters or --by it shows each method's blocks, clusters and posting lists. --json, --html
     and --plot always have them.
+
     For clusters it shows the distribution of their sizes, and the words of the biggest clusters and of those with the
     largest key spread. Key spread and value spread are the distance of keys and values from their cluster's centroid,
     relative to their distance from the mean: 0 where a centroid represents its tokens exactly, 1 where it says no more

@@ -285,6 +285,7 @@ def growing_plan(
 def chunk_size_after(artifact: Artifact, given: int | None) -> int | None:
     """Return the chunk size to prefill tokens that follow an index: `given`, which may be None, after a dense prefill,
     else the index's.
+
     Raises:
         UsageError: the prefill was sparse, and `given` is not the index's chunk size.
     """

@@ -58,6 +58,7 @@ def detected_encoding(data: bytes) -> str | None:
 
 def western_encoding(data: bytes) -> str | None:
     """Return the Western European encoding in which bytes are text, latin-1 or cp1252; None for neither.
+
     Bytes of another encoding may be text in these two, too, so a person has to confirm the encoding.
     """
     for name in ("latin-1", "cp1252"):

@@ -44,6 +44,7 @@ def positions_of(config: "PreTrainedConfig") -> int | None:
 def positions_after(config: "PreTrainedConfig", document: int) -> int | None:
     """Return the number of positions that a model supports for sequences that begin with a document; None if its config
     has no limit.
+
     With longrope, a sequence that is longer than the original length uses other RoPE frequencies, also for its first
     tokens. An index has keys for one set of frequencies. If the document fits the original length, a sequence must
     therefore not grow past that length.
