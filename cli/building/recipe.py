@@ -373,8 +373,8 @@ class BuildRecipe:
     def _kept_head(self, tokenizer: "PreTrainedTokenizerBase", before: Manifest | None, folder: Path) -> str | None:
         """Return the existing index's chat template text before the document if the same template now gives another.
 
-        Returns None otherwise, and with --raw or --force. A template that contains the date gives another text every day. With a new text before
-        it, the whole document would be prefilled again.
+        Returns None otherwise, and with --raw or --force. A template that contains the date gives another text every
+        day. With a new text before it, the whole document would be prefilled again.
         """
         if before is None or before.prompt.chat is None or self.raw or self.config.force:
             return None

@@ -60,7 +60,7 @@ def _counted(number: int, what: str) -> str:
 LEGEND = (
     "{measure}: value on the queries of the search.",
     "held out: value on other queries, where the target must hold too. {beside} is measured on these queries, too.",
-    "Recall is the share of the oracle's best {reference} that is selected. Error: relative error of the attention output.",
+    "Recall: share of the oracle's best {reference} that is selected. Error: relative error of the attention output.",
     "kv fraction: share of the document's keys and values that is read, index included.",
 )
 TIGHTENED = "searched for: a stricter target, because the requested target did not hold on the held-out queries."
