@@ -20,7 +20,7 @@ OF_CHANNELS = ("channel_scales", "channel_offsets")
 SCALES = ("key_scales", "value_scales", *OF_CHANNELS)
 """Names of the scales and offsets of `keys` and `values`. All are bfloat16: 2 bytes, with the range of float32."""
 FORM = "int8 of tokens and channels"
-"""Name of this quantisation in the recipes of its files, so that no build reuses files of an earlier format."""
+"""Name of this quantisation in recipes, so that no build reuses files of an earlier format."""
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -146,7 +146,7 @@ def _divisors(scales: torch.Tensor) -> torch.Tensor:
 
 
 CENTROID_FORM = "int8 of finest centroids"
-"""Name of this quantisation in the recipes of its files, so that no build reuses files of an earlier format."""
+"""Name of this quantisation in recipes, so that no build reuses files of an earlier format."""
 KEYS, VALUES = "level0.centroids", "level0.value_centroids"
 CENTROID_NAMES = {
     "keys": KEYS,
