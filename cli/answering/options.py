@@ -306,7 +306,7 @@ class GenerateAttention(AttentionOptions):
             metavar="N",
             help=(
                 "Attend to all tokens in the model's first N layers; Quest and others use 2. recall-report --by "
-                "layer shows which layers lose most."
+                "layer shows in which layers the error is largest."
             ),
             rich_help_panel=ATTENDED,
         ),

@@ -358,7 +358,8 @@ class ClusterMethod(Method):
         kw_only=True,
         metadata={
             "help": "With --lookup hierarchical, the share of a finer level's clusters that is scored, as a multiple "
-            "of the budget's share: 4 at a budget of 5% scores 20%. At most half, halved again per further level."
+            "of the budget's share: 4 at a budget of 5% scores 20%. At most half of the second "
+            "level is scored, and a quarter of the third."
         },
     )
 
