@@ -51,8 +51,8 @@ def append(
 
     The tokens after the last whole block of 256 and the new tokens are prefilled. The old index stays in place until
     the longer index is complete, and an interrupted run continues where it stopped when the same command runs again. A
-    text that was appended before (same sha256) is not appended again, so repeating a command is safe. squeezed and h2o
-    cannot append new tokens to what they have built, as all other methods can: if the index has one of them, the
+    text that was appended before (same sha256) is not appended again, so repeating a command is safe. All methods
+    except squeezed and h2o can append new tokens to what they have built. If the index has one of these two, the
     command stops before any work unless --rebuild is given.
 
     \b

@@ -102,7 +102,7 @@ def bench(options: BenchOptions) -> None:
               What the method reads of the document's keys and values, its
               index included, as a share of all of them.
     MB        What a step must read: the selected tokens, sinks, tail, index.
-    of floor  The time in which a memory copy reads that much, as a share of
+    of floor  The time in which a memory copy moves that much, as a share of
               the step's time.
     error     Relative error of the output against dense attention.
     timed     graph: the step is replayed as a CUDA graph. eager: it cannot
@@ -167,7 +167,9 @@ def _source(options: BenchOptions, where: torch.device) -> Source:
     if options.index is not None:
         return StoredLayerSource(open_artifact(options.index, thorough=True), options.layer, wanted, where)
     if options.layer is not None:
-        raise UsageError(f"--layer {options.layer}: synthetic data is one layer; leave --layer out, or give an --index")
+        raise UsageError(
+            f"--layer {options.layer}: synthetic data has one layer; leave --layer out, or give an --index"
+        )
     return Mixtures(wanted, where, list(indexers()))
 
 

@@ -60,7 +60,7 @@ class BuildOptions:
             "--output",
             "-o",
             help="Folder of the index, or the folder for the indices of several documents. Default: each DOC "
-            "with .skv instead of its extension (.txt, .md, ...), or behind a folder's name.",
+            "with .skv instead of its extension (.txt, .md, ...), or after a folder's name.",
         ),
     ] = None
     from_file: Annotated[

@@ -76,16 +76,18 @@ def inspect(
     model: ModelOption = None,
     quiet: QuietOption = False,
 ) -> None:
-    """Show an index's sizes and parameters; with --method, --layer, --clusters or --by more.
+    """Show an index's sizes and parameters, and on request what each method has built.
 
-    That is each method's blocks, clusters and posting lists, which --json, --html and --plot always have.
+    With --method, --layer, --clusters or --by it shows each method's blocks, clusters and posting lists. --json, --html
+    and --plot always have them.
 
-    Of clusters: the distribution of their sizes, and the words of the biggest and of those with the largest key spread.
-    Key spread and value spread are the distance of keys and values from their cluster's centroid, relative to their
-    distance from the mean: 0 where a centroid represents its tokens exactly, 1 where it says no more than the mean.
+    For clusters it shows the distribution of their sizes, and the words of the biggest clusters and of those with the
+    largest key spread. Key spread and value spread are the distance of keys and values from their cluster's centroid,
+    relative to their distance from the mean: 0 where a centroid represents its tokens exactly, 1 where it says no more
+    than the mean.
 
-    Of posting lists (csattention): the share of keys that are in at least one list (keys listed), the share of the
-    lists that a key is in (in lists, the median), and how much of the keys' ranking each subspace decides.
+    For posting lists (csattention) it shows the share of keys that are in at least one list (keys listed), the share of
+    the lists that a key is in (in lists, the median), and how much of the keys' ranking each subspace decides.
 
     Clusters and lists are those of all layers together; --by layer has a row for each layer, as --json always has.
 

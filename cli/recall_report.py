@@ -195,14 +195,15 @@ def recall_report(options: ReportOptions) -> None:
     *, front          On the Pareto front: no other method or budget reads
                       less and errs less. The oracle is not compared.
 
-    Rows are in the order of their budgets, within a budget of their errors. The names above are those of the columns of
-    the table, of --csv and of --json. With --by, --csv has a row for each layer or head alone; --json also has the rows
-    over all of them, whose layer and kv_head are null. docs/reference/measures.md explains the words.
+    Rows are sorted by budget, and within a budget by error. The names above are those of the columns of the table, of
+    --csv and of --json. With --by, --csv has a row for each layer or head alone; --json also has the rows over all of
+    them, whose layer and kv_head are null. docs/reference/measures.md explains the words.
 
     By default several variants of a method are measured, such as with and without re-ranking. If you give options of a
     method, such as --rerank 4, only the variant with these options is measured.
 
-    With --together, selected_tokens and kv_fraction are those of all queries that share a choice, which read it once.
+    With --together, queries share a choice, whose tokens are read once for all of them. selected_tokens and kv_fraction
+    count what the queries read together.
 
     \b
     sparsekv recall-report --index manual.skv

@@ -193,7 +193,8 @@ class Search:
 
     Attributes:
         tuned: the setting of each method, the cheapest that meets the target first.
-        before: the default before the search, measured too; None if it cannot run.
+        before: the setting that was the default before the search, measured too. None if the default was dense
+            attention, or if it cannot run.
         dense_ms: milliseconds of a step of dense attention; None if no times were compared.
     """
 

@@ -15,7 +15,7 @@ HEAD = "# Commands\n\nWritten by `make docs` from each command's `--help`.\n"
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return HEAD + "".join(f"\n## sparsekv {name}".rstrip() + f"\n\n```\n{_help(name)}\n```\n" for name in COMMANDS)
 
 

@@ -35,7 +35,7 @@ values of equal sizes (`equal sizes`).
 
 
 def outcomes() -> dict[str, dict[str, Outcome]]:
-    """Each family's outcomes, by setting; SystemExit where one is neither right nor refused in time."""
+    """Return each family's outcomes, by setting. Raises SystemExit if one is neither right, nor refused, nor unmade."""
     found = {name: {setting: sweep(name, change) for setting, change in variants(name).items()} for name in families()}
     faults = [
         f"{name} {setting}: {one.verdict}, {one.reason}"
@@ -49,7 +49,7 @@ def outcomes() -> dict[str, dict[str, Outcome]]:
 
 
 def render(found: Mapping[str, Mapping[str, Outcome]]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     right = sum(any(one.verdict == "right" for one in of.values()) for of in found.values())
     text = HEAD.format(version=version("transformers"))
     text += f"\n{right} of {len(found)} families are answered rightly.\n\n"
@@ -58,7 +58,7 @@ def render(found: Mapping[str, Mapping[str, Outcome]]) -> str:
 
 
 def row(family: str, found: Mapping[str, Outcome]) -> str:
-    """A family's line of the table."""
+    """Return a family's line of the table."""
     settings = {name or "default": one for name, one in found.items()}
     right = ", ".join(name for name, one in settings.items() if one.verdict == "right")
     reasons: dict[str, list[str]] = {}
@@ -70,7 +70,7 @@ def row(family: str, found: Mapping[str, Outcome]) -> str:
 
 
 def reason(family: str, outcome: Outcome) -> str:
-    """Why a family is refused, without its name and the remedy."""
+    """Return the reason why a family is refused, without the family's name and the remedy."""
     if outcome.verdict == "unmade":
         return f"not tried, as transformers makes no such model here ({outcome.reason})"
     why = outcome.reason.removeprefix(f"tiny-{family} cannot be indexed: ").removeprefix(f"tiny-{family} ")

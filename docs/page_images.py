@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _picture(browser: Browser, page: Path, size: dict[str, int], scheme: str, path: Path) -> None:
-    """The light ones show the whole answer, the dark ones what one head misses for one token."""
+    """Take a picture. A light picture shows the whole answer, a dark one what one head misses for one token."""
     shown = browser.new_page(viewport=size, color_scheme=scheme)
     shown.goto(page.absolute().as_uri())
     if scheme == "dark":

@@ -35,7 +35,7 @@ PATIENCE = 1200  # seconds
 
 
 def transcript() -> str:
-    """The terminal's text at the end of the chat."""
+    """Return the terminal's text at the end of the chat."""
     talk = DEMO / "talk.skv"
     shutil.rmtree(talk, ignore_errors=True)
     command = ["chat", "--index", "python-topics.skv", "--max-new-tokens", "64"]

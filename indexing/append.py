@@ -112,7 +112,8 @@ class Addition:
     """Token ids [T] to append, and their text.
 
     Args:
-        chat: the text that the model's chat template puts around the longer document and a question.
+        chat: the text that the model's chat template puts around the longer document and a question; None without a
+            chat template.
         special_tokens: special tokens in the text kept their meaning.
         plain: special tokens that were read as plain text, with their counts.
         border: the end of the longer prompt's text, on which the first tokens of a question depend.
@@ -282,7 +283,8 @@ def growing_plan(
 
 
 def chunk_size_after(artifact: Artifact, given: int | None) -> int | None:
-    """Return the chunk size to prefill tokens that follow an index: `given` after a dense prefill, else the index's.
+    """Return the chunk size to prefill tokens that follow an index: `given`, which may be None, after a dense prefill,
+    else the index's.
 
     Raises:
         UsageError: the prefill was sparse, and `given` is not the index's chunk size.

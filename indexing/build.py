@@ -256,7 +256,10 @@ def _finished(writer: ArtifactWriter, manifest: Manifest) -> Manifest:
 
 
 def _says_the_same(base: Manifest, manifest: Manifest) -> bool:
-    """Whether two manifests are equal except for provenance (time, versions, ids) and the defaults found by `tune`."""
+    """Whether two manifests are equal except for provenance (time, versions, ids) and the defaults found by `tune`.
+
+    If both prefills are dense, their chunk sizes may differ, too.
+    """
     # Versions may hash tokenizer files in different ways, although the tokenizer itself is the same.
     came_about = {"writer_version", "uuid", "parent_uuid", "created", "versions", "tokenizer_files", "defaults"}
     came_about.add("manifest_sha256")

@@ -252,7 +252,7 @@ class ContextStage:
             return None
 
         def rows(name: str) -> Pair:
-            # A layer whose file was complete when the build was interrupted.
+            # The file of such a layer was complete when the build was interrupted.
             stored = self.writer.read(name, device)
             return stored["keys"][:, : kept.tokens], stored["values"][:, : kept.tokens]
 

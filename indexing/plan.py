@@ -302,8 +302,8 @@ class BuildPlan:
         self._check_states(rope_depends_on_length(parameters))
         if not self.config.prefill.exact and rope_depends_on_length(parameters):
             raise UsageError(
-                f"--prefill {prefill_name(self.config.prefill)}: {self.loaded.name} rotates keys by the prompt's "
-                "length, so the prompt must be prefilled in one piece; leave the option out"
+                f"--prefill {prefill_name(self.config.prefill)}: the RoPE of {self.loaded.name} depends on the "
+                "prompt's length, so the prompt must be prefilled in one piece; leave the option out"
             )
 
     def _check_states(self, by_length: bool) -> None:
@@ -323,7 +323,7 @@ class BuildPlan:
             )
         if by_length:
             raise UsageError(
-                f"{name} has layers with a state and also rotates keys by the prompt's length, which sparsekv "
+                f"{name} has layers with a state and also a RoPE that depends on the prompt's length, which sparsekv "
                 "does not support: choose another model"
             )
 
@@ -369,7 +369,7 @@ class BuildPlan:
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head's keys, by the model's config."""
+        """Number of channels of a head's keys, by the model's config."""
         config = self.loaded.model.config.get_text_config()
         if unturned := getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention
             return int(unturned + config.qk_rope_head_dim)
@@ -392,7 +392,7 @@ class BuildPlan:
         return Split(sinks=self.config.sinks, middle=tokens - ends, tail=self.config.tail)
 
     def _shorter_ends(self, tokens: int) -> str:
-        """Return the options with which a short document can be indexed, half of it; empty if there are none."""
+        """Return the options with which half of a short document is indexed; an empty string if it is too short."""
         least = 2 * LEAST_TAIL
         sinks = self.config.sinks if tokens - self.config.sinks >= least else LEAST_SINKS
         if tokens - sinks < least:

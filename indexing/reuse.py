@@ -153,7 +153,11 @@ def _last_shared_state(build: Build, earlier: EarlierIndex, positions: torch.Ten
 
 
 def _fits(build: Build, base: Manifest) -> bool:
-    """Whether the rows of a build may follow the rows of an index: both have the same settings."""
+    """Whether the rows of a build may follow the rows of an index.
+
+    Both must have the same settings, rows of an int8 index must satisfy `_continues_int8`, and RoPE must not depend on
+    the length of the prompt.
+    """
     plan = build.plan
     return (
         row_settings(base.model, base.split, base.dtype, base.prefill)
@@ -166,8 +170,9 @@ def _fits(build: Build, base: Manifest) -> bool:
 def _continues_int8(build: Build, base: Manifest) -> bool:
     """Whether new rows may follow the rows of an int8 index.
 
-    The build must store int8 itself, because otherwise rounded rows would be taken for unquantised rows. Its prefill
-    must be dense, because a sparse prefill would select other tokens by rounded keys.
+    The index must be in this version's int8 format. The build must store int8 itself, because otherwise rounded rows
+    would be taken for unquantised rows. Its prefill must be dense, because a sparse prefill would select other tokens
+    by rounded keys.
     """
     assert base.kv_storage is not None
     stored = base.kv_storage.dtype == build.plan.config.kv_dtype and in_this_form(base)

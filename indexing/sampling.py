@@ -2,7 +2,7 @@
 
 A token's priority is a pseudo-random number that depends only on the token's position. The sample consists of the
 tokens with the lowest priorities. Therefore it does not depend on the chunk size. When a document grows, the sample of
-the longer document consists of tokens of the earlier sample and of tokens that were not sampled from before.
+the longer document consists of tokens of the earlier sample and of tokens that were not in the earlier middle.
 """
 
 from collections.abc import Callable

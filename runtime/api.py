@@ -107,11 +107,13 @@ class Index:
         Args:
             method: name of a method, or `dense`. Default: the setting that `sparsekv tune` stored in the index, or else
                 the index's first method.
-            budget: tokens of the document that a decode step attends to, as on the command line: "5%", 0.05 or 512.
+            budget: share or number of the document's tokens that a decode step attends to, as on the command line:
+                "5%", 0.05 or 512. Default: that of the method, or the one that `tune` stored.
             residual: attend to centroids in place of the tokens that the method does not select.
             prefill: what a question's tokens attend to. `dense` (default): all tokens. `own`: the selection of the
                 method that answers. The name of a method: the selection of that method.
-            prefill_budget: tokens of the document that each chunk of a question attends to, if `prefill` is a method.
+            prefill_budget: share or number of the document's tokens that each chunk of a question attends to, if
+                `prefill` is a method.
             parameters: parameters of the method, named as its command-line options: `rerank=4`.
         """
         of_sampling = {one.name for one in fields(Sampling)}

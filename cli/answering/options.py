@@ -306,7 +306,7 @@ class GenerateAttention(AttentionOptions):
             metavar="N",
             help=(
                 "Attend to all tokens in the model's first N layers; Quest and others use 2. recall-report --by "
-                "layer shows which layers lose most."
+                "layer shows in which layers the error is largest."
             ),
             rich_help_panel=ATTENDED,
         ),
@@ -403,7 +403,9 @@ class GenerateOptions:
     ] = "auto"
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print JSON, with unrounded numbers: an object, or with --batch-file one a line."),
+        typer.Option(
+            "--json", help="Print JSON, with unrounded numbers: an object, or with --batch-file one per line."
+        ),
     ] = False
     device: DeviceOption = "auto"
     dtype: DtypeOption = "auto"

@@ -15,7 +15,7 @@ from sparsekv.cli.common.streams import json_text
 from sparsekv.formats.errors import SparsekvError, UsageError
 
 FIRST_FIELD = '{"question": '
-"""The beginning of each line of the file."""
+"""The beginning of each line of the file of `--resume`."""
 
 
 def _refuse_questions_file(file: Path, questions: str | None) -> None:

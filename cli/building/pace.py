@@ -64,7 +64,10 @@ def _pairs(first: int, end: int) -> float:
 
 
 def _least_squares(chunks: list[tuple[int, float, float]]) -> tuple[float, float] | None:
-    """Fit seconds per token and per pair to chunks of (tokens, pairs, seconds); None if one would be negative."""
+    """Fit seconds per token and per pair to chunks of (tokens, pairs, seconds).
+
+    Returns None if the chunks do not determine both times, or if one would be negative.
+    """
     aa, ab, bb, ac, bc = (sum(one[i] * one[j] for one in chunks) for i, j in ((0, 0), (0, 1), (1, 1), (0, 2), (1, 2)))
     determinant = aa * bb - ab * ab
     if determinant <= 1e-9 * aa * bb:

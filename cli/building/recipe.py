@@ -93,7 +93,7 @@ def choose_targets(
         what = "name a text file, or - for standard input"
         if from_file is not None:
             listed_in = "standard input" if from_file == "-" else from_file
-            what = f"{listed_in} has no names; put one a line there"
+            what = f"{listed_in} has no names; put one per line there"
         raise UsageError(f"no document to index: {what}")
     if as_one:
         return [_joined(named, output)]
@@ -373,8 +373,8 @@ class BuildRecipe:
     def _kept_head(self, tokenizer: "PreTrainedTokenizerBase", before: Manifest | None, folder: Path) -> str | None:
         """Return the existing index's chat template text before the document if the same template now gives another.
 
-        Returns None otherwise. A template that contains the date gives another text every day. With a new text before
-        it, the whole document would be prefilled again.
+        Returns None otherwise, and with --raw or --force. A template that contains the date gives another text every
+        day. With a new text before it, the whole document would be prefilled again.
         """
         if before is None or before.prompt.chat is None or self.raw or self.config.force:
             return None

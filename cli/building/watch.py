@@ -161,7 +161,10 @@ class _Changes:
         return [_identity(path) for path in paths]
 
     def _counts_below(self, change: object, path: str) -> bool:
-        """Whether a changed path may belong to a document: it is neither hidden nor in an index."""
+        """Whether a changed path may matter to a document: it is not in an index, and no part of it is hidden.
+
+        A .gitignore does not count as hidden.
+        """
         if any(os.path.join(path, "").startswith(index) for index in self._indices):
             return False
         root = next(folder for folder in self._folders if Path(path).is_relative_to(folder))

@@ -53,7 +53,7 @@ def _lines() -> Iterator[str]:
             asked += 1
             yield _no_command(question, number)
     if not asked:
-        raise UsageError("no question: write one a line to standard input, or start it at a terminal")
+        raise UsageError("no question: write one per line to standard input, or start it at a terminal")
 
 
 def _no_command(line: str, number: int) -> str:

@@ -183,7 +183,7 @@ def plot_clusters(layers: list[int], sizes: list[np.ndarray], title: str, path: 
     """Plot quantiles of each layer's cluster sizes, and the distribution of sizes over all layers.
 
     Args:
-        sizes: tokens in each cluster, one array per layer.
+        sizes: number of tokens in each cluster, one array per layer.
 
     Raises:
         SparsekvError: the picture cannot be written.

@@ -129,7 +129,7 @@ def read_lines(file: str, option: str) -> list[str]:
     """
     lines = [line.removesuffix("\r").strip(" \t") for line in _read(file, option).removesuffix("\n").split("\n")]
     if not any(map(str.strip, lines)):
-        raise UsageError(f"{option} {file} holds no question; write one a line")
+        raise UsageError(f"{option} {file} holds no question; write one per line")
     return lines
 
 

@@ -89,9 +89,10 @@ class RayCluster(Generic[HashableJob]):
     Attributes:
         worker: class of the workers; each is made from the recipe.
         count: number of workers. None for one per GPU, or one per four CPUs if there is no GPU.
-        deaths: number of workers that died with a job; under None, in a row while they loaded.
+        deaths: for each job, the number of workers that died with it. The value of None is the number of workers that
+            died while they loaded, in a row.
         why_died: the error of the last worker that died while it loaded.
-        busy: for each pending call of Ray, the worker, and its job; None for a worker that loads.
+        busy: for each pending call of Ray, its worker and the worker's job, which is None while the worker loads.
     """
 
     worker: type[RayWorker[Any, HashableJob]]

@@ -18,7 +18,7 @@ from sparsekv.formats.errors import UsageError, reason_of, suggestion
 
 NAME = "sparsekv.toml"
 MOST_BYTES = 2**16
-"""Largest size of the file in bytes. The limit exists because someone else may have made the folder and its file."""
+"""Largest size of `sparsekv.toml` in bytes: someone else may have made the folder and the file."""
 _HEADER = re.compile(r"\s*\[([^\[\]]+)\]\s*(#.*)?")
 _KEY = re.compile(r"\s*([\w.'\" -]+?)\s*=")
 

@@ -26,7 +26,7 @@ def socket_path() -> str | None:
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(runtime) and os.path.isdir(runtime):
         return f"{runtime}/sparsekv/server"
-    from sparsekv.formats.user.cache import cache_root  # imported late, because XDG_RUNTIME_DIR is mostly set
+    from sparsekv.formats.user.cache import cache_root  # only needed without XDG_RUNTIME_DIR, which is mostly set
 
     return f"{cache_root()}/server/socket"
 

@@ -160,8 +160,8 @@ class EvalOptions:
         typer.Option(
             min=1,
             metavar="N",
-            help="How many questions of a context to answer at once. Dense attention's answers stay as they are; a "
-            "method's questions then share what each step selects, and lose less.",
+            help="How many questions of a context to answer at once. Dense attention's answers stay as they are. "
+            "With a method, each of these questions attends to the tokens that any of them selects, so answers differ.",
         ),
     ] = 1
     max_new_tokens: Annotated[

@@ -39,8 +39,8 @@ def whole_column(values: Sequence[int]) -> dict[str, str]:
 def share_column(values: Sequence[float | None]) -> dict[str, str]:
     """Encode shares in base64 without loss.
 
-    A share of at least 1e-7 with up to four significant digits takes two bytes. Other shares are appended as float64,
-    in their order. None has a code of its own.
+    Each value has a code of two bytes. 0, 1, None and shares of at least 1e-7 with up to four significant digits have
+    codes of their own. Other shares have one common code, and are appended as float64, in their order.
     """
     array = np.asarray([np.nan if value is None else value for value in values], np.float64)
     codes = np.where(np.isnan(array), NONE, OTHER).astype("<u2")

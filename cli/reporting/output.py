@@ -104,7 +104,7 @@ LESSER = (
     "attention mass",
     "missed mass",
 )
-"""Headers of the columns that a narrow terminal leaves out, the first of them first."""
+"""Headers of the columns that a narrow terminal leaves out, in this order."""
 ANSWERING = 2
 """Largest number of methods that a report suggests for `eval`."""
 RIVALS = 3

@@ -24,8 +24,8 @@ def cost_ahead(artifact: Artifact, goal: Goal, names: list[str]) -> str:
     of = _counted(len({form.name for form in forms}), "method")
     layers = _counted(len(artifact.manifest.indexed_layers), "layer")
     return (
-        f"searching {_counted(len(forms), 'form')} of {of} for {goal}: some 20 rounds over {layers}, minutes on a CPU; "
-        "fewer --method take less"
+        f"searching {_counted(len(forms), 'variant')} of {of} for {goal}: some 20 rounds over {layers}, "
+        "minutes on a CPU; fewer --method take less"
     )
 
 
@@ -59,8 +59,8 @@ def _counted(number: int, what: str) -> str:
 
 LEGEND = (
     "{measure}: value on the queries of the search.",
-    "held out: value on other queries, where the target must hold too. {beside} is of these queries.",
-    "Recall is the share of the oracle's best {reference} that is selected. Error is of the attention output.",
+    "held out: value on other queries, where the target must hold too. {beside} is measured on these queries, too.",
+    "Recall: share of the oracle's best {reference} that is selected. Error: relative error of the attention output.",
     "kv fraction: share of the document's keys and values that is read, index included.",
 )
 TIGHTENED = "searched for: a stricter target, because the requested target did not hold on the held-out queries."
@@ -71,13 +71,13 @@ NEAR = 1.05
 
 
 def least_error(tuned: list[Tuned], before: Tuned | None) -> Tuned:
-    """Return the setting of least error among those that hold and the default before."""
+    """Return the setting of least error, of those that meet the target and of the setting before the search."""
     return min([*(one for one in tuned if one.holds), *([before] if before else [])], key=lambda one: one.error)
 
 
 def error_ratio(tuned: list[Tuned], before: Tuned | None) -> float | None:
-    """Return the error of the cheapest setting, divided by the least error. None if no setting holds, or if the least
-    error is 0."""
+    """Return the error of the cheapest setting, divided by the least error. None if no setting meets the target, or if
+    the least error is 0."""
     if not tuned[0].holds:
         return None
     least = least_error(tuned, before).error

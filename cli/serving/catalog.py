@@ -97,7 +97,7 @@ def unknown(shelf: Shelf, model: str, param: str = "model") -> ApiError:
 
 
 def _config(served: Served, method: str | None, budget: str | None, prefill: str | None) -> DecodeConfig:
-    """Return the config of a request. None: the request does not set this value.
+    """Return the config of a request. An argument is None if the request does not set it.
 
     Raises:
         UsageError: a method or a budget does not exist, or the values contradict each other.

@@ -67,7 +67,7 @@ def failure(error: SparsekvError) -> ApiError:
 
 
 UNSUPPORTED = "unsupported"
-"""Marks a field of OpenAI's API that may only have the value without effect."""
+"""Marks a field of OpenAI's API that may only have the value that has no effect."""
 
 
 _REMEDIES = {

@@ -25,7 +25,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def read_keys(file: Path) -> list[str]:
-    """Return the keys in a file, one a line. A line that begins with `#` is a comment.
+    """Return the keys in a file, one per line. A line that begins with `#` is a comment.
 
     Raises:
         UsageError: the file cannot be read or has no key, or a key has characters that no header can carry.
@@ -36,13 +36,13 @@ def read_keys(file: Path) -> list[str]:
         raise UsageError(f"--api-key-file {file} cannot be read: {reason_of(error)}; name a file of text") from None
     keys = {number: key for number, line in enumerate(lines, 1) if (key := line.strip()) and not key.startswith("#")}
     if not keys:
-        raise UsageError(f"--api-key-file {file} has no key; write one a line")
+        raise UsageError(f"--api-key-file {file} has no key; write one per line")
     for number, key in keys.items():
         if not key.isascii() or not key.replace(" ", "").isprintable():
             told = "the key has characters that no header can carry; use printable ASCII"
             raise UsageError(f"--api-key-file {file}, line {number}: {told}")
         if " " in key:
-            raise UsageError(f"--api-key-file {file}, line {number}: the key has a space; write one key a line")
+            raise UsageError(f"--api-key-file {file}, line {number}: the key has a space; write one key per line")
     return list(keys.values())
 
 

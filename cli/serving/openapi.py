@@ -60,7 +60,7 @@ def description(*, with_key: bool) -> dict[str, Any]:
     _, schemas = models_json_schema([(model, "validation") for model in _MODELS], ref_template=REFERENCE)
     paths = {
         "/v1/chat/completions": _asked(ChatRequest, ChatCompletion, ChatCompletionChunk, "Answer a conversation."),
-        "/v1/completions": _asked(CompletionRequest, Completion, Completion, "Continue the text behind a document."),
+        "/v1/completions": _asked(CompletionRequest, Completion, Completion, "Continue the text after a document."),
         "/v1/models": _read("List the served indices.", _json(ModelList), "401", "421"),
         "/v1/models/{model}": _read("Describe a served index.", _json(ModelSent), "400", "401", "404", "421"),
         "/v1/indices": _posted(IndexRequest, _json(ModelSent), "Open an index of the server's folder.", *_OF_FOLDER),

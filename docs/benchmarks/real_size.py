@@ -52,7 +52,7 @@ ABOUT_WORDS = 16
 
 @dataclass(frozen=True)
 class Ran:
-    """A finished process: wall seconds, most GB of its memory without mapped files, stdout and stderr."""
+    """A finished process: its wall seconds, its peak memory in GB without mapped files, its stdout and stderr."""
 
     seconds: float
     own: float

@@ -136,15 +136,15 @@ _PIECE = 2**20  # bytes
 _MARKS = {"utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)}
 """Byte order marks of the encodings whose names do not determine the byte order."""
 _MARKABLE = (UTF_8, "utf-8-sig")
-"""Encodings that are replaced if the text begins with a mark of `_MARKS`: no text in them begins so."""
+"""Encodings that are replaced if the text begins with a mark of `_MARKS`: no text in UTF-8 begins with one."""
 
 
 class Document:
-    """A text that is read in pieces, each of which is checked and hashed. `first` and `whole` store theirs in memory.
+    """A text that is read in pieces, each of which is checked and hashed.
 
-    A byte order mark at the start is removed. If it is one of UTF-16 or UTF-32, it decides the encoding instead of
-    UTF-8. All methods except `of` raise UsageError if the bytes that they read are not text in the encoding, or if the
-    whole text is white space.
+    `first` and `whole` keep the pieces that they read in memory. A byte order mark at the start is removed. If it is
+    one of UTF-16 or UTF-32, it decides the encoding instead of UTF-8. All methods except `of` raise UsageError if the
+    bytes that they read are not text in the encoding, or if the whole text is white space.
 
     Args:
         encoding: a name that `check_encoding` has returned.

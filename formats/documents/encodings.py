@@ -13,8 +13,9 @@ _READ = frozenset(
         *("cp932", "shift_jis", "euc_jp", "gb18030", "gbk", "gb2312", "big5", "big5hkscs", "euc_kr", "cp949"),
     }
 )
-"""Python's names of the encodings that a stranger's file may have. Those of DOS and Macintosh are mistaken too often,
-and some codecs of Python, such as punycode, take quadratic time."""
+"""Python's names of the encodings that a stranger's file may have. Encodings of DOS and Macintosh are left out, because
+texts of other encodings are too often taken for them. So are codecs of Python that take quadratic time, such as
+punycode."""
 _BROWSERS = {"ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "gb2312": "gb18030", "gbk": "gb18030"}
 """Declared or detected encodings that are read as one with more characters, as browsers do."""
 _DECLARED = re.compile(rb"""<(?:meta\b[^>]*?\bcharset|\?xml\b[^>]*?\bencoding)\s*=\s*["']?\s*([\w.:-]{1,40})""", re.I)
@@ -36,7 +37,7 @@ def declared_encoding(page: bytes) -> str | None:
 
 
 def detected_encoding(data: bytes) -> str | None:
-    """Return Python's name of the encoding of a text that is not UTF-8; None if it is not certain.
+    """Return Python's name of the encoding of a text that is not UTF-8; None if it is not certain, or not in `_READ`.
 
     Also returns None for bytes with control characters, which are not taken for text.
     """
@@ -56,9 +57,9 @@ def detected_encoding(data: bytes) -> str | None:
 
 
 def western_encoding(data: bytes) -> str | None:
-    """Return the Western European encoding in which bytes are text: latin-1 or cp1252; None if they are not.
+    """Return the Western European encoding in which bytes are text, latin-1 or cp1252; None for neither.
 
-    Bytes of another encoding may be text in it, too, so a person has to confirm it.
+    Bytes of another encoding may be text in these two, too, so a person has to confirm the encoding.
     """
     for name in ("latin-1", "cp1252"):
         try:

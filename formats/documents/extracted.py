@@ -19,13 +19,14 @@ from sparsekv.formats.documents import extractors
 from sparsekv.formats.errors import SparsekvError, UsageError
 
 PDF, DOCX, HTML = range(3)
-"""Kinds, as places in `extractors.KINDS`."""
+"""Kinds of files: indices in `extractors.KINDS`."""
 _ENDINGS = {".pdf": PDF, ".docx": DOCX, ".htm": HTML, ".html": HTML, ".xhtml": HTML}
 _NAMES = ("PDF", "DOCX", "HTML")
 MOST_BYTES = 64 << 20
 """Size of the largest PDF or DOCX file that is read."""
 LEAST_SECONDS, MOST_SECONDS = 10, 120
-"""Limits of the processor time for a file, the smallest and the largest. It may take twice as long by the clock."""
+"""The smallest and the largest limit of the processor time for a file, which depends on its size. The extraction may
+take twice the limit by the clock."""
 _SECONDS_A_MEBIBYTE = {PDF: 20, DOCX: 20, HTML: 2}
 SECONDS_IN_ALL = 600
 """Limit of the time for all files of a document."""
@@ -34,7 +35,7 @@ INSTALL = "pip install 'sparsekv[documents]'"
 MISSING = f"in need of {INSTALL}"
 DAMAGED, LOCKED, NO_TEXT = "damaged", "encrypted", "without text"
 SLOW, LARGE = "too slow to extract", "too large to extract"
-LATE = f"behind {SECONDS_IN_ALL // 60} minutes of extraction"
+LATE = f"past the {SECONDS_IN_ALL // 60} minutes for extraction"
 _REASONS = {
     extractors.DAMAGED: DAMAGED,
     extractors.LOCKED: LOCKED,
@@ -45,12 +46,12 @@ _REASONS = {
 
 
 class NotExtractedError(Exception):
-    """A file's text cannot be extracted. The message is a reason: one of the adjectives above."""
+    """A file's text cannot be extracted. The message is one of the reasons above, from `MISSING` to `LATE`."""
 
 
 @dataclass(frozen=True)
 class PagedText:
-    """A text, and the index of each page's first character; no pages: the text has none, unlike a PDF's."""
+    """A text, and the index of each page's first character. `pages` is empty for a text that is not a PDF's."""
 
     text: str
     pages: tuple[int, ...] = ()
@@ -78,7 +79,7 @@ class Extractor:
         """Return the text of a file of a kind. HTML is given in UTF-8.
 
         Raises:
-            NotExtractedError: it cannot be extracted.
+            NotExtractedError: the text cannot be extracted.
         """
         if any(find_spec(library) is None for library in extractors.LIBRARIES.get(kind, ())):
             raise NotExtractedError(MISSING)
@@ -148,7 +149,7 @@ def extracted_text(name: str, kind: int, data: bytes) -> PagedText:
 
     Raises:
         SparsekvError: a library is missing.
-        UsageError: it cannot be extracted.
+        UsageError: the text cannot be extracted.
     """
     try:
         with Extractor() as extractor:

@@ -27,11 +27,11 @@ much text."""
 PAGE = "\f"
 """Character before each page of a text that has pages, and nowhere else in a text."""
 MOST_MEMORY = 1 << 30
-"""Address space of a fork in bytes."""
+"""Maximum size of a fork's address space, in bytes."""
 MOST_TEXT = 8 << 20
-"""Bytes of the text of a file."""
+"""Maximum size of a file's text, in bytes."""
 MOST_XML = 64 << 20
-"""Bytes of a DOCX file's parts that are read, when they are unpacked."""
+"""Maximum size of the unpacked parts of a DOCX file that are read, in bytes."""
 
 
 class LockedError(Exception):
@@ -43,7 +43,7 @@ class LongError(Exception):
 
 
 def pdf_text(data: bytes) -> str:
-    """Return the text of a PDF file's pages, each behind `PAGE` and a line `[Page N]`; empty if no page has text."""
+    """Return the text of a PDF file's pages, each after `PAGE` and a line `[Page N]`; empty if no page has text."""
     from pypdf import PdfReader
 
     reader = PdfReader(io.BytesIO(data))
@@ -89,10 +89,10 @@ def docx_text(data: bytes) -> str:
 def html_text(page: str, *, navigation: bool = False) -> str:
     """Return the text of an HTML page: headings with #, lists with - or numbers, cells of tables with | between them.
 
-    Scripts, styles and pictures are left out. So is navigation, if it is less than half of the text.
+    Scripts, styles and pictures are left out. So is navigation, unless it is more than half of the text.
 
     Args:
-        navigation: keep it.
+        navigation: whether to keep navigation in any case.
     """
     renderer = _Renderer(navigation=navigation)
     renderer.feed(page)
@@ -146,8 +146,8 @@ _DROPPED = frozenset({"script", "style", "template", "noscript", "svg", "nav"})
 class _Renderer(HTMLParser):
     """Renders a page to `pieces` of text. `navigation` is the number of characters of navigation that were left out.
 
-    What a dropped element holds is rendered, and removed where the element ends. So an element that never ends, in a
-    page that is cut or wrong, loses no text.
+    The text in an element that is left out is rendered, and removed at the end of the element. So no text is lost if
+    the element has no end, because the page is cut or wrong.
     """
 
     def __init__(self, *, navigation: bool):
@@ -156,11 +156,11 @@ class _Renderer(HTMLParser):
         self.navigation = 0
         self._dropped = _DROPPED - {"nav"} if navigation else _DROPPED
         self._gap, self._space = 0, False
-        self._fresh = True  # behind a marker of a heading, a list or a cell, where no line breaks
+        self._fresh = True  # after a marker of a heading, a list or a cell, where no line breaks
         self._preformatted = 0
         self._lists: list[int | None] = []  # the next number of each open list; None: without numbers
         self._cells: list[int] = []  # the number of cells so far in the row of each open table
-        self._inside: tuple[str, int, Any] | None = None  # the dropped element: tag, open elements of it, state before
+        self._inside: tuple[str, int, Any] | None = None  # the element left out: tag, depth, earlier state
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if self._inside is not None:
@@ -288,7 +288,8 @@ def _start(attributes: dict[str, str | None]) -> int:
 
 
 def tidied(text: str) -> str:
-    """Return a text without control characters, white space at the ends of lines, and more than one blank line."""
+    """Return a text without control characters and without white space at the ends of lines. Of several blank lines in
+    a row one is kept."""
     text = re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f\ufffe\uffff]", "", text.replace("\r\n", "\n").replace("\r", "\n"))
     lines = "\n".join(line.rstrip() for line in text.split("\n"))
     return re.sub("\n{3,}", "\n\n", lines).strip("\n")
@@ -339,7 +340,7 @@ def _extract(kind: int, seconds: int, data: bytes) -> tuple[int, bytes]:
     except MemoryError:
         return LARGE, b""
     except Exception as error:  # a parser may raise anything from a stranger's file
-        # An encrypted PDF whose cipher needs another library is found out late.
+        # An encrypted PDF whose cipher needs another library raises an error only here, when pages are read.
         return LOCKED if "encrypt" in type(error).__name__.lower() or "cryptography" in str(error) else DAMAGED, b""
 
 
@@ -368,7 +369,7 @@ def _answer(request: tuple[int, int, bytes]) -> tuple[int, bytes]:
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answer requests until there are none."""
+    """Answer requests until the end of `requests`."""
     while len(head := requests.read(REQUEST.size)) == REQUEST.size:
         kind, seconds, length = REQUEST.unpack(head)
         for library in LIBRARIES.get(kind, ()):  # imported before the fork, and so only once

@@ -59,7 +59,8 @@ def count_changes(files: Sequence[SourceText], known: Sequence[KnownFile]) -> di
 
 
 def told_changes(before: Sequence[SourceFile], now: Sequence[SourceFile]) -> str:
-    """Return the first change in a document's files, and the numbers of others; empty if they are the same.
+    """Return the first change in a document's files, and the numbers of other changes; an empty string if there are
+    none.
 
     For example `a.md changed (also 2 files changed, 1 added)`. All text before the first change is as it was.
     """

@@ -450,8 +450,8 @@ class _Reader:
         """Return a file's text. An encoding that is detected is recorded.
 
         Raises:
-            UsageError: it is not text, or its encoding is not certain.
-            NotExtractedError: it is not plain text, and its text cannot be extracted.
+            UsageError: the file is not text, or its encoding is not certain.
+            NotExtractedError: the file is not plain text, and its text cannot be extracted.
         """
         if kind is not None and kind != extracted.HTML:
             return self._extractor.text(kind, data)

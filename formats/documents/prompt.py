@@ -205,7 +205,7 @@ def _table(sources: SourceTexts, begins: list[int], tokens: int, stops_at: int |
 
 
 def _first_tokens(pages: Sequence[int], begins: list[int], stops_at: int | None, within: range) -> tuple[int, ...]:
-    """Return the token of the first character of each page. Pages behind the last token of the prompt are left out.
+    """Return the token of the first character of each page. Pages after the last token of the prompt are left out.
 
     Args:
         pages: index of each page's first character in the document's text.
@@ -321,7 +321,7 @@ def next_turn(tokenizer: PreTrainedTokenizerBase, chat: ChatFrame) -> ChatFrame 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the id of the added token with which the chat template ends an answer.
 
-    Returns None if the text that the template puts behind an answer does not begin with an added token.
+    Returns None if the text that the template puts after an answer does not begin with an added token.
     """
     _, _, rest = _rendered(tokenizer, 2).partition(_ANSWER)
     rest = rest.lstrip()

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-LARGEST = 127  # of int8, symmetric: -128 is not used
+LARGEST = 127  # largest int8 value that is used: without -128, the range is symmetric
 LARGEST_SCALE = 129 * 2.0**114  # largest bfloat16 scale whose product with LARGEST is finite in float32
 PIECE = 8192  # tokens that are converted at a time, by way of float32
 OF_TOKENS = ("keys", "values", "key_scales", "value_scales")
@@ -20,7 +20,7 @@ OF_CHANNELS = ("channel_scales", "channel_offsets")
 SCALES = ("key_scales", "value_scales", *OF_CHANNELS)
 """Names of the scales and offsets of `keys` and `values`. All are bfloat16: 2 bytes, with the range of float32."""
 FORM = "int8 of tokens and channels"
-"""The name of the quantisation in the recipes of its files, so that no build reuses files of an earlier format."""
+"""Name of this quantisation in recipes, so that no build reuses files of an earlier format."""
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -146,7 +146,7 @@ def _divisors(scales: torch.Tensor) -> torch.Tensor:
 
 
 CENTROID_FORM = "int8 of finest centroids"
-"""The name of the quantisation in the recipes of its files, so that no build reuses files of an earlier format."""
+"""Name of this quantisation in recipes, so that no build reuses files of an earlier format."""
 KEYS, VALUES = "level0.centroids", "level0.value_centroids"
 CENTROID_NAMES = {
     "keys": KEYS,

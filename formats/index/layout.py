@@ -145,8 +145,8 @@ def _wrong_parents(parents: torch.Tensor, counts: torch.Tensor, above: torch.Ten
     one must not precede a filled one.
 
     Args:
-        counts: tokens of each cluster [Hk, C].
-        above: tokens of each cluster of the coarser level.
+        counts: [Hk, C], number of tokens of each cluster.
+        above: number of tokens of each cluster of the coarser level.
     """
     within = parents.clamp(0, above.shape[1] - 1).long()
     sums = torch.zeros_like(above, dtype=torch.int64).scatter_add_(1, within, counts.long())

@@ -228,7 +228,7 @@ def manifest_in(folder: Folder) -> Manifest:
 
 
 def _index_of(documents: Path) -> str:
-    """Return a hint which index is meant by the name of a folder that is none."""
+    """Return a hint which index is meant by the name of a folder that is not an index."""
     beside = with_ending(documents)
     if (beside / MANIFEST).is_file():
         return f"name the index beside it, {beside}"

@@ -199,7 +199,8 @@ class Artifact:
         return self._snapshot.descriptors[name]
 
     def _named(self, name: str) -> str:
-        """Name the file on disk of a logical file in messages; a rebuilt file has a part of its sha256 in its name."""
+        """Name the file on disk of a logical file in messages; a rebuilt file has a part of a recipe's hash in its
+        name."""
         return f"{self.manifest.files[name].path} of {self.folder}"
 
     def tensors(self, name: str, device: torch.device = CPU) -> dict[str, torch.Tensor]:
@@ -208,7 +209,7 @@ class Artifact:
         On a CPU they are views of the file's mapping, whose pages are read when accessed. On a GPU they are copies.
 
         Raises:
-            ArtifactError: the file does not match the manifest.
+            ArtifactError: the file does not match the manifest, or has numbers that are not finite.
         """
         what, first = self._named(name), name not in self._checked
         tensors = map_tensors(self.descriptor(name), what)

@@ -151,9 +151,12 @@ class KVStorage(Record):
 class Border(Record):
     """The end of the prompt's text, on which the first tokens of the following text depend."""
 
-    lead: str = Field(description="last characters whose tokens are stored; what follows is tokenised behind them")
+    lead: str = Field(
+        description="the last characters whose tokens are stored; the following text is tokenised together with them"
+    )
     held: str = Field(
-        default="", description="characters after them, whose tokens depend on what follows: each question begins so"
+        default="",
+        description="characters after `lead`, whose tokens depend on the following text; each question has them first",
     )
 
 
@@ -250,7 +253,7 @@ Pages: TypeAlias = tuple[Count, ...]
 
 def _check_pages(pages: Pages, start: int, stop: int) -> None:
     if list(pages) != sorted(pages) or (pages and not start <= pages[0] <= pages[-1] < stop):
-        raise ValueError("pages one behind another within their text")
+        raise ValueError("pages one after another within their text")
 
 
 class SourceFile(Record):
@@ -258,11 +261,11 @@ class SourceFile(Record):
 
     path: SourcePath = Field(description="relative to the document's folder, with / between its parts")
     sha256: Sha256
-    start: Count = Field(description="of its text's tokens [start, stop) in the whole prompt, without its header")
+    start: Count = Field(description="the file's text, without its header, is tokens [start, stop) of the whole prompt")
     stop: Count
     first_line: Count = Field(default=1, description="line of the file at which its text begins")
-    cut: bool = Field(default=False, description="its text goes on behind the last token of the prompt")
-    pages: Pages = Field(default=(), description="of a PDF, the first token of each page in the whole prompt")
+    cut: bool = Field(default=False, description="the file's text goes on after the last token of the prompt")
+    pages: Pages = Field(default=(), description="if it is a PDF: the first token of each page in the whole prompt")
 
     @model_validator(mode="after")
     def _pages_within(self) -> Self:
@@ -278,22 +281,26 @@ class Prompt(Record):
     block_hashes: list[str]
     tokens: Size
     chat: ChatFrame | None
-    special_tokens: bool = Field(default=False, description="those of the text, or of what was added, have a meaning")
-    max_tokens: Size | None = Field(default=None, description="of the text, where it goes on; null where all are in")
-    border: Border | None = Field(default=None, description="null: what follows is tokenised as a text of its own")
+    special_tokens: bool = Field(
+        default=False, description="special tokens in the text or in an addition keep their meaning"
+    )
+    max_tokens: Size | None = Field(
+        default=None, description="tokens of the document if it was cut after them; null if all of it is in the prompt"
+    )
+    border: Border | None = Field(default=None, description="null: the following text is tokenised separately")
     files: tuple[SourceFile, ...] | None = Field(
-        default=None, description="of a document of several files, by their tokens; null for a document of one text"
+        default=None, description="the document's files, in the order of their tokens; null for a document of one text"
     )
     files_behind: tuple[SourcePath, ...] = Field(
-        default=(), description="files whose text begins behind the last token of the prompt"
+        default=(), description="files whose text begins after the last token of the prompt"
     )
-    pages: Pages = Field(default=(), description="of a document that is one PDF, the first token of each page")
+    pages: Pages = Field(default=(), description="if the document is one PDF: the first token of each page")
 
     @model_validator(mode="after")
     def _files_in_order(self) -> Self:
         edges = [edge for file in self.files or () for edge in (file.start, file.stop)]
         if edges != sorted(edges) or max(edges, default=0) > self.tokens:
-            raise ValueError("files one behind another within the prompt")
+            raise ValueError("files one after another within the prompt")
         _check_pages(self.pages, 0, self.tokens)
         return self
 
@@ -316,7 +323,7 @@ class FileHistory(Record):
 
     order: FileOrder = Field(default="path", description="see `build-index --order`")
     changes: dict[SourcePath, Count] = Field(
-        default={}, description="builds in which a file of the table was other than before; 0 where it is absent"
+        default={}, description="for each file of the table, the number of builds in which it had changed; absent for 0"
     )
 
 
@@ -368,8 +375,10 @@ class PrefillRecord(Record):
     kind: str
     chunk_size: Size
     parameters: dict[str, Any] = Field(default={})
-    exact: bool = Field(default=True, description="it is dense attention: the chunks decide nothing")
-    revision: int = Field(default=1, description="of the prefill: another one computes other rows by the same options")
+    exact: bool = Field(default=True, description="dense attention, which does not depend on the chunk size")
+    revision: int = Field(
+        default=1, description="version of the prefill's code; another one computes other rows by the same options"
+    )
 
     def __str__(self) -> str:
         """The prefill as reports print it: its kind, with chunk size and parameters if the prefill is sparse."""
@@ -498,7 +507,8 @@ class Manifest(Record):
     model: ModelIdentity
     tokenizer: TokenizerIdentity
     tokenizer_files: Sha256 | None = Field(
-        default=None, description="hash of the files that the tokenizer was loaded from; those of equal files are equal"
+        default=None,
+        description="hash of the files that the tokenizer was loaded from; equal files give equal tokenizers",
     )
     prompt: Prompt
     file_history: FileHistory | None = Field(
@@ -515,7 +525,9 @@ class Manifest(Record):
     probe: Probe
     canary: list[CanaryToken] = Field(default=[], max_length=64, description="none in an index of an earlier version")
     files: dict[FileName, FileRecord]
-    additions: list[AdditionRecord] = Field(default=[], description="what was appended since it was built, in order")
+    additions: list[AdditionRecord] = Field(
+        default=[], description="texts appended since the index was built, in order"
+    )
     defaults: Defaults | None = Field(default=None, description="null where no setting was measured")
     manifest_sha256: str = ""
 

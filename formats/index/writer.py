@@ -54,8 +54,8 @@ class ArtifactWriter(BuildFolder):
         self._made: dict[str, Future[FileRecord]] = {}
         self._held, self._new = HeldTensors(HELD_BYTES), set[str]()
         self._threads = ThreadPoolExecutor(THREADS)
-        # Checksums have their own threads, so that a small file does not wait for the checksum of gigabytes. Files with
-        # a checksum of another process have their own threads, too, so that they do not block local checksums.
+        # Checksums are computed in their own threads, so that a small file does not wait for the checksum of gigabytes.
+        # Other threads wait for the checksums that other processes compute, so that they do not block local ones.
         self._summing, self._awaiting = ThreadPoolExecutor(SUMS), ThreadPoolExecutor(THREADS)
         self._receiving = ThreadPoolExecutor(1)  # one thread: checksums arrive in the order of `end_rows`
         self._begun: dict[str, UnfinishedFile] = {}

@@ -91,7 +91,8 @@ def find_model(name: str, progress: Progress, *, download: bool = True) -> tuple
     path, a folder with one GGUF file and no config.json, or `org/name:FILE.gguf` for a file on the hub.
 
     Raises:
-        UsageError: the model does not exist, or the name is a file that is no GGUF file.
+        UsageError: the model does not exist, the name is a file that is no GGUF file, or a folder has neither a
+            config.json nor exactly one GGUF file.
         SparsekvError: a download failed, or the folder cannot be read.
     """
     if name == EMBEDDED:

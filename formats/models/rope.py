@@ -42,7 +42,8 @@ def positions_of(config: "PreTrainedConfig") -> int | None:
 
 
 def positions_after(config: "PreTrainedConfig", document: int) -> int | None:
-    """Return the number of positions that a model supports for sequences that begin with a document.
+    """Return the number of positions that a model supports for sequences that begin with a document; None if its config
+    has no limit.
 
     With longrope, a sequence that is longer than the original length uses other RoPE frequencies, also for its first
     tokens. An index has keys for one set of frequencies. If the document fits the original length, a sequence must
@@ -67,8 +68,11 @@ def stretchable(config: "PreTrainedConfig") -> bool:
 
 
 def _switch(config: "PreTrainedConfig") -> int | None:
-    """Return the sequence length beyond which RoPE frequencies change; None if they never change."""
-    # With any type of RoPE, Phi-3 drops its cache when a sequence grows past this length.
+    """Return the sequence length past which a cache is invalid: RoPE frequencies change, or Phi-3 drops the cache.
+
+    None if there is no such length.
+    """
+    # Phi-3 drops its cache when a sequence grows past its config's length, with any type of RoPE.
     switches = [getattr(config, "original_max_position_embeddings", None)]
     switches += [
         kind.get("original_max_position_embeddings")

@@ -236,7 +236,7 @@ def run_canary(
 ) -> list[CanaryRun]:
     """Run the tokens of each of `canary_runs` over the stored rows, by the model's own attention and by sparsekv's.
 
-    Memory: that of `rows` for a layer, and that of the model's attention for RUN tokens.
+    Needs the memory of `rows` for a layer, and that of the model's attention for RUN tokens.
 
     Args:
         input_ids: [N] int64.

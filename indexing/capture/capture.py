@@ -162,7 +162,7 @@ class BegunPrefill:
     queries: Sequence[Mapping[str, torch.Tensor]]
 
     def kept(self, kind: str, layer: int) -> torch.Tensor | None:
-        """Return a layer's stored queries [Hq, n, D] of the kind `sample` or `tail`, of all chunks; None for none."""
+        """Return the stored queries [Hq, n, D] of a layer, of the kind `sample` or `tail`; None if there are none."""
         parts = [chunk[name] for chunk in self.queries if (name := _query_name(kind, layer)) in chunk]
         return torch.cat(parts, 1) if parts else None
 

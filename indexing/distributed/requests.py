@@ -95,7 +95,7 @@ def give_memory_back(device: torch.device) -> None:
 def take_turns(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read) -> Generator[Tensors, None, None]:
     """Yield a method's tensors of each layer, in order, on the first rank. The ranks build layers in turn.
 
-    Memory: that of `make_layers_from`, and one layer's tensors from another rank.
+    Needs the memory of `make_layers_from`, and that of one layer's tensors from another rank.
     """
     with closing(_own(ranks, work, layers, read)) as own:
         for tensors in own:
@@ -106,7 +106,7 @@ def take_turns(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read)
 def give_turns(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read) -> None:
     """Build every `ranks.size`-th layer, from `ranks.number` on, and send its tensors to the first rank.
 
-    Memory: that of `make_layers_from`.
+    Needs the memory of `make_layers_from`.
     """
     turns = range(0, len(layers), ranks.size)
     with closing(_own(ranks, work, layers, read)) as own:
@@ -132,7 +132,8 @@ def join_layer(ranks: Ranks, own: CapturedLayer) -> CapturedLayer | None:
 
 
 def join_queries(ranks: Ranks, own: CapturedQueries) -> CapturedQueries | None:
-    """Gather a layer's queries of all ranks, as `join_layer` does, but not its keys and values."""
+    """Gather a layer's queries of all ranks on the first rank's device, without its keys and values; return None on the
+    other ranks."""
     tail = ranks.join_heads(own.tail)
     sinks, sample = (None if rows is None else ranks.join_heads(rows) for rows in (own.sink_logits, own.sample))
     return None if tail is None else CapturedQueries(tail, sinks, sample)

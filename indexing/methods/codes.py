@@ -59,7 +59,9 @@ class CodesIndexer(MultipoleIndexer):
         super().__post_init__()
         if len(self.levels) > 1:
             shares = ",".join(map(str, self.levels))
-            raise UsageError(f"--levels {shares}: codes has one level; give one share, or build it by another command")
+            raise UsageError(
+                f"--levels {shares}: codes has one level; give one share, or build codes by another command"
+            )
         check_at_least_one(self, "code_bytes", "query_sample")
 
     def queries_wanted(self) -> int:

@@ -90,7 +90,8 @@ class SparsePrefill(Prefill):
 
     @abstractmethod
     def scores(self, query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
-        """Score the keys [Hk, T, D] before a chunk for its queries [Hk, G, B, D]; return [Hk, T], best highest."""
+        """Score the keys [Hk, T, D] before a chunk for its queries [Hk, G, B, D]. Returns scores [Hk, T]; higher is
+        better."""
 
     def choose(self, query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts, first: int, last: int) -> torch.Tensor:
         """Select the keys [Hk, T, D] before a chunk that its queries [Hk, G, B, D] attend to: indices [Hk, K] int64.

@@ -1,5 +1,5 @@
-"""Sparse prefills: QuoKA (section 3.4 of its paper), SampleAttention (arXiv 2406.15486) and KeyDiff (arXiv
-2504.15364)."""
+"""Sparse prefills: QuoKA (query-oriented KV selection for chunked prefill, section 3.4 of its paper), SampleAttention
+(arXiv 2406.15486) and KeyDiff (arXiv 2504.15364)."""
 
 from dataclasses import dataclass, field
 

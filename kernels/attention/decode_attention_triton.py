@@ -83,7 +83,7 @@ class TileConfig:
 
     @property
     def most_registers(self) -> int:
-        """Most registers that a thread may use, so that `programs` programs fit on an SM."""
+        """Maximum number of registers of a thread with which `programs` programs fit on an SM."""
         return min(255, 65_536 // (self.programs * self.warps * 32))
 
 

@@ -108,7 +108,7 @@ class CodeRanks:
     """Ranks of all keys by their codes, with the logits of the clusters.
 
     `logits` [H, G, C or more] float32 is minus infinity for empty clusters and past the last. `taken` [H, C] int32 is
-    zero. A following choice of keys adds the chosen keys of each cluster to it, as `KeyGroups.taken`.
+    for `KeyGroups.taken`: it begins as zero, and a choice of keys adds the number of each cluster's chosen keys to it.
     """
 
     ranks: TokenRanks

@@ -42,7 +42,8 @@ HARMLESS = frozenset(
         "max_length_k",
     }
 )
-"""Keyword arguments that do not change the result. Other arguments are ignored if they are None, True or False."""
+"""Keyword arguments that do not change the result. Other arguments are ignored if they are None, True or False,
+and refused otherwise."""
 WAYS = {
     "indices": "chooses keys by an indexer of the model's own",
     "block_indices": "chooses keys by an indexer of the model's own",

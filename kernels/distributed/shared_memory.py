@@ -20,9 +20,9 @@ class SharedMemory:
     """One rank's view of the shared memory; a rank's all-reduces must run one after another, in stream order.
 
     A rank's part is the tensor that it adds to an all-reduce. Each program of the kernel sends a piece of
-    `PROGRAM_BYTES` of the part. A rank's memory has two buffers, used by every second all-reduce. Each buffer has
-    `MOST_BYTES` for the part of every rank. Counters [ranks, PROGRAMS] int32 follow the buffers: the number of pieces
-    that each program of each rank has sent to this rank.
+    `PROGRAM_BYTES` of the part. A rank's memory has two buffers, which consecutive all-reduces use in turn. Each
+    buffer has `MOST_BYTES` for the part of every rank. Counters [ranks, PROGRAMS] int32 follow the buffers: the number
+    of pieces that each program of each rank has sent to this rank.
 
     Args:
         number: index of this rank.

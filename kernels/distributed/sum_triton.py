@@ -3,9 +3,9 @@
 A rank's part is the tensor that it adds to the sum. Each program sends a piece of its rank's part to every other rank,
 waits for the same piece of the other ranks' parts, and sums the pieces.
 
-There are two buffers, and so all-reduce n overwrites the parts of all-reduce n - 2. This is safe. A rank reads the
-parts of n - 2 before it sends its part of n - 1, and all-reduce n - 1 is complete: all ranks have sent their parts of
-it.
+There are two buffers, and so all-reduce n overwrites the parts of all-reduce n - 2. This is safe. A rank begins
+all-reduce n only after all ranks have sent their parts of n - 1, and a rank sends its part of n - 1 only after it has
+read all parts of n - 2.
 """
 
 import torch

@@ -22,7 +22,7 @@ def block_offsets(tokens: int, block: int) -> list[int]:
 
     Args:
         tokens: length of the sequence, at least 1.
-        block: W, at least 2.
+        block: W, the number of tokens of a closed block, at least 2.
     """
     least_open = block // 2
     closed = max(0, tokens - least_open) // block

@@ -9,7 +9,7 @@ import triton.language as tl
 from sparsekv.kernels.common.launch import power_of_two, unit_stride
 from sparsekv.kernels.kmeans.kmeans import LEAST_WEIGHT
 
-FARTHEST_MEAN = 4096.0  # most by which the scaled mean differs from 0; the largest float16 is nearly 16 times this
+FARTHEST_MEAN = 4096.0  # largest distance of the scaled mean from 0; the largest float16 is nearly 16 times this
 REGISTERS = 65_536  # registers of an SM
 ROWS_AT_ONCE = 32  # rows of a tile in the kernels for means and for rounding
 
@@ -30,7 +30,7 @@ class Tiles:
 
     @property
     def registers(self) -> int:
-        """Most registers that a thread may use, so that all programs fit on an SM."""
+        """Maximum number of registers of a thread with which all programs fit on an SM."""
         return min(255, REGISTERS // (32 * self.warps * self.programs))
 
     def shared_bytes(self, dims: int) -> int:

@@ -1,4 +1,7 @@
-"""QuoKA's scores (section 3 of the paper): keys are scored by their cosines to a few of a chunk's queries."""
+"""Scores of QuoKA, query-oriented KV selection for chunked prefill (section 3 of its paper).
+
+Keys are scored by their cosines to a few of a chunk's queries.
+"""
 
 import torch
 from torch.nn.functional import normalize

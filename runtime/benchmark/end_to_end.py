@@ -202,7 +202,7 @@ class ModelRow:
         weights: precision of the linear layers' weights; None: the dtype of the other tensors.
         median_ms, lower_ms, upper_ms: median and quartiles of a step's milliseconds.
         timed: `graph`, `eager` or `wall clock`.
-        tokens_per_second: tokens of all sequences of the batch.
+        tokens_per_second: tokens per second, of all sequences of the batch together.
         speedup: `tokens_per_second` divided by that of torch's dense attention with the same weights.
         kv_fraction: number of D-sized rows that a step reads of the index, and of the keys and values between sinks and
             tail (the middle), divided by the number of the middle's key and value rows.

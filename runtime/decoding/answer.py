@@ -233,9 +233,9 @@ def answer_room(index: OpenIndex, prompt_tokens: int) -> int | None:
     positions, held = positions_after(config, index.split.tokens), positions_of(config)
     if positions is not None and positions != held and prompt_tokens >= positions:
         raise UsageError(
-            f"document and question have {prompt_tokens} tokens, and this model's positions change beyond "
-            f"{positions}, which the index's keys do not follow; ask a shorter question, or index a document "
-            f"of more than {positions} tokens"
+            f"document and question have {prompt_tokens} tokens, and this model's RoPE changes beyond {positions}, "
+            "so that the index's keys are wrong there; ask a shorter question, or index a document of more than "
+            f"{positions} tokens"
         )
     if positions is None:
         return None

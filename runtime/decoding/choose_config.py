@@ -35,7 +35,7 @@ def choose_config(
         budget: the budget as the user wrote it; by default the method's own.
         residual: let centroids represent the tokens that the method does not select.
         prefill: attention of a question's tokens: `own` (the answer's method), a method's name, or `dense` (default).
-        prefill_budget: the budget of the method that `prefill` names.
+        prefill_budget: the budget of the method that `prefill` names; by default `QUESTION_BUDGET`.
         others: other fields of the config.
 
     Raises:

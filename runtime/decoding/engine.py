@@ -62,7 +62,7 @@ questions, reaches `HOLD_SHARE` times the number of answering sequences.
 def why_alone(index: OpenIndex, attention: MethodSpec | Dense, cache: IndexCache) -> str:
     """Return the reason why several questions cannot share a step; an empty string if they can."""
     if rope_depends_on_length(index.artifact.manifest.rope.parameters):
-        return "this model turns keys by the length of a sequence, and sequences in a step have several lengths"
+        return "this model's RoPE depends on a sequence's length, and sequences that share a step differ in length"
     plans = [layer.plan for layer in cache.stored_layers if isinstance(layer, SparseLayer)]
     if isinstance(attention, MethodSpec) and not attention.method.can_unite():
         return "this method represents unselected tokens by weights or a mean that differ from question to question"

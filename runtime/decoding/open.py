@@ -292,7 +292,7 @@ class OpenIndex:
         """
         kept, self.kept = self.kept, None
         if kept is not None and kept.config == config and tail and gather_makers is None:
-            self.prepared = None  # the server's cache uses the selectors of `prepared`, which serve one cache
+            self.prepared = None  # its selectors are those of `kept.cache`, and a selector serves only one cache
             return kept.cache
         if isinstance(config.attention, Dense):
             return self.dense_cache()

@@ -281,9 +281,9 @@ def _lines(file: str, option: str = "--data") -> list[tuple[int, Record]]:
                     "alone; write the whole character"
                 ) from None
             except (ValueError, TypeError, RecursionError):
-                raise UsageError(f"{option} {file}, line {number}: give one JSON object a line") from None
+                raise UsageError(f"{option} {file}, line {number}: give one JSON object per line") from None
     if not found:
-        raise UsageError(f"{option} {file} is empty; give one JSON object a line")
+        raise UsageError(f"{option} {file} is empty; give one JSON object per line")
     return found
 
 
@@ -370,7 +370,7 @@ def _longbench_v2(record: Record, name: str) -> Context:
 
 
 def _niah(record: Record, name: str) -> Context:
-    """Read a haystack with its needle. Without `answer`, an answer is scored by F1 with the needle's words."""
+    """Read a haystack with its needle. Without the field `answer`, the score is F1 with the needle's words."""
     text, needle = str(record["context"]), str(record["needle"]).strip()
     if not needle or needle not in text:
         raise ValueError("the needle is not in the context")

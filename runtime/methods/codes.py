@@ -184,7 +184,10 @@ class CodesSelector(Selector):
         return SelectorKernels(self.attend_fused, choose_for_each=self.choose_for_each)
 
     def choose_for_each(self, queries: Queries, budget: Budget, counter: torch.Tensor) -> Selection | None:
-        """Return the union of all queries' selections on a GPU; None unless all keys are scanned without re-ranking."""
+        """Return the union of all queries' selections on a GPU.
+
+        Returns None with re-ranking, for a budget of all tokens, or if the GPU kernels do not scan the keys.
+        """
         tokens = budget.tokens(self.middle)
         if self.method.rerank > 1 or tokens == self.middle or not self.has_gpu_scan:
             return None
@@ -200,7 +203,11 @@ class CodesSelector(Selector):
     def attend_fused(
         self, query: torch.Tensor, rows: Pair, exact: Pair, budget: Budget, sink_logits: torch.Tensor | None
     ) -> tuple[torch.Tensor, float] | None:
-        """Select and attend with the compiled step; None unless all keys are scanned without re-ranking."""
+        """Select and attend with the compiled step.
+
+        Returns None unless all keys are scanned, without re-ranking of fewer than all tokens, and the compiled step
+        exists and supports the query.
+        """
         tokens = budget.tokens(self.middle)
         if self.method.scan < 1 or (self.method.rerank > 1 and tokens < self.middle) or not self._is_compiled(query):
             return None
@@ -209,7 +216,7 @@ class CodesSelector(Selector):
         return output, 2.0 * tokens + (self._read(self.middle, 0) if tokens < self.middle else 0.0)
 
     def _is_compiled(self, query: torch.Tensor) -> bool:
-        """Whether the compiled step exists and supports a query; without numba, torch's own look-ups are faster."""
+        """Whether the compiled step supports a query. Without numba there is no compiled step."""
         return query.dtype == torch.float32 and not query.is_cuda and self.step_codes.compiled is not None
 
     def _total(self, logits: torch.Tensor, queries: Queries) -> torch.Tensor:

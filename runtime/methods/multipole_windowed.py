@@ -20,7 +20,7 @@ class WindowedMultipole(Multipole):
     """Selects clusters by key content, independently of position."""
 
     rope_distance: int = field(
-        default=1024, metadata={"help": "Distance in tokens between query and keys for which clusters are scored."}
+        default=1024, metadata={"help": "Clusters are scored as if their keys were this many tokens before the query."}
     )
 
     def __post_init__(self) -> None:

@@ -66,9 +66,9 @@ class QuestSelector(Selector):
         return attention_logits(_by_sign(query), self.extremes, *self.facts.scaling)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select the best pages by the softmax over the bounds of all tokens' pages, averaged over the query heads.
+        """Select the best pages by a softmax in which each token has the bound of its page as its logit.
 
-        If the queries share a selection, the softmax is averaged over the queries, too.
+        The softmax is averaged over the query heads, and over the queries if they share a selection.
         """
         tokens = budget.tokens(self.middle)
         if queries.query.is_cuda and queries.query.shape[2] == 1 and self.middle <= MOST_TOKENS:

@@ -1,4 +1,7 @@
-"""Check the selections of methods from other packages, which would otherwise be measured, or read wrong memory."""
+"""Check the selections of methods from other packages.
+
+An invalid selection would give wrong measurements, or read wrong memory.
+"""
 
 import hashlib
 import math
@@ -163,7 +166,7 @@ class CheckedSelector(Selector):
 
 
 def _form_fault(rows: RowSet, heads: int, asked: set[int]) -> str | None:
-    """Return what is wrong with the dtypes and shapes of a row set."""
+    """Return what is wrong with the dtypes and shapes of a row set; None if nothing is."""
     for name, tensor in (("starts", rows.starts), ("run_lengths", rows.run_lengths)):
         if tensor is None:
             continue
@@ -185,7 +188,7 @@ def _cost_form_fault(cost: Cost) -> str | None:
 
 
 def _value_fault(selection: Selection, middle: int) -> str | None:
-    """Return what is wrong with the numbers of a selection. Waits for a GPU."""
+    """Return what is wrong with the numbers of a selection; None if nothing is. Waits for a GPU."""
     rows, read = selection.rows, selection.cost.index_rows
     lengths = rows.lengths
     stops = rows.starts.long() + lengths

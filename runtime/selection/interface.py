@@ -540,7 +540,8 @@ class Method(ABC):
         """Prepare the selector of one layer. Implementations document in their docstring what they allocate."""
 
     def replaces(self) -> bool:
-        """Whether queries attend to centroids in place of the tokens that the method does not select."""
+        """Whether the method represents the tokens that it does not select: by centroids, by a mean value, or by the
+        weights of a sample."""
         return False
 
     def can_unite(self) -> bool:

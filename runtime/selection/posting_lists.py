@@ -143,7 +143,8 @@ class TableSelector(Selector):
 
     @property
     def conversation(self) -> ConversationState | None:
-        """State of the search schedule: the selection that the steps after a search reuse."""
+        """State of the search schedule: the selection that the steps after a search reuse. None if every step
+        searches."""
         return None if self.step == 1 else ConversationState(self.held.clear)
 
     @property
@@ -286,7 +287,7 @@ class TableSelector(Selector):
         self.tables = replace(old, tokens=tokens, scores=kept, key_mean=mean, keys=old.keys + new)
         self.keys.write(old.keys, keys)
         self.open_row = self.tables.keys
-        self.held.clear()  # earlier selections lack the appended tokens, which from now on must be selected
+        self.held.clear()  # held selections lack the appended tokens, which are now attended to only if selected
         read = old.tokens[0].numel() * ENTRY_BYTES / self.row_bytes
         if self.recent:
             self.tables = self._with_lists_of(torch.cat(self.recent, 2))

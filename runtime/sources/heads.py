@@ -51,7 +51,7 @@ def retrieval_heads(
 
 
 def _parsed(text: str, layers: Mapping[int, int]) -> list[Head] | None:
-    """Parse the heads in a cache file's text; None if the text is damaged."""
+    """Parse the heads in a cache file's text; None if the text is damaged or has no heads."""
     try:
         return [_head(layers, *one) for one in json.loads(text)] or None
     except (ValueError, TypeError, RecursionError):

@@ -270,8 +270,8 @@ class CoarseSearch:
     def _wanted(self, searches: dict[MethodSpec, BudgetSearch]) -> list[tuple[MethodSpec, float]]:
         """Return the next budget to measure for each variant that is still searched.
 
-        A variant is dropped when a budget that misses the target already costs more, by KV fraction, than the budget
-        with which another variant of the method meets the target.
+        A variant is dropped when a budget that misses its target already has KEPT_WITHIN times the KV fraction of a
+        budget with which a variant of the same method meets the target.
         """
         best: dict[str, float] = {}
         for form, search in searches.items():

@@ -170,11 +170,11 @@ def tune(
         progress: called with a round's name, the number of measured layers or settings, and the total.
         time: returns the milliseconds of a decode step of a variant at a budget, for sorting settings. None: settings
             are sorted by KV fraction.
-        present: the index's present config, with shares as budgets. A sparse config is measured too.
+        present: the config by which the index answers at present, with shares as budgets. None: no config is known.
 
     Returns:
-        One setting per method, and the present setting as measured. Settings that miss the goal are last, the nearest
-        to the goal first.
+        One setting per method, then the measured setting of `present`, which is None if `present` is dense or None.
+        Settings that miss the goal are last, the nearest to the goal first.
 
     Raises:
         UsageError: a method cannot run, or is a bound such as the oracle.

@@ -121,7 +121,7 @@ def test_a_list_of_one_document_puts_its_index_into_the_folder(documents: Path) 
     ("arguments", "says"),
     [
         ((), ("no document to index: name a text file",)),
-        (("--from-file", "empty.txt"), ("empty.txt has no names; put one a line there",)),
+        (("--from-file", "empty.txt"), ("empty.txt has no names; put one per line there",)),
         (("--from-file", "none.txt"), ("no such file: --from-file none.txt",)),
         (("--from-file", "a.txt"), ("no line of a.txt names an existing file", "without --from-file")),
         (("a.txt", "b.skv"), ("no such file: b.skv", "-o b.skv")),

@@ -122,7 +122,9 @@ def test_what_a_search_costs_is_told_as_it_starts_and_at_its_end(place: Path) ->
     for target in ("recall", "error"):
         search = ("tune", f"--target-{target}", "0.5", "--method", "squeezed", "--method", "quest", "--dry-run")
         told = run_here(*search).stderr
-        ahead = re.match(rf"searching (\d+) forms of 2 methods for {target} .*: some 20 rounds over 3 layers, ", told)
+        ahead = re.match(
+            rf"searching (\d+) variants of 2 methods for {target} .*: some 20 rounds over 3 layers, ", told
+        )
         after = re.search(r"\nsearched in (\d+) rounds, \d+ s\n", told)
         assert ahead is not None, told
         assert after is not None, told

@@ -61,8 +61,8 @@ DUE = (
         False,
     ),
     Due(
-        rf"document and question have {N} tokens, and this model's positions change beyond {N}, which the index's "
-        "keys do not follow",
+        rf"document and question have {N} tokens, and this model's RoPE changes beyond {N}, so that the index's "
+        "keys are wrong there",
         lambda case: case.rope == "longrope",
         False,
     ),
@@ -139,7 +139,7 @@ DUE = (
         lambda case: case.window > 0,
     ),
     Due(
-        r"--prefill \S+: \S+ rotates keys by the prompt's length, so the prompt must be prefilled in one piece",
+        r"--prefill \S+: the RoPE of \S+ depends on the prompt's length, so the prompt must be prefilled in one piece",
         lambda case: case.rope in BY_LENGTH,
     ),
     # RoPE of a head's last channels

@@ -54,7 +54,7 @@ class IndexModel(llm.Model):
     def execute(
         self, prompt: llm.Prompt, stream: bool, response: llm.Response, conversation: llm.Conversation | None
     ) -> Iterator[str]:
-        """Yield the pieces of an answer to a prompt, behind the turns of the conversation.
+        """Yield the pieces of an answer to a prompt, after the turns of the conversation.
 
         Raises:
             llm.ModelError: the index cannot be opened or asked; the message names the remedy.

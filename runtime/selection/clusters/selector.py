@@ -235,7 +235,8 @@ class ClusterSelector(Selector):
     def attend_fused(
         self, query: torch.Tensor, rows: Pair, exact: Pair, budget: Budget, sink_logits: torch.Tensor | None
     ) -> tuple[torch.Tensor, float] | None:
-        """Select and attend with one kernel; None unless the selection is flat and up to a budget."""
+        """Select and attend with one kernel. Returns None for thresholds, windowed RoPE and hierarchical lookups, and
+        if no token is selected."""
         tokens = min(budget.tokens(self.middle), self.middle)
         if self.thresholds is not None or self.windowed_rope is not None or not (tokens and self._is_flat(budget)):
             return None
@@ -357,7 +358,8 @@ class ClusterMethod(Method):
         kw_only=True,
         metadata={
             "help": "With --lookup hierarchical, the share of a finer level's clusters that is scored, as a multiple "
-            "of the budget's share: 4 at a budget of 5% scores 20%. At most half, halved again per further level."
+            "of the budget's share: 4 at a budget of 5% scores 20%. At most half of the second "
+            "level is scored, and a quarter of the third."
         },
     )
 

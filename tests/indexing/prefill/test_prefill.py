@@ -269,5 +269,5 @@ def test_a_model_that_must_be_run_at_once_refuses_a_sparse_prefill() -> None:
     loaded = small_plan().loaded
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
     loaded.model.config.rope_parameters = rope
-    with pytest.raises(UsageError, match="--prefill quoka: tiny-llama rotates keys by the prompt's length"):
+    with pytest.raises(UsageError, match="--prefill quoka: the RoPE of tiny-llama depends on the prompt's length"):
         small_plan(loaded=loaded, prefill=QuokaPrefill())

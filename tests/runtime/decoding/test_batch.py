@@ -293,4 +293,4 @@ def test_keys_that_turn_by_a_sequences_length_cannot_be_shared(index: OpenIndex)
     assert not why_alone(index, MethodSpec("squeezed", "", Squeezed()), cache)
     rope = manifest.rope.model_copy(update={"parameters": {"rope_type": "dynamic", "factor": 2.0}})
     turned = SimpleNamespace(artifact=SimpleNamespace(manifest=manifest.model_copy(update={"rope": rope})))
-    assert "turns keys by the length" in why_alone(turned, MethodSpec("squeezed", "", Squeezed()), cache)  # type: ignore[arg-type]
+    assert "RoPE depends on a sequence's length" in why_alone(turned, MethodSpec("squeezed", "", Squeezed()), cache)  # type: ignore[arg-type]

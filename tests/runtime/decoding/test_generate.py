@@ -142,7 +142,7 @@ def test_an_answer_stays_on_its_side_of_where_phi3_starts_over(tmp_path: Path) -
     answer = generate(index, cache, question, Sampling(max_new_tokens=20))
     assert answer.generated_tokens == 6
     index.model.config.original_max_position_embeddings = prompt - 1
-    with pytest.raises(UsageError, match=f"this model's positions change beyond {prompt - 1}"):
+    with pytest.raises(UsageError, match=f"this model's RoPE changes beyond {prompt - 1}"):
         generate(index, cache, question, Sampling(max_new_tokens=20))
     index.model.config.original_max_position_embeddings = len(index.input_ids) - 1
     longer = generate(index, cache, question, Sampling(max_new_tokens=20))

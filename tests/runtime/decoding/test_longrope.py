@@ -56,7 +56,7 @@ def test_an_answer_ends_at_the_switch_and_a_question_beyond_it_is_refused(tmp_pa
     cache, sampling = index.cache(sparse("squeezed", Squeezed(), Budget(1.0))), Sampling(max_new_tokens=200)
     assert generate(index, cache, question, sampling).generated_tokens <= room
     told = (
-        f"this model's positions change beyond {TOKENS + 90}, which the index's keys do not follow; ask a shorter "
+        f"this model's RoPE changes beyond {TOKENS + 90}, so that the index's keys are wrong there; ask a shorter "
         "question, or index a document"
     )
     with pytest.raises(UsageError, match=told):

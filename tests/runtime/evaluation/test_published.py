@@ -168,7 +168,7 @@ def test_what_is_of_another_form_is_refused(tmp_path: Path, form: str, record: d
     ("content", "says"),
     [
         (b"", "is empty"),
-        (b"[1]\n", "line 1: give one JSON object a line"),
+        (b"[1]\n", "line 1: give one JSON object per line"),
         (b'{"context": "\\ud83d"}\n', "line 1: the line has half of a UTF-16 surrogate pair"),
         (b'{"a": 1}\n{', "line 2|line 1"),
         (b"\xff", "not text in UTF-8"),
