@@ -259,8 +259,10 @@ class BuildRecipe:
             prompt = early or self._prompt(model.tokenizer, text, target.folder)
             whole = "" if prompt.cut else text.text if isinstance(text, SourceTexts) else text.whole()
             differs = "" if prompt.cut else departure(model.tokenizer, prompt, whole)
+        plan = BuildPlan(model, prompt, self.config, file_history=_of_table(history, prompt))
         if isinstance(text, SourceTexts) and early is None:
             self._tell_files(text, prompt, model.model.config)
+        plan.split()  # a document that is too short is refused before notes say what is indexed
         if differs:
             note(differs, quiet=self.quiet)
         note_plain("the document", prompt.plain, quiet=self.quiet)
@@ -269,7 +271,6 @@ class BuildRecipe:
                 f"the first {self.max_tokens:,} of more tokens are indexed: the document goes on{cut_told(prompt)}",
                 quiet=self.quiet,
             )
-        plan = BuildPlan(model, prompt, self.config, file_history=_of_table(history, prompt))
         tell = partial(note, quiet=self.quiet)
         manifest = build_index(plan, target.folder, self._telling(plan, show), team(model), tell)
         built = before is None or before.uuid != manifest.uuid
