@@ -5,7 +5,7 @@ import codecs
 import os
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from sparsekv.cli.building.pace import PaceMeter
 from sparsekv.cli.common.console import note, note_plain, waiting
 from sparsekv.cli.common.loading import load, load_for
+from sparsekv.cli.common.process import pressed
 from sparsekv.cli.common.stats import stored_line
 from sparsekv.formats.checksums import hash_file, hash_json
 from sparsekv.formats.device import peak_told
@@ -272,7 +273,8 @@ class BuildRecipe:
                 quiet=self.quiet,
             )
         tell = partial(note, quiet=self.quiet)
-        manifest = build_index(plan, target.folder, self._telling(plan, show), team(model), tell)
+        with _told_of_old_index(target.folder, before):
+            manifest = build_index(plan, target.folder, self._telling(plan, show), team(model), tell)
         built = before is None or before.uuid != manifest.uuid
         if built and (peak := peak_told(model.model)) is not None:
             tell(f"the build {peak}")
@@ -442,6 +444,20 @@ def _of_table(history: FileHistory | None, prompt: FixedPrompt) -> FileHistory |
         return None
     counts = {file.path: history.changes[file.path] for file in prompt.files or ()}
     return history.model_copy(update={"changes": {path: count for path, count in counts.items() if count}})
+
+
+@contextmanager
+def _told_of_old_index(folder: Path, before: Manifest | None) -> Iterator[None]:
+    """Let the line after Ctrl-C say that the index before this build still answers, if its files are all there."""
+    try:
+        yield
+    except BaseException:
+        interruption = pressed()
+        if interruption is not None and before is not None:
+            with suppress(ArtifactError):
+                if Artifact(folder).manifest.uuid == before.uuid:
+                    interruption.until_then = "answers are those of the old index"
+        raise
 
 
 def _finished(folder: Path) -> Manifest | None:
