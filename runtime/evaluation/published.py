@@ -158,6 +158,8 @@ class QuestionAnswering(Task):
     A question is left out if its answer occurs in the text only after the end of the context.
     """
 
+    options = ("--pairs",)
+
     def make(self, request: Request) -> list[Context]:
         if not request.pairs:
             raise UsageError("--task qa needs questions with answers: give --pairs FILE.jsonl")
