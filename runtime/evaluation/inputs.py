@@ -58,6 +58,8 @@ class Inputs:
         effective = {option for task in chosen for option in choose_task(task).options}
         if pairs is not None and "--pairs" not in effective:
             raise UsageError(f"--pairs has no effect without --task {', '.join(PAIRS_TASKS)}; leave --pairs out")
+        if depths and "--depth" not in effective:
+            raise UsageError(f"--depth has no effect on --task {', '.join(chosen)}; leave it out")
         _refuse_index(document)
         text = "" if document is None else read_document(document, encoding)
         return cls(
