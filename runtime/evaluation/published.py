@@ -329,7 +329,8 @@ def _pair(record: Record) -> tuple[str, tuple[str, ...]]:
     question = record["question"]
     if question is None or not str(question).strip():
         raise ValueError("the question is empty")
-    return str(question), _strings(record["answers"] if "answers" in record else record["answer"])
+    alone = "answer" in record and "answers" not in record
+    return str(question), _strings(record["answer" if alone else "answers"])
 
 
 def _longbench(record: Record, name: str) -> Context:
