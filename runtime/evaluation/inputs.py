@@ -11,7 +11,7 @@ from sparsekv.formats.hints import with_ending
 from sparsekv.formats.index.manifest import read_manifest
 from sparsekv.formats.index.schema import MANIFEST
 from sparsekv.runtime.evaluation.engine import Comparison
-from sparsekv.runtime.evaluation.published import read_pairs, read_published, shorten
+from sparsekv.runtime.evaluation.published import cut_note, read_pairs, read_published, shorten
 from sparsekv.runtime.evaluation.tasks import Context, Question, Request, choose_task
 
 DEFAULT_TASKS, PAIRS_TASKS, DEFAULT_LENGTH = ["niah-facts"], ["qa"], 4096
@@ -108,6 +108,13 @@ def read_contexts(inputs: Inputs, comparison: Comparison) -> list[Context]:
         for length in inputs.lengths or [DEFAULT_LENGTH]
         for context in choose_task(task).make(replace(inputs.request, count=comparison.count, length=length))
     ]
+
+
+def cut_notes(inputs: Inputs, comparison: Comparison, contexts: Sequence[Context]) -> list[str]:
+    """Return a line for each context whose questions are the user's and whose text lacks the end of the input text."""
+    request = replace(inputs.request, count=comparison.count)
+    asked = [context for context in contexts if request.pairs and "--pairs" in choose_task(context.task).options]
+    return [line for context in asked if (line := cut_note(context, request, inputs.name))]
 
 
 def _first_of_each_task(published: Sequence[Context], contexts: int) -> list[Context]:
