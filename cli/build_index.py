@@ -11,11 +11,11 @@ import typer
 from sparsekv.cli.common.console import progress, say
 from sparsekv.cli.common.method_options import with_options
 from sparsekv.cli.common.options import (
+    ENCODING_HELP,
     BuildWeightsOption,
     ChunkSizeOption,
     DeviceOption,
     DtypeOption,
-    EncodingOption,
     KVDtypeOption,
     ModelOption,
     QuietOption,
@@ -114,7 +114,10 @@ class BuildOptions:
             autocompletion=names_of(indexers, "all"),
         ),
     ] = None
-    encoding: EncodingOption = UTF_8
+    encoding: Annotated[
+        str,
+        typer.Option(metavar="NAME", help=f"{ENCODING_HELP} In a folder, other encodings are detected by default."),
+    ] = UTF_8
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Index only the document's first N tokens.")] = None
     sinks: Annotated[int, typer.Option(help="First tokens of the prompt: always attended, never indexed.")] = 10
     tail: Annotated[

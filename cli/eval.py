@@ -14,7 +14,7 @@ from sparsekv.cli.evaluating.recipe import EvalRecipe, answer_by_ray
 from sparsekv.cli.pages.page import write_html
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.runtime.evaluation.engine import check_room, evaluate
-from sparsekv.runtime.evaluation.inputs import read_contexts
+from sparsekv.runtime.evaluation.inputs import cut_notes, read_contexts
 from sparsekv.runtime.evaluation.table import Cell, Score, cells, rows
 from sparsekv.runtime.selection.registry import methods
 
@@ -42,6 +42,8 @@ def evaluate_methods(options: EvalOptions) -> None:
     comparison = recipe.load()
     asked = read_contexts(inputs, comparison)
     check_room(comparison, asked)
+    for line in cut_notes(inputs, comparison, asked):
+        note(line, quiet=options.run.quiet)
     counted = f"contexts: {len(asked)}, questions: {sum(len(one.questions) for one in asked)}, each by"
     kept = f"answers are kept in {recipe.work}, and none is computed twice"
     note(f"{counted} {len(comparison.ways())} variants of attention; {kept}", quiet=options.run.quiet)

@@ -339,7 +339,7 @@ class Builder:
     def decides(self, prefill: str) -> dict[str, Any]:
         """Return the settings that determine an index, besides its prompt, model and methods."""
         config, way = self.config, self.prefills[prefill]
-        # kv_dtype is left out for unquantised rows, so that answers of versions without int8 storage stay valid.
+        # kv_dtype is left out for unquantised rows, so that `eval` finds answers that it stored before int8 storage.
         stored = {} if config.kv_dtype is None else {"kv_dtype": config.kv_dtype}
         chunk_size = choose_chunk_size(config.chunk_size, self.loaded.model.device, way)
         return {"split": [config.sinks, config.tail], "prefill": [chunk_size, asdict(way)], **stored}

@@ -239,16 +239,11 @@ SpecialTokensOption = Annotated[
         "--special-tokens", help="Let special tokens in the text keep their meaning. Only for text you wrote yourself."
     ),
 ]
-EncodingOption = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help=(
-            "Encoding of the text: utf-8, utf-16, latin-1, cp1252, ... (Python's names). UTF-16 and UTF-32 "
-            "are also recognised by a byte order mark. In a folder, other encodings are detected by default."
-        ),
-    ),
-]
+ENCODING_HELP = (
+    "Encoding of the text: utf-8, utf-16, latin-1, cp1252, ... (Python's names). UTF-16 and UTF-32 are also recognised "
+    "by a byte order mark."
+)
+EncodingOption = Annotated[str, typer.Option(metavar="NAME", help=ENCODING_HELP)]
 ChunkSizeOption = Annotated[
     int | None,
     typer.Option(

@@ -1,6 +1,7 @@
 """Tables on stdout: those that fit into the terminal without a cut name or number, and those in LaTeX or Markdown."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rich.cells import cell_len
@@ -58,24 +59,24 @@ def differing(rows: Iterable[object], names: Sequence[str]) -> list[str]:
 def show_fitting(table: Table, lesser: Sequence[str], width: int = 120) -> None:
     """Print a table to stdout. No name and no number is cut: what does not fit into the terminal is left out.
 
-    Columns are left out one by one, in the order of `lesser`, until the others fit, and a line below names them. If
-    even the others do not fit, each row is printed as lines of header and cell.
+    Headers of number columns are folded first. Columns are then left out in the order of `lesser`, and only as many as
+    needed: a column that fits beside the more important ones stays. A line below names the others. If even the columns
+    outside `lesser` do not fit, each row is printed as lines of header and cell.
 
     Args:
-        lesser: headers of columns that may be left out, on one line each.
+        lesser: headers of columns that may be left out, on one line each, the least important first.
         width: columns of the output without a terminal.
     """
     console = stdout_console(width)
-    left_out: list[str] = []
-    here = [header for header in lesser if header in map(_header, table.columns)]
-    slim = _without(table, left_out)
-    while _least_width(slim, console) > console.width and len(left_out) < len(here):
-        left_out.append(here[len(left_out)])
-        slim = _without(table, left_out)
-    if _least_width(slim, console) > console.width:
+
+    def fits(left_out: Sequence[str], *, folded: bool = True) -> bool:
+        return _least_width(_without(table, left_out, folded=folded), console) <= console.width
+
+    left_out = _fewest([header for header in lesser if header in map(_header, table.columns)], fits)
+    if not fits(left_out):
         console.print(table.title or "", *_stacked(table), "", sep="\n")
         return
-    console.print(slim)
+    console.print(_without(table, left_out, folded=not fits(left_out, folded=False)))
     if left_out:
         say_wrapped([f"Not shown in {console.width} columns: {', '.join(left_out)} (a wider terminal or --json)."])
 
@@ -111,8 +112,22 @@ def _header(column: Column) -> str:
     return " ".join(str(column.header).split())
 
 
-def _without(table: Table, headers: Sequence[str]) -> Table:
-    """Return a table without some of its columns, in which no cell of the other columns is cut."""
+def _fewest(lesser: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list[str]:
+    """Return those of the headers without which a table fits, as few and as unimportant as possible; all if none do."""
+    left_out: list[str] = []
+    while not fits(left_out) and len(left_out) < len(lesser):
+        left_out.append(lesser[len(left_out)])
+    for header in reversed(left_out):
+        fewer = [other for other in left_out if other != header]
+        left_out = fewer if fits(fewer) else left_out
+    return left_out
+
+
+def _without(table: Table, headers: Sequence[str], *, folded: bool) -> Table:
+    """Return a table without some of its columns, in which no cell of the other columns is cut.
+
+    `folded`: break the headers of columns that do not wrap into lines no wider than their widest cell or word.
+    """
     slim = Table(
         title=table.title,
         title_justify=table.title_justify,
@@ -123,10 +138,11 @@ def _without(table: Table, headers: Sequence[str]) -> Table:
     )
     kept = [column for column in table.columns if _header(column) not in headers]
     for column in kept:
-        texts = [str(text) for text in (column.header, *column.cells)]
+        header = _folded(column) if folded and column.no_wrap else str(column.header)
+        texts = [header, *map(str, column.cells)]
         uncut = [part for text in texts for part in (text.splitlines() if column.no_wrap else text.split())]
         slim.add_column(
-            column.header,
+            header,
             justify=column.justify,
             vertical=column.vertical,
             no_wrap=column.no_wrap,
@@ -135,6 +151,13 @@ def _without(table: Table, headers: Sequence[str]) -> Table:
     for row, *cells in zip(table.rows, *(column.cells for column in kept), strict=True):
         slim.add_row(*cells, end_section=row.end_section)
     return slim
+
+
+def _folded(column: Column) -> str:
+    words = _header(column).split()
+    lines = [line for cell in column.cells for line in str(cell).splitlines()]
+    width = max([1, *map(cell_len, [*words, *lines])])
+    return "\n".join(textwrap.wrap(" ".join(words), width, break_long_words=False, break_on_hyphens=False))
 
 
 def _least_width(table: Table, console: Console) -> int:

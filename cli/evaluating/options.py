@@ -89,7 +89,8 @@ class EvalOptions:
     task: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Task; repeatable: {', '.join(tasks())}. Default: niah-facts.", autocompletion=names_of(tasks)
+            help=f"Task; repeatable: {', '.join(tasks())}. Default: niah-facts; with --pairs, qa.",
+            autocompletion=names_of(tasks),
         ),
     ] = None
     data: Annotated[

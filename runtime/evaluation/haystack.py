@@ -283,6 +283,8 @@ class Needles(DrawnTask):
         alone: a context has only one needle and one question.
     """
 
+    options = ("--depth",)
+
     name: str
     keys: int
     values: int
@@ -330,6 +332,8 @@ class NeedlesAlone(DrawnTask):
         values: draws the values of the keys.
         tokens: maximum number of answer tokens of a value.
     """
+
+    options = ("--depth",)
 
     name: str
     wording: Wording

@@ -11,10 +11,10 @@ from sparsekv.formats.hints import with_ending
 from sparsekv.formats.index.manifest import read_manifest
 from sparsekv.formats.index.schema import MANIFEST
 from sparsekv.runtime.evaluation.engine import Comparison
-from sparsekv.runtime.evaluation.published import read_pairs, read_published, shorten
+from sparsekv.runtime.evaluation.published import cut_note, read_pairs, read_published, shorten
 from sparsekv.runtime.evaluation.tasks import Context, Question, Request, choose_task
 
-DEFAULT_TASKS, DEFAULT_LENGTH = ["niah-facts"], 4096
+DEFAULT_TASKS, PAIRS_TASKS, DEFAULT_LENGTH = ["niah-facts"], ["qa"], 4096
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,17 @@ class Inputs:
             raise UsageError("the file of --data has its own tasks: leave out --task, --depth and --pairs")
         shares = tuple(depth / 100 for depth in depths)
         request = Request("", len, min(lengths, default=1), contexts, questions, shares, seed)
-        for task in tasks:
-            choose_task(task)
+        chosen = list(dict.fromkeys(tasks or (PAIRS_TASKS if pairs is not None else DEFAULT_TASKS)))
+        effective = {option for task in chosen for option in choose_task(task).options}
+        if pairs is not None and "--pairs" not in effective:
+            raise UsageError(f"--pairs has no effect without --task {', '.join(PAIRS_TASKS)}; leave --pairs out")
+        if depths and "--depth" not in effective:
+            raise UsageError(f"--depth has no effect on --task {', '.join(chosen)}; leave it out")
         _refuse_index(document)
         text = "" if document is None else read_document(document, encoding)
         return cls(
             name=Path(data or document or "").name,
-            tasks=list(dict.fromkeys(tasks or DEFAULT_TASKS)),
+            tasks=chosen,
             published=[] if data is None or data_format is None else read_published(data, data_format),
             lengths=list(dict.fromkeys(lengths)),
             request=replace(request, text=text, pairs=() if pairs is None else read_pairs(pairs)),
@@ -104,6 +108,13 @@ def read_contexts(inputs: Inputs, comparison: Comparison) -> list[Context]:
         for length in inputs.lengths or [DEFAULT_LENGTH]
         for context in choose_task(task).make(replace(inputs.request, count=comparison.count, length=length))
     ]
+
+
+def cut_notes(inputs: Inputs, comparison: Comparison, contexts: Sequence[Context]) -> list[str]:
+    """Return a line for each context whose questions are the user's and whose text lacks the end of the input text."""
+    request = replace(inputs.request, count=comparison.count)
+    asked = [context for context in contexts if request.pairs and "--pairs" in choose_task(context.task).options]
+    return [line for context in asked if (line := cut_note(context, request, inputs.name))]
 
 
 def _first_of_each_task(published: Sequence[Context], contexts: int) -> list[Context]:

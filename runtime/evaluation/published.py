@@ -155,8 +155,10 @@ def ask(question: str, answers: tuple[str, ...], text: str, metric: str = "f1") 
 class QuestionAnswering(Task):
     """Asks many questions about one context. The context is the beginning of the text (PreFixQA, arXiv 2411.09688).
 
-    A question is left out if its answer occurs in the text only after the end of the context.
+    A question is left out if its answers occur literally in the text, but only after the end of the context.
     """
+
+    options = ("--pairs",)
 
     def make(self, request: Request) -> list[Context]:
         if not request.pairs:
@@ -168,14 +170,40 @@ class QuestionAnswering(Task):
             if request.count(request.text) > request.length:
                 raise
         text = "".join(pieces).rstrip()
-        asked = [ask(question, answers, text) for question, answers in request.pairs if _inside(answers, text, request)]
+        asked = [
+            ask(question, answers, text) for question, answers in request.pairs if not _cut_off(answers, text, request)
+        ]
         if not asked:
             raise UsageError(f"no answer of --pairs is in the first {request.length} tokens; give a larger --length")
         return [Context("qa", f"{request.length} tokens", text, tuple(asked[: request.questions]), request.length)]
 
 
-def _inside(answers: tuple[str, ...], text: str, request: Request) -> bool:
-    return any(answer in text for answer in answers) or not any(answer in request.text for answer in answers)
+def _cut_off(answers: tuple[str, ...], text: str, request: Request) -> bool:
+    """Whether answers occur in the request's text, and none of them in its beginning `text`."""
+    return any(answer in request.text for answer in answers) and not any(answer in text for answer in answers)
+
+
+COUNTED = 10
+"""A text is tokenized as a whole to count its tokens if it has at most this many times the context's characters."""
+
+
+def cut_note(context: Context, request: Request, name: str) -> str | None:
+    """Return a line about the end of the text that a context of `qa` lacks; None if the context is the whole text.
+
+    The tokens of a very long text are estimated from its characters. `name` is the text's name.
+    """
+    whole, text = request.text.strip(), context.text
+    if len(text) >= len(whole):
+        return None
+    tokens = request.count(text)
+    if len(whole) <= COUNTED * len(text):
+        of = f"{request.count(whole):,}"
+    else:
+        of = f"about {float(f'{tokens * len(whole) / len(text):.2g}'):,.0f}"
+    lost = sum(_cut_off(answers, text, request) for _, answers in request.pairs)
+    has, are = ("has its answer", "is") if lost == 1 else ("have their answers", "are")
+    left = f"; {lost:,} of {len(request.pairs):,} questions {has} only after them and {are} left out" if lost else ""
+    return f"--task qa asks about the first {tokens:,} of {of} tokens of {name}{left}; a larger --length takes more"
 
 
 class Continuation(DrawnTask):
@@ -327,7 +355,8 @@ def _pair(record: Record) -> tuple[str, tuple[str, ...]]:
     question = record["question"]
     if question is None or not str(question).strip():
         raise ValueError("the question is empty")
-    return str(question), _strings(record["answers"] if "answers" in record else record["answer"])
+    alone = "answer" in record and "answers" not in record
+    return str(question), _strings(record["answer" if alone else "answers"])
 
 
 def _longbench(record: Record, name: str) -> Context:

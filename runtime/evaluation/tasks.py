@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from sparsekv.formats.errors import UsageError, suggestion
 from sparsekv.formats.registry import Registry
@@ -89,7 +90,13 @@ class Request:
 
 
 class Task(ABC):
-    """Generates the contexts and questions of one kind of task."""
+    """Generates the contexts and questions of one kind of task.
+
+    Attributes:
+        options: options of `eval` that this task reads and that have no effect on a task without them.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def make(self, request: Request) -> list[Context]:

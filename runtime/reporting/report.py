@@ -92,6 +92,8 @@ class RecallRow:
         return " ".join(part for part in (self.method, self.variant, shared) if part)
 
 
+SHOWN = 3
+"""Decimals of a KV fraction in tables. A limit on KV fractions holds for the numbers that a reader sees."""
 MEASURES = tuple(one.name for one in fields(RecallRow) if one.type in (float, float | None))
 """Names of the measures: the fields of a row that are averaged."""
 
@@ -130,12 +132,14 @@ class RecallReport:
         return next(iter(self.ranked_within(kv_fraction)), None)
 
     def ranked_within(self, kv_fraction: float) -> list[RecallRow]:
-        """Return the mean rows with at most this KV fraction, sorted by output error.
+        """Return the mean rows with at most this KV fraction, as tables show it, sorted by output error.
 
         Bounds such as the oracle, and rows in which several queries share a selection, are excluded.
         """
         alone = [row for row in self.by() if row.together == 1 and not methods()[row.method].is_bound]
-        return sorted((row for row in alone if row.kv_fraction <= kv_fraction), key=lambda row: row.output_error)
+        return sorted(
+            (row for row in alone if round(row.kv_fraction, SHOWN) <= kv_fraction), key=lambda row: row.output_error
+        )
 
 
 def _mean(group: RecallRow, rows: list[RecallRow]) -> RecallRow:

@@ -198,7 +198,9 @@ _PIECES = 2**20  # above the `Queries.batch` of any step without pieces: fewer s
 
 
 def piece_batch(start: int) -> int:
-    """Return the `Queries.batch` of a piece of a question: the tokens from token `start` on that share a selection.
+    """Return what the `Queries.batch` of a piece of a question adds to that of the question.
+
+    A piece is a run of tokens that share a selection; `start` is its first token in the step.
 
     A layer attends for all pieces of a question, one after another, before the next layer runs. Therefore the layers
     share a ranking for each piece, under a separate key.

@@ -127,6 +127,13 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("eval", "doc.txt", "--length", "0"), 2, ("--length 0",)),
         (("eval", "doc.txt", "--depth", "101"), 2, ("--depth 101", "percentage")),
         (("eval", "doc.txt", "--pairs", "none.jsonl", "--task", "qa"), 2, ("--pairs none.jsonl", "no such file")),
+        (
+            ("eval", "doc.txt", "--task", "qa", "--task", "vt", "--depth", "50"),
+            2,
+            ("--depth has no effect on --task qa, vt; leave it out",),
+        ),
+        (("eval", "doc.txt", "--pairs", "x", "--depth", "50"), 2, ("--depth has no effect on --task qa",)),
+        (("eval", "doc.txt", "--pairs", "x", "--task", "vt"), 2, ("--pairs has no effect without --task qa",)),
         (("eval", "doc.txt", "--task", "qa", "--model", "model"), 2, ("--task qa", "--pairs FILE")),
         (("eval", "doc.txt", "--model", "model"), 2, ("--length is 4096 tokens", "give --length ")),
         (("eval", "doc.txt", "--model", "model", "--length", "50"), 2, ("--length 50 is too small for niah-facts",)),

@@ -330,6 +330,13 @@ def test_documents_of_other_kinds_and_encodings_are_read(project: Path) -> None:
     assert str(tokenizer.decode(alone.input_ids()[page:])).startswith("[Page 2]\n")
 
 
+def test_encodings_in_a_folder_are_explained_only_where_folders_are_read(project: Path) -> None:
+    assert "In a folder, other encodings" in " ".join(run_here("build-index", "--help").stdout.split())
+    for command in (("append", "--rebuild"), ("eval",)):
+        fails(2, *command, str(project), says=("is a folder",))
+        assert "folder, other encodings" not in " ".join(run_here(command[0], "--help").stdout.split())
+
+
 def test_an_index_of_an_earlier_version_gets_pages_by_a_build(project: Path) -> None:
     """Which prefills nothing again."""
     (project / "b.pdf").write_bytes(valid(1)["pdf"])

@@ -8,13 +8,15 @@ import pytest
 from support.command import run_here
 from support.terminal import on_terminal
 
-from sparsekv.cli.common.tables import say_markup, titled_table
+from sparsekv.cli.common.tables import say_markup, show_fitting, titled_table
 
 WIDTHS = (30, 60, 80, 100, 120)
 HOW = ("--method", "squeezed", "--method", "quest", "--budget", "10%", "-q")
+EVAL = ("eval", "doc.txt", "--model", "model", "--contexts", "1", "--tail", "64", "--questions", "1", "-q")
 COMMANDS = {
     "recall-report": (("recall-report", *HOW), "rows", "output_error"),
     "bench": (("bench", "--context", "512", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", *HOW), "rows", None),
+    "eval": ((*EVAL, "--max-new-tokens", "1", "--length", "700", "--method", "quest"), "rows", None),
     "tune": (("tune", "--target-recall", "0.5", "--method", "squeezed", "--dry-run", "-q"), "methods", None),
 }
 
@@ -51,13 +53,49 @@ def test_columns_that_are_left_out_are_named(place: Path) -> None:
     assert "Not shown" not in on_terminal(*asked, cwd=place, columns=120)[1]
 
 
+LESSER = {"least": "1", "lesser": "0.123456", "a wide header of numbers": "+0.0 [-12.0, +12.0]"}
+"""Headers of columns that may be left out and their cells, the least important first."""
+
+
+def _columns_at(width: int, capsys: pytest.CaptureFixture[str], lesser: dict[str, str]) -> tuple[list[str], str]:
+    """Headers of `lesser` that a table shows in a number of columns, and the table."""
+    table = titled_table("", ["method"], ["score", *lesser])
+    table.add_row("quest", "50.0", *lesser.values())
+    show_fitting(table, list(lesser), width=width)
+    shown = capsys.readouterr().out.partition("Not shown")[0]
+    return [header for header, cell in lesser.items() if f" {cell} " in shown], shown
+
+
+def test_a_column_is_left_out_only_if_it_does_not_fit_beside_more_important_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole = _columns_at(120, capsys, LESSER)[1].splitlines()[0]
+    for width in range(22, len(whole) + 1):
+        expected: dict[str, str] = {}
+        for header, cell in reversed(LESSER.items()):
+            more = {header: cell, **expected}
+            expected = more if len(_columns_at(width, capsys, more)[0]) == len(more) else expected
+        found, shown = _columns_at(width, capsys, LESSER)
+        assert set(found) == set(expected), shown
+        assert all(len(line) <= width for line in shown.splitlines())
+    assert _columns_at(len(whole), capsys, LESSER)[0] == [*LESSER]
+
+
+def test_a_header_is_folded_before_its_column_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = _columns_at(120, capsys, LESSER)[1].splitlines()[0]
+    narrower = len(whole) - 1
+    found, shown = _columns_at(narrower, capsys, LESSER)
+    assert found == [*LESSER]
+    assert "a wide header of numbers" not in shown
+    assert all(len(line) <= narrower for line in shown.splitlines())
+
+
 def test_rows_are_stacked_where_no_column_fits(place: Path) -> None:
     asked, *_ = COMMANDS["recall-report"]
     _, shown = on_terminal(*asked, cwd=place, columns=30)
     assert re.search(r"\n\n(\*\n)?method: squeezed flat\nbudget: 10%\nselected tokens: ", shown)
 
 
-EVAL = ("eval", "doc.txt", "--model", "model", "--contexts", "1", "--tail", "64", "--questions", "1", "-q")
 TABLES = {
     "recall-report": ("recall-report", *HOW, "--method", "oracle"),
     "bench": (*COMMANDS["bench"][0], "--runs", "2", "--warm", "--batch", "1", "--batch", "2"),

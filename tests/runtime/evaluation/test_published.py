@@ -205,6 +205,13 @@ def test_pairs_without_a_question_are_refused(tmp_path: Path, question: str | No
         read_pairs(str(path))
 
 
+def test_the_field_that_pairs_lack_has_its_name_in_the_help(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"question": "Who?", "reply": "me"}')
+    with pytest.raises(UsageError, match=r"line 1: no field 'answers'; there are: question, reply$"):
+        read_pairs(str(path))
+
+
 def test_empty_answers_beside_others_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"question": "Who?", "answers": ["", "me", null]}')

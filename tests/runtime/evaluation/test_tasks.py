@@ -13,6 +13,7 @@ from support.python_help import BY_NAME
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.evaluation.haystack import Needles, NeedlesAlone, nearest
 from sparsekv.runtime.evaluation.metrics import METRICS
+from sparsekv.runtime.evaluation.published import cut_note
 from sparsekv.runtime.evaluation.tasks import Context, tasks
 
 NEEDLES = [name for name, task in tasks().items() if isinstance(task, Needles)]
@@ -180,6 +181,13 @@ def test_a_question_whose_answer_was_cut_off_is_not_asked() -> None:
     assert [question.depth is None for question in context.questions] == [False, True]
     with pytest.raises(UsageError, match="no answer of --pairs"):
         tasks()["qa"].make(request(pairs=(late,)))
+
+
+def test_the_tokens_of_a_very_long_text_are_estimated() -> None:
+    asked = request(text="A cat sat here. " * 10_000, length=200, pairs=(("Who sat?", ("cat",)),))
+    (context,) = tasks()["qa"].make(asked)
+    line = cut_note(context, asked, "cats.txt")
+    assert line == "--task qa asks about the first 200 of about 50,000 tokens of cats.txt; a larger --length takes more"
 
 
 def test_a_short_text_is_asked_about_whole() -> None:
