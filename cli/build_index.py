@@ -12,6 +12,7 @@ from sparsekv.cli.common.console import progress, say
 from sparsekv.cli.common.method_options import with_options
 from sparsekv.cli.common.options import (
     ENCODING_HELP,
+    BuildWeightsOption,
     ChunkSizeOption,
     DeviceOption,
     DtypeOption,
@@ -20,7 +21,6 @@ from sparsekv.cli.common.options import (
     QuietOption,
     RayOption,
     SpecialTokensOption,
-    WeightsOption,
     WorkersOption,
     check_ray,
     names_of,
@@ -172,7 +172,7 @@ class BuildOptions:
     device: DeviceOption = "auto"
     dtype: DtypeOption = "auto"
     kv_dtype: KVDtypeOption = AUTO
-    weights: WeightsOption = AUTO
+    weights: BuildWeightsOption = AUTO
     quiet: QuietOption = False
     parameters: dict[str, Any]
 

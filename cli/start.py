@@ -96,7 +96,8 @@ def _show(path: str) -> None:
         say("no server is running; `sparsekv start` starts one")
         raise typer.Exit(1)
     minutes, least = (time.time() - server["began"]) / 60, server["idle"] / 60
-    say(f"server: process {server['pid']}, for {minutes:.0f} minutes, {server['requests']:,} requests")
+    commands = f"{server['commands']:,} command{'s' * (server['commands'] != 1)}"
+    say(f"server: process {server['pid']}, for {minutes:.0f} minutes, {commands}")
     say(f"memory: {server['memory'] / 1e6:,.0f} MB")
     say(f"ends after {least:g} minutes without a command")
     for index in server["indices"]:

@@ -140,7 +140,7 @@ def tell_what_is_there(build: Build, reuse: ReusePlan) -> None:
         )
     elif base.prompt.ids_sha256 != build.ids_sha256:
         same, text = reuse.prefix_tokens, base.prompt.text_sha256 == plan.prompt.text_sha256
-        of = f"this text, where {build.split.tokens:,} are built" if text else "an earlier text"
+        of = f"this text, where {build.split.tokens:,} are built" if text else "another text"
         settings = [*_other_prompt(build, base), *_other_settings(build, base)]
         if not settings and (changed := _changed_files(build, base)):
             tell(f"{writer.folder}: kept {same:,} of {base.split.tokens:,} tokens: {changed}")

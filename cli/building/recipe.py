@@ -5,7 +5,7 @@ import codecs
 import os
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from sparsekv.cli.building.pace import PaceMeter
 from sparsekv.cli.common.console import note, note_plain, waiting
 from sparsekv.cli.common.loading import load, load_for
+from sparsekv.cli.common.process import pressed
 from sparsekv.cli.common.stats import stored_line
 from sparsekv.formats.checksums import hash_file, hash_json
 from sparsekv.formats.device import peak_told
@@ -259,8 +260,10 @@ class BuildRecipe:
             prompt = early or self._prompt(model.tokenizer, text, target.folder)
             whole = "" if prompt.cut else text.text if isinstance(text, SourceTexts) else text.whole()
             differs = "" if prompt.cut else departure(model.tokenizer, prompt, whole)
+        plan = BuildPlan(model, prompt, self.config, file_history=_of_table(history, prompt))
         if isinstance(text, SourceTexts) and early is None:
             self._tell_files(text, prompt, model.model.config)
+        plan.split()  # a document that is too short is refused before notes say what is indexed
         if differs:
             note(differs, quiet=self.quiet)
         note_plain("the document", prompt.plain, quiet=self.quiet)
@@ -269,9 +272,9 @@ class BuildRecipe:
                 f"the first {self.max_tokens:,} of more tokens are indexed: the document goes on{cut_told(prompt)}",
                 quiet=self.quiet,
             )
-        plan = BuildPlan(model, prompt, self.config, file_history=_of_table(history, prompt))
         tell = partial(note, quiet=self.quiet)
-        manifest = build_index(plan, target.folder, self._telling(plan, show), team(model), tell)
+        with _told_of_old_index(target.folder, before):
+            manifest = build_index(plan, target.folder, self._telling(plan, show), team(model), tell)
         built = before is None or before.uuid != manifest.uuid
         if built and (peak := peak_told(model.model)) is not None:
             tell(f"the build {peak}")
@@ -441,6 +444,20 @@ def _of_table(history: FileHistory | None, prompt: FixedPrompt) -> FileHistory |
         return None
     counts = {file.path: history.changes[file.path] for file in prompt.files or ()}
     return history.model_copy(update={"changes": {path: count for path, count in counts.items() if count}})
+
+
+@contextmanager
+def _told_of_old_index(folder: Path, before: Manifest | None) -> Iterator[None]:
+    """Let the line after Ctrl-C say that the index before this build still answers, if its files are all there."""
+    try:
+        yield
+    except BaseException:
+        interruption = pressed()
+        if interruption is not None and before is not None:
+            with suppress(ArtifactError):
+                if Artifact(folder).manifest.uuid == before.uuid:
+                    interruption.until_then = "answers are those of the old index"
+        raise
 
 
 def _finished(folder: Path) -> Manifest | None:

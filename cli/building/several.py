@@ -58,8 +58,8 @@ def index_several(targets: Sequence[Target], work: Work, *, quiet: bool) -> None
         tell(printable(why if named else f"{document}: {why}"), soft_wrap=True)
     if wrong := len(targets) - len(there) + len(failures):
         raise SparsekvError(
-            f"{wrong} of {len(targets)} documents were not indexed, for the reasons above; run the same "
-            "command again to retry only these"
+            f"{wrong} of {len(targets)} documents {'was' if wrong == 1 else 'were'} not indexed, for the reasons "
+            "above; run the same command again to retry only these"
         )
 
 

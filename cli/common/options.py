@@ -205,21 +205,29 @@ DtypeOption = Annotated[
         autocompletion=lambda: ["auto", "float32", "float16", "bfloat16"],
     ),
 ]
-WeightsOption = Annotated[
-    str,
-    typer.Option(
+
+
+def _weights_option(auto: str) -> Any:
+    """Return the option `--weights`, whose help says what `auto` is."""
+    return typer.Option(
         metavar="auto|int8|int4",
-        help="What the weights of linear layers are rounded to when the model is loaded: int8 or int4. auto: nothing, "
-        "or what the index was built with. Embeddings, routers and fused experts stay as they are.",
+        help="What the weights of linear layers are rounded to when the model is loaded: int8 or int4. auto: "
+        f"{auto}. Embeddings, routers and fused experts stay as they are.",
         autocompletion=lambda: ["auto", "int8", "int4"],
-    ),
+    )
+
+
+WeightsOption = Annotated[str, _weights_option("nothing, or what the index was built with")]
+BuildWeightsOption = Annotated[
+    str, _weights_option("nothing, also if the index there was built with int8 or int4: all of it is then made again")
 ]
 KVDtypeOption = Annotated[
     str,
     typer.Option(
         help=(
-            "Storage dtype of keys and values: auto (the model's dtype) or int8, which takes half the space "
-            "of bfloat16 and a quarter of that of float32. The error that int8 causes in attention is "
+            "Storage dtype of keys and values: auto (the model's dtype, also if the index there has int8: all of "
+            "it is then made again) or int8, which takes half the space of bfloat16 and a quarter of that of "
+            "float32. The error that int8 causes in attention is "
             "measured and recorded in the index."
         ),
         autocompletion=lambda: ["auto", "int8"],

@@ -97,15 +97,21 @@ KEPT = {
 
 
 class Interruption:
-    """Remembers whether Ctrl-C was pressed, because libraries turn KeyboardInterrupt into other errors, or lose it."""
+    """Remembers whether Ctrl-C was pressed, because libraries turn KeyboardInterrupt into other errors, or lose it.
+
+    Attributes:
+        until_then: what holds until the same command runs again, for the line after Ctrl-C; may be empty.
+    """
 
     def __init__(self) -> None:
         self.came = False
+        self.until_then = ""
 
     def told(self, command: str) -> str:
         """Return the line to print after Ctrl-C: what the interrupted command keeps."""
         resumes = any(one == "--resume" or one.startswith("--resume=") for one in sys.argv)
-        return f"interrupted; {KEPT.get('eval' if resumes else command, 'nothing was changed')}"
+        kept = KEPT.get("eval" if resumes else command, "nothing was changed")
+        return f"interrupted; {kept}{'; until then, ' * bool(self.until_then)}{self.until_then}"
 
     def take(self, number: int, frame: FrameType | None) -> None:
         if self.came:  # a second Ctrl-C does not wait for the cleanup
@@ -122,6 +128,11 @@ def raise_lost_interrupt() -> None:
     """Raise KeyboardInterrupt if Ctrl-C was pressed and a library lost it, as torch does while it loads numpy."""
     if _active and _active[-1].came:
         raise KeyboardInterrupt
+
+
+def pressed() -> Interruption | None:
+    """Return the active `Interruption` if Ctrl-C was pressed; None otherwise."""
+    return _active[-1] if _active and _active[-1].came else None
 
 
 @contextmanager

@@ -54,10 +54,14 @@ UNKNOWN: Look = frozenset()
 
 @dataclass(frozen=True)
 class Preloaded:
-    """State of the imported files when they were imported, descriptions of the open indices, and torch's threads."""
+    """State of the imported files when they were imported, the open indices, and torch's threads.
+
+    Attributes:
+        indices: description of each open index, by folder.
+    """
 
     files: dict[str, Look]
-    described: list[str]
+    indices: dict[Path, str]
     threads: int
 
     def warm_up(self) -> Iterator[None]:
@@ -75,6 +79,13 @@ class Preloaded:
         yield
         for model in kept_models():
             yield from map_pages(model.parameters())
+
+    def described(self) -> list[str]:
+        """Describe the open indices. Commands do not use an index from memory if its files have changed."""
+        from sparsekv.runtime.decoding.kept import kept_indices
+
+        anew = "; changed since, so commands open it anew"
+        return [f"{told}{anew * kept_indices.is_stale(folder, None)}" for folder, told in self.indices.items()]
 
     def changed(self) -> str:
         """Return the path of a file or of a folder of packages that has changed since the import; "" if none has."""
@@ -106,9 +117,9 @@ def preload(indices: list[str]) -> Preloaded:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a pool of threads would be lost at a fork
-    described = [_open(Path(index), threads) for index in indices]
+    opened = {Path(index): _open(Path(index), threads) for index in indices}
     files = {path for path in map(_file, list(sys.modules.values())) if path and not _installed(path)}
-    return Preloaded({path: _as_imported(path, began) for path in files} | before, described, threads)
+    return Preloaded({path: _as_imported(path, began) for path in files} | before, opened, threads)
 
 
 def _as_imported(path: str, began: int) -> Look:

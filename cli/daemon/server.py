@@ -142,6 +142,13 @@ def _leave_terminal() -> None:
 Request = tuple[dict[str, Any], list[int]]
 
 
+def _appended_file() -> int:
+    """Return the descriptor of a new file in memory to which several processes may append at once."""
+    descriptor = os.memfd_create("commands")
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
+    return descriptor
+
+
 @dataclass
 class _Server:
     """Keeps one spare watcher: a fork that waits for a client's request, with a child that will run the command.
@@ -150,6 +157,7 @@ class _Server:
 
     Attributes:
         idle: seconds without a request after which the server ends.
+        commands: descriptor of a file in memory to which the watcher of each command appends one byte.
     """
 
     path: str
@@ -159,7 +167,7 @@ class _Server:
     likeness: dict[str, Any]
     pid: int = field(default_factory=os.getpid)
     began: float = field(default_factory=time.time)
-    requests: int = 0
+    commands: int = field(default_factory=_appended_file)
 
     def run(self) -> Request:
         """Serve until the server ends. Returns only in a fork that must run a command."""
@@ -177,17 +185,16 @@ class _Server:
             if not os.read(taken, 1):
                 time.sleep(PAUSE)  # the spare has been killed
             os.close(taken)
-            self.requests += 1
 
     def status(self) -> dict[str, Any]:
         """Describe the server for `start --status`."""
         return {
             "pid": self.pid,
             "began": self.began,
-            "requests": self.requests,
+            "commands": os.fstat(self.commands).st_size,
             "idle": self.idle,
             "memory": _own_memory(self.pid),
-            "indices": self.preloaded.described,
+            "indices": self.preloaded.described(),
             "changed": self.preloaded.changed(),
             "likeness": self.likeness,
         }
@@ -223,6 +230,7 @@ def _spare(server: _Server, take: int) -> Request:
         own.close()
         server.listener.close()
         os.close(take)
+        os.close(server.commands)
         return _wait_for_request(childs, os.getppid(), server.preloaded)
     childs.close()
     connection, _ = server.listener.accept()
@@ -260,6 +268,7 @@ def _watch(server: _Server, connection: socket.socket, own: socket.socket, child
     elif request["operation"] == "stop":
         os.kill(server.pid, signal.SIGTERM)
     elif _accept(server, connection, request):
+        os.write(server.commands, b"c")
         send(own, request, received)
         own.close()
         for descriptor in received:

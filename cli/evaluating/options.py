@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from sparsekv.cli.common.options import (
+    BuildWeightsOption,
     ChunkSizeOption,
     EncodingOption,
     FormatOptions,
@@ -14,7 +15,6 @@ from sparsekv.cli.common.options import (
     ModelOption,
     RayOption,
     RunOptions,
-    WeightsOption,
     WorkersOption,
     check_ray,
     names_of,
@@ -195,7 +195,7 @@ class EvalOptions:
     ray: RayOption = None
     workers: WorkersOption = None
     model: ModelOption = None
-    weights: WeightsOption = AUTO
+    weights: BuildWeightsOption = AUTO
     run: RunOptions
     parameters: dict[str, Any]
 

@@ -187,7 +187,7 @@ class KeptJournal(Journal):
 
 MOST_BYTES = 256 << 20
 REBUILD = "build the index again from its document, with --force"
-REPAIR = "build the index again from its document, which writes anew what is missing"
+REPAIR = "build the index again from its document, which writes anew what is missing or damaged"
 REPAIR_APPENDED = "build the index again from its document, with --force, and append again what was appended"
 
 

@@ -62,19 +62,25 @@ def _open_all(folder: Folder, manifest: Manifest, mending: bool) -> dict[str, in
     descriptors: dict[str, int] = {}
     try:
         for name, record in manifest.files.items():
-            method = next((one for one in manifest.methods if name.startswith(f"{one}/")), None)
-            with suppress(ArtifactError) if mending and method else nullcontext():
-                descriptors[name] = _open(folder, record, _remedy(folder, manifest, method))
+            mends = mending and _method_of(name, manifest) is not None
+            with suppress(ArtifactError) if mends else nullcontext():
+                descriptors[name] = _open(folder, record, _remedy(folder.path, manifest, name))
     except BaseException:
         _close_all(list(descriptors.values()))
         raise
     return descriptors
 
 
-def _remedy(folder: Folder, manifest: Manifest, method: str | None) -> str:
-    """Return a remedy for a missing file. A method's file can be built from the other files."""
-    if method is not None:
-        return f"build it again with {add_methods_hint(folder.path, [method])}"
+def _method_of(name: str, manifest: Manifest) -> str | None:
+    """Return the method of a logical file; None if no method of the index built it."""
+    method = name.partition("/")[0]
+    return method if method in manifest.methods else None
+
+
+def _remedy(folder: Path, manifest: Manifest, name: str) -> str:
+    """Return a remedy for a missing or damaged file. A method's file can be built from the other files."""
+    if (method := _method_of(name, manifest)) is not None:
+        return f"build it again with {add_methods_hint(folder, [method])}"
     return REPAIR_APPENDED if manifest.additions else REPAIR
 
 
@@ -212,7 +218,11 @@ class Artifact:
             ArtifactError: the file does not match the manifest, or has numbers that are not finite.
         """
         what, first = self._named(name), name not in self._checked
-        tensors = map_tensors(self.descriptor(name), what)
+        try:
+            tensors = map_tensors(self.descriptor(name), what)
+        except ArtifactError:
+            self._check_sum(name)
+            raise
         if first:
             self._check(name, self.manifest.files[name], tensors)
         own = {key: rows for key, one in tensors.items() if (rows := self._own_rows(name, key, one)) is not None}
@@ -223,6 +233,7 @@ class Artifact:
         if self.thorough or state_tokens(name) is not None:
             doubted = tensors | doubted
         if first and (wrong := not_finite(doubted)):
+            self._check_sum(name)
             raise ArtifactError(f"{wrong} in {what} holds numbers that are not finite; {REBUILD}")
         self._checked.add(name)
         return tensors
@@ -305,6 +316,7 @@ class Artifact:
     def _check(self, name: str, record: FileRecord, tensors: dict[str, torch.Tensor]) -> None:
         found = {key: (list(tensor.shape), str(tensor.dtype)) for key, tensor in tensors.items()}
         if found != {key: (one.shape, f"torch.{one.dtype}") for key, one in record.tensors.items()}:
+            self._check_sum(name)
             raise ArtifactError(f"{self._named(name)} holds other tensors than its manifest says; {REBUILD}")
         if name not in self._summed and self._is_summed(record):
             self._check_sum(name)
@@ -315,9 +327,7 @@ class Artifact:
 
     def _check_sum(self, name: str) -> None:
         if hash_descriptor(self.descriptor(name)) != self.manifest.files[name].sha256:
-            method = name.partition("/")[0]
-            again = f"build it again with {add_methods_hint(self.folder, [method])}"
-            remedy = again if method in self.manifest.methods else REBUILD
+            remedy = _remedy(self.folder, self.manifest, name)
             raise ArtifactError(f"{self._named(name)} is damaged: its sha256 does not match; {remedy}")
         self._summed.add(name)
 

@@ -38,6 +38,10 @@ class Kept(Generic[Model]):
         files, made = self._found.get((folder, how), ((), None))
         return made if files and files == files_of(folder) else None
 
+    def is_stale(self, folder: Path, how: Hashable) -> bool:
+        """Whether an object of a key is stored, and the folder's files have changed since."""
+        return (folder, how) in self._found and self.take(folder, how) is None
+
     def everything(self) -> list[Model]:
         """Return all stored objects, without a check of their files."""
         return [made for _, made in self._found.values()]

@@ -139,4 +139,19 @@ def test_one_flipped_byte_is_found_by_verify_and_by_whoever_measures(place: Path
     data[-100] ^= 1
     path.write_bytes(data)
     for measuring in (("inspect", "--verify"), ("inspect", "--method", "all"), ("recall-report", "--method", "window")):
-        fails(1, *measuring, "-q", says=("context/layer_001.safetensors", "sha256", "--force"))
+        told = run_here(*measuring, "-q").error()
+        assert told.startswith("context/layer_001.safetensors of doc.skv is damaged: its sha256 does not match; ")
+        assert told.endswith("; build the index again from its document, which writes anew what is missing or damaged")
+    assert run_here("build-index", "doc.txt", "--model", "model", "-q").code == 0
+    assert run_here("inspect", "--verify", "-q").code == 0
+
+
+def test_a_header_that_is_damaged_needs_no_force(place: Path) -> None:
+    path = place / "doc.skv" / "context" / "layer_001.safetensors"
+    header = path.read_bytes()
+    for damage in (header.replace(b"keys", b"kexs"), b"\xff" * 8 + header[8:]):
+        path.write_bytes(damage)
+        told = run_here("generate", "Why?", "--model", "model", "-q").error()
+        assert told.endswith("; build the index again from its document, which writes anew what is missing or damaged")
+    assert run_here("build-index", "doc.txt", "--model", "model", "-q").code == 0
+    assert run_here("inspect", "--verify", "-q").code == 0

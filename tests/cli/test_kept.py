@@ -66,7 +66,7 @@ def test_what_an_earlier_text_loses_is_told_before_it_is_lost(place: Path) -> No
     with (place / "doc.txt").open("a") as file:
         file.write("One line more.\n")
     told = run_here("build-index", "doc.txt", "--model", "model").stderr
-    line = f"doc.skv holds {held:,} tokens of an earlier text: the first "
+    line = f"doc.skv holds {held:,} tokens of another text: the first "
     assert told.index(line) < told.index("indexing ")
     assert "tokens of" not in run_here("build-index", "doc.txt", "--model", "model").stderr
 
@@ -78,7 +78,7 @@ def test_how_much_stays_is_told_as_it_is(place: Path) -> None:
     with (place / "doc.txt").open("a") as file:
         file.write("".join(f"And {number} is one line more.\n" for number in range(40)))
     again = run_here("build-index", "doc.txt", "--model", "model", "-o", "int8.skv", "--kv-dtype", "int8")
-    assert "tokens of an earlier text: all are replaced" in again.stderr
+    assert "tokens of another text: all are replaced" in again.stderr
 
 
 def test_rounded_rows_of_an_earlier_text_are_told_to_be_replaced(place: Path) -> None:
@@ -88,7 +88,7 @@ def test_rounded_rows_of_an_earlier_text_are_told_to_be_replaced(place: Path) ->
     with (place / "doc.txt").open("a") as file:
         file.write("One line more.\n")
     told = run_here("build-index", "doc.txt", "--model", "model", "-o", "int8.skv").stderr
-    assert "of an earlier text, and was built with --kv-dtype int8, which this call does not give: all are" in told
+    assert "of another text, and was built with --kv-dtype int8, which this call does not give: all are" in told
 
 
 @pytest.mark.parametrize(

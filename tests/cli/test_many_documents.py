@@ -77,7 +77,8 @@ def test_no_model_is_loaded_where_no_document_is_there(place: Path) -> None:
 
 def test_what_is_whole_is_not_built_again(documents: Path) -> None:
     (documents / "b.txt").write_bytes(b"text\0")
-    assert run_here("build-index", "a.txt", "b.txt", *TAIL, "-q").code == 1
+    told = run_here("build-index", "a.txt", "b.txt", *TAIL, "-q")
+    assert (told.code, "error: 1 of 2 documents was not indexed, for" in told.stderr) == (1, True)
     uuid, files = read_manifest(documents / "a.skv").uuid, _hashes(documents / "a.skv")
     (documents / "b.txt").write_text("Mended text of document b. " * 20)
     again = run_here("build-index", "a.txt", "b.txt", *TAIL)

@@ -113,6 +113,10 @@ def test_that_a_document_goes_on_is_said_where_it_does(
     assert not any("goes on" in note for tokens, note in notes.items() if tokens > 300)
 
 
+def test_a_cut_that_is_too_short_says_of_no_token_that_it_is_indexed(place: Path) -> None:
+    assert run_here(*BUILD, "--max-tokens", "100").error().startswith("the document is too short to index: it has ")
+
+
 def test_a_document_that_ends_in_no_text_is_refused_after_its_first_tokens(place: Path) -> None:
     with (place / "doc.txt").open("ab") as file:
         file.write(b"a" * 5_000_000 + b"\0")

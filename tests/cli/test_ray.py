@@ -109,7 +109,7 @@ def test_a_document_that_kills_its_workers_is_set_aside_and_the_others_are_built
         stderr.splitlines()[0]
         == "poison.txt: 3 workers died while they worked on it; it is set aside: run it by itself"
     )
-    assert "1 of 5 documents were not indexed" in stderr.splitlines()[1]
+    assert "1 of 5 documents was not indexed" in stderr.splitlines()[1]
     assert len(stdout.splitlines()) == 4
     _assert_as_one_by_one(place, names)
 

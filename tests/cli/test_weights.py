@@ -8,6 +8,8 @@ import pytest
 from support.command import fails, run_here
 from support.tiny_models import FAMILIES
 
+from sparsekv.formats.index.manifest import read_manifest
+
 ASK = ("generate", "--max-new-tokens", "6", "--model", "model", "--method", "dense", "--json", "-q")
 
 
@@ -44,6 +46,14 @@ def test_commands_load_a_model_as_the_index_was_built(rounded: Path) -> None:
     assert inspection["model"]["weights"] == "int8"
     assert sorted(inspection["methods"]) == ["multipole", "squeezed"]
     assert "float32, int8 weights" in " ".join(run_here("inspect", "-i", "int8.skv").stdout.split())
+
+
+def test_a_build_without_the_option_rounds_no_weights_as_its_help_says(rounded: Path) -> None:
+    built = run_here("build-index", "doc.txt", "-o", "int8.skv", "--model", "model", "--method", "multipole")
+    assert "int8.skv was built with --weights int8, unlike this call: keys, values and methods" in built.stderr
+    assert read_manifest(rounded / "int8.skv").model.weights is None
+    told = " ".join(run_here("build-index", "--help").stdout.split())
+    assert "auto: nothing, also if the index there was built with int8 or int4: all of it is then made again." in told
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from support.artifacts import CONTEXT, METHOD, QUERIES, small_artifact
 from support.earlier_forms import in_blocks
 from support.sealing import Tensors, change_tensors, reseal
 
+from sparsekv.formats.checksums import hash_bytes
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.index.context_rows import quantise, with_centroids_in_8_bits
 from sparsekv.formats.index.reader import Artifact
@@ -194,7 +195,7 @@ def test_a_file_with_other_tensors_than_its_record_is_told_when_it_is_read(tmp_p
     change_tensors(tmp_path / "other.skv", METHOD, lambda tensors: tensors | {"more": torch.zeros(3)})
     data = (tmp_path / "other.skv" / METHOD).read_bytes()
     (index / METHOD).write_bytes(data)
-    reseal(index, lambda fields: fields["files"][METHOD].update(bytes=len(data)))
+    reseal(index, lambda fields: fields["files"][METHOD].update(bytes=len(data), sha256=hash_bytes(data)))
     artifact = Artifact(index)
     with pytest.raises(ArtifactError, match="holds other tensors than its manifest says"):
         artifact.method_tensors("squeezed", 0)

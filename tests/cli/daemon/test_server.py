@@ -164,16 +164,23 @@ def test_it_ends_with_the_shells_process(shell: Shell, number: int) -> None:
 
 @pytest.mark.slow
 def test_many_shells_at_once(shell: Shell) -> None:
-    requests = _requests(shell)
+    before = _commands(shell)
     questions = [f"What is {number}?" for number in range(6)]
     begun = [shell.begin(*ASK, "-q", question) for question in questions]
     answers = [one.communicate()[0] for one in begun]
     assert answers == [sparsekv(*ASK, "-q", question, cwd=shell.folder).stdout for question in questions]
-    assert _requests(shell) >= requests + len(questions)
+    assert _commands(shell) == before + len(questions)
 
 
-def _requests(shell: Shell) -> int:
-    return int(shell.run("start", "--status").stdout.partition(" requests")[0].rpartition(" ")[2])
+def _commands(shell: Shell) -> int:
+    return int(shell.run("start", "--status").stdout.partition(" command")[0].rpartition(" ")[2])
+
+
+def test_the_status_counts_commands_and_not_itself(shell: Shell) -> None:
+    before = _commands(shell)
+    assert _commands(shell) == before
+    assert shell.run("inspect", "--help").returncode == 0
+    assert _commands(shell) == before + 1
 
 
 def test_a_changed_index_is_opened_anew(shell: Shell, built: Path) -> None:
@@ -187,6 +194,8 @@ def test_a_changed_index_is_opened_anew(shell: Shell, built: Path) -> None:
     (shell.folder / "changing.skv").rename(shell.folder / "doc.skv")
     try:
         assert shell.run(*asked, "doc.skv").stdout == expected != ""
+        anew = f"loaded: {shell.folder}/doc.skv with its model; changed since, so commands open it anew\n"
+        assert anew in shell.run("start", "--status").stdout
     finally:
         (shell.folder / "doc.skv").rename(shell.folder / "changing.skv")
         (shell.folder / "away.skv").rename(shell.folder / "doc.skv")
