@@ -187,7 +187,8 @@ class _GrownWork(LayerWork):
         if writer.base and self.stage.grows(path):
             before = writer.read_base(path, self.stage.device)
             restored = with_restored_centroids(before, getattr(torch, self.dtype))
-            return self.stored(self.indexer.append_layer(restored, rows, writer.base.split.middle), before)
+            old_middle = writer.base.split.middle
+            return self.stored(layer, rows, lambda: self.indexer.append_layer(restored, rows, old_middle), before)
         return super().build(layer, rows)
 
 

@@ -6,16 +6,13 @@ An invalid selection would give wrong measurements, or read wrong memory.
 import hashlib
 import math
 import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.packages import OURS, package_of, told_of, wrong_class
 from sparsekv.runtime.selection.interface import (
     Appending,
     Budget,
@@ -32,8 +29,6 @@ from sparsekv.runtime.selection.interface import (
     SelectorReport,
 )
 
-OURS = __package__.partition(".")[0]
-
 
 def prepare_selector(method: Method, context: MiddleContext) -> Selector:
     """Prepare a method's selector for one layer. If another package has the method, its selections are checked.
@@ -43,17 +38,19 @@ def prepare_selector(method: Method, context: MiddleContext) -> Selector:
     Raises:
         SparsekvError: a method of another package fails, or its selector or layout is not valid.
     """
-    if _package(type(method)) == OURS:
+    if package_of(type(method)) == OURS:
         return method.prepare(context)
-    with _told_of(method):
+    with told_of(type(method)):
         selector = method.prepare(context)
     if not isinstance(selector, Selector):
-        raise _wrong(method, f"`prepare` returns {type(selector).__name__}, not a Selector")
+        raise wrong_class(type(method), f"`prepare` returns {type(selector).__name__}, not a Selector")
     Hk, M, _ = context.load_keys().shape
     if (layout := selector.layout) is not None:
         everywhere = torch.arange(M, device=layout.device).expand(Hk, M)
         if layout.shape != (Hk, M) or layout.dtype != torch.int64 or not torch.equal(layout.sort().values, everywhere):
-            raise _wrong(method, f"its layout is not each position 0 to {M - 1:,} once for each of {Hk} heads, int64")
+            raise wrong_class(
+                type(method), f"its layout is not each position 0 to {M - 1:,} once for each of {Hk} heads, int64"
+            )
     return CheckedSelector(selector, method, (Hk, M))
 
 
@@ -62,38 +59,12 @@ def code_of(method: type) -> str | None:
 
     Only modules that are imported count. A method without a source file has an empty hash.
     """
-    package = _package(method)
+    package = package_of(method)
     if package == OURS:
         return None
     names = [name for name in sys.modules if name.partition(".")[0] == package]
     files = {Path(file) for name in names if (file := getattr(sys.modules[name], "__file__", None))}
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files) if file.is_file())).hexdigest()
-
-
-def _package(method: type) -> str:
-    return method.__module__.partition(".")[0]
-
-
-@contextmanager
-def _told_of(method: Method) -> Iterator[None]:
-    """Within the context, convert errors of another package's method to a SparsekvError that names it."""
-    try:
-        yield
-    except SparsekvError:
-        raise
-    except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        where = f"{Path(last.filename).name}, line {last.lineno}"
-        raise SparsekvError(f"{_named(method)} failed: {text} ({where}); correct the method") from error
-
-
-def _named(method: Method) -> str:
-    return f"the method {type(method).__name__} of the package {_package(type(method))}"
-
-
-def _wrong(method: Method, what: str) -> SparsekvError:
-    return SparsekvError(f"{_named(method)}: {what}; correct the method")
 
 
 class CheckedSelector(Selector):
@@ -115,11 +86,11 @@ class CheckedSelector(Selector):
             SparsekvError: the inner selector fails, or its selection is not valid. A CUDA graph's capture checks no
                 values, because the same step has run before without a graph.
         """
-        with _told_of(self.method):
+        with told_of(type(self.method)):
             selection: Any = self.inner.select(queries, budget)
             fault = self._fault(selection, queries)
         if fault is not None:
-            raise _wrong(self.method, f"a selection has {fault}")
+            raise wrong_class(type(self.method), f"a selection has {fault}")
         checked: Selection = selection
         return checked
 
