@@ -83,12 +83,18 @@ class CheckedSelector(Selector):
         """Return the inner selection.
 
         Raises:
-            SparsekvError: the inner selector fails, or its selection is not valid. A CUDA graph's capture checks no
-                values, because the same step has run before without a graph.
+            SparsekvError: the inner selector fails, it changes the query, or its selection is not valid. A CUDA graph's
+                capture checks no values, because the same step has run before without a graph.
         """
+        # The query is compared by its values, because torch counts no versions of tensors in inference mode.
+        before = None if _is_captured(queries) else queries.query.clone()
         with told_of(type(self.method)):
             selection: Any = self.inner.select(queries, budget)
             fault = self._fault(selection, queries)
+        if before is not None and not torch.allclose(queries.query, before, rtol=0, atol=0, equal_nan=True):
+            raise wrong_class(
+                type(self.method), "`select` changes `queries.query` in place, which attention reads next"
+            )
         if fault is not None:
             raise wrong_class(type(self.method), f"a selection has {fault}")
         checked: Selection = selection
@@ -100,7 +106,7 @@ class CheckedSelector(Selector):
             return f"the type {type(selection).__name__}, not Selection"
         asked = {1} if queries.joint else {1, queries.query.shape[2]}
         fault = _form_fault(selection.rows, self.shape[0], asked) or _cost_form_fault(selection.cost)
-        if fault is not None or (queries.query.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if fault is not None or _is_captured(queries):
             return fault
         if selection.rows.total == 0 and queries.in_place is not None:
             return None  # kernels have written and counted the rows
@@ -134,6 +140,11 @@ class CheckedSelector(Selector):
     def __copy__(self) -> "CheckedSelector":
         """Copy the inner selector too, so that the copy has its own conversation state."""
         return CheckedSelector(copy(self.inner), self.method, self.shape)
+
+
+def _is_captured(queries: Queries) -> bool:
+    """Whether a CUDA graph captures the step. Then the host cannot read values."""
+    return queries.query.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _form_fault(rows: RowSet, heads: int, asked: set[int]) -> str | None:

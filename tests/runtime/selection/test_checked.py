@@ -108,6 +108,23 @@ def test_a_wrong_selection_is_refused_with_its_reason(name: str) -> None:
     assert str(refused.value).endswith("; correct the method")
 
 
+@torch.inference_mode()
+def test_a_selector_that_changes_its_query_is_refused() -> None:
+    """The change would alter the attention's output. Answers run in inference mode, too."""
+    layer = small_layer(middle=MIDDLE)
+    queries = as_queries(layer.queries.clone())
+
+    def scale(found: Selection) -> Selection:
+        queries.query.mul_(2)
+        return found
+
+    selector = prepare_selector(Stranger(scale), layer.context)
+    with pytest.raises(SparsekvError, match=r"method Stranger of .*: `select` changes `queries.query` in place"):
+        selector.select(queries, Budget(5))
+    queries.query.fill_(torch.nan)
+    prepare_selector(Stranger(lambda found: found), layer.context).select(queries, Budget(5))
+
+
 def test_a_right_selection_is_the_methods_own() -> None:
     layer = small_layer(middle=MIDDLE)
     queries = as_queries(layer.queries)
