@@ -105,7 +105,7 @@ class CheckedSelector(Selector):
         if not (isinstance(selection, Selection) and isinstance(selection.rows, RowSet)):
             return f"the type {type(selection).__name__}, not Selection"
         asked = {1} if queries.joint else {1, queries.query.shape[2]}
-        fault = _form_fault(selection.rows, self.shape[0], asked) or _cost_form_fault(selection.cost)
+        fault = _form_fault(selection.rows, self.shape[0], asked) or _cost_form_fault(selection, queries)
         if fault is not None or _is_captured(queries):
             return fault
         if selection.rows.total == 0 and queries.in_place is not None:
@@ -162,11 +162,23 @@ def _form_fault(rows: RowSet, heads: int, asked: set[int]) -> str | None:
     return None
 
 
-def _cost_form_fault(cost: Cost) -> str | None:
-    read = cost.index_rows
-    if isinstance(read, torch.Tensor) or (isinstance(read, int | float) and math.isfinite(read) and read >= 0):
-        return None
-    return f"the cost {read!r}, not a number of rows from 0 on"
+def _cost_form_fault(selection: Selection, queries: Queries) -> str | None:
+    """Return what is wrong with the type, shape, dtype or device of a selection's cost; None if nothing is."""
+    if not isinstance(selection.cost, Cost):
+        return f"a cost of the type {type(selection.cost).__name__}, not Cost"
+    read, (Hk, _, Q, _) = selection.cost.index_rows, queries.query.shape
+    if not isinstance(read, torch.Tensor):
+        valid = isinstance(read, int | float) and math.isfinite(read) and read >= 0
+        return None if valid else f"the cost {read!r}, not a number of rows from 0 on"
+    # Another shape would be counted once and not for each KV head, or be broadcast to other numbers.
+    if read.shape not in ((Hk, 1), (Hk, Q)):
+        wanted = " or ".join(map(str, sorted({1, Q})))
+        return f"a cost of shape {list(read.shape)}, not a number or a tensor [{Hk}, {wanted}]"
+    if read.is_complex() or read.dtype == torch.bool:
+        return f"a cost of dtype {read.dtype}, not integers or floats"
+    if read.device != selection.rows.starts.device:
+        return f"a cost on {read.device} and starts on {selection.rows.starts.device}"
+    return None
 
 
 def _value_fault(selection: Selection, middle: int) -> str | None:

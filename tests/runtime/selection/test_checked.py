@@ -91,6 +91,13 @@ FAULTS: dict[str, tuple[Callable[[Selection], object], str]] = {
     "a negative cost": (_cost(-1000.0), "the cost -1000.0"),
     "no number": (_cost(float("nan")), "the cost nan"),
     "negative costs": (_cost(torch.full((2, 1), -1.0)), "a cost that is negative"),
+    "a cost without axes": (_cost(torch.tensor(100.0)), "a cost of shape [], not a number or a tensor [2, 1 or 3]"),
+    "a cost of one axis": (_cost(torch.ones(1)), "a cost of shape [1], not"),
+    "a cost of one head": (_cost(torch.ones(1, 1)), "a cost of shape [1, 1], not"),
+    "a cost of nine heads": (_cost(torch.ones(9, 1)), "a cost of shape [9, 1], not"),
+    "a complex cost": (_cost(torch.ones(2, 1, dtype=torch.complex64)), "a cost of dtype torch.complex64"),
+    "a cost elsewhere": (_cost(torch.ones(2, 1, device="meta")), "a cost on meta and starts on cpu"),
+    "no cost": (lambda found: replace(found, cost=1.0), "a cost of the type float, not Cost"),
     "an error": (_raise, "failed: ValueError: of my own in two lines (test_checked.py, line "),
 }
 
@@ -123,6 +130,14 @@ def test_a_selector_that_changes_its_query_is_refused() -> None:
         selector.select(queries, Budget(5))
     queries.query.fill_(torch.nan)
     prepare_selector(Stranger(lambda found: found), layer.context).select(queries, Budget(5))
+
+
+@pytest.mark.parametrize("cost", [7, 7.0, torch.full((2, 1), 7), torch.full((2, 3), 7.0)])
+def test_a_cost_counts_for_each_head_in_every_form(cost: torch.Tensor | float) -> None:
+    layer = small_layer(middle=MIDDLE)
+    checked = prepare_selector(Stranger(_cost(cost)), layer.context)
+    selection = checked.select(as_queries(layer.queries[:, :, :3]), Budget(5))
+    assert torch.as_tensor(selection.rows_read()).expand(2, 3).eq(2 * 5 + 7).all()
 
 
 def test_a_right_selection_is_the_methods_own() -> None:
