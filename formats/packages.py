@@ -34,10 +34,16 @@ def told_of(kind: type) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if package_of(kind) == OURS:
             raise
-        last = traceback.extract_tb(error.__traceback__)[-1]
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        where = f"{Path(last.filename).name}, line {last.lineno}"
-        raise SparsekvError(f"{_named(kind)} failed: {text} ({where}); correct the method") from error
+        raise SparsekvError(f"{_named(kind)} failed: {text} ({_place(error, kind)}); correct the method") from error
+
+
+def _place(error: BaseException, kind: type) -> str:
+    """Return file and line of the last call in the class's package, or of the last call if none is in it."""
+    calls = list(traceback.walk_tb(error.__traceback__))
+    own = [call for call in calls if call[0].f_globals.get("__name__", "").partition(".")[0] == package_of(kind)]
+    frame, line = (own or calls)[-1]
+    return f"{Path(frame.f_code.co_filename).name}, line {line}"
 
 
 def _named(kind: type) -> str:

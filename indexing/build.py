@@ -27,6 +27,7 @@ from sparsekv.formats.index.schema import (
 )
 from sparsekv.formats.index.writer import ArtifactWriter
 from sparsekv.formats.models.load import LoadedModel, identify
+from sparsekv.formats.packages import told_of
 from sparsekv.indexing.capture.team import Alone, Team
 from sparsekv.indexing.context_files import ContextFacts, listed
 from sparsekv.indexing.context_stage import build_context
@@ -165,7 +166,8 @@ class MethodStage:
             lend(tensors.values())
             return BuiltLayer(tensors, queries, work.facts[layer])
 
-        return work.indexer.calibrate(lambda: ahead_on(self.device, self.facts.indexed_layers, read))
+        with told_of(type(work.indexer)):
+            return work.indexer.calibrate(lambda: ahead_on(self.device, self.facts.indexed_layers, read))
 
     def _read(self, name: str) -> Tensors:
         tensors = self.writer.read(name, self.device)

@@ -46,6 +46,8 @@ def prepare_selector(method: Method, context: MiddleContext) -> Selector:
         raise wrong_class(type(method), f"`prepare` returns {type(selector).__name__}, not a Selector")
     Hk, M, _ = context.load_keys().shape
     if (layout := selector.layout) is not None:
+        if not isinstance(layout, torch.Tensor):
+            raise wrong_class(type(method), f"its layout is of the type {type(layout).__name__}, not a tensor")
         everywhere = torch.arange(M, device=layout.device).expand(Hk, M)
         if layout.shape != (Hk, M) or layout.dtype != torch.int64 or not torch.equal(layout.sort().values, everywhere):
             raise wrong_class(
@@ -104,8 +106,7 @@ class CheckedSelector(Selector):
         """Return what is wrong with a selection; None: nothing is."""
         if not (isinstance(selection, Selection) and isinstance(selection.rows, RowSet)):
             return f"the type {type(selection).__name__}, not Selection"
-        asked = {1} if queries.joint else {1, queries.query.shape[2]}
-        fault = _form_fault(selection.rows, self.shape[0], asked) or _cost_form_fault(selection, queries)
+        fault = _form_fault(selection.rows, queries) or _cost_form_fault(selection, queries)
         if fault is not None or _is_captured(queries):
             return fault
         if selection.rows.total == 0 and queries.in_place is not None:
@@ -147,18 +148,25 @@ def _is_captured(queries: Queries) -> bool:
     return queries.query.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _form_fault(rows: RowSet, heads: int, asked: set[int]) -> str | None:
+def _form_fault(rows: RowSet, queries: Queries) -> str | None:
     """Return what is wrong with the dtypes and shapes of a row set; None if nothing is."""
+    Hk, G, Q, _ = queries.query.shape
+    asked = {1} if queries.joint else {1, Q}
+    wanted = " or ".join(map(str, sorted(asked)))
     for name, tensor in (("starts", rows.starts), ("run_lengths", rows.run_lengths)):
         if tensor is None:
             continue
         if tensor.dtype not in (torch.int32, torch.int64):
             return f"{name} of dtype {tensor.dtype}, not int32 or int64"
-        if tensor.ndim != 3 or tensor.shape[0] != heads or tensor.shape[1] not in asked:
-            wanted = " or ".join(map(str, sorted(asked)))
-            return f"{name} of shape {list(tensor.shape)}, not [{heads}, {wanted}, runs]"
+        if tensor.ndim != 3 or tensor.shape[0] != Hk or tensor.shape[1] not in asked:
+            return f"{name} of shape {list(tensor.shape)}, not [{Hk}, {wanted}, runs]"
     if rows.run_lengths is not None and rows.run_lengths.shape != rows.starts.shape:
         return f"run_lengths of shape {list(rows.run_lengths.shape)} for starts of shape {list(rows.starts.shape)}"
+    if (weights := rows.log_weights) is not None:
+        if weights.dtype != torch.float32:
+            return f"log_weights of dtype {weights.dtype}, not float32"
+        if weights.shape not in [(Hk, G, one, rows.capacity) for one in asked]:
+            return f"log_weights of shape {list(weights.shape)}, not [{Hk}, {G}, {wanted}, {rows.capacity}]"
     return None
 
 

@@ -54,6 +54,20 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 }
 
 
+def _raise(order: torch.Tensor) -> object:
+    raise ValueError("of my own\nin two lines")
+
+
+def _exit(order: torch.Tensor) -> object:
+    raise SystemExit(7)
+
+
+ERRORS: dict[str, tuple[Fault, str]] = {
+    "an error": (_raise, " failed: ValueError: of my own in two lines (test_faulty_indexer.py, line "),
+    "an exit": (_exit, " failed: SystemExit: 7 (test_faulty_indexer.py, line "),
+}
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An index whose builds below must not change it."""
@@ -62,17 +76,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", FAULTS | ERRORS)
 def test_wrong_tensors_are_refused_and_the_index_stays_as_it_was(
     name: str, built: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fault, says = FAULTS[name]
+    fault, says = (FAULTS | ERRORS)[name]
     monkeypatch.setattr(FaultyIndexer, "fault", staticmethod(fault), raising=False)
     before = Artifact(built).manifest
     with pytest.raises(SparsekvError) as refused:
         build_index(with_changes(small_plan(), methods={"odd": FaultyIndexer()}), built)
     assert says in str(refused.value)
-    assert str(refused.value).startswith(f"the method FaultyIndexer of the package {__name__.partition('.')[0]}: ")
+    assert str(refused.value).startswith(f"the method FaultyIndexer of the package {__name__.partition('.')[0]}")
     artifact = Artifact(built)
     assert artifact.manifest == before
     assert len(list(artifact.verify())) == len(before.files)
@@ -86,3 +100,10 @@ def test_an_indexer_is_built_once_its_fault_is_mended(tmp_path: Path, monkeypatc
     monkeypatch.setattr(FaultyIndexer, "fault", staticmethod(_beside(torch.ones(3))))
     build_index(plan, folder)
     assert list(Artifact(folder).manifest.methods) == ["odd"]
+
+
+def test_an_error_of_a_calibration_names_the_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FaultyIndexer, "fault", staticmethod(_beside(torch.ones(3))), raising=False)
+    monkeypatch.setattr(FaultyIndexer, "calibrate", lambda self, layers: next(layers()).tensors["none"])
+    with pytest.raises(SparsekvError, match=r"FaultyIndexer of .* failed: KeyError: 'none' \(test_faulty_indexer.py,"):
+        build_index(with_changes(small_plan(), methods={"odd": FaultyIndexer()}), tmp_path / "c.skv")

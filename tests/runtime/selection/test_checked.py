@@ -65,6 +65,14 @@ def _raise(found: Selection) -> Selection:
     raise ValueError("of my own\nin two lines")
 
 
+def _exit(found: Selection) -> Selection:
+    raise SystemExit(7)
+
+
+def _weights(weights: torch.Tensor) -> Callable[[Selection], Selection]:
+    return lambda found: replace(found, rows=replace(found.rows, log_weights=weights))
+
+
 def _runs(length: int) -> Callable[[Selection], Selection]:
     """Runs of this length from each of the first tokens."""
 
@@ -98,6 +106,12 @@ FAULTS: dict[str, tuple[Callable[[Selection], object], str]] = {
     "a complex cost": (_cost(torch.ones(2, 1, dtype=torch.complex64)), "a cost of dtype torch.complex64"),
     "a cost elsewhere": (_cost(torch.ones(2, 1, device="meta")), "a cost on meta and starts on cpu"),
     "no cost": (lambda found: replace(found, cost=1.0), "a cost of the type float, not Cost"),
+    "short weights": (_weights(torch.zeros(2, 3, 3, 4)), "log_weights of shape [2, 3, 3, 4], not [2, 3, 1 or 3, 5]"),
+    "weights in bfloat16": (
+        _weights(torch.zeros(2, 3, 3, 5, dtype=torch.bfloat16)),
+        "log_weights of dtype torch.bfloat16, not float32",
+    ),
+    "an exit": (_exit, "failed: SystemExit: 7 (test_checked.py, line "),
     "an error": (_raise, "failed: ValueError: of my own in two lines (test_checked.py, line "),
 }
 
@@ -156,6 +170,21 @@ def test_a_layout_that_is_no_order_is_refused(change: Callable[[torch.Tensor], t
     prepare_selector(Stranger(lambda found: found, order), layer.context)
     with pytest.raises(SparsekvError, match="its layout is not each position 0 to 39 once"):
         prepare_selector(Stranger(lambda found: found, change(order)), layer.context)
+
+
+def test_a_layout_that_is_no_tensor_is_refused() -> None:
+    layer = small_layer(middle=MIDDLE)
+    layout: list[int] = list(range(MIDDLE))
+    with pytest.raises(SparsekvError, match=r"method Stranger .*: its layout is of the type list, not a tensor"):
+        prepare_selector(Stranger(lambda found: found, layout), layer.context)  # type: ignore[arg-type]  # the fault
+
+
+def test_an_error_in_a_library_is_placed_at_the_packages_call() -> None:
+    layer = small_layer(middle=MIDDLE)
+    queries = as_queries(layer.queries)
+    selector = prepare_selector(Stranger(lambda found: torch.nn.functional.softmax("x", -1)), layer.context)
+    with pytest.raises(SparsekvError, match=r"failed: AttributeError: .* \(test_checked.py, line "):
+        selector.select(queries, Budget(5))
 
 
 def test_a_packages_code_is_part_of_what_decides_an_answer() -> None:
