@@ -190,7 +190,8 @@ class _GrownWork(LayerWork):
             before = writer.read_base(path, self.stage.device)
             restored = with_restored_centroids(before, getattr(torch, self.dtype))
             old_middle = writer.base.split.middle
-            return self.stored(layer, rows, lambda: self.indexer.append_layer(restored, rows, old_middle), before)
+            grown = self.checked(layer, rows, lambda: self.indexer.append_layer(restored, rows, old_middle))
+            return self.stored(grown, before)
         return super().build(layer, rows)
 
 

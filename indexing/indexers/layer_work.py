@@ -68,17 +68,11 @@ class LayerWork:
         )
 
     def build(self, layer: int, rows: LayerInput) -> Tensors:
-        """Build the method's tensors of a layer, by name, in their stored form. Raises the errors of `stored`."""
-        return self.stored(layer, rows, lambda: self.indexer.build_layer(rows))
+        """Build the method's tensors of a layer, by name, in their stored form. Raises the errors of `checked`."""
+        return self.stored(self.checked(layer, rows, lambda: self.indexer.build_layer(rows)))
 
-    def stored(
-        self, layer: int, rows: LayerInput, make: Callable[[], Tensors], before: Tensors | None = None
-    ) -> Tensors:
-        """Return the tensors that the index stores for a layer, with int8 centroids if any.
-
-        Args:
-            make: returns the indexer's tensors of the layer.
-            before: the stored tensors that an append has extended.
+    def checked(self, layer: int, rows: LayerInput, make: Callable[[], Tensors]) -> Tensors:
+        """Return the indexer's tensors of a layer, which `make` returns.
 
         Raises:
             SparsekvError: an index with these tensors could not be read, or an indexer of another package fails.
@@ -89,6 +83,14 @@ class LayerWork:
         fault = form_fault(tensors, self.split, rows.keys, self.dtype, what) or value_fault(tensors, self.split, what)
         if fault is not None:
             raise wrong_class(kind, fault)
+        return tensors
+
+    def stored(self, tensors: Tensors, before: Tensors | None = None) -> Tensors:
+        """Convert an indexer's tensors of a layer to the tensors that the index stores, with int8 centroids if any.
+
+        Args:
+            before: the stored tensors that an append has extended.
+        """
         return with_centroids_in_8_bits(tensors, before) if self.in_8_bits else tensors
 
 
