@@ -172,9 +172,10 @@ def _form_fault(rows: RowSet, queries: Queries) -> str | None:
 
 def _cost_form_fault(selection: Selection, queries: Queries) -> str | None:
     """Return what is wrong with the type, shape, dtype or device of a selection's cost; None if nothing is."""
-    if not isinstance(selection.cost, Cost):
-        return f"a cost of the type {type(selection.cost).__name__}, not Cost"
-    read, (Hk, _, Q, _) = selection.cost.index_rows, queries.query.shape
+    cost: Any = selection.cost  # of another package's code
+    if not isinstance(cost, Cost):
+        return f"a cost of the type {type(cost).__name__}, not Cost"
+    read, (Hk, _, Q, _) = cost.index_rows, queries.query.shape
     if not isinstance(read, torch.Tensor):
         valid = isinstance(read, int | float) and math.isfinite(read) and read >= 0
         return None if valid else f"the cost {read!r}, not a number of rows from 0 on"
