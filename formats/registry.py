@@ -56,7 +56,8 @@ class Registry(Generic[T]):
         """Register an entry under a name.
 
         Raises:
-            UsageError: another entry has the name, or a field of a dataclass cannot be an option.
+            UsageError: another entry has the name, a field of a dataclass cannot be an option, or a class lacks a
+                function that every entry needs.
         """
         if name in self.known and self.known[name] is not thing:
             raise UsageError(
@@ -65,6 +66,10 @@ class Registry(Generic[T]):
             )
         if isinstance(thing, type) and is_dataclass(thing):
             check_options(f"{self.kind} '{name}'", thing)
+        if lacking := sorted(getattr(thing, "__abstractmethods__", ())):
+            raise UsageError(
+                f"{self.kind} '{name}': {_where(thing)} does not define {', '.join(lacking)}; add it to the class"
+            )
         self.known[name] = thing
 
     def _load(self, entry: EntryPoint) -> T:

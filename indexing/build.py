@@ -27,6 +27,7 @@ from sparsekv.formats.index.schema import (
 )
 from sparsekv.formats.index.writer import ArtifactWriter
 from sparsekv.formats.models.load import LoadedModel, identify
+from sparsekv.formats.packages import told_of
 from sparsekv.indexing.capture.team import Alone, Team
 from sparsekv.indexing.context_files import ContextFacts, listed
 from sparsekv.indexing.context_stage import build_context
@@ -165,7 +166,8 @@ class MethodStage:
             lend(tensors.values())
             return BuiltLayer(tensors, queries, work.facts[layer])
 
-        return work.indexer.calibrate(lambda: ahead_on(self.device, self.facts.indexed_layers, read))
+        with told_of(type(work.indexer)):
+            return work.indexer.calibrate(lambda: ahead_on(self.device, self.facts.indexed_layers, read))
 
     def _read(self, name: str) -> Tensors:
         tensors = self.writer.read(name, self.device)
@@ -187,7 +189,9 @@ class _GrownWork(LayerWork):
         if writer.base and self.stage.grows(path):
             before = writer.read_base(path, self.stage.device)
             restored = with_restored_centroids(before, getattr(torch, self.dtype))
-            return self.stored(self.indexer.append_layer(restored, rows, writer.base.split.middle), before)
+            old_middle = writer.base.split.middle
+            grown = self.checked(layer, rows, lambda: self.indexer.append_layer(restored, rows, old_middle))
+            return self.stored(grown, before)
         return super().build(layer, rows)
 
 

@@ -31,6 +31,7 @@ _CODES = {
     torch.bool: "BOOL",
 }
 _ORDER = list(_CODES)
+STORED_DTYPES = frozenset(_CODES)
 STAGING = 16 << 20  # bytes of page-locked memory through which tensors are copied from a GPU
 
 
@@ -100,11 +101,15 @@ def write_tensors(folder: Folder, path: str, tensors: Mapping[str, torch.Tensor]
 
 def file_record(path: str, size: int, sha256: str, recipe: str, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
     """Make the manifest's record of a file that holds these tensors."""
-    shapes = {
+    return FileRecord(path=path, bytes=size, sha256=sha256, recipe=recipe, tensors=tensor_records(tensors))
+
+
+def tensor_records(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
+    """Make the manifest's records of tensors, by name."""
+    return {
         key: TensorRecord(shape=list(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
         for key, tensor in tensors.items()
     }
-    return FileRecord(path=path, bytes=size, sha256=sha256, recipe=recipe, tensors=shapes)
 
 
 class HeldTensors:

@@ -1,18 +1,21 @@
 """Check the shapes, dtypes and value ranges that the tensors of an index must have."""
 
 import re
+import reprlib
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.index import context_rows
 from sparsekv.formats.index.context_rows import CENTROID_NAMES, bounds, numbers_of
+from sparsekv.formats.index.growing_file import STORED_DTYPES, tensor_records
 from sparsekv.formats.index.manifest import REBUILD
 from sparsekv.formats.index.schema import (
+    MOST_AXES,
     TOKENS,
-    FileRecord,
     LayerFacts,
     Manifest,
     Split,
@@ -43,6 +46,12 @@ def check_values(tensors: Tensors, split: Split, what: str) -> None:
             count from the beginning of the prompt.
         what: the name of the tensors in the message.
     """
+    if fault := value_fault(tensors, split, what):
+        raise ArtifactError(f"{fault}; {REBUILD}")
+
+
+def value_fault(tensors: Tensors, split: Split, what: str) -> str | None:
+    """Return the first fault that `check_values` refuses; None: the values are valid."""
     floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
     scales = {CENTROID_NAMES[name]: largest for name, largest in bounds(numbers_of(tensors) or {}).items()}
     faults = {name: ~_is_finite(tensor) for name, tensor in (floating | scales).items()}
@@ -50,13 +59,10 @@ def check_values(tensors: Tensors, split: Split, what: str) -> None:
         faults |= _positions(tensors, split) | _clusters(tensors, split.middle) | _blocks(tensors, split)
         wrong = _first(faults | _codes(tensors))
     except KeyError as error:
-        raise ArtifactError(f"{error.args[0]} is not in {what}; {REBUILD}") from None
+        return f"{error.args[0]} is not in {what}"
     except ValueError as error:
-        raise ArtifactError(
-            f"{what} has a tensor {error.args[0]}, but tensors of clusters are named levelN.NAME; {REBUILD}"
-        ) from None
-    if wrong is not None:
-        raise ArtifactError(f"{wrong} in {what} holds numbers that no build writes; {REBUILD}")
+        return f"{what} has a tensor {error.args[0]}, but tensors of clusters are named levelN.NAME"
+    return None if wrong is None else f"{wrong} in {what} holds numbers that no build writes"
 
 
 def _first(faults: Faults) -> str | None:
@@ -289,7 +295,13 @@ def check_layout(manifest: Manifest, folder: Path) -> None:
         told = f"errors of {len(stored.errors)} layers for {len(manifest.attending)}"
         raise ArtifactError(remedy.format(f"its kv_storage has {told}"))
     try:
-        _check(TOKENS, manifest.files[TOKENS], {"input_ids": ("int64", ("N",))}, {"N": split.tokens}, manifest.dtype)
+        _check(
+            TOKENS,
+            manifest.files[TOKENS].tensors,
+            {"input_ids": ("int64", ("N",))},
+            {"N": split.tokens},
+            manifest.dtype,
+        )
         indexed = set(manifest.indexed_layers)
         for layer, facts in manifest.attending.items():
             letters = {"N": split.tokens, "M": split.middle, "R": split.tail}
@@ -332,11 +344,11 @@ def _check_states(manifest: Manifest) -> None:
 def _check_layer(manifest: Manifest, layer: int, facts: LayerFacts, letters: Letters, *, indexed: bool) -> None:
     context, queries = (layer_file(folder, layer) for folder in ("context", "queries"))
     rows = _CONTEXT if manifest.kv_storage is None else _CONTEXT_INT8
-    _check(context, manifest.files[context], rows, letters, manifest.dtype)
+    _check(context, manifest.files[context].tensors, rows, letters, manifest.dtype)
     if more := sorted(manifest.files[context].tensors.keys() - rows.keys()):  # scales would change how rows are read
         raise ValueError(f"{context} has a tensor {more[0][:80]}, which keys and values in this storage do not have")
     wanted = _QUERIES if facts.attention_sinks else {"tail": _QUERIES["tail"]}
-    _check(queries, manifest.files[queries], wanted, letters, manifest.dtype)
+    _check(queries, manifest.files[queries].tensors, wanted, letters, manifest.dtype)
     rope = facts.rope
     if rope is not None and 2 * len(rope.frequencies) > letters["D"]:
         raise ValueError(f"layer {layer} rotates {len(rope.frequencies)} pairs of {letters['D']} channels")
@@ -346,16 +358,52 @@ def _check_layer(manifest: Manifest, layer: int, facts: LayerFacts, letters: Let
         return
     samples = layer_file("samples", layer)
     if samples in manifest.files:
-        _check(samples, manifest.files[samples], _SAMPLES, dict(letters), manifest.dtype)
+        _check(samples, manifest.files[samples].tensors, _SAMPLES, dict(letters), manifest.dtype)
     for method in manifest.methods:
         name = layer_file(method, layer)
-        record = manifest.files[name]
-        known = _known_shapes(name, record, in_8_bits=manifest.kv_storage is not None)
-        _check(name, record, known, own := dict(letters), manifest.dtype)
-        if own.get("m", 1) * own.get("d", own["D"]) != own["D"]:
-            raise ValueError(f"{name} has {own['m']} parts of {own['d']} channels for {own['D']}")
-        if own.get("L", 1) > own["M"]:
-            raise ValueError(f"{name} has lists of {own['L']} tokens, and the middle {own['M']}")
+        in_8_bits = manifest.kv_storage is not None
+        _check_method(name, manifest.files[name].tensors, letters, manifest.dtype, in_8_bits=in_8_bits)
+
+
+def form_fault(tensors: Any, split: Split, keys: torch.Tensor, dtype: str, what: str) -> str | None:
+    """Return the first fault of the names, dtypes and shapes of a method's tensors of one layer; None if there is none.
+
+    Such tensors cannot be stored, or `check_layout` refuses an index with them. Centroids are not yet in int8.
+
+    Args:
+        tensors: any object, because an indexer of another package returns it.
+        keys: [Hk, M, D], the keys from which the tensors were built.
+        dtype: the index's dtype, such as `bfloat16`.
+        what: the name of the tensors in the message.
+    """
+    if not isinstance(tensors, dict) or not tensors:
+        return f"{what} is {reprlib.repr(tensors)}, not a dict of tensors"
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            return f"{what} has a tensor named {name!r}, which is not a string"
+        if not isinstance(tensor, torch.Tensor):
+            return f"{name} of {what} is of the type {type(tensor).__name__}, not a tensor"
+        if tensor.layout != torch.strided or tensor.dtype not in STORED_DTYPES:
+            found = f"{tensor.dtype} in the layout {tensor.layout}".replace("torch.", "")
+            return f"{name} of {what} is {found}; an index stores dense tensors of integers, floats or bools"
+        if tensor.ndim > MOST_AXES:
+            return f"{name} of {what} has {tensor.ndim} axes; an index stores at most {MOST_AXES}"
+    Hk, _, D = keys.shape
+    letters = {"Hk": Hk, "M": split.middle, "N": split.tokens, "D": D}
+    try:
+        _check_method(what, tensor_records(tensors), letters, dtype, in_8_bits=False)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _check_method(name: str, tensors: dict[str, TensorRecord], letters: Letters, rows: str, *, in_8_bits: bool) -> None:
+    """Raise ValueError if a tensor of a method's file has a wrong shape or dtype."""
+    _check(name, tensors, _known_shapes(name, tensors, in_8_bits=in_8_bits), own := dict(letters), rows)
+    if own.get("m", 1) * own.get("d", own["D"]) != own["D"]:
+        raise ValueError(f"{name} has {own['m']} parts of {own['d']} channels for {own['D']}")
+    if own.get("L", 1) > own["M"]:
+        raise ValueError(f"{name} has lists of {own['L']} tokens, and the middle {own['M']}")
 
 
 def first_axis(folder: str, tensor: str) -> str | None:
@@ -365,7 +413,7 @@ def first_axis(folder: str, tensor: str) -> str | None:
     return None if shape is None else shape[1][0]
 
 
-def _known_shapes(name: str, record: FileRecord, *, in_8_bits: bool) -> dict[str, Shape]:
+def _known_shapes(name: str, tensors: dict[str, TensorRecord], *, in_8_bits: bool) -> dict[str, Shape]:
     """Return the shapes that tensors of a method's file must have.
 
     If the file has one of the tensors of int8 centroids, it must have all of these tensors.
@@ -373,13 +421,13 @@ def _known_shapes(name: str, record: FileRecord, *, in_8_bits: bool) -> dict[str
     Raises:
         ValueError: the file has int8 centroids, but the index stores no keys and values in int8.
     """
-    known = {tensor: shape for tensor in record.tensors if (shape := _of_method(tensor)) is not None}
-    scales = sorted(record.tensors.keys() & context_rows.CENTROID_SCALES)
+    known = {tensor: shape for tensor in tensors if (shape := _of_method(tensor)) is not None}
+    scales = sorted(tensors.keys() & context_rows.CENTROID_SCALES)
     if not scales:
         return known
     if not in_8_bits:
         raise ValueError(f"{name} has a tensor {scales[0]}, and the index stores nothing in 8 bits")
-    has_values = any("value" in tensor for tensor in record.tensors.keys() & _CENTROIDS_INT8.keys())
+    has_values = any("value" in tensor for tensor in tensors.keys() & _CENTROIDS_INT8.keys())
     return known | {tensor: shape for tensor, shape in _CENTROIDS_INT8.items() if has_values or "value" not in tensor}
 
 
@@ -391,18 +439,19 @@ def _of_method(tensor: str) -> Shape | None:
     return _OF_METHODS.get(tensor)
 
 
-def _check(name: str, record: FileRecord, wanted: dict[str, Shape], letters: Letters, rows: str) -> None:
+def _check(name: str, tensors: dict[str, TensorRecord], wanted: dict[str, Shape], letters: Letters, rows: str) -> None:
     """Raise ValueError for a tensor that is missing or has a wrong shape or dtype.
 
     The first tensor with an axis of a new name sets the size of that axis in `letters`.
     """
     for tensor, (dtype, axes) in wanted.items():
-        if tensor not in record.tensors:
+        if tensor not in tensors:
             raise ValueError(f"{tensor} is not in {name}")
-        found, dtype = record.tensors[tensor], rows if dtype == "rows" else dtype
+        found, dtype = tensors[tensor], rows if dtype == "rows" else dtype
         if not _fits(found, dtype, axes, letters):
             shape = ", ".join(map(str, found.shape))
-            wanted_shape = f"{dtype or 'any dtype'} [{', '.join(axes)}]"
+            sizes = ", ".join(f"{axis} = {letters[axis]}" for axis in axes if axis in letters)
+            wanted_shape = f"{dtype or 'any dtype'} [{', '.join(axes)}]" + (sizes and f" with {sizes}")
             raise ValueError(f"{tensor} of {name} is {found.dtype} [{shape}], which does not fit {wanted_shape}")
 
 

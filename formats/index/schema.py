@@ -72,6 +72,8 @@ FileName = Annotated[str, StringConstraints(pattern=FILE_NAME)]
 MethodName = Annotated[str, StringConstraints(pattern=METHOD_NAME)]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
+MOST_AXES = 8
+"""Largest number of axes of a stored tensor."""
 Share = Annotated[float, Field(gt=0, le=1)]
 Size = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 
@@ -422,7 +424,7 @@ class CanaryToken(Probe):
 class TensorRecord(Record):
     """Shape and dtype of one tensor in a file."""
 
-    shape: list[Count] = Field(max_length=8)
+    shape: list[Count] = Field(max_length=MOST_AXES)
     dtype: str
 
 

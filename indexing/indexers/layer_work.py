@@ -9,8 +9,10 @@ import torch
 
 from sparsekv.formats.device import read_ahead
 from sparsekv.formats.index.context_rows import context_rows, with_centroids_in_8_bits
+from sparsekv.formats.index.layout import form_fault, value_fault
 from sparsekv.formats.index.schema import LayerFacts, Split, layer_file
 from sparsekv.formats.index.writer import ArtifactWriter
+from sparsekv.formats.packages import told_of, wrong_class
 from sparsekv.indexing.indexers.cluster_indexer import share_cores
 from sparsekv.indexing.indexers.interface import Indexer, LayerInput, Tensors
 
@@ -66,8 +68,22 @@ class LayerWork:
         )
 
     def build(self, layer: int, rows: LayerInput) -> Tensors:
-        """Build the method's tensors of a layer, by name, in their stored form."""
-        return self.stored(self.indexer.build_layer(rows))
+        """Build the method's tensors of a layer, by name, in their stored form. Raises the errors of `checked`."""
+        return self.stored(self.checked(layer, rows, lambda: self.indexer.build_layer(rows)))
+
+    def checked(self, layer: int, rows: LayerInput, make: Callable[[], Tensors]) -> Tensors:
+        """Return the indexer's tensors of a layer, which `make` returns.
+
+        Raises:
+            SparsekvError: an index with these tensors could not be read, or an indexer of another package fails.
+        """
+        kind, what = type(self.indexer), f"layer {layer} of {self.name}"
+        with told_of(kind):
+            tensors = make()
+        fault = form_fault(tensors, self.split, rows.keys, self.dtype, what) or value_fault(tensors, self.split, what)
+        if fault is not None:
+            raise wrong_class(kind, fault)
+        return tensors
 
     def stored(self, tensors: Tensors, before: Tensors | None = None) -> Tensors:
         """Convert an indexer's tensors of a layer to the tensors that the index stores, with int8 centroids if any.

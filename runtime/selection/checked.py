@@ -6,16 +6,13 @@ An invalid selection would give wrong measurements, or read wrong memory.
 import hashlib
 import math
 import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.packages import OURS, package_of, told_of, wrong_class
 from sparsekv.runtime.selection.interface import (
     Appending,
     Budget,
@@ -32,8 +29,6 @@ from sparsekv.runtime.selection.interface import (
     SelectorReport,
 )
 
-OURS = __package__.partition(".")[0]
-
 
 def prepare_selector(method: Method, context: MiddleContext) -> Selector:
     """Prepare a method's selector for one layer. If another package has the method, its selections are checked.
@@ -43,17 +38,21 @@ def prepare_selector(method: Method, context: MiddleContext) -> Selector:
     Raises:
         SparsekvError: a method of another package fails, or its selector or layout is not valid.
     """
-    if _package(type(method)) == OURS:
+    if package_of(type(method)) == OURS:
         return method.prepare(context)
-    with _told_of(method):
+    with told_of(type(method)):
         selector = method.prepare(context)
     if not isinstance(selector, Selector):
-        raise _wrong(method, f"`prepare` returns {type(selector).__name__}, not a Selector")
+        raise wrong_class(type(method), f"`prepare` returns {type(selector).__name__}, not a Selector")
     Hk, M, _ = context.load_keys().shape
     if (layout := selector.layout) is not None:
+        if not isinstance(layout, torch.Tensor):
+            raise wrong_class(type(method), f"its layout is of the type {type(layout).__name__}, not a tensor")
         everywhere = torch.arange(M, device=layout.device).expand(Hk, M)
         if layout.shape != (Hk, M) or layout.dtype != torch.int64 or not torch.equal(layout.sort().values, everywhere):
-            raise _wrong(method, f"its layout is not each position 0 to {M - 1:,} once for each of {Hk} heads, int64")
+            raise wrong_class(
+                type(method), f"its layout is not each position 0 to {M - 1:,} once for each of {Hk} heads, int64"
+            )
     return CheckedSelector(selector, method, (Hk, M))
 
 
@@ -62,38 +61,12 @@ def code_of(method: type) -> str | None:
 
     Only modules that are imported count. A method without a source file has an empty hash.
     """
-    package = _package(method)
+    package = package_of(method)
     if package == OURS:
         return None
     names = [name for name in sys.modules if name.partition(".")[0] == package]
     files = {Path(file) for name in names if (file := getattr(sys.modules[name], "__file__", None))}
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files) if file.is_file())).hexdigest()
-
-
-def _package(method: type) -> str:
-    return method.__module__.partition(".")[0]
-
-
-@contextmanager
-def _told_of(method: Method) -> Iterator[None]:
-    """Within the context, convert errors of another package's method to a SparsekvError that names it."""
-    try:
-        yield
-    except SparsekvError:
-        raise
-    except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        where = f"{Path(last.filename).name}, line {last.lineno}"
-        raise SparsekvError(f"{_named(method)} failed: {text} ({where}); correct the method") from error
-
-
-def _named(method: Method) -> str:
-    return f"the method {type(method).__name__} of the package {_package(type(method))}"
-
-
-def _wrong(method: Method, what: str) -> SparsekvError:
-    return SparsekvError(f"{_named(method)}: {what}; correct the method")
 
 
 class CheckedSelector(Selector):
@@ -112,14 +85,20 @@ class CheckedSelector(Selector):
         """Return the inner selection.
 
         Raises:
-            SparsekvError: the inner selector fails, or its selection is not valid. A CUDA graph's capture checks no
-                values, because the same step has run before without a graph.
+            SparsekvError: the inner selector fails, it changes the query, or its selection is not valid. A CUDA graph's
+                capture checks no values, because the same step has run before without a graph.
         """
-        with _told_of(self.method):
+        # The query is compared by its values, because torch counts no versions of tensors in inference mode.
+        before = None if _is_captured(queries) else queries.query.clone()
+        with told_of(type(self.method)):
             selection: Any = self.inner.select(queries, budget)
             fault = self._fault(selection, queries)
+        if before is not None and not torch.allclose(queries.query, before, rtol=0, atol=0, equal_nan=True):
+            raise wrong_class(
+                type(self.method), "`select` changes `queries.query` in place, which attention reads next"
+            )
         if fault is not None:
-            raise _wrong(self.method, f"a selection has {fault}")
+            raise wrong_class(type(self.method), f"a selection has {fault}")
         checked: Selection = selection
         return checked
 
@@ -127,9 +106,8 @@ class CheckedSelector(Selector):
         """Return what is wrong with a selection; None: nothing is."""
         if not (isinstance(selection, Selection) and isinstance(selection.rows, RowSet)):
             return f"the type {type(selection).__name__}, not Selection"
-        asked = {1} if queries.joint else {1, queries.query.shape[2]}
-        fault = _form_fault(selection.rows, self.shape[0], asked) or _cost_form_fault(selection.cost)
-        if fault is not None or (queries.query.is_cuda and torch.cuda.is_current_stream_capturing()):
+        fault = _form_fault(selection.rows, queries) or _cost_form_fault(selection, queries)
+        if fault is not None or _is_captured(queries):
             return fault
         if selection.rows.total == 0 and queries.in_place is not None:
             return None  # kernels have written and counted the rows
@@ -165,26 +143,51 @@ class CheckedSelector(Selector):
         return CheckedSelector(copy(self.inner), self.method, self.shape)
 
 
-def _form_fault(rows: RowSet, heads: int, asked: set[int]) -> str | None:
+def _is_captured(queries: Queries) -> bool:
+    """Whether a CUDA graph captures the step. Then the host cannot read values."""
+    return queries.query.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _form_fault(rows: RowSet, queries: Queries) -> str | None:
     """Return what is wrong with the dtypes and shapes of a row set; None if nothing is."""
+    Hk, G, Q, _ = queries.query.shape
+    asked = {1} if queries.joint else {1, Q}
+    wanted = " or ".join(map(str, sorted(asked)))
     for name, tensor in (("starts", rows.starts), ("run_lengths", rows.run_lengths)):
         if tensor is None:
             continue
         if tensor.dtype not in (torch.int32, torch.int64):
             return f"{name} of dtype {tensor.dtype}, not int32 or int64"
-        if tensor.ndim != 3 or tensor.shape[0] != heads or tensor.shape[1] not in asked:
-            wanted = " or ".join(map(str, sorted(asked)))
-            return f"{name} of shape {list(tensor.shape)}, not [{heads}, {wanted}, runs]"
+        if tensor.ndim != 3 or tensor.shape[0] != Hk or tensor.shape[1] not in asked:
+            return f"{name} of shape {list(tensor.shape)}, not [{Hk}, {wanted}, runs]"
     if rows.run_lengths is not None and rows.run_lengths.shape != rows.starts.shape:
         return f"run_lengths of shape {list(rows.run_lengths.shape)} for starts of shape {list(rows.starts.shape)}"
+    if (weights := rows.log_weights) is not None:
+        if weights.dtype != torch.float32:
+            return f"log_weights of dtype {weights.dtype}, not float32"
+        if weights.shape not in [(Hk, G, one, rows.capacity) for one in asked]:
+            return f"log_weights of shape {list(weights.shape)}, not [{Hk}, {G}, {wanted}, {rows.capacity}]"
     return None
 
 
-def _cost_form_fault(cost: Cost) -> str | None:
-    read = cost.index_rows
-    if isinstance(read, torch.Tensor) or (isinstance(read, int | float) and math.isfinite(read) and read >= 0):
-        return None
-    return f"the cost {read!r}, not a number of rows from 0 on"
+def _cost_form_fault(selection: Selection, queries: Queries) -> str | None:
+    """Return what is wrong with the type, shape, dtype or device of a selection's cost; None if nothing is."""
+    cost: Any = selection.cost  # of another package's code
+    if not isinstance(cost, Cost):
+        return f"a cost of the type {type(cost).__name__}, not Cost"
+    read, (Hk, _, Q, _) = cost.index_rows, queries.query.shape
+    if not isinstance(read, torch.Tensor):
+        valid = isinstance(read, int | float) and math.isfinite(read) and read >= 0
+        return None if valid else f"the cost {read!r}, not a number of rows from 0 on"
+    # Another shape would be counted once and not for each KV head, or be broadcast to other numbers.
+    if read.shape not in ((Hk, 1), (Hk, Q)):
+        wanted = " or ".join(map(str, sorted({1, Q})))
+        return f"a cost of shape {list(read.shape)}, not a number or a tensor [{Hk}, {wanted}]"
+    if read.is_complex() or read.dtype == torch.bool:
+        return f"a cost of dtype {read.dtype}, not integers or floats"
+    if read.device != selection.rows.starts.device:
+        return f"a cost on {read.device} and starts on {selection.rows.starts.device}"
+    return None
 
 
 def _value_fault(selection: Selection, middle: int) -> str | None:

@@ -472,7 +472,7 @@ class Selector(ABC):
 
     @abstractmethod
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select rows of the middle for queries, within a budget."""
+        """Select rows of the middle for queries, within a budget; a choice by a threshold may exceed the budget."""
 
     @property
     def kernels(self) -> SelectorKernels | None:

@@ -103,6 +103,7 @@ def test_without_the_package_its_method_is_told_as_unknown(with_plugin: Zygote, 
     [
         ("quest", "broken:Quest", "two methods are called 'quest'"),
         ("odd", "broken:Missing", "method 'odd' of the installed package broken cannot be loaded (AttributeError"),
+        ("odd", "broken:Quest", "method 'odd': broken.Quest does not define prepare; add it to the class"),
         ("odd", "broken:NUMBER", "method 'odd' of the installed package broken is no Method; repair or remove it"),
     ],
 )
@@ -146,6 +147,7 @@ def test_a_class_with_fields_that_is_no_dataclass_is_told(tmp_path: Path, monkey
 
 def test_what_is_not_an_option_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = "    needs_index = True\n    revision: ClassVar[int] = 3\n    share: float = 1\n    _own = 5\n"
+    body += "    def prepare(self, context): ...\n"
     known = _found(tmp_path, monkeypatch, "odd", "broken:Odd", f"@dataclass(frozen=True)\nclass Odd(Method):\n{body}")
     assert known["odd"].needs_index
 

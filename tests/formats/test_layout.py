@@ -159,7 +159,7 @@ def test_keys_in_8_bits_of_an_earlier_form_are_refused(index: Path) -> None:
         Artifact(index)
     assert str(refused.value) == (
         f"the manifest of {index} contradicts itself: key_scales of {CONTEXT} is bfloat16 [2, 1, 8], "
-        "which does not fit bfloat16 [Hk, N]; build the index again from its document, with --force"
+        "which does not fit bfloat16 [Hk, N] with Hk = 2, N = 40; build the index again from its document, with --force"
     )
 
 

@@ -1,6 +1,7 @@
 """A method of another package that selects wrongly ends in a line that names it, and never in an answer."""
 
 import importlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,6 +66,14 @@ def _raise(found: Selection) -> Selection:
     raise ValueError("of my own\nin two lines")
 
 
+def _exit(found: Selection) -> Selection:
+    raise SystemExit(7)
+
+
+def _weights(weights: torch.Tensor) -> Callable[[Selection], Selection]:
+    return lambda found: replace(found, rows=replace(found.rows, log_weights=weights))
+
+
 def _runs(length: int) -> Callable[[Selection], Selection]:
     """Runs of this length from each of the first tokens."""
 
@@ -91,6 +100,19 @@ FAULTS: dict[str, tuple[Callable[[Selection], object], str]] = {
     "a negative cost": (_cost(-1000.0), "the cost -1000.0"),
     "no number": (_cost(float("nan")), "the cost nan"),
     "negative costs": (_cost(torch.full((2, 1), -1.0)), "a cost that is negative"),
+    "a cost without axes": (_cost(torch.tensor(100.0)), "a cost of shape [], not a number or a tensor [2, 1 or 3]"),
+    "a cost of one axis": (_cost(torch.ones(1)), "a cost of shape [1], not"),
+    "a cost of one head": (_cost(torch.ones(1, 1)), "a cost of shape [1, 1], not"),
+    "a cost of nine heads": (_cost(torch.ones(9, 1)), "a cost of shape [9, 1], not"),
+    "a complex cost": (_cost(torch.ones(2, 1, dtype=torch.complex64)), "a cost of dtype torch.complex64"),
+    "a cost elsewhere": (_cost(torch.ones(2, 1, device="meta")), "a cost on meta and starts on cpu"),
+    "no cost": (lambda found: Selection(found.rows, 1.0), "a cost of the type float, not Cost"),  # type: ignore[arg-type]
+    "short weights": (_weights(torch.zeros(2, 3, 3, 4)), "log_weights of shape [2, 3, 3, 4], not [2, 3, 1 or 3, 5]"),
+    "weights in bfloat16": (
+        _weights(torch.zeros(2, 3, 3, 5, dtype=torch.bfloat16)),
+        "log_weights of dtype torch.bfloat16, not float32",
+    ),
+    "an exit": (_exit, "failed: SystemExit: 7 (test_checked.py, line "),
     "an error": (_raise, "failed: ValueError: of my own in two lines (test_checked.py, line "),
 }
 
@@ -106,6 +128,31 @@ def test_a_wrong_selection_is_refused_with_its_reason(name: str) -> None:
     assert says in str(refused.value)
     assert str(refused.value).startswith("the method Stranger of the package ")
     assert str(refused.value).endswith("; correct the method")
+
+
+@torch.inference_mode()
+def test_a_selector_that_changes_its_query_is_refused() -> None:
+    """The change would alter the attention's output. Answers run in inference mode, too."""
+    layer = small_layer(middle=MIDDLE)
+    queries = as_queries(layer.queries.clone())
+
+    def scale(found: Selection) -> Selection:
+        queries.query.mul_(2)
+        return found
+
+    selector = prepare_selector(Stranger(scale), layer.context)
+    with pytest.raises(SparsekvError, match=r"method Stranger of .*: `select` changes `queries.query` in place"):
+        selector.select(queries, Budget(5))
+    queries.query.fill_(torch.nan)
+    prepare_selector(Stranger(lambda found: found), layer.context).select(queries, Budget(5))
+
+
+@pytest.mark.parametrize("cost", [7, 7.0, torch.full((2, 1), 7), torch.full((2, 3), 7.0)])
+def test_a_cost_counts_for_each_head_in_every_form(cost: torch.Tensor | float) -> None:
+    layer = small_layer(middle=MIDDLE)
+    checked = prepare_selector(Stranger(_cost(cost)), layer.context)
+    selection = checked.select(as_queries(layer.queries[:, :, :3]), Budget(5))
+    assert torch.as_tensor(selection.rows_read()).expand(2, 3).eq(2 * 5 + 7).all()
 
 
 def test_a_right_selection_is_the_methods_own() -> None:
@@ -124,6 +171,21 @@ def test_a_layout_that_is_no_order_is_refused(change: Callable[[torch.Tensor], t
     prepare_selector(Stranger(lambda found: found, order), layer.context)
     with pytest.raises(SparsekvError, match="its layout is not each position 0 to 39 once"):
         prepare_selector(Stranger(lambda found: found, change(order)), layer.context)
+
+
+def test_a_layout_that_is_no_tensor_is_refused() -> None:
+    layer = small_layer(middle=MIDDLE)
+    layout: list[int] = list(range(MIDDLE))
+    with pytest.raises(SparsekvError, match=r"method Stranger .*: its layout is of the type list, not a tensor"):
+        prepare_selector(Stranger(lambda found: found, layout), layer.context)  # type: ignore[arg-type]  # the fault
+
+
+def test_an_error_in_a_library_is_placed_at_the_packages_call() -> None:
+    layer = small_layer(middle=MIDDLE)
+    queries = as_queries(layer.queries)
+    selector = prepare_selector(Stranger(lambda found: json.loads("not JSON")), layer.context)
+    with pytest.raises(SparsekvError, match=r"failed: JSONDecodeError: .* \(test_checked.py, line "):
+        selector.select(queries, Budget(5))
 
 
 def test_a_packages_code_is_part_of_what_decides_an_answer() -> None:
