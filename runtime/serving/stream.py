@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from threading import Condition, Lock
 from weakref import WeakKeyDictionary
 
+from sparsekv.runtime.decoding.threads import refuse_callback
 from sparsekv.runtime.serving.submission import Piece
 
 
@@ -80,6 +81,9 @@ class Stream:
 
     The request is cancelled when the iteration ends early, by `break`, an error or a cancelled task. The request is
     also cancelled when the last reference to the stream is dropped.
+
+    Raises:
+        UsageError: the reader is a callback of an answer, for which the stream's answer would wait.
     """
 
     def __init__(self, channel: Channel):
@@ -88,6 +92,7 @@ class Stream:
     def __iter__(self) -> Iterator[Piece]:
         try:
             while not self._ended:
+                refuse_callback()
                 yield self._next(self._channel.get())
         finally:
             self.cancel()
@@ -95,6 +100,7 @@ class Stream:
     async def __aiter__(self) -> AsyncIterator[Piece]:
         try:
             while not self._ended:
+                refuse_callback()
                 yield self._next(await self._channel.get_async())
         finally:
             self.cancel()

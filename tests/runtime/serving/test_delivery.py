@@ -157,6 +157,30 @@ def test_a_session_streams_while_it_answers(served: Served) -> None:
         session.stream("")
 
 
+def test_a_callback_may_not_stream(served: Served) -> None:
+    """Neither ask for a stream nor read one of before: its answer would wait for the answer that calls back."""
+    session, other = (StreamingSession.open(served.indices["a"], ALL) for _ in range(2))
+    before, refused = session.stream(question(0), Sampling(4000)), list[object]()
+
+    async def read() -> None:
+        await anext(aiter(before))
+
+    def stop() -> bool:
+        for deed in (
+            lambda: session.stream(question(0)),
+            lambda: other.stream(question(0)),
+            lambda: next(iter(before)),
+            lambda: asyncio.run(read()),
+        ):
+            with pytest.raises(UsageError, match=r"asked a question, read a stream .* in the middle of an answer"):
+                deed()
+            refused.append(deed)
+        return False
+
+    assert session.ask(question(1), Sampling(2), stop=stop).ids == served.alone("a", question(1)).ids[:2]
+    assert len(refused) == 8
+
+
 def test_a_session_whose_config_lets_no_questions_share_steps_streams_them_in_turn(served: Served) -> None:
     session = StreamingSession.open(served.indices["a"], replace(ALL, gauge=True))
     streams = [session.stream(question(number), Sampling(8)) for number in range(2)]
