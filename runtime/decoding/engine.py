@@ -135,7 +135,7 @@ class Sequence:
     def __init__(self, index: OpenIndex, request: Request, used: int, longest: int):
         self.request, self.used, self.longest = request, used, longest
         self.question, self.prompt_tokens = request.question.tolist(), index.split.tokens + used + len(request.question)
-        self.random = torch.Generator(index.model.device).manual_seed(request.sampling.seed)
+        self.random = torch.Generator(index.model.device).manual_seed(int(request.sampling.seed))
         on_text = request.on_text
         self.streamer = on_text and Streamer(index.tokenizer, on_text, unshown_endings(index))
         self.answer: list[int] = []

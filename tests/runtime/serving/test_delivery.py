@@ -4,7 +4,10 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
+from math import inf
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -155,6 +158,34 @@ def test_a_session_streams_while_it_answers(served: Served) -> None:
     assert text(session.stream(asked, Sampling(12), stop="\n")) in session.ask(asked, Sampling(12)).text
     with pytest.raises(UsageError):
         session.stream("")
+
+
+def test_any_number_is_taken_and_ends_nobody_elses_answer(served: Served) -> None:
+    session = StreamingSession.open(served.indices["a"], ALL)
+    whole, drawn = served.alone("a", question(0)), Sampling(8, temperature=2.0, top_p=0.5, top_k=5, seed=3)
+    alike = Sampling(np.int64(8), np.float32(2), np.float32(0.5), np.int64(5), np.int64(3))  # type: ignore[arg-type]
+    other = session.stream(question(0), Sampling(8))
+    streams = [
+        session.stream(question(0), Sampling(8), timeout=1e300),
+        session.stream(question(0), Sampling(8), timeout=inf),
+        session.stream(question(1), drawn),
+        session.stream(question(1), alike),
+        session.stream(question(1), Sampling(8, temperature=2, top_p=Fraction(1, 2), top_k=5, seed=3)),  # type: ignore[arg-type]
+    ]
+    for stream in (other, *streams[:2]):
+        check(list(stream), whole)
+    assert len({tuple(ids(stream)) for stream in streams[2:]}) == 1
+
+
+def test_a_number_beyond_every_float_ends_nobody_elses_answer(served: Served, make: Make) -> None:
+    session = StreamingSession.open(served.indices["a"], ALL)
+    other = session.stream(question(0), Sampling(8))
+    with pytest.raises(UsageError, match="timeout is larger than every float"):
+        session.stream(question(0), timeout=10**400)
+    with pytest.raises(UsageError, match="temperature is larger than every float"):
+        session.stream(question(0), Sampling(temperature=10**400))
+    check(list(other), served.alone("a", question(0)))
+    check(list(served.ask(make(), "a", question(0), timeout=10**400)), served.alone("a", question(0)))
 
 
 def test_a_callback_may_not_stream(served: Served) -> None:
