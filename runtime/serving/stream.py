@@ -11,14 +11,15 @@ from sparsekv.runtime.serving.submission import Piece
 
 
 class Channel:
-    """Passes the pieces of one answer from the scheduler's thread to the reader of its `Stream`.
+    """Passes the pieces of one answer from the scheduler's thread to the readers of its `Stream`.
 
-    The reader sets `cancelled`, which the scheduler reads before each step.
+    A reader sets `cancelled`, which the scheduler reads before each step. Each piece goes to one reader.
     """
 
     def __init__(self) -> None:
         self.cancelled = False
         self._items: deque[Piece | BaseException] = deque()
+        self._complete = False
         self._changed = Condition()
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
@@ -26,28 +27,35 @@ class Channel:
         """Add a piece, or the error that ends the answer."""
         with self._changed:
             self._items.append(item)
+            self._complete = isinstance(item, BaseException) or item.finish is not None
             self._changed.notify_all()
             waiters, self._waiters = self._waiters, []
         for loop, waiter in waiters:
             _wake_soon(loop, waiter)
 
-    def get(self) -> Piece | BaseException:
-        """Wait for the next piece, or for the error that ends the answer."""
+    def get(self) -> Piece | BaseException | None:
+        """Wait for the next piece, or for the error that ends the answer; return None after the end."""
         with self._changed:
-            while not self._items:
+            while not self._readable():
                 self._changed.wait()
-            return self._items.popleft()
+            return self._take()
 
-    async def get_async(self) -> Piece | BaseException:
-        """Wait for the next piece, or for the error that ends the answer, in an asyncio task."""
+    async def get_async(self) -> Piece | BaseException | None:
+        """Wait as `get` does, in an asyncio task."""
         loop = asyncio.get_running_loop()
         while True:
             with self._changed:
-                if self._items:
-                    return self._items.popleft()
+                if self._readable():
+                    return self._take()
                 waiter = loop.create_future()
                 self._waiters.append((loop, waiter))
             await waiter
+
+    def _readable(self) -> bool:
+        return bool(self._items) or self._complete
+
+    def _take(self) -> Piece | BaseException | None:
+        return self._items.popleft() if self._items else None
 
 
 _LOCK = Lock()
@@ -77,40 +85,40 @@ def _wake(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class Stream:
-    """The answer to one request: an iterator of pieces for one thread or one asyncio task, during the decoding.
+    """The answer to one request: pieces for the iterators of threads or asyncio tasks, during the decoding.
 
-    The request is cancelled when the iteration ends early, by `break`, an error or a cancelled task. The request is
-    also cancelled when the last reference to the stream is dropped.
+    Several iterators divide the pieces among themselves, and all of them end with the answer. The request is cancelled
+    when an iteration ends early, by `break`, an error or a cancelled task. The request is also cancelled when the last
+    reference to the stream is dropped.
 
     Raises:
         UsageError: the reader is a callback of an answer, for which the stream's answer would wait.
     """
 
     def __init__(self, channel: Channel):
-        self._channel, self._ended = channel, False
+        self._channel = channel
 
     def __iter__(self) -> Iterator[Piece]:
         try:
-            while not self._ended:
-                refuse_callback()
-                yield self._next(self._channel.get())
+            while (piece := self._next()) is not None:
+                yield piece
         finally:
             self.cancel()
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         try:
-            while not self._ended:
-                refuse_callback()
-                yield self._next(await self._channel.get_async())
+            while (piece := await self._next_async()) is not None:
+                yield piece
         finally:
             self.cancel()
 
-    def _next(self, item: Piece | BaseException) -> Piece:
-        if isinstance(item, BaseException):
-            self._ended = True
-            raise item
-        self._ended = item.finish is not None
-        return item
+    def _next(self) -> Piece | None:
+        refuse_callback()
+        return _raised(self._channel.get())
+
+    async def _next_async(self) -> Piece | None:
+        refuse_callback()
+        return _raised(await self._channel.get_async())
 
     def cancel(self) -> None:
         """End the answer; its slot is free from the next step on. Does nothing if the answer has ended."""
@@ -118,3 +126,9 @@ class Stream:
 
     def __del__(self) -> None:
         self.cancel()
+
+
+def _raised(item: Piece | BaseException | None) -> Piece | None:
+    if isinstance(item, BaseException):
+        raise item
+    return item

@@ -136,6 +136,28 @@ def test_a_loop_that_has_ended_does_not_hold_up_the_scheduler() -> None:
     assert channel.get() == Piece("a")
 
 
+def test_all_readers_of_a_stream_end_with_it() -> None:
+    channel = Channel()
+    stream, pieces = Stream(channel), [Piece("a"), Piece("b", finish="stop")]
+
+    async def read() -> list[Piece]:
+        return [piece async for piece in stream]
+
+    async def read_by_all() -> list[list[Piece]]:
+        reading = [
+            *(asyncio.create_task(read()) for _ in range(2)),
+            asyncio.create_task(asyncio.to_thread(list, stream)),
+        ]
+        await asyncio.sleep(0.01)
+        for piece in pieces:
+            channel.put(piece)
+        return await asyncio.gather(*reading)
+
+    read_in_turn = [piece for part in asyncio.run(read_by_all()) for piece in part]
+    assert sorted(read_in_turn, key=lambda piece: piece.text) == pieces
+    assert list(stream) == []
+
+
 def test_a_stream_that_is_dropped_is_cancelled() -> None:
     channel = Channel()
     Stream(channel)
