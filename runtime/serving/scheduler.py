@@ -22,7 +22,7 @@ from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.threads import exclusive, refuse_callback
 from sparsekv.runtime.serving.job import Job
 from sparsekv.runtime.serving.lane import Lane
-from sparsekv.runtime.serving.stream import Stream
+from sparsekv.runtime.serving.stream import Stream, refuse_fork
 from sparsekv.runtime.serving.submission import QueueFullError, Submission
 
 KEPT_BYTES = 256 << 20
@@ -153,11 +153,7 @@ class Scheduler:
         """
         refuse_callback()
         self._process = self._process or os.getpid()
-        if self._process != os.getpid():
-            raise UsageError(
-                "this process was forked after its parent had streamed an answer; open the index in this process, or "
-                "start it by `multiprocessing.get_context('spawn')`"
-            )
+        refuse_fork(self._process)
         if (index := self._indices.get(request.index)) is None:
             raise UsageError(f"index {request.index}: {choose_one(request.index, list(self._indices))}")
         _check(index, request)

@@ -1,11 +1,13 @@
 """The stream of an answer's pieces from the decoding thread to a reading thread or asyncio task."""
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from threading import Condition, Lock
 from weakref import WeakKeyDictionary
 
+from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.decoding.threads import refuse_callback
 from sparsekv.runtime.serving.submission import Piece
 
@@ -84,6 +86,15 @@ def _wake(loop: asyncio.AbstractEventLoop) -> None:
             waiter.set_result(None)
 
 
+def refuse_fork(process: int) -> None:
+    """Raise UsageError if this process is a fork of `process`, whose threads do not run in a fork."""
+    if process != os.getpid():
+        raise UsageError(
+            "this process was forked after its parent had streamed an answer; open the index in this process, or "
+            "start it by `multiprocessing.get_context('spawn')`"
+        )
+
+
 class Stream:
     """The answer to one request: pieces for the iterators of threads or asyncio tasks, during the decoding.
 
@@ -92,11 +103,12 @@ class Stream:
     reference to the stream is dropped.
 
     Raises:
-        UsageError: the reader is a callback of an answer, for which the stream's answer would wait.
+        UsageError: the reader is a callback of an answer, for which the stream's answer would wait, or the reader is a
+            fork of the stream's process, in which nothing decodes the answer.
     """
 
     def __init__(self, channel: Channel):
-        self._channel = channel
+        self._channel, self._process = channel, os.getpid()
 
     def __iter__(self) -> Iterator[Piece]:
         try:
@@ -113,12 +125,16 @@ class Stream:
             self.cancel()
 
     def _next(self) -> Piece | None:
-        refuse_callback()
+        self._check_reader()
         return _raised(self._channel.get())
 
     async def _next_async(self) -> Piece | None:
-        refuse_callback()
+        self._check_reader()
         return _raised(await self._channel.get_async())
+
+    def _check_reader(self) -> None:
+        refuse_callback()
+        refuse_fork(self._process)
 
     def cancel(self) -> None:
         """End the answer; its slot is free from the next step on. Does nothing if the answer has ended."""

@@ -244,17 +244,25 @@ def test_the_models_own_generate_refuses_an_indexs_cache(index: api.Index) -> No
     assert asker.ask(QUESTION, SHORT).text == index.ask(QUESTION, SHORT, method="quest").text
 
 
-def test_a_fork_of_a_process_that_has_streamed_refuses_to_stream(index: api.Index) -> None:
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_fork_of_a_process_that_has_streamed_refuses_to_stream(index: api.Index, reads: bool) -> None:
     asker = index.asker("quest")
-    assert list(asker.stream(QUESTION, SHORT))
+    stream = asker.stream(QUESTION, SHORT)
+    pieces = iter(stream)
+    first = next(pieces)
     if (child := os.fork()) == 0:
+        signal.alarm(20)  # instead of a hang
         try:
-            asker.stream(QUESTION, SHORT)
+            if reads:
+                list(pieces)
+            else:
+                asker.stream(QUESTION, SHORT)
         except UsageError as error:
             os._exit(7 if "open the index in this process" in str(error) else 8)
         finally:
             os._exit(9)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert "".join(piece.text for piece in [first, *pieces]) == asker.ask(QUESTION, SHORT).text
 
 
 LEAVES = """
