@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from threading import Condition, Lock
 from weakref import WeakKeyDictionary
 
@@ -111,30 +112,31 @@ class Stream:
         self._channel, self._process = channel, os.getpid()
 
     def __iter__(self) -> Iterator[Piece]:
-        try:
-            while (piece := self._next()) is not None:
-                yield piece
-        finally:
-            self.cancel()
+        return _Pieces(self)
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        try:
-            while (piece := await self._next_async()) is not None:
-                yield piece
-        finally:
-            self.cancel()
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return _Pieces(self)
 
-    def _next(self) -> Piece | None:
-        self._check_reader()
-        return _raised(self._channel.get())
+    def next(self) -> Piece | None:
+        """Wait for the next piece; return None after the last. Raises the error that ended the answer."""
+        with self._reading():
+            return _raised(self._channel.get())
 
-    async def _next_async(self) -> Piece | None:
-        self._check_reader()
-        return _raised(await self._channel.get_async())
+    async def next_async(self) -> Piece | None:
+        """Wait as `next` does, in an asyncio task."""
+        with self._reading():
+            return _raised(await self._channel.get_async())
 
-    def _check_reader(self) -> None:
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Cancel the request if the read in the context is interrupted. The pieces that are left can still be read."""
         refuse_callback()
         refuse_fork(self._process)
+        try:
+            yield
+        except BaseException:
+            self.cancel()
+            raise
 
     def cancel(self) -> None:
         """End the answer; its slot is free from the next step on. Does nothing if the answer has ended."""
@@ -142,6 +144,29 @@ class Stream:
 
     def __del__(self) -> None:
         self.cancel()
+
+
+class _Pieces(Iterator[Piece], AsyncIterator[Piece]):
+    """An iteration over the pieces of a stream, which cancels the request when it is dropped.
+
+    It is no generator, because a generator ends when a read is interrupted, and could not return the last piece.
+    """
+
+    def __init__(self, stream: Stream):
+        self._stream = stream
+
+    def __next__(self) -> Piece:
+        if (piece := self._stream.next()) is None:
+            raise StopIteration
+        return piece
+
+    async def __anext__(self) -> Piece:
+        if (piece := await self._stream.next_async()) is None:
+            raise StopAsyncIteration
+        return piece
+
+    def __del__(self) -> None:
+        self._stream.cancel()
 
 
 def _raised(item: Piece | BaseException | None) -> Piece | None:

@@ -136,6 +136,39 @@ def test_a_loop_that_has_ended_does_not_hold_up_the_scheduler() -> None:
     assert channel.get() == Piece("a")
 
 
+def test_a_read_that_is_cancelled_ends_the_answer_and_loses_no_piece() -> None:
+    channel = Channel()
+    stream, left = Stream(channel), [Piece("a"), Piece("b", finish="cancelled")]
+
+    async def read() -> list[Piece]:
+        pieces = aiter(stream)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(anext(pieces), 0.01)
+        assert channel.cancelled
+        for piece in left:
+            channel.put(piece)
+        return [piece async for piece in pieces]
+
+    assert asyncio.run(read()) == left
+
+
+def test_a_loop_that_is_left_ends_the_answer() -> None:
+    async def leave(stream: Stream) -> None:
+        async for _ in stream:
+            break
+
+    for with_tasks in (False, True):
+        channel = Channel()
+        stream = Stream(channel)
+        channel.put(Piece("a"))
+        if with_tasks:
+            asyncio.run(leave(stream))
+        else:
+            for _ in stream:
+                break
+        assert channel.cancelled
+
+
 def test_all_readers_of_a_stream_end_with_it() -> None:
     channel = Channel()
     stream, pieces = Stream(channel), [Piece("a"), Piece("b", finish="stop")]
