@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from sparsekv.formats.errors import IdentityError, UsageError
 from sparsekv.kernels.common.given_rows import cache_argument
 from sparsekv.runtime import api
 from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.serving.submission import Finish
 
 QUESTION, SHORT = "Which word?", Sampling(max_new_tokens=5)
 
@@ -274,6 +276,12 @@ index = sparsekv.open_index(sys.argv[1])
 ended.append(index.asker("quest").stream("Which word?", sparsekv.Sampling(max_new_tokens=4000)))
 os.kill(os.getpid(), signal.SIGINT)
 """
+
+
+def test_each_end_of_a_stream_has_a_row_in_the_page() -> None:
+    page = (Path(api.__file__).parents[1] / "docs" / "how-to" / "python.md").read_text(encoding="utf-8")
+    rows = page.partition("| `finish` |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert [row.split("`")[1] for row in rows] == [*get_args(Finish)]
 
 
 def test_ctrl_c_ends_a_process_with_its_unread_stream(folder: Path, tmp_path: Path) -> None:
