@@ -120,6 +120,9 @@ class Request:
     def __post_init__(self) -> None:
         if type(self.sources) is not int or not 0 <= self.sources <= MOST_SOURCES:
             raise UsageError(f"sources is {self.sources!r}: give a whole number up to {MOST_SOURCES}")
+        for name, given in {"on_text": self.on_text, "stop": self.stop, "on_token": self.on_token}.items():
+            if given is not None and not callable(given):
+                raise UsageError(f"{name} is {given!r}: give a function")
 
 
 class Sequence:

@@ -5,9 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -131,7 +132,7 @@ def test_a_wrong_argument_is_named(index: api.Index) -> None:
         index.recall_report(["nonsense"])
     with pytest.raises(UsageError, match="by: a report has no rows by head; give layer or kv_head, or both"):
         index.recall_report(["window"], by=["head"])
-    with pytest.raises(UsageError, match="questions is a single text; give a list of texts"):
+    with pytest.raises(UsageError, match="questions is a str: give a list of texts"):
         index.asker("squeezed").ask_all(QUESTION)
     with pytest.raises(UsageError, match="budgets is empty; give at least one"):
         index.recall_report(["window"], [])
@@ -213,6 +214,53 @@ def test_arguments_of_another_type_are_refused(index: api.Index) -> None:
     for asked in ({"stop": 3}, {"stop": [None]}, {"logprobs": True}, {"timeout": "x"}):
         with pytest.raises(UsageError, match=": give "):
             asker.stream(QUESTION, **asked)  # type: ignore[arg-type]  # that is the point
+
+
+def test_a_question_that_is_none_is_refused_alike_by_each_call(index: api.Index) -> None:
+    asker = index.asker("quest")
+    ways: list[tuple[str, Callable[[Any], object]]] = [
+        ("question", lambda given: asker.ask(given, SHORT)),
+        ("question", lambda given: asker.stream(given, SHORT)),
+        ("questions[1]", lambda given: asker.ask_all([QUESTION, given], SHORT)),
+    ]
+    for name, ask in ways:
+        for given in (None, 5, 2.5, [3], b"Why?", np.ones(3)):
+            with pytest.raises(UsageError) as refused:
+                ask(given)
+            assert str(refused.value).startswith(f"{name} is a {type(given).__name__}: give a text, or a tensor")
+        for given in (torch.ones(1, 3), torch.ones(2), torch.ones(2) > 0, torch.tensor(3), torch.tensor([], dtype=int)):
+            with pytest.raises(UsageError) as refused:
+                ask(given)
+            assert str(refused.value).startswith(f"{name} is a tensor {list(given.shape)} of {given.dtype}: ")
+        with pytest.raises(UsageError, match=r"the question has '\\ud800', half of a UTF-16 surrogate pair"):
+            ask("a\ud800b")
+    for several in (None, 5, torch.ones(2, 3)):
+        with pytest.raises(UsageError, match=r"^questions is a "):
+            asker.ask_all(several)  # type: ignore[arg-type]  # that is the point
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_token_ids_may_be_any_integers(index: api.Index, dtype: torch.dtype) -> None:
+    asker, ids = index.asker("quest"), torch.tensor([7, 3, 9])
+    expected, given = asker.ask(ids, SHORT).ids, ids.to(dtype)
+    assert asker.ask(given, SHORT).ids == expected
+    assert [one.ids for one in asker.ask_all([given, given], SHORT)] == [expected] * 2
+    stream = asker.stream(given, SHORT)
+    given.fill_(0)  # the caller's own tensor, of which the stream has a copy
+    assert [token for piece in stream for token in piece.tokens] == expected
+
+
+def test_callbacks_and_slots_are_checked_before_an_answer(index: api.Index) -> None:
+    asker = index.asker("quest")
+    for given in ({"on_text": 5}, {"stop": "x"}):
+        with pytest.raises(UsageError, match=r"^(on_text is 5|stop is 'x'): give a function$"):
+            asker.ask(QUESTION, SHORT, **given)  # type: ignore[arg-type]  # that is the point
+    for together in (0, -1, 2.5, "2", True, None):
+        with pytest.raises(UsageError, match="together"):
+            asker.ask_all([QUESTION], SHORT, together=together)  # type: ignore[arg-type]  # that is the point
+    assert asker.ask_all([], SHORT, together=10**9) == []
+    (answer,) = asker.ask_all([QUESTION], SHORT, together=10**9)
+    assert answer.ids == asker.ask(QUESTION, SHORT).ids
 
 
 def test_indices_share_a_loaded_model(folder: Path, index: api.Index, tmp_path: Path) -> None:
