@@ -41,7 +41,7 @@ def chosen_sampling(sampling: object) -> Sampling:
     return sampling
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Session:
     """An open index, a decode config, and a cache for the config with the document's keys and values."""
 

@@ -108,6 +108,12 @@ def test_an_index_and_a_session_are_one_line_in_a_notebook(folder: Path, index: 
     assert repr(index.asker("dense")) == f"{begin}dense)"
 
 
+def test_indices_and_sessions_are_keys(folder: Path, index: api.Index) -> None:
+    asker, other = index.asker("quest"), api.open_index(folder / "doc.skv", index)
+    assert {index: 1, other: 2, asker: 3, index.asker("quest"): 4}[index] == 1
+    assert index != other
+
+
 def test_a_report_is_the_commands_row_by_row(folder: Path, index: api.Index) -> None:
     ours = index.recall_report(["squeezed", "window"], ["10%", 30], by=["layer"])
     options = ("--method", "squeezed", "--method", "window", "--budget", "10%", "--budget", "30")
