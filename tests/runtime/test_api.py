@@ -234,10 +234,10 @@ def test_a_question_that_is_none_is_refused_alike_by_each_call(index: api.Index)
             with pytest.raises(UsageError) as refused:
                 ask(given)
             assert str(refused.value).startswith(f"{name} is a {type(given).__name__}: give a text, or a tensor")
-        for given in (torch.ones(1, 3), torch.ones(2), torch.ones(2) > 0, torch.tensor(3), torch.tensor([], dtype=int)):
+        for ids in (torch.ones(1, 3), torch.ones(2), torch.ones(2) > 0, torch.tensor(3), torch.arange(0)):
             with pytest.raises(UsageError) as refused:
-                ask(given)
-            assert str(refused.value).startswith(f"{name} is a tensor {list(given.shape)} of {given.dtype}: ")
+                ask(ids)
+            assert str(refused.value).startswith(f"{name} is a tensor {list(ids.shape)} of {ids.dtype}: ")
         with pytest.raises(UsageError, match=r"the question has '\\ud800', half of a UTF-16 surrogate pair"):
             ask("a\ud800b")
     for several in (None, 5, torch.ones(2, 3)):
@@ -314,7 +314,7 @@ def test_a_fork_of_a_process_that_has_streamed_refuses_to_stream(index: api.Inde
             else:
                 asker.stream(QUESTION, SHORT)
         except UsageError as error:
-            os._exit(7 if "open the index in this process" in str(error) else 8)
+            os._exit(7 if "get_context('spawn')`, and open the index" in str(error) else 8)
         finally:
             os._exit(9)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
