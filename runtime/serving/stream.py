@@ -91,8 +91,8 @@ def refuse_fork(process: int) -> None:
     """Raise UsageError if this process is a fork of `process`, whose threads do not run in a fork."""
     if process != os.getpid():
         raise UsageError(
-            "this process was forked after its parent had streamed an answer, and torch's threads do not run in a fork; "
-            "start it by `multiprocessing.get_context('spawn')`, and open the index there"
+            "this process was forked after its parent had streamed an answer, and torch's threads do not run in a "
+            "fork; start it by `multiprocessing.get_context('spawn')`, and open the index there"
         )
 
 
