@@ -80,6 +80,11 @@ def check_type(name: str, value: object, annotation: Any) -> None:
     if not any(isinstance(value, kind) and (kind is bool or not isinstance(value, bool)) for kind, _ in kinds):
         wanted = " or ".join(words for _, words in kinds)
         raise UsageError(f"{name} {value!r}: give {wanted}")
+    if float in allowed:
+        try:
+            float(value)  # type: ignore[arg-type]  # a number
+        except OverflowError:
+            raise UsageError(f"{name} is larger than every float: give a smaller number") from None
 
 
 def check_at_least_one(parameters: object, *names: str) -> None:

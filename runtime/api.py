@@ -71,7 +71,7 @@ ASKING = ("method", "budget", "residual", "placement", "prefill", "prefill_budge
 """Argument names of `asker` and `ask`, from which the error for a mistyped argument suggests the nearest."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Index:
     """An index that is open with its model."""
 

@@ -182,7 +182,7 @@ def question_ids(index: OpenIndex, question: str, *, raw: bool = False, special_
         special_tokens: special tokens in the question keep their meaning; otherwise they are encoded as plain text.
 
     Raises:
-        UsageError: the question is empty, or the model has no embedding for one of its tokens.
+        UsageError: the question is empty or has a lone surrogate, or the model has no embedding for one of its tokens.
         SparsekvError: the question's special tokens cannot be encoded as plain text.
     """
     prompt = index.artifact.manifest.prompt
@@ -202,6 +202,13 @@ def framed_ids(
     """
     if not question.strip():
         raise UsageError("the question is empty; ask one")
+    try:
+        question.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"the question has {question[error.start]!r}, half of a UTF-16 surrogate pair; write the whole character, "
+            "or leave it out"
+        ) from None
     ids = encode_question(index.tokenizer, border, chat, question, special_tokens=special_tokens)
     return known_ids(index.model, ids)
 

@@ -120,6 +120,9 @@ class Request:
     def __post_init__(self) -> None:
         if type(self.sources) is not int or not 0 <= self.sources <= MOST_SOURCES:
             raise UsageError(f"sources is {self.sources!r}: give a whole number up to {MOST_SOURCES}")
+        for name, given in {"on_text": self.on_text, "stop": self.stop, "on_token": self.on_token}.items():
+            if given is not None and not callable(given):
+                raise UsageError(f"{name} is {given!r}: give a function")
 
 
 class Sequence:
@@ -135,7 +138,7 @@ class Sequence:
     def __init__(self, index: OpenIndex, request: Request, used: int, longest: int):
         self.request, self.used, self.longest = request, used, longest
         self.question, self.prompt_tokens = request.question.tolist(), index.split.tokens + used + len(request.question)
-        self.random = torch.Generator(index.model.device).manual_seed(request.sampling.seed)
+        self.random = torch.Generator(index.model.device).manual_seed(int(request.sampling.seed))
         on_text = request.on_text
         self.streamer = on_text and Streamer(index.tokenizer, on_text, unshown_endings(index))
         self.answer: list[int] = []

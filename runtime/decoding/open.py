@@ -217,7 +217,7 @@ AHEAD = 2
 """Number of layers that are read to a GPU concurrently. A read begins before the previous read has finished."""
 
 
-@dataclass
+@dataclass(eq=False)
 class OpenIndex:
     """An index together with the model that it was built with.
 

@@ -58,12 +58,15 @@ def check_sampling(values: Any, named: Callable[[str], str] = str) -> None:
 
 
 def warpers(sampling: Sampling) -> LogitsProcessorList:
-    """Return the logits processors that transformers would use for a temperature above 0, top-k and top-p."""
-    found = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+    """Return the logits processors that transformers would use for a temperature above 0, top-k and top-p.
+
+    They take Python's own float and int only, and a `Sampling` has any numbers.
+    """
+    found = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
     if sampling.top_k:
-        found.append(TopKLogitsWarper(sampling.top_k))
+        found.append(TopKLogitsWarper(int(sampling.top_k)))
     if sampling.top_p is not None and sampling.top_p < 1:
-        found.append(TopPLogitsWarper(sampling.top_p))
+        found.append(TopPLogitsWarper(float(sampling.top_p)))
     return found
 
 

@@ -1,6 +1,6 @@
 """Ask questions over one open index with one config, independently or as a conversation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -8,7 +8,7 @@ import torch
 
 from sparsekv.formats.documents.continuation import border_behind
 from sparsekv.formats.documents.prompt import next_turn
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import UsageError, check_type
 from sparsekv.formats.index.schema import Border, ChatFrame, Prompt
 from sparsekv.kernels.common.given_rows import with_cache
 from sparsekv.kernels.common.hook import route_attention
@@ -29,6 +29,8 @@ from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.threads import all_cores, exclusive, free_cores
 
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 def chosen_sampling(sampling: object) -> Sampling:
     """Return the sampling; for None, a greedy one. Raises UsageError for an object of another type."""
@@ -39,7 +41,7 @@ def chosen_sampling(sampling: object) -> Sampling:
     return sampling
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Session:
     """An open index, a decode config, and a cache for the config with the document's keys and values."""
 
@@ -77,7 +79,7 @@ class Session:
         Threads that use the same model wait for each other, even if each has its own session.
 
         Args:
-            question: text, which is put into the index's chat template, or token ids [Q] as `question_ids` returns.
+            question: text, which is put into the index's chat template, or its integer token ids [Q].
             on_text, stop, sources: as in `Request`.
         """
         with exclusive(self.index.model):
@@ -99,28 +101,48 @@ class Session:
             sources: as in `Request`.
 
         Raises:
-            UsageError: questions cannot share a step with this config, `questions` is a single string, or `together` is
-                less than 1.
+            UsageError: questions cannot share a step with this config, `questions` is a single question, or `together`
+                is not an integer of at least 1.
         """
-        if isinstance(questions, str):
-            raise UsageError("questions is a single text; give a list of texts, or use ask")
+        if isinstance(questions, str | torch.Tensor) or not isinstance(questions, Iterable):
+            raise UsageError(f"questions is a {type(questions).__name__}: give a list of texts, or use ask")
+        check_type("together", together, int)
         if together < 1:
             raise UsageError(f"{together} questions together: give at least 1")
         with exclusive(self.index.model):
             if reason := why_alone(self.index, self.config.attention, self.cache):
                 raise UsageError(f"{reason}; ask one question at a time")
             chosen = chosen_sampling(sampling)
-            requests = [Request(self._ids(one), chosen, sources=sources) for one in questions]
-            found = dict(Engine(self.index, pack(self.cache, together)).answers(requests))
+            ids = [self._ids(one, f"questions[{number}]") for number, one in enumerate(questions)]
+            requests = [Request(one, chosen, sources=sources) for one in ids]
+            slots = min(together, max(1, len(requests)))
+            found = dict(Engine(self.index, pack(self.cache, slots)).answers(requests))
         return [found[number] for number in range(len(requests))]
 
-    def _ids(self, question: str | torch.Tensor) -> torch.Tensor:
-        """Return a question's token ids [Q]; raise UsageError for ids that the model does not have."""
+    def _ids(self, question: str | torch.Tensor, name: str = "question") -> torch.Tensor:
+        """Return a question's token ids [Q], int64, as a copy, which the caller cannot change during the answer.
+
+        Raises what `question_ids` raises.
+
+        Args:
+            name: the name of the argument `question` in errors.
+
+        Raises:
+            UsageError: the question is neither a text nor a tensor [Q] of integers, or the model does not have an id.
+        """
         if isinstance(question, str):
             return question_ids(self.index, question)
-        if not self.index.knows(question):
-            raise UsageError("the question has token ids that the model does not have; make them with question_ids")
-        return question
+        if not isinstance(question, torch.Tensor):
+            raise UsageError(f"{name} is a {type(question).__name__}: give a text, or a tensor of its token ids")
+        if question.dim() != 1 or not len(question) or question.dtype not in INTEGERS:
+            raise UsageError(
+                f"{name} is a tensor {list(question.shape)} of {question.dtype}: give token ids, a tensor of one "
+                "dimension with at least one integer"
+            )
+        ids = question.to("cpu", torch.int64, copy=True)
+        if not self.index.knows(ids):
+            raise UsageError(f"{name} has token ids that the model does not have; make them with its tokenizer")
+        return ids
 
 
 @dataclass(frozen=True)

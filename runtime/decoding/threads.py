@@ -131,7 +131,7 @@ def exclusive(model: PreTrainedModel) -> Iterator[None]:
         SparsekvError: the model attends in a way that no index supports, for example because its code has changed
             since the build.
     """
-    _refuse_callback()
+    refuse_callback()
     with alone(model):
         try:
             yield
@@ -146,16 +146,17 @@ def exclusive_process() -> Iterator[None]:
     Raises:
         UsageError: the caller is a callback of an answer.
     """
-    _refuse_callback()
+    refuse_callback()
     with all_alone():
         yield
 
 
-def _refuse_callback() -> None:
+def refuse_callback() -> None:
+    """Raise UsageError if the caller is a callback of an answer, by any model."""
     if called_back():
         raise UsageError(
-            "a callback (on_token, on_text or stop) asked a question or opened an index in the middle of an answer; do "
-            "that after the answer has been returned"
+            "a callback (on_token, on_text or stop) asked a question, read a stream or opened an index in the middle "
+            "of an answer; do that after the answer has been returned"
         )
 
 

@@ -84,7 +84,7 @@ class Job:
         if self.channel.cancelled:
             return "cancelled"
         timeout = self.request.timeout
-        if timeout is None or time.monotonic() < self.submitted + timeout:
+        if timeout is None or time.monotonic() - self.submitted < timeout:
             return None
         return "waited" if self.sequence is None else "timeout"
 

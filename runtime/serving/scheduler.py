@@ -19,10 +19,10 @@ from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kept_turns import TurnStore
 from sparsekv.runtime.decoding.answer import answer_room
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.threads import exclusive
+from sparsekv.runtime.decoding.threads import exclusive, refuse_callback
 from sparsekv.runtime.serving.job import Job
 from sparsekv.runtime.serving.lane import Lane
-from sparsekv.runtime.serving.stream import Stream
+from sparsekv.runtime.serving.stream import Stream, refuse_fork
 from sparsekv.runtime.serving.submission import QueueFullError, Submission
 
 KEPT_BYTES = 256 << 20
@@ -148,15 +148,12 @@ class Scheduler:
         Raises:
             QueueFullError: the queue is full.
             UsageError: there is no index of this name, the scheduler is closed, the request has no tokens or tokens
-                that the model does not have, no position of the model is left for an answer, or this process is a fork
-                of one that has submitted requests.
+                that the model does not have, no position of the model is left for an answer, the caller is a callback
+                of an answer, or this process is a fork of one that has submitted requests.
         """
+        refuse_callback()
         self._process = self._process or os.getpid()
-        if self._process != os.getpid():
-            raise UsageError(
-                "this process was forked after its parent had streamed an answer; open the index in this process, or "
-                "start it by `multiprocessing.get_context('spawn')`"
-            )
+        refuse_fork(self._process)
         if (index := self._indices.get(request.index)) is None:
             raise UsageError(f"index {request.index}: {choose_one(request.index, list(self._indices))}")
         _check(index, request)

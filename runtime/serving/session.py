@@ -21,7 +21,7 @@ WAITING = 1 << 20
 """Maximum number of questions of one process that wait for a slot."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class StreamingSession(Session):
     """A session with streamed answers for many threads and asyncio tasks at once.
 
@@ -29,8 +29,8 @@ class StreamingSession(Session):
     another, over a second cache.
     """
 
-    _schedulers: list[Scheduler] = field(default_factory=list, compare=False)
-    _lock: Lock = field(default_factory=Lock, compare=False)
+    _schedulers: list[Scheduler] = field(default_factory=list)
+    _lock: Lock = field(default_factory=Lock)
 
     def stream(
         self,

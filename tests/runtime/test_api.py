@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from sparsekv.formats.errors import IdentityError, UsageError
 from sparsekv.kernels.common.given_rows import cache_argument
 from sparsekv.runtime import api
 from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.serving.submission import Finish
 
 QUESTION, SHORT = "Which word?", Sampling(max_new_tokens=5)
 
@@ -105,6 +108,12 @@ def test_an_index_and_a_session_are_one_line_in_a_notebook(folder: Path, index: 
     assert repr(index.asker("dense")) == f"{begin}dense)"
 
 
+def test_indices_and_sessions_are_keys(folder: Path, index: api.Index) -> None:
+    asker, other = index.asker("quest"), api.open_index(folder / "doc.skv", index)
+    assert {index: 1, other: 2, asker: 3, index.asker("quest"): 4}[index] == 1
+    assert index != other
+
+
 def test_a_report_is_the_commands_row_by_row(folder: Path, index: api.Index) -> None:
     ours = index.recall_report(["squeezed", "window"], ["10%", 30], by=["layer"])
     options = ("--method", "squeezed", "--method", "window", "--budget", "10%", "--budget", "30")
@@ -129,7 +138,7 @@ def test_a_wrong_argument_is_named(index: api.Index) -> None:
         index.recall_report(["nonsense"])
     with pytest.raises(UsageError, match="by: a report has no rows by head; give layer or kv_head, or both"):
         index.recall_report(["window"], by=["head"])
-    with pytest.raises(UsageError, match="questions is a single text; give a list of texts"):
+    with pytest.raises(UsageError, match="questions is a str: give a list of texts"):
         index.asker("squeezed").ask_all(QUESTION)
     with pytest.raises(UsageError, match="budgets is empty; give at least one"):
         index.recall_report(["window"], [])
@@ -213,6 +222,53 @@ def test_arguments_of_another_type_are_refused(index: api.Index) -> None:
             asker.stream(QUESTION, **asked)  # type: ignore[arg-type]  # that is the point
 
 
+def test_a_question_that_is_none_is_refused_alike_by_each_call(index: api.Index) -> None:
+    asker = index.asker("quest")
+    ways: list[tuple[str, Callable[[Any], object]]] = [
+        ("question", lambda given: asker.ask(given, SHORT)),
+        ("question", lambda given: asker.stream(given, SHORT)),
+        ("questions[1]", lambda given: asker.ask_all([QUESTION, given], SHORT)),
+    ]
+    for name, ask in ways:
+        for given in (None, 5, 2.5, [3], b"Why?", np.ones(3)):
+            with pytest.raises(UsageError) as refused:
+                ask(given)
+            assert str(refused.value).startswith(f"{name} is a {type(given).__name__}: give a text, or a tensor")
+        for ids in (torch.ones(1, 3), torch.ones(2), torch.ones(2) > 0, torch.tensor(3), torch.arange(0)):
+            with pytest.raises(UsageError) as refused:
+                ask(ids)
+            assert str(refused.value).startswith(f"{name} is a tensor {list(ids.shape)} of {ids.dtype}: ")
+        with pytest.raises(UsageError, match=r"the question has '\\ud800', half of a UTF-16 surrogate pair"):
+            ask("a\ud800b")
+    for several in (None, 5, torch.ones(2, 3)):
+        with pytest.raises(UsageError, match=r"^questions is a "):
+            asker.ask_all(several)  # type: ignore[arg-type]  # that is the point
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_token_ids_may_be_any_integers(index: api.Index, dtype: torch.dtype) -> None:
+    asker, ids = index.asker("quest"), torch.tensor([7, 3, 9])
+    expected, given = asker.ask(ids, SHORT).ids, ids.to(dtype)
+    assert asker.ask(given, SHORT).ids == expected
+    assert [one.ids for one in asker.ask_all([given, given], SHORT)] == [expected] * 2
+    stream = asker.stream(given, SHORT)
+    given.fill_(0)  # the caller's own tensor, of which the stream has a copy
+    assert [token for piece in stream for token in piece.tokens] == expected
+
+
+def test_callbacks_and_slots_are_checked_before_an_answer(index: api.Index) -> None:
+    asker = index.asker("quest")
+    for given in ({"on_text": 5}, {"stop": "x"}):
+        with pytest.raises(UsageError, match=r"^(on_text is 5|stop is 'x'): give a function$"):
+            asker.ask(QUESTION, SHORT, **given)  # type: ignore[arg-type]  # that is the point
+    for together in (0, -1, 2.5, "2", True, None):
+        with pytest.raises(UsageError, match="together"):
+            asker.ask_all([QUESTION], SHORT, together=together)  # type: ignore[arg-type]  # that is the point
+    assert asker.ask_all([], SHORT, together=10**9) == []
+    (answer,) = asker.ask_all([QUESTION], SHORT, together=10**9)
+    assert answer.ids == asker.ask(QUESTION, SHORT).ids
+
+
 def test_indices_share_a_loaded_model(folder: Path, index: api.Index, tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text("Another text of some words. " * 40)
     built = run_here("build-index", tmp_path / "other.txt", "--model", folder / "model", "--method", "squeezed", "-q")
@@ -244,17 +300,25 @@ def test_the_models_own_generate_refuses_an_indexs_cache(index: api.Index) -> No
     assert asker.ask(QUESTION, SHORT).text == index.ask(QUESTION, SHORT, method="quest").text
 
 
-def test_a_fork_of_a_process_that_has_streamed_refuses_to_stream(index: api.Index) -> None:
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_fork_of_a_process_that_has_streamed_refuses_to_stream(index: api.Index, reads: bool) -> None:
     asker = index.asker("quest")
-    assert list(asker.stream(QUESTION, SHORT))
+    stream = asker.stream(QUESTION, SHORT)
+    pieces = iter(stream)
+    first = next(pieces)
     if (child := os.fork()) == 0:
+        signal.alarm(20)  # instead of a hang
         try:
-            asker.stream(QUESTION, SHORT)
+            if reads:
+                list(pieces)
+            else:
+                asker.stream(QUESTION, SHORT)
         except UsageError as error:
-            os._exit(7 if "open the index in this process" in str(error) else 8)
+            os._exit(7 if "get_context('spawn')`, and open the index" in str(error) else 8)
         finally:
             os._exit(9)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert "".join(piece.text for piece in [first, *pieces]) == asker.ask(QUESTION, SHORT).text
 
 
 LEAVES = """
@@ -266,6 +330,12 @@ index = sparsekv.open_index(sys.argv[1])
 ended.append(index.asker("quest").stream("Which word?", sparsekv.Sampling(max_new_tokens=4000)))
 os.kill(os.getpid(), signal.SIGINT)
 """
+
+
+def test_each_end_of_a_stream_has_a_row_in_the_page() -> None:
+    page = (Path(api.__file__).parents[1] / "docs" / "how-to" / "python.md").read_text(encoding="utf-8")
+    rows = page.partition("| `finish` |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert [row.split("`")[1] for row in rows] == [*get_args(Finish)]
 
 
 def test_ctrl_c_ends_a_process_with_its_unread_stream(folder: Path, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ METHODS: dict[str, Method | None] = {
     "dense": None,
 }
 IN_BATCHES = ("squeezed", "codes", "dense")
-WITHIN = r"asked a question or opened an index in the middle of an answer"
+WITHIN = r"asked a question, read a stream or opened an index in the middle of an answer"
 
 
 class CallbackError(Exception):

@@ -4,7 +4,10 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
+from math import inf
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -133,6 +136,61 @@ def test_a_loop_that_has_ended_does_not_hold_up_the_scheduler() -> None:
     assert channel.get() == Piece("a")
 
 
+def test_a_read_that_is_cancelled_ends_the_answer_and_loses_no_piece() -> None:
+    channel = Channel()
+    stream, left = Stream(channel), [Piece("a"), Piece("b", finish="cancelled")]
+
+    async def read() -> list[Piece]:
+        pieces = aiter(stream)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(anext(pieces), 0.01)
+        assert channel.cancelled
+        for piece in left:
+            channel.put(piece)
+        return [piece async for piece in pieces]
+
+    assert asyncio.run(read()) == left
+
+
+def test_a_loop_that_is_left_ends_the_answer() -> None:
+    async def leave(stream: Stream) -> None:
+        async for _ in stream:
+            break
+
+    for with_tasks in (False, True):
+        channel = Channel()
+        stream = Stream(channel)
+        channel.put(Piece("a"))
+        if with_tasks:
+            asyncio.run(leave(stream))
+        else:
+            for _ in stream:
+                break
+        assert channel.cancelled
+
+
+def test_all_readers_of_a_stream_end_with_it() -> None:
+    channel = Channel()
+    stream, pieces = Stream(channel), [Piece("a"), Piece("b", finish="stop")]
+
+    async def read() -> list[Piece]:
+        return [piece async for piece in stream]
+
+    async def read_by_all() -> list[list[Piece]]:
+        reading = [
+            *(asyncio.create_task(read()) for _ in range(2)),
+            asyncio.create_task(asyncio.to_thread(list, stream)),
+        ]
+        await asyncio.sleep(0.01)
+        for piece in pieces:
+            channel.put(piece)
+        return await asyncio.gather(*reading)
+
+    read_in_turn = [piece for part in asyncio.run(read_by_all()) for piece in part]
+    assert sorted(read_in_turn, key=lambda piece: piece.text) == pieces
+    assert list(stream) == []
+
+
 def test_a_stream_that_is_dropped_is_cancelled() -> None:
     channel = Channel()
     Stream(channel)
@@ -155,6 +213,58 @@ def test_a_session_streams_while_it_answers(served: Served) -> None:
     assert text(session.stream(asked, Sampling(12), stop="\n")) in session.ask(asked, Sampling(12)).text
     with pytest.raises(UsageError):
         session.stream("")
+
+
+def test_any_number_is_taken_and_ends_nobody_elses_answer(served: Served) -> None:
+    session = StreamingSession.open(served.indices["a"], ALL)
+    whole, drawn = served.alone("a", question(0)), Sampling(8, temperature=2.0, top_p=0.5, top_k=5, seed=3)
+    alike = Sampling(np.int64(8), np.float32(2), np.float32(0.5), np.int64(5), np.int64(3))  # type: ignore[arg-type]
+    other = session.stream(question(0), Sampling(8))
+    streams = [
+        session.stream(question(0), Sampling(8), timeout=1e300),
+        session.stream(question(0), Sampling(8), timeout=inf),
+        session.stream(question(1), drawn),
+        session.stream(question(1), alike),
+        session.stream(question(1), Sampling(8, temperature=2, top_p=Fraction(1, 2), top_k=5, seed=3)),  # type: ignore[arg-type]
+    ]
+    for stream in (other, *streams[:2]):
+        check(list(stream), whole)
+    assert len({tuple(ids(stream)) for stream in streams[2:]}) == 1
+
+
+def test_a_number_beyond_every_float_ends_nobody_elses_answer(served: Served, make: Make) -> None:
+    session = StreamingSession.open(served.indices["a"], ALL)
+    other = session.stream(question(0), Sampling(8))
+    with pytest.raises(UsageError, match="timeout is larger than every float"):
+        session.stream(question(0), timeout=10**400)
+    with pytest.raises(UsageError, match="temperature is larger than every float"):
+        session.stream(question(0), Sampling(temperature=10**400))
+    check(list(other), served.alone("a", question(0)))
+    check(list(served.ask(make(), "a", question(0), timeout=10**400)), served.alone("a", question(0)))
+
+
+def test_a_callback_may_not_stream(served: Served) -> None:
+    """Neither ask for a stream nor read one of before: its answer would wait for the answer that calls back."""
+    session, other = (StreamingSession.open(served.indices["a"], ALL) for _ in range(2))
+    before, refused = session.stream(question(0), Sampling(4000)), list[object]()
+
+    async def read() -> None:
+        await anext(aiter(before))
+
+    def stop() -> bool:
+        for deed in (
+            lambda: session.stream(question(0)),
+            lambda: other.stream(question(0)),
+            lambda: next(iter(before)),
+            lambda: asyncio.run(read()),
+        ):
+            with pytest.raises(UsageError, match=r"asked a question, read a stream .* in the middle of an answer"):
+                deed()
+            refused.append(deed)
+        return False
+
+    assert session.ask(question(1), Sampling(2), stop=stop).ids == served.alone("a", question(1)).ids[:2]
+    assert len(refused) == 8
 
 
 def test_a_session_whose_config_lets_no_questions_share_steps_streams_them_in_turn(served: Served) -> None:
