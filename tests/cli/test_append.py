@@ -144,7 +144,7 @@ def _other_revision(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (_flip_a_byte, ("queries/layer_000.safetensors", "sha256", "--force")),
+        (_flip_a_byte, ("queries/layer_000.safetensors", "sha256", "writes anew what is missing or damaged")),
         (_other_revision, ("method multipole", "another version", "--force")),
     ],
 )
