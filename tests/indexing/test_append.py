@@ -154,8 +154,8 @@ def _one_layer() -> LoadedModel:
     return loaded
 
 
-# Of some 93 operations four lie between the last file of the method and the new manifest. A stride of 2 meets them, also
-# if threads of a busy machine do two operations more or less before them.
+# Of some 93 operations four lie between the last file of the method and the new manifest. A stride of 2 meets these
+# four, even if threads of a busy machine do two operations more or less before them.
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_index_that_is_killed_while_it_grows_is_the_old_one_or_the_new_one(tmp_path: Path, every: int) -> None:
     loaded, base = _one_layer(), tmp_path / "base.skv"
