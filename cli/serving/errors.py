@@ -82,7 +82,7 @@ _REMEDIES = {
     "too_long": "give at most {max_length} items",
     "literal_error": "give {expected}",
 }
-"""What to do about a pydantic error, by its type."""
+"""Remedies for a value that pydantic refuses, by the type of its error."""
 _TYPES = {
     "bool_type": "true or false",
     "int_type": "a whole number",

@@ -213,29 +213,25 @@ class Wording:
     keys: Callable[[int, random.Random], list[str]]
 
 
-MAGIC = Wording(
-    introduction="Some special magic numbers are hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the numbers afterwards.\n",
-    needle="One of the special magic numbers for {key} is: {value}.",
-    ask_one="What is the special magic number for {query} mentioned in the provided text?",
-    one_is="The special magic number for {query} mentioned in the provided text is",
-    ask_all="What are all the special magic numbers for {query} mentioned in the provided text?",
-    all_are="The special magic numbers for {query} mentioned in the provided text are",
-    keys=pairs,
-)
+def magic(value: str, keys: Callable[[int, random.Random], list[str]]) -> Wording:
+    """Return RULER's templates for values of a kind, such as `number`."""
+    return Wording(
+        introduction=f"Some special magic {value}s are hidden within the following text. Make sure to memorize it. "
+        f"I will quiz you about the {value}s afterwards.\n",
+        needle=f"One of the special magic {value}s for {{key}} is: {{value}}.",
+        ask_one=f"What is the special magic {value} for {{query}} mentioned in the provided text?",
+        one_is=f"The special magic {value} for {{query}} mentioned in the provided text is",
+        ask_all=f"What are all the special magic {value}s for {{query}} mentioned in the provided text?",
+        all_are=f"The special magic {value}s for {{query}} mentioned in the provided text are",
+        keys=keys,
+    )
+
+
+MAGIC, UUIDS = magic("number", pairs), magic("uuid", uuids)
 ONE_MAGIC = replace(
     MAGIC,
     introduction="A special magic number is hidden within the following text. Make sure to memorize it. "
     "I will quiz you about the number afterwards.\n",
-)
-UUIDS = Wording(
-    introduction=MAGIC.introduction.replace("number", "uuid"),
-    needle="One of the special magic uuids for {key} is: {value}.",
-    ask_one="What is the special magic uuid for {query} mentioned in the provided text?",
-    one_is="The special magic uuid for {query} mentioned in the provided text is",
-    ask_all="What are all the special magic uuids for {query} mentioned in the provided text?",
-    all_are="The special magic uuids for {query} mentioned in the provided text are",
-    keys=uuids,
 )
 THINGS = replace(
     MAGIC,

@@ -1,7 +1,7 @@
 """Temporary files in memory: on ext4 a rename over a file waits until the new file's blocks are on the disk.
 
 An index's journal is renamed over the last one after each file. Tests that build indices take 5 to 11% less time so.
-What else distinguishes the two, O_DIRECT and sparse files, no test relies on.
+No test relies on their other differences, which are O_DIRECT and sparse files.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What `generate --stats` says of time that an answer took once, and of what the kv fraction is of."""
+"""`generate --stats` names time that an answer took once, and the dtype and layers of the kv fraction."""
 
 import subprocess
 from pathlib import Path
