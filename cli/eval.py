@@ -46,7 +46,8 @@ def evaluate_methods(options: EvalOptions) -> None:
         note(line, quiet=options.run.quiet)
     counted = f"contexts: {len(asked)}, questions: {sum(len(one.questions) for one in asked)}, each by"
     kept = f"answers are kept in {recipe.work}, and none is computed twice"
-    note(f"{counted} {len(comparison.ways())} variants of attention; {kept}", quiet=options.run.quiet)
+    variants = len(comparison.ways())
+    note(f"{counted} {variants} variant{'s' * (variants != 1)} of attention; {kept}", quiet=options.run.quiet)
     with progress(quiet=options.run.quiet) as show:
         if options.ray is not None:
             answer_by_ray(recipe, comparison, asked, options.ray, options.workers, show)

@@ -51,15 +51,12 @@ def print_rows(rows: Sequence[Score], cells: Sequence[Cell], about: dict[str, An
 
 
 def note_few_contexts(rows: Sequence[Score], *, quiet: bool) -> None:
-    """Print a note if there are fewer than FEW_CONTEXTS contexts. The confidence intervals are then too narrow."""
+    """Print a note if there are fewer than FEW_CONTEXTS contexts. The confidence intervals are then too narrow, and one
+    question has none."""
     fewest = min(rows, key=lambda row: row.contexts)
     if fewest.contexts < FEW_CONTEXTS:
-        counted = _counted(fewest)
-        note(
-            f"the intervals of {counted} are too narrow: other contexts would differ by more; ask about {FEW_CONTEXTS} "
-            "contexts or more",
-            quiet=quiet,
-        )
+        why = "are too narrow: other contexts would differ by more" if fewest.questions > 1 else "are unknown"
+        note(f"the intervals of {_counted(fewest)} {why}; ask about {FEW_CONTEXTS} contexts or more", quiet=quiet)
 
 
 def _counted(row: Score) -> str:
