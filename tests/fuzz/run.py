@@ -37,6 +37,8 @@ LOST_GPU = "AcceleratorError"
 """The kind of a failure after which no call of its process to the GPU works."""
 SHRUNK_OF_A_KIND = 2
 """So many failures of one kind are made simple; the others are only told."""
+TOLD_EACH = 60.0
+"""Seconds between two lines that say how many cases have run: a run that is stopped has said what it did."""
 
 
 def parsed() -> argparse.Namespace:
@@ -198,7 +200,7 @@ class Fuzzing:
         self.given = given
         self.first = int(time.time()) * 1000 if given.first_seed is None else given.first_seed
         self.cases = given.cases if given.cases is not None or given.seconds is not None else 200
-        self.began = time.monotonic()
+        self.began = self.told = time.monotonic()
         self.lock = threading.Lock()
         self.given_out = self.ran = 0
         self.kinds: Counter[str] = Counter()
@@ -258,10 +260,17 @@ class Fuzzing:
         finally:
             worker.end()
 
+    def _tell_count(self) -> None:
+        now = time.monotonic()
+        if now - self.told > TOLD_EACH:
+            self.told = now
+            print(f"{self.ran} cases in {now - self.began:.0f} s, {len(self.failed)} failures", flush=True)
+
     def _take(self, worker: Worker, seed: int, answer: dict[str, Any]) -> None:
         kind = answer["kind"]
         with self.lock:
             self.ran += 1
+            self._tell_count()
             if not kind:
                 if answer["told"]:
                     self.refused[answer["told"][:60]] += 1
