@@ -80,7 +80,11 @@ class LayerWork:
         kind, what = type(self.indexer), f"layer {layer} of {self.name}"
         with told_of(kind):
             tensors = make()
-        fault = form_fault(tensors, self.split, rows.keys, self.dtype, what) or value_fault(tensors, self.split, what)
+        fault = form_fault(tensors, self.split, rows.keys, self.dtype, what)
+        if fault is None:
+            # An indexer on a GPU may return tensors in the CPU's memory, such as offsets of blocks.
+            placed = {name: tensor.to(rows.keys.device) for name, tensor in tensors.items()}
+            fault = value_fault(placed, self.split, what)
         if fault is not None:
             raise wrong_class(kind, fault)
         return tensors
